@@ -1,0 +1,253 @@
+"""Every setting of a run, defined once.
+
+A field here is a Python argument (``TrainConfig(layers=16)``), a TOML key (``layers = 16``) and a
+flag (``--layers 16``): the command line is built from the metadata below, and the checks here hold
+for all three. Nothing in this file needs the graph or the device; what depends on those is checked
+where they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gnnpipe.errors import InputError
+from gnnpipe.registry import nearest
+
+__all__ = ["TrainConfig", "parse_split"]
+
+Number = int | float
+
+
+def _setting(
+    default: Any,
+    text: str,
+    *,
+    group: str,
+    low: Number | None = None,
+    above: Number | None = None,
+    below: Number | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field with its help text and its border: low <= v, above < v, v < below."""
+    meta = {
+        "help": text, "group": group, "low": low, "above": above, "below": below,
+        "choices": choices,
+    }  # fmt: skip
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one training run; see ``gnnpipe train --help`` for the same in words.
+
+    Raises ``InputError`` naming the field, the value and what to try.
+    """
+
+    dataset: str = _setting(
+        "debian", "graph to train on: a name (see `gnnpipe info --list`) or a path to an .npz file",
+        group="data",
+    )  # fmt: skip
+    data_dir: str = _setting("", "folder that holds downloaded datasets", group="data")
+    split: str = _setting(
+        "given",
+        "train/val/test split: 'given' (the dataset's own) or fractions such as 60/20/20, seeded",
+        group="data",
+    )
+    symmetrize: bool = _setting(
+        False, "add the reverse of every edge of a directed graph", group="data"
+    )
+
+    model: str = _setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
+    layers: int = _setting(2, "number of GNN layers L", group="model", low=1)
+    hidden: int = _setting(64, "hidden width H", group="model", low=1)
+    heads: int = _setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
+    dropout: float = _setting(0.5, "dropout probability", group="model", low=0, below=1)
+    alpha: float = _setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
+    theta: float = _setting(
+        0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
+        group="model", above=0,
+    )  # fmt: skip
+
+    epochs: int = _setting(200, "epochs to train", group="training", low=1)
+    lr: float = _setting(0.01, "learning rate (Adam)", group="training", above=0)
+    weight_decay: float = _setting(5e-4, "L2 penalty (Adam)", group="training", low=0)
+    seed: int = _setting(0, "seed of weights, dropout, chunk order and splits",
+                         group="training", low=0)  # fmt: skip
+    dtype: str = _setting("float32", "number type of weights and rows", group="training",
+                          choices=("float32", "float64"))  # fmt: skip
+    eval_every: int = _setting(
+        10, "evaluate every n-th epoch and the last (0: only the last)", group="training", low=0
+    )
+
+    stages: int = _setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
+    shards: int = _setting(1, "shards G: ranks that share one stage", group="shape", low=1)
+    chunks: int = _setting(1, "chunks K the vertices are cut into, walked one by one",
+                           group="shape", low=1)  # fmt: skip
+    partitioner: str = _setting("metis", "how vertices are cut: metis, range or random",
+                                group="shape")  # fmt: skip
+    cache_dir: str = _setting(
+        "", "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
+        group="shape",
+    )  # fmt: skip
+
+    staleness: str = _setting(
+        "paper",
+        "none: no technique; paper: all three of GNNPipe; exact: layer by layer, no stale read. "
+        "Without effect when K = 1",
+        group="staleness",
+        choices=("none", "paper", "exact"),
+    )
+    shuffle_chunks: bool | None = _setting(
+        None, "walk the chunks in a new order every epoch (default: by --staleness)",
+        group="staleness",
+    )  # fmt: skip
+    snapshot_every: int | None = _setting(
+        None,
+        "stale reads come from a snapshot refreshed every n epochs; 1: from the last epoch "
+        "(default: by --staleness)",
+        group="staleness",
+        low=1,
+    )
+    scale_live_gradients: float | None = _setting(
+        None, "factor on gradients that arrive from other chunks (default: by --staleness)",
+        group="staleness", above=0,
+    )  # fmt: skip
+
+    out: str = _setting("", "folder of the run (default runs/<dataset>-<model>-<time>)",
+                        group="output")  # fmt: skip
+    device: str = _setting("auto", "auto, cpu or cuda", group="output",
+                           choices=("auto", "cpu", "cuda"))  # fmt: skip
+    timeout_s: float = _setting(
+        120.0, "seconds a rank waits for another before the run is ended", group="output", above=0
+    )
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(TrainConfig)
+        for f in fields(self):
+            value = _typed(f.name, getattr(self, f.name), hints[f.name])
+            object.__setattr__(self, f.name, value)
+            _check_border(f.name, value, f.metadata)
+        if self.hidden % self.heads and self.model == "gat":
+            raise InputError(
+                f"--heads {self.heads}: does not divide --hidden {self.hidden}; "
+                f"try --hidden {math.ceil(self.hidden / self.heads) * self.heads}"
+            )
+        if self.stages > self.layers:
+            raise InputError(
+                f"--stages {self.stages}: more stages than layers ({self.layers}); "
+                f"try --stages {self.layers} or more --layers"
+            )
+        parse_split(self.split)
+        if self.staleness == "exact" and self.chunks > 1:
+            for name in ("snapshot_every", "scale_live_gradients"):
+                if getattr(self, name) not in (None, 1):
+                    raise InputError(
+                        f"{_flag(name)} {getattr(self, name)}: has no meaning with --staleness "
+                        "exact, where nothing is stale; drop one of the two"
+                    )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the shape needs: S * G."""
+        return self.stages * self.shards
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:
+        """A config from plain values, refusing names that are not fields."""
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key.replace("-", "_") not in known:
+                raise InputError(f"{source}: unknown key {key!r}; {nearest(key, known)}")
+        return cls(**{k.replace("-", "_"): v for k, v in values.items()})
+
+    @classmethod
+    def read_toml(cls, path: str | Path) -> dict[str, Any]:
+        """The keys that a TOML file sets, checked to be fields (values are checked on use)."""
+        try:
+            with open(path, "rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            raise InputError(
+                f"--config {str(path)!r}: cannot be read ({error.strerror}); give a TOML file"
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"--config {str(path)!r}: not valid TOML ({error})") from None
+        cls.from_dict(values, source=f"--config {str(path)!r}")
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, ``None`` where the default follows from another field."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """The config as TOML; fields that are ``None`` are left out, for they mean the default."""
+        lines = []
+        for name, value in self.to_dict().items():
+            if value is None:
+                continue
+            if isinstance(value, bool):
+                text = "true" if value else "false"
+            elif isinstance(value, str):
+                text = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            else:
+                text = repr(value)
+            lines.append(f"{name} = {text}")
+        return "\n".join(lines) + "\n"
+
+
+def parse_split(split: str) -> tuple[float, float, float] | None:
+    """Fractions of a split such as '60/20/20', or ``None`` for 'given'."""
+    if split == "given":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", split)
+    if match:
+        parts = [float(g) for g in match.groups()]
+        if parts[0] > 0 and math.isclose(sum(parts), 100):
+            return parts[0] / 100, parts[1] / 100, parts[2] / 100
+    raise InputError(f"--split {split!r}: try 'given' or three percentages like 60/20/20")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the field's type, taking whole numbers for floats; else an ``InputError``."""
+    optional = isinstance(hint, types.UnionType)
+    if value is None and optional:
+        return None
+    want = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
+    if want is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if want is str and isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, want) or (isinstance(value, bool) and want is not bool):
+        raise InputError(f"{_flag(name)} {value!r}: must be of type {want.__name__}")
+    return value
+
+
+def _check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
+    if value is None:
+        return
+    flag = _flag(name)
+    if meta["choices"] and value not in meta["choices"]:
+        raise InputError(f"{flag} {value!r}: {nearest(value, meta['choices'])}")
+    if isinstance(value, bool | str):
+        return
+    if not math.isfinite(value):
+        raise InputError(f"{flag} {value}: must be a finite number")
+    if meta["low"] is not None and value < meta["low"]:
+        raise InputError(f"{flag} {value}: must be at least {meta['low']}")
+    if meta["above"] is not None and value <= meta["above"]:
+        raise InputError(f"{flag} {value}: must be more than {meta['above']}")
+    if meta["below"] is not None and value >= meta["below"]:
+        raise InputError(f"{flag} {value}: must be less than {meta['below']}")

@@ -1,0 +1,84 @@
+"""The data graph: one immutable value that holds structure, features, labels and split.
+
+Everything above reads a ``Graph`` and nothing changes one: readers build it, ``clean`` checks it,
+a partition renumbers it into a new one. Arrays are numpy (or scipy CSR for sparse features), so
+that a graph can be hashed, sliced per rank and memory-mapped before any tensor exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Features", "Graph", "IntArray"]
+
+IntArray = npt.NDArray[np.integer[Any]]
+BoolArray = npt.NDArray[np.bool_]
+Features = npt.NDArray[np.float32] | sp.csr_array
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A graph for vertex classification, in CSR by the READING vertex.
+
+    Row v of the CSR lists the vertices that v aggregates: PyG's edge (source j, target i) is entry
+    j of row i. N vertices, E edges, F features.
+    """
+
+    name: str
+    indptr: npt.NDArray[np.int64]
+    """[N + 1], start of each row in ``indices``."""
+    indices: IntArray
+    """[E], int32 or int64, ascending within each row, without duplicates or loops."""
+    x: Features
+    """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
+    y: npt.NDArray[np.int64]
+    """[N], class of each vertex; -1 = not labelled."""
+    train_mask: BoolArray
+    val_mask: BoolArray
+    test_mask: BoolArray
+    num_classes: int
+
+    @property
+    def num_vertices(self) -> int:
+        """N."""
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """E: directed edges, so an undirected edge counts twice."""
+        return len(self.indices)
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return int(self.x.shape[1])
+
+    @property
+    def degrees(self) -> npt.NDArray[np.int64]:
+        """[N], how many vertices each vertex reads."""
+        return np.diff(self.indptr)
+
+    @property
+    def edge_index(self) -> npt.NDArray[np.int64]:
+        """[2, E] as in PyG: row 0 the sources, row 1 the targets (built anew on each call)."""
+        target = np.repeat(np.arange(self.num_vertices, dtype=np.int64), self.degrees)
+        return np.stack([self.indices.astype(np.int64), target])
+
+    @classmethod
+    def from_pyg(cls, data: Data, name: str = "pyg", split: str = "given", seed: int = 0) -> Graph:
+        """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
+
+        ``split`` and ``seed`` as in ``TrainConfig``. Raises ``InputError`` naming the attribute
+        that is missing or wrong.
+        """
+        from gnnpipe.graph.pyg import graph_from_data
+
+        return graph_from_data(data, name=name, split=split, seed=seed)

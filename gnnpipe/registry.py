@@ -1,0 +1,56 @@
+"""Names to things: a dictionary whose misses suggest the nearest name.
+
+Datasets, models, partitioners and schedules are chosen by name from a flag. Each kind has one
+``Registry``; the entries are put in where they are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+from gnnpipe.errors import InputError
+
+__all__ = ["Registry", "nearest"]
+
+T = TypeVar("T")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A phrase that helps after an unknown name: the closest match, else all the names."""
+    known = sorted(names)
+    close = get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {next(k for k in known if k.lower() == close[0])!r}?"
+    return "known: " + ", ".join(known)
+
+
+class Registry(Generic[T]):
+    """The things of one kind by name.
+
+    >>> colours = Registry[int]("colour")
+    >>> colours.add("red", 1)
+    1
+    >>> colours["red"]
+    1
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._things: dict[str, T] = {}
+
+    def add(self, name: str, thing: T) -> T:
+        """Register ``thing`` under ``name`` and hand it back, so that it can be used in place."""
+        self._things[name] = thing
+        return thing
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._things[name]
+        except KeyError:
+            hint = nearest(name, self._things)
+            raise InputError(f"--{self.kind} {name!r}: unknown {self.kind}; {hint}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._things))
