@@ -8,7 +8,7 @@ that a graph can be hashed, sliced per rank and memory-mapped before any tensor 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,11 @@ import scipy.sparse as sp
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Features", "Graph", "IntArray"]
+__all__ = ["BoolArray", "Features", "Graph", "IntArray"]
 
-IntArray = npt.NDArray[np.integer[Any]]
-BoolArray = npt.NDArray[np.bool_]
-Features = npt.NDArray[np.float32] | sp.csr_array
+IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array
 
 
 @dataclass(frozen=True, eq=False)
