@@ -1,0 +1,167 @@
+"""Cut vertices into parts of equal work that share few edges.
+
+An epoch waits for its slowest chunk and its slowest shard, and pays for every row that a part reads
+from another part. So parts are balanced by work, not by number of vertices, and METIS keeps
+neighbours together; ``range`` and ``random`` are there for graphs whose order is already good, and
+to show what METIS is worth.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph, IntArray
+from gnnpipe.registry import Registry
+
+__all__ = [
+    "PARTITIONERS",
+    "Partitioner",
+    "Parts",
+    "structure",
+    "version_of",
+    "vertex_work",
+]
+
+Parts: TypeAlias = npt.NDArray[np.int32]
+
+
+class Partitioner(Protocol):
+    """A way to cut; the entries of ``PARTITIONERS``."""
+
+    def __call__(
+        self, adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int,
+        objective: str,
+    ) -> Parts:  # fmt: skip
+        """The part of each vertex, int32 [N] in [0, parts).
+
+        ``adjacency`` [N, N] as from ``structure``, ``work`` [N] as from ``vertex_work``. Every part
+        gets at least ``least`` vertices; needs parts * least <= N. ``objective`` is what is kept
+        small: "edges" (edges between parts) or "rows" (rows that parts read from each other).
+        """
+        ...
+
+
+PARTITIONERS: Registry[Partitioner] = Registry("partitioner")
+
+
+def vertex_work(graph: Graph) -> npt.NDArray[np.int64]:
+    """[N], twice the work of each vertex, which is 50 + degree (GNNPipe's weight; measured there).
+
+    The constant stands for the dense products, the degree for the aggregation. Forward, a vertex
+    costs the rows it reads; backward, the rows that read it: the degree is the mean of the two,
+    and the factor two keeps it whole.
+    """
+    readers = np.bincount(graph.indices, minlength=graph.num_vertices)
+    return np.asarray(100 + graph.degrees + readers, dtype=np.int64)
+
+
+def structure(graph: Graph) -> sp.csr_array:
+    """The symmetric pattern of a graph's edges without loops, [N, N] int8, as METIS needs it.
+
+    A directed edge becomes an undirected one: a cut costs a row whichever way it is read.
+    """
+    n = graph.num_vertices
+    a = sp.csr_array((np.ones(graph.num_edges, np.int8), graph.indices, graph.indptr), shape=(n, n))
+    loops = graph.indices == np.repeat(np.arange(n), graph.degrees)
+    if loops.any():
+        a.data = (~loops).astype(np.int8)
+        a.eliminate_zeros()
+    a.sort_indices()
+    transposed = a.T.tocsr()
+    if np.array_equal(a.indptr, transposed.indptr) and np.array_equal(
+        a.indices, transposed.indices
+    ):
+        return a
+    return sp.csr_array(a + transposed)
+
+
+def version_of(partitioner: str) -> str:
+    """What a cut depends on beside its input: the library that cuts, empty where it is ours."""
+    if partitioner != "metis":
+        return ""
+    try:
+        return f"pymetis {version('pymetis')}"
+    except ImportError:
+        return "metis"
+
+
+def _runs(work: IntArray, parts: int, least: int) -> Parts:
+    """The part of each vertex when the given order is cut into runs of equal work, [N]."""
+    n = len(work)
+    total = np.cumsum(work)
+    middle = total - work / 2  # a vertex belongs to the run that holds the middle of its work
+    starts = np.searchsorted(middle, total[-1] * np.arange(1, parts) / parts)
+    steps = np.arange(1, parts) * least
+    starts = np.maximum.accumulate(np.maximum(starts - steps, 0)) + steps
+    starts = np.minimum(starts, n - steps[::-1])
+    bounds = np.concatenate([[0], starts, [n]])
+    return np.repeat(np.arange(parts, dtype=np.int32), np.diff(bounds))
+
+
+def _range(
+    adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int, objective: str
+) -> Parts:
+    return _runs(work, parts, least)
+
+
+def _random(
+    adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int, objective: str
+) -> Parts:
+    order = np.random.default_rng(seed).permutation(len(work))
+    part = np.empty(len(work), dtype=np.int32)
+    part[order] = _runs(work[order], parts, least)
+    return part
+
+
+def _metis(
+    adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int, objective: str
+) -> Parts:
+    if parts == 1:
+        return np.zeros(len(work), dtype=np.int32)
+    if adjacency.nnz == 0 or len(work) < 2 * parts:  # nothing to keep together, or no room to
+        return _runs(work, parts, least)
+    try:
+        import pymetis
+    except ImportError:
+        raise InputError(
+            "--partitioner metis: needs METIS; try `pip install pymetis`, or --partitioner range"
+        ) from None
+    dtype = pymetis.zero_copy_dtype()
+    options = pymetis.Options(
+        seed=seed % 2**31, **({"objtype": 1, "ncuts": 4} if objective == "rows" else {})
+    )
+    csr = pymetis.CSRAdjacency(adjacency.indptr.astype(dtype), adjacency.indices.astype(dtype))
+    _, part = pymetis.part_graph(
+        parts, csr, vweights=work.astype(dtype), recursive=False, options=options
+    )
+    return _filled(np.asarray(part, dtype=np.int32), work, parts, least)
+
+
+def _filled(part: Parts, work: IntArray, parts: int, least: int) -> Parts:
+    """``part`` with every part of at least ``least`` vertices, [N].
+
+    METIS may leave a part empty, or with one hub and nothing else. A part that is too small takes
+    the lightest vertices of the part that has the most, which moves next to no work.
+    """
+    part = part.copy()
+    count = np.bincount(part, minlength=parts)
+    for small in np.flatnonzero(count < least):
+        while count[small] < least:
+            donor = int(count.argmax())
+            moved = int(min(least - count[small], count[donor] - least))
+            members = np.flatnonzero(part == donor)
+            part[members[np.argsort(work[members], kind="stable")[:moved]]] = small
+            count[small] += moved
+            count[donor] -= moved
+    return part
+
+
+PARTITIONERS.add("metis", _metis)
+PARTITIONERS.add("range", _range)
+PARTITIONERS.add("random", _random)
