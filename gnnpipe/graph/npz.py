@@ -1,0 +1,110 @@
+"""Reads a graph from an .npz file by its path.
+
+The plainest way in: anyone can write such a file with ``numpy.savez``, and nothing in it can run
+code (pickled objects are refused).
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.clean import SPLIT_NAMES, clean
+from gnnpipe.graph.graph import Graph
+from gnnpipe.registry import nearest
+
+__all__ = ["read_npz"]
+
+Arrays = dict[str, Any]
+
+UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises on a file that is missing, cut off, pickled or something else altogether."""
+
+
+def read_npz(
+    path: str | Path, *, split: str = "given", seed: int = 0, symmetrize: bool = False
+) -> Graph:
+    """The graph in an .npz file, named after the file.
+
+    Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
+    ``x_indptr``, ``x_shape``; ``y`` [N], -1 = no label; ``train_mask``, ``val_mask``, ``test_mask``
+    bool [N] (or the same in plural with T splits in rows or columns: the first is taken), not
+    needed if ``split`` gives percentages; ``num_classes`` if some class has no vertex.
+
+    Raises:
+        InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
+    """
+    path = Path(path)
+    arrays = _load(path)
+    for key in ("edge_index", "y"):
+        if key not in arrays:
+            raise InputError(
+                f"--dataset {str(path)!r}: no key {key!r}; {nearest(key, arrays)} "
+                "Training needs edge_index, x, y and the masks"
+            )
+    classes = arrays.get("num_classes")
+    return clean(
+        arrays["edge_index"], name=path.stem, x=_features(arrays, path), y=arrays["y"],
+        masks=_masks(arrays), num_classes=None if classes is None else int(classes),
+        split=split, seed=seed, symmetrize=symmetrize,
+    )  # fmt: skip
+
+
+def _load(path: Path) -> Arrays:
+    wanted = {"edge_index", "x", "x_data", "x_indices", "x_indptr", "x_shape", "y", "num_classes"}
+    wanted |= {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("a single array, not an .npz file")
+            return {k: file[k] if k in wanted else None for k in file.files}
+    except FileNotFoundError:
+        raise InputError(
+            f"--dataset {str(path)!r}: no such file; give the path of an .npz file or a name "
+            "from `gnnpipe info --list`"
+        ) from None
+    except UNREADABLE as error:
+        raise InputError(
+            f"--dataset {str(path)!r}: not a readable .npz file ({error}); write it with "
+            "numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
+        ) from None
+
+
+def _features(arrays: Arrays, path: Path) -> Any:
+    if "x" in arrays:
+        return arrays["x"]
+    keys = ("x_data", "x_indices", "x_indptr", "x_shape")
+    missing = [k for k in keys if k not in arrays]
+    if len(missing) == len(keys):
+        raise InputError(
+            f"--dataset {str(path)!r}: no features, neither key 'x' nor 'x_data'; for a graph "
+            "without features try the identity as CSR: x_data ones(N), x_indices arange(N), "
+            "x_indptr arange(N + 1), x_shape [N, N]"
+        )
+    if missing:
+        raise InputError(
+            f"--dataset {str(path)!r}: no key {missing[0]!r}; sparse features need all of "
+            + ", ".join(keys)
+        )
+    data, indices, indptr, shape = (arrays[k] for k in keys)
+    try:
+        x = sp.csr_array((data, indices, indptr), shape=tuple(int(s) for s in shape))
+        x.check_format(full_check=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(
+            f"--dataset {str(path)!r}: x_data, x_indices, x_indptr and x_shape are no CSR matrix "
+            f"({error}); try the attributes of scipy.sparse.csr_array(x)"
+        ) from None
+    return x
+
+
+def _masks(arrays: Arrays) -> list[Any] | None:
+    """The three masks, some of them ``None``; ``None`` if the file has no split at all."""
+    masks = [arrays.get(field, arrays.get(field + "s")) for field in SPLIT_NAMES]
+    return None if all(m is None for m in masks) else masks
