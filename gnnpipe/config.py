@@ -22,7 +22,7 @@ from typing import Any
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 
-__all__ = ["TrainConfig", "parse_split"]
+__all__ = ["Techniques", "TrainConfig", "parse_split"]
 
 Number = int | float
 
@@ -43,6 +43,25 @@ def _setting(
         "choices": choices,
     }  # fmt: skip
     return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What is done about stale rows: GNNPipe's three techniques (arXiv 2308.10087, section 4)."""
+
+    shuffle_chunks: bool
+    snapshot_every: int
+    scale_live_gradients: float
+    exact: bool
+    """Walk layer by layer, so that nothing is stale."""
+
+
+# GNNPipe's own code refreshes the snapshot every 23 epochs (papers.md).
+_PRESETS = {
+    "none": Techniques(False, 1, 1.0, False),
+    "paper": Techniques(True, 23, 2.0, False),
+    "exact": Techniques(False, 1, 1.0, True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +178,18 @@ class TrainConfig:
     def world_size(self) -> int:
         """Ranks the shape needs: S * G."""
         return self.stages * self.shards
+
+    @property
+    def techniques(self) -> Techniques:
+        """The preset of ``staleness`` with whatever was set one by one; a single chunk needs none."""
+        if self.chunks == 1:
+            return _PRESETS["none"]
+        given = {
+            name: getattr(self, name)
+            for name in ("shuffle_chunks", "snapshot_every", "scale_live_gradients")
+            if getattr(self, name) is not None
+        }
+        return dataclasses.replace(_PRESETS[self.staleness], **given)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:

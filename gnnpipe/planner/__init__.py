@@ -1,1 +1,5 @@
-"""planner."""
+"""Who decides which layers go where."""
+
+from gnnpipe.planner.uniform import plan_uniform
+
+__all__ = ["plan_uniform"]

@@ -1,1 +1,9 @@
-"""schedule."""
+"""WHEN it runs: actions, the orders that make a program of them, and the proof that it is right."""
+
+from gnnpipe.schedule.check import ProgramReport, check
+from gnnpipe.schedule.lower import evaluation_program, training_program
+from gnnpipe.schedule.program import Action, Program
+
+__all__ = [
+    "Action", "Program", "ProgramReport", "check", "evaluation_program", "training_program",
+]  # fmt: skip

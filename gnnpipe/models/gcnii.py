@@ -1,0 +1,65 @@
+"""GCNII (Chen et al., arXiv 2007.02133): deep GCN with an initial residual and identity mapping.
+
+``x' = relu((1 - beta) m + beta m W)`` with ``m = (1 - alpha) A x + alpha h0`` and
+``beta = log(theta / layer + 1)``. h0, the encoded features, is read by every layer: it is the value
+that skips ahead, so it travels with x over every stage boundary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+
+__all__ = ["GCNIILayer"]
+
+
+class GCNIILayer(Layer):
+    """One GCNII layer; the first also encodes the features, the last also decodes to classes."""
+
+    aggregation = "gcn"
+
+    def __init__(self, index: int, spec: LayerSpec) -> None:
+        super().__init__(index, spec)
+        self.beta = math.log(spec.theta / (index + 1) + 1.0)
+        if self.is_first:
+            self.encode = input_linear(spec, bias=True)
+        self.lin = Linear(spec.hidden, spec.hidden, bias=False, weight_initializer="glorot")
+        self.norm = nn.LayerNorm(spec.hidden)
+        if self.is_last:
+            self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
+
+    @property
+    def kept_widths(self) -> dict[str, int]:
+        """h0 passes through."""
+        return {"h0": self.spec.hidden}
+
+    @property
+    def out_widths(self) -> dict[str, int]:
+        """x, and h0 for the layers that follow."""
+        return super().out_widths | ({} if self.is_last else {"h0": self.spec.hidden})
+
+    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
+        """Push x after dropout; the first layer makes x = h0 from the features."""
+        if self.is_first:
+            x = h0 = torch.relu(self.encode(rows.features))
+        else:
+            x, h0 = values["x"], values["h0"]
+        return rows.dropout(x, self.spec.dropout, site=self.index), {"h0": h0}
+
+    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
+        """Mix with h0, map, norm and activation."""
+        h0, alpha = values["h0"], self.spec.alpha
+        mixed = torch.lerp(received, h0, alpha)
+        x = torch.relu(self.norm(torch.lerp(mixed, self.lin(mixed), self.beta)))
+        if not self.is_last:
+            return {"x": x, "h0": h0}
+        site = self.spec.num_layers
+        return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=site))}
+
+
+MODELS.add("gcnii", GCNIILayer)

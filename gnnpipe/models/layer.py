@@ -1,0 +1,144 @@
+"""What a GNN layer is here: row-wise work, then an aggregation, then row-wise work.
+
+A layer never aggregates by itself. ``before`` says which rows it pushes into the history table,
+``after`` says what it makes of the rows that were aggregated for it; the runtime does what lies
+between. That cut is all a model needs for any number of chunks, shards and stages, and evaluation
+uses the very same two methods. C rows of a chunk, H halo rows, F width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.graph.operators import LINEAR_KINDS, Block
+from gnnpipe.models.dropout import keyed_dropout
+from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
+from gnnpipe.registry import Registry
+
+__all__ = ["GNN", "MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
+
+Values = dict[str, Tensor]
+"""Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows a layer works on: everything about a chunk that is not a value of the model."""
+
+    keys: Tensor
+    """[C] int32, dropout key of each vertex."""
+    features: FeatureRows | None
+    """Input features of the rows; only the first stage has them."""
+    seed: int = 0
+    epoch: int = 0
+    training: bool = False
+    block: Block | None = None
+    """Edges into these rows, for layers that aggregate by themselves (not linear)."""
+
+    def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
+        """Keyed dropout of ``x`` [C, F] while training; ``site`` is unique in the model."""
+        if not self.training:
+            return x
+        return keyed_dropout(x, self.keys, probability, seed=self.seed, epoch=self.epoch, site=site)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Sizes and constants that all layers of one model share."""
+
+    num_features: int
+    num_classes: int
+    num_layers: int
+    hidden: int
+    dropout: float = 0.0
+    heads: int = 1
+    alpha: float = 0.1
+    theta: float = 0.5
+
+
+class Layer(nn.Module, ABC):
+    """One GNN layer; ``index`` counts from 0 over the whole model."""
+
+    aggregation: str
+    """'gcn', 'mean' or 'sum' (linear, fixed weights), or 'loops': the layer gets the rows of its
+    neighbours and itself and aggregates through a PyG convolution."""
+
+    def __init__(self, index: int, spec: LayerSpec) -> None:
+        super().__init__()
+        self.index = index
+        self.spec = spec
+
+    @property
+    def is_first(self) -> bool:
+        """It reads the input features instead of values."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Its value ``x`` is the logits [C, num_classes]."""
+        return self.index == self.spec.num_layers - 1
+
+    @property
+    def is_linear(self) -> bool:
+        """Its aggregation is a product with a fixed matrix."""
+        return self.aggregation in LINEAR_KINDS
+
+    @property
+    def push_width(self) -> int:
+        """Width of the rows it pushes."""
+        return self.spec.hidden
+
+    @property
+    def kept_widths(self) -> dict[str, int]:
+        """Name and width of the values that ``before`` hands to ``after``."""
+        return {}
+
+    @property
+    def out_widths(self) -> dict[str, int]:
+        """Name and width of the values that ``after`` returns."""
+        return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
+
+    @abstractmethod
+    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
+        """The rows to push [C, push_width], and the values kept for ``after``."""
+
+    @abstractmethod
+    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
+        """The layer's values from the aggregated rows [C, push_width].
+
+        A layer that is not linear receives the block's rows [C + H, push_width] instead, its own
+        first, and finds the edges in ``rows.block``.
+        """
+
+
+MODELS: Registry[type[Layer]] = Registry("model")
+
+
+class GNN(nn.Module):
+    """A stack of layers; the first reads the features, the last gives the logits."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    @classmethod
+    def build(cls, name: str, spec: LayerSpec, seed: int, dtype: torch.dtype) -> GNN:
+        """The model ``name`` with weights drawn from ``seed``, the same on every rank."""
+        kind = MODELS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = cls([kind(i, spec) for i in range(spec.num_layers)])
+        return model.to(dtype)
+
+    def stack(self) -> list[Layer]:
+        """The layers in order, typed."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+
+def input_linear(spec: LayerSpec, bias: bool = False) -> FeatureLinear:
+    """The linear map from the input features to the hidden width."""
+    return FeatureLinear(spec.num_features, spec.hidden, bias=bias)

@@ -1,0 +1,54 @@
+"""ResGCN+ (DeeperGCN, Li et al., arXiv 2006.07739): pre-activation residual GCN layers.
+
+``x' = x + A dropout(relu(norm(x))) W + b``: the residual path is never normalised, which is what
+lets it go deep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+
+__all__ = ["ResGCNLayer"]
+
+
+class ResGCNLayer(Layer):
+    """One ResGCN+ layer; the first also encodes the features, the last also decodes to classes."""
+
+    aggregation = "gcn"
+
+    def __init__(self, index: int, spec: LayerSpec) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = input_linear(spec, bias=True)
+        self.norm = nn.LayerNorm(spec.hidden)
+        self.lin = Linear(spec.hidden, spec.hidden, bias=False, weight_initializer="glorot")
+        self.bias = nn.Parameter(torch.zeros(spec.hidden))
+        if self.is_last:
+            self.norm_out = nn.LayerNorm(spec.hidden)
+            self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
+
+    @property
+    def kept_widths(self) -> dict[str, int]:
+        """The residual."""
+        return {"x": self.spec.hidden}
+
+    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
+        """Push the pre-activated, transformed rows; keep the residual."""
+        x = self.encode(rows.features) if self.is_first else values["x"]
+        active = rows.dropout(torch.relu(self.norm(x)), self.spec.dropout, site=self.index)
+        return self.lin(active), {"x": x}
+
+    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
+        """Add to the residual."""
+        x = values["x"] + received + self.bias
+        if not self.is_last:
+            return {"x": x}
+        x = torch.relu(self.norm_out(x))
+        return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}
+
+
+MODELS.add("resgcn", ResGCNLayer)

@@ -1,0 +1,57 @@
+"""GraphSAGE with the mean (Hamilton et al., arXiv 1706.02216), on the whole graph.
+
+``relu(norm(mean(x) W_l + x W_r + b))``. The first layer transforms its features before it averages
+them, so only H numbers a row are aggregated and sent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+
+__all__ = ["SAGELayer"]
+
+
+class SAGELayer(Layer):
+    """One GraphSAGE layer; all but the last end with LayerNorm and ReLU, all but the first drop."""
+
+    aggregation = "mean"
+
+    def __init__(self, index: int, spec: LayerSpec) -> None:
+        super().__init__(index, spec)
+        out = self.out_widths["x"]
+        if self.is_first:
+            self.encode = input_linear(spec)
+            self.encode_self = input_linear(spec)
+        if not self.is_first or self.is_last:
+            self.lin = Linear(spec.hidden, out, bias=False, weight_initializer="glorot")
+            self.lin_self = Linear(spec.hidden, out, bias=False, weight_initializer="glorot")
+        self.bias = nn.Parameter(torch.zeros(out))
+        if not self.is_last:
+            self.norm = nn.LayerNorm(out)
+
+    @property
+    def kept_widths(self) -> dict[str, int]:
+        """The row's own part, transformed or not."""
+        return {"x": self.spec.hidden}
+
+    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
+        """Push the rows, keep the row's own part."""
+        if self.is_first:
+            return self.encode(rows.features), {"x": self.encode_self(rows.features)}
+        x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
+        return x, {"x": x}
+
+    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
+        """Add the neighbours' mean to the row's own part."""
+        if self.is_first and not self.is_last:
+            out = received + values["x"] + self.bias
+        else:
+            out = self.lin(received) + self.lin_self(values["x"]) + self.bias
+        return {"x": out if self.is_last else torch.relu(self.norm(out))}
+
+
+MODELS.add("sage", SAGELayer)

@@ -1,0 +1,48 @@
+"""Closed forms for the bytes that an epoch sends (design.md, section 3).
+
+They are printed next to what the program counted; the two must be equal to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gnnpipe.plan import ModelGraph, Plan
+
+__all__ = ["CommVolume", "closed_form_volume"]
+
+
+@dataclass(frozen=True)
+class CommVolume:
+    """Bytes of one training epoch over all ranks, by axis."""
+
+    pipeline: int
+    graph: int
+    gradient: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.pipeline + self.graph + self.gradient
+
+    def to_dict(self) -> dict[str, int]:
+        """As it stands in result.json."""
+        return {**asdict(self), "total": self.total}
+
+
+def closed_form_volume(
+    plan: Plan, model: ModelGraph, *, num_vertices: int, mirrors: int, number_bytes: int
+) -> CommVolume:
+    """Forward and backward, for N vertices and M ``mirrors`` = (vertex, other reading shard) pairs.
+
+    pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
+    width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;
+    gradient: 2 (G-1) P for P weights.
+    """
+    crossing = sum(sum(t.widths.values()) for t in plan.transfers)
+    pushed = sum(op.push_width for op in model.ops)
+    return CommVolume(
+        pipeline=2 * num_vertices * crossing * number_bytes,
+        graph=2 * mirrors * pushed * number_bytes,
+        gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
+    )

@@ -1,0 +1,103 @@
+"""The plan: which layers form which stage, how many shards and chunks, in which order.
+
+Planners write one and the runtime reads one; nothing else passes between them. A plan is plain data
+and survives JSON, so a run can be repeated from the file in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gnnpipe.errors import InputError
+
+__all__ = ["SCHEDULES", "Plan", "Transfer"]
+
+VERSION = 1
+SCHEDULES = ("fill-drain", "layer-sync")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Values that ``source`` sends to ``target`` for every chunk; their gradients come back."""
+
+    source: int
+    target: int
+    widths: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """S stages x G shards x K chunks of a model with L layers; the mesh has S * G ranks."""
+
+    stages: tuple[tuple[int, int], ...]
+    """Per stage its layers as (first, one past the last)."""
+    shards: int
+    chunks: int
+    schedule: str
+    """'fill-drain': every stage walks a chunk through all its layers; 'layer-sync': all chunks
+    through one layer, then the next (exact for any number of chunks)."""
+    transfers: tuple[Transfer, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0][0] != 0:
+            raise InputError("plan: the first stage must begin with layer 0")
+        for (first, last), following in zip(self.stages, (*self.stages[1:], None), strict=True):
+            if first >= last or (following is not None and following[0] != last):
+                raise InputError(f"plan: stages {list(self.stages)} do not tile the layers")
+        if self.shards < 1 or self.chunks < 1:
+            raise InputError("plan: shards and chunks must be at least 1")
+        if self.schedule not in SCHEDULES:
+            raise InputError(f"plan: schedule {self.schedule!r}; one of {', '.join(SCHEDULES)}")
+        for t in self.transfers:
+            if not 0 <= t.source < t.target < self.num_stages:
+                raise InputError(f"plan: transfer {t.source} to {t.target} is not between stages")
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.stages[-1][1]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: S * G."""
+        return self.num_stages * self.shards
+
+    def sends(self, stage: int) -> list[Transfer]:
+        """What ``stage`` sends forward."""
+        return [t for t in self.transfers if t.source == stage]
+
+    def receives(self, stage: int) -> list[Transfer]:
+        """What ``stage`` gets from earlier stages."""
+        return [t for t in self.transfers if t.target == stage]
+
+    def to_json(self) -> str:
+        """The plan as text, with a version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """A plan from ``to_json``'s text; ``InputError`` names what is wrong with it."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data.pop("version") != VERSION:
+                raise InputError(f"{source}: written by another version; expected {VERSION}")
+            data["stages"] = tuple((int(a), int(b)) for a, b in data["stages"])
+            data["transfers"] = tuple(
+                Transfer(int(t["source"]), int(t["target"]), dict(t["widths"]))
+                for t in data["transfers"]
+            )
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise InputError(f"{source}: not a plan ({error!r})") from None
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(f"{source}: not a plan ({error})") from None

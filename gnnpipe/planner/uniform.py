@@ -1,0 +1,79 @@
+"""The plan for equal devices and a chain: consecutive layers, split so that the slowest is least.
+
+The cost of a layer is its multiply-adds: dense products per vertex, one multiply-add per edge and
+column, the encoder by the entries of the features. GNNPipe splits layers the same way (papers.md).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from gnnpipe.plan import ModelGraph, Plan, Transfer
+
+__all__ = ["layer_costs", "plan_uniform", "split_evenly"]
+
+
+def layer_costs(
+    model: ModelGraph, num_vertices: int, num_edges: int, feature_entries: int
+) -> list[float]:
+    """Floating-point operations of each layer, forward; ``feature_entries`` are the stored ones."""
+    costs = [
+        float(op.flops_per_row * num_vertices + 2 * op.push_width * num_edges) for op in model.ops
+    ]
+    # The encoder is counted dense in ``flops_per_row``; sparse features cost their entries only.
+    sparse = feature_entries / max(num_vertices * model.num_features, 1)
+    costs[0] -= (1 - sparse) * 2.0 * model.num_features * model.ops[0].push_width * num_vertices
+    return costs
+
+
+def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut the costs into runs, none empty, so that the largest sum is least.
+
+    >>> split_evenly([1.0, 1.0, 1.0, 3.0], 2)
+    ((0, 3), (3, 4))
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    @lru_cache(maxsize=None)
+    def best(last: int, parts: int) -> tuple[float, int]:
+        """Least largest sum over layers 0..last-1 in ``parts`` runs, and where the last begins."""
+        if parts == 1:
+            return total[last], 0
+        return min(
+            (max(best(cut, parts - 1)[0], total[last] - total[cut]), cut)
+            for cut in range(parts - 1, last)
+        )
+
+    cuts = [len(costs)]
+    for parts in range(stages, 0, -1):
+        cuts.append(best(cuts[-1], parts)[1])
+    cuts.reverse()
+    return tuple(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def plan_uniform(
+    model: ModelGraph,
+    *,
+    stages: int,
+    shards: int,
+    chunks: int,
+    exact: bool,
+    num_vertices: int,
+    num_edges: int,
+    feature_entries: int,
+) -> Plan:
+    """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale."""
+    costs = layer_costs(model, num_vertices, num_edges, feature_entries)
+    runs = split_evenly(costs, stages)
+    transfers = tuple(
+        Transfer(s, s + 1, dict(model.ops[runs[s][1] - 1].out_widths)) for s in range(stages - 1)
+    )
+    return Plan(
+        stages=runs,
+        shards=shards,
+        chunks=chunks,
+        schedule="layer-sync" if exact and chunks > 1 else "fill-drain",
+        transfers=transfers,
+    )

@@ -1,0 +1,104 @@
+"""The graph axis: boundary rows to the shards that read them, their gradients back, and the sum.
+
+Everything here is an all-to-all with split sizes among the shards of one stage, and everything that
+is sent is counted. The gradient sum is two of them (each shard adds up its part, then hands it
+out): 2 (G - 1) P numbers over all shards, like a ring, but added in a fixed order, so that all
+shards hold the same bits whatever the network does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.runtime.mesh import Mesh
+
+__all__ = ["Exchange", "GradientSum"]
+
+
+class Exchange:
+    """Moves the boundary rows of one chunk between the shards of a stage. H columns."""
+
+    def __init__(self, layout: ShardLayout, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.sent_bytes = 0
+        self._send_rows = [torch.from_numpy(rows).to(mesh.device) for rows in layout.send_rows]
+        self._send_counts: list[list[int]] = layout.send_counts.tolist()
+        self._receive_counts: list[list[int]] = layout.receive_counts.tolist()
+        self._halo = [
+            (layout.num_own + int(a), layout.num_own + int(b))
+            for a, b in zip(layout.halo_ptr[:-1], layout.halo_ptr[1:], strict=True)
+        ]
+
+    def halo_range(self, chunk: int) -> tuple[int, int]:
+        """Table rows that hold the halo of one chunk."""
+        return self._halo[chunk]
+
+    def push(self, chunk: int, table: Tensor) -> None:
+        """Send the chunk's boundary rows of ``table`` [n + h, H], receive its halo rows into it."""
+        if self.mesh.shards == 1:
+            return
+        start, stop = self._halo[chunk]
+        boundary = table[self._send_rows[chunk]]
+        self._all_to_all(
+            table[start:stop], boundary, self._receive_counts[chunk], self._send_counts[chunk]
+        )
+
+    def pull(self, chunk: int, halo: Tensor, own: Tensor, first: int) -> None:
+        """The adjoint of ``push``: add what other shards found for this shard's boundary rows.
+
+        ``halo`` [halo rows of the chunk, H] goes to its owners; what comes in is added to ``own``
+        [own rows of the chunk, H], whose first row is table row ``first``.
+        """
+        if self.mesh.shards == 1:
+            return
+        counts = self._send_counts[chunk]
+        arrived = own.new_empty(sum(counts), own.shape[1])
+        self._all_to_all(arrived, halo, counts, self._receive_counts[chunk])
+        rows = self._send_rows[chunk] - first
+        # Shard by shard: within one shard no row repeats, so the sum has one fixed order.
+        for part, where in zip(
+            torch.split(arrived, counts), torch.split(rows, counts), strict=True
+        ):
+            own.index_add_(0, where, part)
+
+    def _all_to_all(self, out: Tensor, data: Tensor, outs: list[int], ins: list[int]) -> None:
+        dist.all_to_all_single(out, data, outs, ins, group=self.mesh.graph_group)
+        self.sent_bytes += data.numel() * data.element_size()
+
+
+class GradientSum:
+    """Adds the weight gradients of a stage over its shards. P weights."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.parameters = list(parameters)
+        self.sent_bytes = 0
+
+    def reduce(self) -> None:
+        """Replace every ``.grad`` by the sum over the shards; a missing one counts as zero."""
+        shards = self.mesh.shards
+        if shards == 1:
+            return
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards
+                 for g in range(shards)]  # fmt: skip
+        mine = parts[self.mesh.shard]
+        gathered = flat.new_empty(mine * shards)
+        group = self.mesh.graph_group
+        dist.all_to_all_single(gathered, flat, [mine] * shards, parts, group=group)
+        total = gathered.view(shards, mine).sum(0)
+        # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
+        dist.all_to_all_single(flat, total.repeat(shards), parts, [mine] * shards, group=group)
+        sent = flat.numel() - mine + (shards - 1) * mine
+        self.sent_bytes += sent * flat.element_size()
+        for g, summed in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+            g.copy_(summed.view(g.shape))

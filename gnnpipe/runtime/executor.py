@@ -1,0 +1,165 @@
+"""Runs a program: one small method per kind of action, nothing else.
+
+The executor knows no schedule and no mode. What an epoch costs in bytes is what the mailbox, the
+exchange and the gradient sum have counted between its first action and its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.plan import Plan
+from gnnpipe.runtime.exchange import Exchange, GradientSum
+from gnnpipe.runtime.mailbox import Mailbox
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.stage import Stage
+from gnnpipe.schedule import Action, Program
+
+__all__ = ["CommBytes", "Executor"]
+
+
+@dataclass(frozen=True)
+class CommBytes:
+    """Bytes sent, by axis."""
+
+    pipeline: int
+    graph: int
+    gradient: int
+
+
+class Executor:
+    """This rank's interpreter of programs for one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        stage: Stage,
+        layout: ShardLayout,
+        exchange: Exchange,
+        optimizer: torch.optim.Optimizer | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.stage = stage
+        self.layout = layout
+        self.exchange = exchange
+        self.optimizer = optimizer
+        self.mailbox = Mailbox(mesh, dtype)
+        self.gradient_sum = GradientSum(
+            [p for layer in stage.layers for p in layer.parameters()], mesh
+        )
+        self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
+        self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
+        self._order: Sequence[int] = range(plan.chunks)
+        self._leaving: dict[int, dict[str, Tensor]] = {}
+        self._results: dict[int, dict[str, Tensor]] = {}
+        self._run: dict[str, Callable[[Action], None]] = {
+            "F": self._forward, "B": self._backward,
+            "SEND_F": self._send_forward, "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
+            "REDUCE_GRAD": self._reduce, "STEP": self._step,
+        }  # fmt: skip
+
+    def run(
+        self, program: Program, order: Sequence[int], *, epoch: int, training: bool
+    ) -> dict[int, dict[str, Tensor]]:
+        """One pass; ``order[position]`` is the chunk that stands there.
+
+        Returns by chunk what left the last stage: {"loss": scalar} in training, {"x": logits
+        [C, classes]} in evaluation; empty on other stages. An exception is marked with the rank,
+        stage, chunk and action it came from.
+        """
+        self._order = order
+        self._results = {}
+        self.stage.begin(epoch, training)
+        for action in program.stages[self.mesh.stage]:
+            try:
+                self._run[action.kind](action)
+            except Exception as error:
+                error.add_note(self._where(action, epoch))
+                raise
+        self.mailbox.drain()
+        self._leaving.clear()
+        self.stage.end()
+        return self._results
+
+    def sent_bytes(self) -> CommBytes:
+        """What this rank has sent since it began."""
+        return CommBytes(
+            self.mailbox.sent_bytes, self.exchange.sent_bytes, self.gradient_sum.sent_bytes
+        )
+
+    def _where(self, action: Action, epoch: int) -> str:
+        chunk = f", chunk {self._order[action.position]}" if action.position >= 0 else ""
+        return (
+            f"gnnpipe: rank {self.mesh.rank} (stage {self.mesh.stage}, shard {self.mesh.shard})"
+            f"{chunk}, epoch {epoch}, action {action.text(self.stage.num_steps)}"
+        )
+
+    def _rows(self, chunk: int) -> int:
+        return int(self.layout.own_ptr[chunk + 1] - self.layout.own_ptr[chunk])
+
+    def _forward(self, action: Action) -> None:
+        chunk = self._order[action.position]
+        if action.steps[0] == 0:
+            values: dict[str, Tensor] = {}
+            for peer in self._widths_in:
+                values |= self.mailbox.take("F", peer, action.position)
+            self.stage.enter(chunk, values)
+        values = self.stage.forward(chunk, range(*action.steps))
+        if action.steps[1] == self.stage.num_steps:
+            if self._widths_out:
+                self._leaving[action.position] = values
+            else:
+                self._results[chunk] = {name: value.detach() for name, value in values.items()}
+
+    def _backward(self, action: Action) -> None:
+        chunk = self._order[action.position]
+        if action.steps[1] == self.stage.num_steps:
+            if not self._widths_out:
+                self.stage.seed_loss(chunk)
+            else:
+                grads: dict[str, Tensor] = {}
+                for peer in self._widths_out:
+                    for name, grad in self.mailbox.take("B", peer, action.position).items():
+                        grads[name] = grads[name] + grad if name in grads else grad
+                self.stage.seed(chunk, grads)
+        grads = self.stage.backward(chunk, range(*action.steps))
+        if action.steps[0] == 0 and self._widths_in:
+            self._leaving[action.position] = grads
+
+    def _send_forward(self, action: Action) -> None:
+        self._send(action, self._widths_out[action.peer])
+
+    def _send_backward(self, action: Action) -> None:
+        self._send(action, self._widths_in[action.peer])
+
+    def _send(self, action: Action, names: Iterable[str]) -> None:
+        values = self._leaving[action.position]
+        self.mailbox.send(action.peer, {name: values[name] for name in names})
+
+    def _receive_forward(self, action: Action) -> None:
+        self._post(action, "F")
+
+    def _receive_backward(self, action: Action) -> None:
+        self._post(action, "B")
+
+    def _post(self, action: Action, way: str) -> None:
+        widths = self._widths_in if way == "F" else self._widths_out
+        rows = self._rows(self._order[action.position])
+        self.mailbox.post(way, action.peer, action.position, rows, widths[action.peer])
+
+    def _reduce(self, action: Action) -> None:
+        self.gradient_sum.reduce()
+
+    def _step(self, action: Action) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)

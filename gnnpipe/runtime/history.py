@@ -1,0 +1,199 @@
+"""The history table of one layer: push, read, record, pull.
+
+Forward, chunk c pushes its rows and then aggregates over the whole table: rows of chunks that were
+pushed in this epoch are live, the others are what an earlier epoch (or a snapshot) left there; one
+table holds both. Backward, c records the gradient of what it aggregated, and pulls the gradient of
+the rows it pushed: what has been recorded by then comes from exactly those chunks that read c live
+(the program checker proved it). n own rows, h halo rows, F columns.
+
+Gradients from other chunks can be scaled (GNNPipe's third technique): a neighbour is live with
+probability one half, so a factor of 2 makes the sum unbiased.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.graph.operators import Block, Blocks, LinearOperator
+from gnnpipe.runtime.exchange import Exchange
+
+__all__ = ["BlockHistory", "History", "LinearHistory"]
+
+
+class History(ABC):
+    """One layer's table on one rank, and the gradients that belong to it."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        exchange: Exchange,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        snapshot_every: int = 1,
+        scale: float = 1.0,
+    ) -> None:
+        self.layout = layout
+        self.exchange = exchange
+        self.width = width
+        self.scale = scale
+        self.snapshot_every = snapshot_every
+        self._ptr: list[int] = layout.own_ptr.tolist()
+        # A single chunk on a single shard IS the table; it then needs no copy and no memory.
+        self._whole = layout.num_chunks == 1 and len(layout.halo) == 0
+        size = (0 if self._whole else layout.num_rows, width)
+        device = exchange.mesh.device
+        self.table = torch.zeros(size, dtype=dtype, device=device)
+        self._snapshot = torch.zeros_like(self.table) if snapshot_every > 1 else None
+
+    def rows(self, chunk: int) -> tuple[int, int]:
+        """Own rows of a chunk as (start, stop)."""
+        return self._ptr[chunk], self._ptr[chunk + 1]
+
+    def begin_epoch(self) -> None:
+        """Stale reads start from the snapshot, if there is one; no gradient is left over."""
+        if self._snapshot is not None:
+            self.table.copy_(self._snapshot)
+        self._clear_gradients()
+
+    def end_epoch(self, epoch: int) -> None:
+        """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0)."""
+        if self._snapshot is not None and (epoch + 1) % self.snapshot_every == 0:
+            self._snapshot.copy_(self.table)
+
+    def push(self, chunk: int, rows: Tensor) -> None:
+        """Write the chunk's rows [C, F], and its halo rows from the other shards."""
+        if self._whole:
+            self.table = rows.detach()
+            return
+        start, stop = self.rows(chunk)
+        self.table[start:stop] = rows.detach()
+        self.exchange.push(chunk, self.table)
+
+    @abstractmethod
+    def read(self, chunk: int) -> Tensor:
+        """What the layer gets for the chunk: aggregated rows, or the rows of its block."""
+
+    @abstractmethod
+    def record(self, chunk: int, grad: Tensor) -> None:
+        """Note the gradient of what ``read`` gave."""
+
+    @abstractmethod
+    def pull(self, chunk: int) -> Tensor:
+        """Gradient [C, F] of the rows that the chunk pushed."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Forget the gradients of the last epoch."""
+
+
+class LinearHistory(History):
+    """Aggregation with fixed weights: A[c] @ table, and At[c] @ gradients."""
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        layout: ShardLayout,
+        exchange: Exchange,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        snapshot_every: int = 1,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(
+            layout, exchange, width, dtype=dtype, snapshot_every=snapshot_every, scale=scale
+        )
+        self.operator = operator
+        self._grads = self.table.new_empty(0, width)
+
+    def read(self, chunk: int) -> Tensor:
+        """Aggregated rows [C, F]."""
+        return self.operator.forward.matmul(self.table, *self.rows(chunk))
+
+    def record(self, chunk: int, grad: Tensor) -> None:
+        """Gradient [C, F] of the aggregated rows."""
+        if self.layout.num_chunks == 1:
+            self._grads = grad.contiguous()
+            return
+        start, stop = self.rows(chunk)
+        self._grads[start:stop] = grad
+
+    def pull(self, chunk: int) -> Tensor:
+        """Everything recorded so far, brought back over the edges to the chunk's rows."""
+        start, stop = self.rows(chunk)
+        transposed = self.operator.transposed
+        own = transposed.matmul(self._grads, start, stop)
+        low, high = self.exchange.halo_range(chunk)
+        self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
+        if self.scale != 1.0:
+            # From here on this chunk's gradients are only read by other chunks.
+            self._grads[start:stop] *= self.scale
+        return own
+
+    def _clear_gradients(self) -> None:
+        # A single chunk records everything at once and overwrites what is here.
+        if self.layout.num_chunks > 1:
+            self._grads = _zeroed(self._grads, self.layout.num_own)
+
+
+class BlockHistory(History):
+    """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        layout: ShardLayout,
+        exchange: Exchange,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        snapshot_every: int = 1,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(
+            layout, exchange, width, dtype=dtype, snapshot_every=snapshot_every, scale=scale
+        )
+        self.blocks = blocks
+        self._grads = torch.zeros(layout.num_rows, width, dtype=dtype, device=exchange.mesh.device)
+
+    def block(self, chunk: int) -> Block:
+        """The edges of a chunk."""
+        return self.blocks.chunks[chunk]
+
+    def read(self, chunk: int) -> Tensor:
+        """Rows [C + H, F] of the chunk's block."""
+        start, stop = self.rows(chunk)
+        return torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
+
+    def record(self, chunk: int, grad: Tensor) -> None:
+        """Gradient [C + H, F] of the block's rows, added to what each row has."""
+        start, stop = self.rows(chunk)
+        block = self.block(chunk)
+        own, halo = grad[: stop - start], grad[stop - start :]
+        if self.scale != 1.0:
+            halo = torch.where(block.same_chunk, halo, halo * self.scale)
+        self._grads[start:stop] += own
+        self._grads.index_add_(0, block.halo_rows, halo)
+
+    def pull(self, chunk: int) -> Tensor:
+        """What the chunk's rows were given, here and by the other shards."""
+        start, stop = self.rows(chunk)
+        own = self._grads[start:stop].clone()
+        low, high = self.exchange.halo_range(chunk)
+        self.exchange.pull(chunk, self._grads[low:high], own, start)
+        return own
+
+    def _clear_gradients(self) -> None:
+        self._grads = _zeroed(self._grads, self.layout.num_rows)
+
+
+def _zeroed(grads: Tensor, rows: int) -> Tensor:
+    """``grads`` set to zero, allocated on first use: evaluation never needs it."""
+    if len(grads) == rows:
+        return grads.zero_()
+    return grads.new_zeros(rows, grads.shape[1])

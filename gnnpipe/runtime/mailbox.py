@@ -1,0 +1,71 @@
+"""Stage to stage: values forward, gradients back, without waiting.
+
+``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for everything that
+was sent. Messages between two ranks keep their order, so no tags are needed: the program checker
+has proved that both ends agree on it. Every value is its own message, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnpipe.runtime.mesh import Mesh
+
+__all__ = ["Mailbox"]
+
+Key = tuple[str, int, int]
+"""(way 'F' or 'B', stage of the peer, position of the chunk)."""
+
+
+class Mailbox:
+    """The messages of one rank."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.dtype = dtype
+        self.sent_bytes = 0
+        self._arriving: dict[Key, tuple[dict[str, Tensor], list[dist.Work]]] = {}
+        self._leaving: list[tuple[Tensor, dist.Work]] = []
+
+    def post(
+        self, way: str, peer: int, position: int, rows: int, widths: Mapping[str, int]
+    ) -> None:
+        """Make room for values [rows, width] and start to receive them."""
+        room = {
+            name: torch.empty(rows, widths[name], dtype=self.dtype, device=self.mesh.device)
+            for name in sorted(widths)
+        }
+        source = self.mesh.peer(peer)
+        works = [_started(dist.irecv(t, src=source)) for t in room.values()]
+        self._arriving[way, peer, position] = (room, works)
+
+    def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
+        """The values that were posted, once they are here."""
+        room, works = self._arriving.pop((way, peer, position))
+        for work in works:
+            work.wait()
+        return room
+
+    def send(self, peer: int, values: Mapping[str, Tensor]) -> None:
+        """Start to send values; they must not change before ``drain``."""
+        target = self.mesh.peer(peer)
+        for name in sorted(values):
+            tensor = values[name].detach().contiguous()
+            self._leaving.append((tensor, _started(dist.isend(tensor, dst=target))))
+            self.sent_bytes += tensor.numel() * tensor.element_size()
+
+    def drain(self) -> None:
+        """Wait until everything sent has left."""
+        for _, work in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not part of the process group it sends in")
+    return work

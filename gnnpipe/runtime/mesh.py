@@ -1,0 +1,145 @@
+"""Which rank this is: the only file that asks torch.distributed.
+
+Ranks form a mesh with the axes ``stage`` and ``graph``: rank = stage * G + shard. A single rank
+needs no process group at all, and then nothing in here talks to anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from gnnpipe.errors import InputError
+
+__all__ = ["Mesh", "launched_world_size"]
+
+
+def launched_world_size() -> int:
+    """Ranks that torchrun (or the like) started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Place of this rank among S stages x G shards."""
+
+    stages: int
+    shards: int
+    rank: int
+    device: torch.device
+    graph_group: dist.ProcessGroup | None
+    """The ranks that share this stage; none when G = 1."""
+
+    @classmethod
+    def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
+        """Meet the other ranks. ``InputError`` if there are not S * G of them."""
+        world = launched_world_size()
+        if world != stages * shards:
+            raise InputError(
+                f"--stages {stages} --shards {shards}: need {stages * shards} ranks, not {world}; "
+                f"type: {torchrun_line(stages * shards)}"
+            )
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        place = _device(device, local)
+        if world == 1:
+            return cls(stages, shards, 0, place, None)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if place.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=place if place.type == "cuda" else None,
+            )
+        grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
+        group = grid.get_group("graph") if shards > 1 else None
+        return cls(stages, shards, dist.get_rank(), place, group)
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.rank // self.shards
+
+    @property
+    def shard(self) -> int:
+        """Shard of this rank."""
+        return self.rank % self.shards
+
+    @property
+    def world_size(self) -> int:
+        """S * G."""
+        return self.stages * self.shards
+
+    def peer(self, stage: int) -> int:
+        """Rank that holds the same shard at another stage."""
+        return stage * self.shards + self.shard
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element by element over all ranks, in float64."""
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return list(total.tolist())
+
+    def gather(self, thing: Any) -> list[Any]:
+        """A small picklable thing of every rank, by rank, on every rank."""
+        if self.world_size == 1:
+            return [thing]
+        things: list[Any] = [None] * self.world_size
+        dist.all_gather_object(things, thing)
+        return things
+
+    def share(self, thing: Any) -> Any:
+        """Rank 0's thing, on every rank."""
+        if self.world_size == 1:
+            return thing
+        box = [thing if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def agree(self, error: InputError | None) -> None:
+        """End every rank with the first rank's ``InputError``, if any rank has one.
+
+        Without this, one rank with a missing file would leave the others waiting for it.
+        """
+        faults = [(r, e) for r, e in enumerate(self.gather(str(error) if error else None)) if e]
+        if not faults:
+            return
+        rank, text = faults[0]
+        everywhere = len(faults) == self.world_size
+        raise InputError(text if everywhere else f"rank {rank}: {text}")
+
+    def leave(self) -> None:
+        """Part from the other ranks in good order."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def torchrun_line(world_size: int) -> str:
+    """The command that starts what was typed on ``world_size`` ranks of this machine."""
+    arguments = " ".join(sys.argv[1:]) or "train"
+    if world_size == 1:
+        return f"gnnpipe {arguments}"
+    return f"torchrun --nproc-per-node {world_size} -m gnnpipe {arguments}"
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank: its own GPU where there is one, else the CPU."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU; try --device cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: rank {local_rank} has no GPU of its own "
+            f"({torch.cuda.device_count()} here); start one rank per GPU or try --device cpu"
+        )
+    return torch.device("cuda", local_rank)

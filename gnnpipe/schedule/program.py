@@ -1,0 +1,61 @@
+"""Actions and programs: the one object that is checked, simulated and executed.
+
+A program is a list of actions per stage; the shards of a stage all run the same list. Chunks appear
+by their POSITION in the walk: which chunk stands there changes with every epoch's order, the
+program does not.
+
+A stage of n layers has n + 1 steps, cut where rows are pushed: step 0 ends with the push of its
+first layer, step j aggregates what layer j - 1 pushed and ends with the push of layer j, step n
+ends with the stage's values. An F or B covers a range of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Action", "Program"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a stage does.
+
+    ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
+    without waiting), REDUCE_GRAD (sum over the shards) or STEP (optimizer).
+    """
+
+    kind: str
+    stage: int
+    position: int = -1
+    """Place of the chunk in the walk; -1 for REDUCE_GRAD and STEP."""
+    steps: tuple[int, int] = (0, 0)
+    """F and B: first step, one past the last. B runs them from the last to the first."""
+    peer: int = -1
+    """SEND and RECV: the other stage."""
+
+    def text(self, num_steps: int) -> str:
+        """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
+        if self.position < 0:
+            return f"{self.stage}{self.kind}"
+        part = ""
+        if self.kind in ("F", "B") and self.steps != (0, num_steps):
+            part = f"[{self.steps[0]}:{self.steps[1]}]"
+        peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
+        return f"{self.stage}{self.kind}{self.position}{part}{peer}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """The actions of every stage, in order, for one epoch (or one evaluation)."""
+
+    stages: tuple[tuple[Action, ...], ...]
+    num_steps: tuple[int, ...]
+    """Steps of each stage: its layers + 1."""
+    chunks: int
+
+    def text(self) -> str:
+        """One line per stage, actions separated by blanks."""
+        return "".join(
+            f"stage {s}: " + " ".join(a.text(steps) for a in actions) + "\n"
+            for s, (actions, steps) in enumerate(zip(self.stages, self.num_steps, strict=True))
+        )

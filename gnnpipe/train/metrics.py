@@ -1,0 +1,42 @@
+"""How good the model is: accuracy on the three parts of the split, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.compose import Assembly
+
+__all__ = ["Scores", "evaluate", "train_epoch"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Share of labelled vertices of each part that are classified rightly; NaN for an empty part."""
+
+    train_acc: float
+    val_acc: float
+    test_acc: float
+
+
+def train_epoch(assembly: Assembly, mesh: Mesh, program, order, epoch: int) -> float:  # type: ignore[no-untyped-def]
+    """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
+    results = assembly.executor.run(program, order, epoch=epoch, training=True)
+    return mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
+
+
+def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
+    """Exact accuracies with the current weights, layer by layer, on every rank."""
+    chunks = assembly.executor.plan.chunks
+    results = assembly.executor.run(assembly.evaluation, range(chunks), epoch=0, training=False)
+    counts = [0.0] * 6
+    for chunk, values in results.items():
+        right = values["x"].argmax(1) == assembly.labels[chunk]
+        masks: Tensor = assembly.masks[chunk]
+        for i in range(3):
+            counts[i] += float((right & masks[i]).sum())
+            counts[3 + i] += float(masks[i].sum())
+    totals = mesh.sum(counts)
+    return Scores(*(a / b if b else float("nan") for a, b in zip(totals[:3], totals[3:], strict=True)))
