@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,21 @@ import scipy.sparse as sp
 from scipy.optimize import linear_sum_assignment
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.cache import content_key, folder_of, keep, recall
 from gnnpipe.graph.graph import Features, Graph, IntArray
-from gnnpipe.graph.partition import PARTITIONERS, Partitioner, Parts, structure, vertex_work
+from gnnpipe.graph.partition import (
+    PARTITIONERS,
+    Partitioner,
+    Parts,
+    structure,
+    version_of,
+    vertex_work,
+)
 
 __all__ = ["Chunking", "make_chunking", "renumber"]
+
+_SCHEME = 1
+"""Raise it when the same graph and settings are to give another chunking than before."""
 
 _LEAST = 16
 """Vertices that every chunk gets where N allows: room for 16 shards, however heavy its hub."""
@@ -40,6 +52,8 @@ class Chunking:
 
     def __post_init__(self) -> None:
         n = len(self.perm)
+        if self.perm.ndim != 1 or n < 1:
+            raise ValueError(f"perm has shape {self.perm.shape}, not [N]")
         if self.ptr.ndim != 2 or self.ptr.shape[0] < 1 or self.ptr.shape[1] < 2:
             raise ValueError(f"ptr has shape {self.ptr.shape}, not [K, G + 1]")
         joined = np.array_equal(self.ptr[1:, 0], self.ptr[:-1, -1])
@@ -125,6 +139,9 @@ def make_chunking(
 ) -> Chunking:
     """Cut ``graph`` into K ``chunks`` and each of them into G ``shards``.
 
+    The chunks do not depend on ``shards``. In a cell the vertices keep their order. The result is
+    kept in ``cache_dir`` ('' the default folder, 'off' nowhere) and taken from there next time.
+
     Raises ``InputError`` for an unknown ``partitioner`` and for more chunks or shards than the
     vertices allow.
     """
@@ -133,6 +150,34 @@ def make_chunking(
     _check_counts(n, chunks, shards)
     if chunks == shards == 1:
         return Chunking(np.arange(n, dtype=np.int64), np.array([[0, n]], dtype=np.int64))
+    folder, key = folder_of(cache_dir), ""
+    if folder is not None:
+        settings = {
+            "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,
+            "partitioner": f"{partitioner} {version_of(partitioner)}",
+        }  # fmt: skip
+        key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
+        kept = _recalled(folder, key, (n, chunks, shards))
+        if kept is not None:
+            return kept
+    made = _cut(graph, chunks, shards, cut, seed)
+    keep(folder, key, {"perm": made.perm, "ptr": made.ptr})
+    return made
+
+
+def _recalled(folder: Path, key: str, shape: tuple[int, int, int]) -> Chunking | None:
+    """The chunking kept under ``key`` if it is whole and has the ``shape`` (N, K, G)."""
+    arrays = recall(folder, key)
+    if arrays is None:
+        return None
+    try:
+        kept = Chunking(arrays["perm"].astype(np.int64), arrays["ptr"].astype(np.int64))
+    except (KeyError, ValueError):
+        return None
+    return kept if (kept.num_vertices, kept.chunks, kept.shards) == shape else None
+
+
+def _cut(graph: Graph, chunks: int, shards: int, cut: Partitioner, seed: int) -> Chunking:
     adjacency, work = structure(graph), vertex_work(graph)
     chunk = _chunk_of_vertex(adjacency, work, chunks, cut, seed)
     part = _part_of_vertex(adjacency, work, chunk, chunks, shards, cut, seed)
@@ -208,4 +253,4 @@ def _labelled(
         score = np.zeros((shards, shards))
         np.add.at(score.T, label[known], between[own, known].T)
         label[own] = linear_sum_assignment(score, maximize=True)[1]
-    return label[cell].astype(np.int32)
+    return np.asarray(label[cell], dtype=np.int32)

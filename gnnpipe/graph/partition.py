@@ -8,6 +8,7 @@ to show what METIS is worth.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Protocol, TypeAlias
 
@@ -122,25 +123,62 @@ def _random(
 def _metis(
     adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int, objective: str
 ) -> Parts:
+    """METIS k-way.
+
+    Measured with 8 parts on Squirrel / Physics / Debian, M/N and balance of work: edges 3.02 / 1.08
+    / .82 at 1.03, recursive bisection 2.84 / 1.06 / .79 at 1.01, rows 2.65 / 1.02 / .68 at 1.03,
+    rows with several tries and 6 % of slack 2.45 / .97 / .64 at 1.06. (Balanced by number of
+    vertices Squirrel gets 2.15, and one shard three times the mean work.) So what shards send is
+    cut by rows; chunks, whose cut EDGES are stale, by edges, which is also ten times faster.
+    """
     if parts == 1:
         return np.zeros(len(work), dtype=np.int32)
-    if adjacency.nnz == 0 or len(work) < 2 * parts:  # nothing to keep together, or no room to
+    if adjacency.nnz == 0 or len(work) < 2 * parts:  # nothing to keep together, or no room for it
         return _runs(work, parts, least)
+    options: dict[str, int] = {}
+    if objective == "rows":
+        tries = 32_000_000 // (adjacency.nnz * parts)  # a few seconds at most
+        options = {"objtype": 1, "ufactor": 60, "ncuts": max(1, min(10, tries))}
+    part = _call_metis(adjacency, work, parts, seed, options)
+    return _filled(np.asarray(part, dtype=np.int32), work, parts, least)
+
+
+def _call_metis(
+    adjacency: sp.csr_array, work: IntArray, parts: int, seed: int, options: dict[str, int]
+) -> Sequence[int]:
+    """METIS by pymetis, else by the ``metis`` wrapper around a METIS library of the machine."""
     try:
         import pymetis
     except ImportError:
+        return _call_wrapper(adjacency, work, parts, options)
+    width = pymetis.zero_copy_dtype()
+    # + 1: METIS draws from C's rand, for which the seeds 0 and 1 are the same
+    chosen = pymetis.Options(seed=(seed + 1) % 2**31, **options)
+    csr = pymetis.CSRAdjacency(adjacency.indptr.astype(width), adjacency.indices.astype(width))
+    part: Sequence[int] = pymetis.part_graph(
+        parts, csr, vweights=work.astype(width), recursive=False, options=chosen
+    )[1]
+    return part
+
+
+def _call_wrapper(
+    adjacency: sp.csr_array, work: IntArray, parts: int, options: dict[str, int]
+) -> Sequence[int]:
+    try:
+        import metis
+    except (ImportError, RuntimeError, OSError):  # absent, or without a library to wrap
         raise InputError(
-            "--partitioner metis: needs METIS; try `pip install pymetis`, or --partitioner range"
+            "--partitioner 'metis': METIS is not installed; try `pip install pymetis`, or "
+            "--partitioner range"
         ) from None
-    dtype = pymetis.zero_copy_dtype()
-    options = pymetis.Options(
-        seed=seed % 2**31, **({"objtype": 1, "ncuts": 4} if objective == "rows" else {})
-    )
-    csr = pymetis.CSRAdjacency(adjacency.indptr.astype(dtype), adjacency.indices.astype(dtype))
-    _, part = pymetis.part_graph(
-        parts, csr, vweights=work.astype(dtype), recursive=False, options=options
-    )
-    return _filled(np.asarray(part, dtype=np.int32), work, parts, least)
+    number = metis.idx_t
+    arrays = [(number * len(a))(*a.tolist()) for a in (adjacency.indptr, adjacency.indices, work)]
+    graph = metis.METIS_Graph(number(len(work)), number(1), *arrays, None, None)
+    # Only the objective is passed on: METIS 5.2 renumbered the options behind it (the wrapper's
+    # "seed" would set the number of tries), so here the seed has no effect.
+    chosen = {"objtype": "vol"} if options else {}
+    part: Sequence[int] = metis.part_graph(graph, parts, **chosen)[1]
+    return part
 
 
 def _filled(part: Parts, work: IntArray, parts: int, least: int) -> Parts:

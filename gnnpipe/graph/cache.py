@@ -1,0 +1,111 @@
+"""Keep the result of a slow cut on disk, under the hash of everything it was made from.
+
+METIS takes seconds to minutes on a large graph, every rank of every run asks for the same cut, and
+ranks ask at the same time. So a file is written aside and moved into place whole; it carries a
+checksum that is verified before its content is parsed; and a file that cannot be read, or a folder
+that cannot be written, costs the time of a new cut and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["content_key", "default_folder", "folder_of", "keep", "recall"]
+
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+def default_folder() -> Path | None:
+    """``$XDG_CACHE_HOME/gnnpipe`` or ``~/.cache/gnnpipe``; ``None`` for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the XDG rules: a relative path is to be ignored
+        return Path(base) / "gnnpipe"
+    try:
+        return Path.home() / ".cache" / "gnnpipe"
+    except RuntimeError:
+        return None
+
+
+def folder_of(cache_dir: str) -> Path | None:
+    """The folder that ``--cache-dir`` names: '' the default one, 'off' none."""
+    if cache_dir == "off":
+        return None
+    return Path(os.path.expanduser(cache_dir)) if cache_dir else default_folder()
+
+
+def content_key(settings: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """A hash, 64 hex digits, of plain settings and of arrays of any shape.
+
+    The same numbers give the same key whether they are stored in 32 or in 64 bits.
+    """
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode())
+    for name, array in sorted(arrays.items()):
+        narrow = _narrow(array)
+        digest.update(f"{name} {narrow.dtype.str} {narrow.shape}".encode())
+        digest.update(np.ascontiguousarray(narrow).data)
+    return digest.hexdigest()
+
+
+def recall(folder: Path | None, key: str) -> _Arrays | None:
+    """The arrays kept under ``key``; ``None`` when there are none or their file is damaged."""
+    if folder is None:
+        return None
+    try:
+        data = _path(folder, key).read_bytes()
+        checksum, payload = data[:32], data[32:]
+        if checksum != _checksum(key, payload):
+            return None
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def keep(folder: Path | None, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Store ``arrays`` (integers) under ``key``; without effect where that is not possible."""
+    if folder is None:
+        return
+    content = io.BytesIO()
+    narrow: dict[str, Any] = {name: _narrow(array) for name, array in arrays.items()}
+    np.savez(content, **narrow)
+    payload = content.getvalue()
+    aside = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=folder, prefix=".aside-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(_checksum(key, payload))
+            file.write(payload)
+        os.replace(aside, _path(folder, key))
+    except (OSError, ValueError):
+        if aside:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"chunking-{key[:32]}.bin"
+
+
+def _checksum(key: str, payload: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + payload).digest()
+
+
+def _narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """``array`` in int32 where its values allow, else in int64."""
+    limit = np.iinfo(np.int32).max
+    small = array.dtype.itemsize <= 4 or array.size == 0
+    if small or (array.max() <= limit and array.min() >= -limit):
+        return array.astype(np.int32, copy=False)
+    return array.astype(np.int64, copy=False)

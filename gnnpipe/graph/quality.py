@@ -1,0 +1,103 @@
+"""What a chunking costs: stale edges, rows that cross, ranks that wait.
+
+Three numbers decide a run before it starts. Edges between chunks can be stale; rows that one shard
+reads from another (M of them) are what graph parallelism sends, 2 L M H 4 bytes per epoch; and the
+heaviest chunk or cell sets the pace of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.graph.chunking import Chunking
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.partition import vertex_work
+
+__all__ = ["CutQuality", "cut_quality"]
+
+
+@dataclass(frozen=True)
+class CutQuality:
+    """The price of one chunking of one graph; shares are fractions of 1."""
+
+    chunks: int
+    shards: int
+    chunk_cut_edges: int
+    """Directed edges between two chunks."""
+    chunk_cut_share: float
+    shard_cut_edges: int
+    """Directed edges between two shards."""
+    shard_cut_share: float
+    halo_share: float
+    """Mean over the chunks of rows read from other chunks / own rows."""
+    crossings: int
+    """M: pairs of a vertex and another shard that reads it."""
+    crossings_per_vertex: float
+    """M / N."""
+    chunk_balance: float
+    """Work of the heaviest chunk / mean."""
+    cell_balance: float
+    """Work of the heaviest (chunk, shard) / mean."""
+
+    def lines(self) -> list[str]:
+        """The report, one line per axis that is cut."""
+        out = []
+        if self.chunks > 1:
+            out.append(
+                f"chunks: {self.chunks}, edge cut {self.chunk_cut_edges:,} "
+                f"({self.chunk_cut_share:.1%}), halo {self.halo_share:.2f} rows per own row, "
+                f"balance {self.chunk_balance:.2f}"
+            )
+        if self.shards > 1:
+            out.append(
+                f"shards: {self.shards}, edge cut {self.shard_cut_edges:,} "
+                f"({self.shard_cut_share:.1%}), rows read from other shards {self.crossings:,} "
+                f"(M/N {self.crossings_per_vertex:.2f}), balance {self.cell_balance:.2f}"
+            )
+        return out or ["one chunk, one shard: nothing is cut"]
+
+
+def cut_quality(graph: Graph, chunking: Chunking) -> CutQuality:
+    """Measure ``chunking`` on ``graph`` as it was before renumbering."""
+    n, e = graph.num_vertices, max(graph.num_edges, 1)
+    chunk = chunking.chunk_of_row()[chunking.inverse]
+    shard = chunking.shard_of_row()[chunking.inverse]
+    chunk_edges, halo = _crossings(graph, chunk)
+    shard_edges, pairs = _crossings(graph, shard)
+    work = vertex_work(graph)
+    cell = chunk.astype(np.int64) * chunking.shards + shard
+    halo_rows = np.bincount(halo // n, minlength=chunking.chunks)
+    return CutQuality(
+        chunks=chunking.chunks,
+        shards=chunking.shards,
+        chunk_cut_edges=chunk_edges,
+        chunk_cut_share=chunk_edges / e,
+        shard_cut_edges=shard_edges,
+        shard_cut_share=shard_edges / e,
+        halo_share=float((halo_rows / chunking.cell_sizes.sum(axis=1)).mean()),
+        crossings=len(pairs),
+        crossings_per_vertex=len(pairs) / n,
+        chunk_balance=_balance(np.bincount(chunk, work)),
+        cell_balance=_balance(np.bincount(cell, work)),
+    )
+
+
+def _crossings(
+    graph: Graph, group: npt.NDArray[np.int32]
+) -> tuple[int, npt.NDArray[np.int64]]:  # fmt: skip
+    """Edges between groups, and each pair (reading group, vertex read) once as group * N + vertex.
+
+    ``group`` [N] is the group of each vertex.
+    """
+    reading = np.repeat(group, graph.degrees)
+    crosses = np.flatnonzero(reading != group[graph.indices])
+    pair = reading[crosses].astype(np.int64) * graph.num_vertices + graph.indices[crosses]
+    return len(crosses), np.unique(pair)
+
+
+def _balance(work: npt.NDArray[Any]) -> float:
+    return float(work.max() / work.mean())
