@@ -31,9 +31,9 @@ class CommVolume:
 
 
 def closed_form_volume(
-    plan: Plan, model: ModelGraph, *, num_vertices: int, mirrors: int, number_bytes: int
+    plan: Plan, model: ModelGraph, *, num_vertices: int, crossings: int, number_bytes: int
 ) -> CommVolume:
-    """Forward and backward, for N vertices and M ``mirrors`` = (vertex, other reading shard) pairs.
+    """Forward and backward, for N vertices and M ``crossings`` = (vertex, other reading shard) pairs.
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;
@@ -43,6 +43,6 @@ def closed_form_volume(
     pushed = sum(op.push_width for op in model.ops)
     return CommVolume(
         pipeline=2 * num_vertices * crossing * number_bytes,
-        graph=2 * mirrors * pushed * number_bytes,
+        graph=2 * crossings * pushed * number_bytes,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
     )

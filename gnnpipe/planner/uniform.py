@@ -7,6 +7,7 @@ column, the encoder by the entries of the features. GNNPipe splits layers the sa
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 from gnnpipe.plan import ModelGraph, Plan, Transfer
 
@@ -50,7 +51,7 @@ def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]
     for parts in range(stages, 0, -1):
         cuts.append(best(cuts[-1], parts)[1])
     cuts.reverse()
-    return tuple(zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(pairwise(cuts))
 
 
 def plan_uniform(

@@ -25,7 +25,7 @@ __all__ = ["CommBytes", "Executor"]
 
 @dataclass(frozen=True)
 class CommBytes:
-    """Bytes sent, by axis."""
+    """Bytes that one rank sent in an epoch, by axis."""
 
     pipeline: int
     graph: int
@@ -57,6 +57,8 @@ class Executor:
         )
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
+        self.epoch_bytes = CommBytes(0, 0, 0)
+        """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
         self._leaving: dict[int, dict[str, Tensor]] = {}
         self._results: dict[int, dict[str, Tensor]] = {}
@@ -78,6 +80,7 @@ class Executor:
         """
         self._order = order
         self._results = {}
+        before = self._sent_bytes()
         self.stage.begin(epoch, training)
         for action in program.stages[self.mesh.stage]:
             try:
@@ -88,13 +91,13 @@ class Executor:
         self.mailbox.drain()
         self._leaving.clear()
         self.stage.end()
+        if training:
+            after = self._sent_bytes()
+            self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
-    def sent_bytes(self) -> CommBytes:
-        """What this rank has sent since it began."""
-        return CommBytes(
-            self.mailbox.sent_bytes, self.exchange.sent_bytes, self.gradient_sum.sent_bytes
-        )
+    def _sent_bytes(self) -> tuple[int, int, int]:
+        return self.mailbox.sent_bytes, self.exchange.sent_bytes, self.gradient_sum.sent_bytes
 
     def _where(self, action: Action, epoch: int) -> str:
         chunk = f", chunk {self._order[action.position]}" if action.position >= 0 else ""

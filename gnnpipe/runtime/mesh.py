@@ -62,6 +62,11 @@ class Mesh:
         group = grid.get_group("graph") if shards > 1 else None
         return cls(stages, shards, dist.get_rank(), place, group)
 
+    @classmethod
+    def alone(cls) -> Mesh:
+        """One rank that talks to nobody, on the CPU; for reports about any shape."""
+        return cls(1, 1, 0, torch.device("cpu"), None)
+
     @property
     def stage(self) -> int:
         """Stage of this rank."""

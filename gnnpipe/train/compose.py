@@ -18,7 +18,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.layout import shard_layout
+from gnnpipe.graph.layout import ShardLayout, shard_layout
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
 from gnnpipe.graph.quality import CutQuality, cut_quality
@@ -103,7 +103,7 @@ def prepare(
     program = training_program(plan)
     report = check(program)
     volume = closed_form_volume(
-        plan, described, num_vertices=graph.num_vertices, mirrors=quality.mirrors,
+        plan, described, num_vertices=graph.num_vertices, crossings=quality.crossings,
         number_bytes=8 if dtype == torch.float64 else 4,
     )  # fmt: skip
     return Prepared(
@@ -166,10 +166,7 @@ def describe(model: GNN, name: str, graph: Graph) -> ModelGraph:
     """The model as plain data for planner and cost formulas."""
     ops = []
     for layer in model.stack():
-        flops = 2 * sum(
-            m.weight.numel() for m in layer.modules() if getattr(m, "weight", None) is not None
-            and m.weight.dim() == 2
-        )  # fmt: skip
+        flops = 2 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
         ops.append(
             LayerOp(
                 name=f"{name}{layer.index}", push_width=layer.push_width,
@@ -252,9 +249,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
 
     def criterion(logits: Tensor, chunk: int) -> Tensor:
         chosen = masks[chunk][0].nonzero().squeeze(1)
-        total = nn.functional.cross_entropy(
-            logits[chosen], labels[chunk][chosen], reduction="sum"
-        )
+        total = nn.functional.cross_entropy(logits[chosen], labels[chunk][chosen], reduction="sum")
         return total / num_train
 
     stage = Stage(layers, rows, open_history, criterion if is_last else None)
@@ -266,7 +261,14 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     return Assembly(executor, evaluation_program(prepared.plan), labels, masks)
 
 
-def _structure(kind, layers, graph, layout, dtype, device):  # type: ignore[no-untyped-def]
+def _structure(
+    kind: str,
+    layers: Sequence[Layer],
+    graph: Graph,
+    layout: ShardLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LinearOperator | Blocks:
     rows = weighted_rows(graph, kind)
     if all(layer.is_linear for layer in layers if layer.aggregation == kind):
         return LinearOperator.build(rows, layout, dtype, device)

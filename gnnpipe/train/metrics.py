@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.schedule import Program
 from gnnpipe.train.compose import Assembly
 
 __all__ = ["Scores", "evaluate", "train_epoch"]
@@ -14,14 +16,16 @@ __all__ = ["Scores", "evaluate", "train_epoch"]
 
 @dataclass(frozen=True)
 class Scores:
-    """Share of labelled vertices of each part that are classified rightly; NaN for an empty part."""
+    """Share of the vertices of each part that are classified rightly; NaN for an empty part."""
 
     train_acc: float
     val_acc: float
     test_acc: float
 
 
-def train_epoch(assembly: Assembly, mesh: Mesh, program, order, epoch: int) -> float:  # type: ignore[no-untyped-def]
+def train_epoch(
+    assembly: Assembly, mesh: Mesh, program: Program, order: Sequence[int], epoch: int
+) -> float:
     """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
     results = assembly.executor.run(program, order, epoch=epoch, training=True)
     return mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
@@ -39,4 +43,6 @@ def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
             counts[i] += float((right & masks[i]).sum())
             counts[3 + i] += float(masks[i].sum())
     totals = mesh.sum(counts)
-    return Scores(*(a / b if b else float("nan") for a, b in zip(totals[:3], totals[3:], strict=True)))
+    return Scores(
+        *(a / b if b else float("nan") for a, b in zip(totals[:3], totals[3:], strict=True))
+    )

@@ -1,0 +1,33 @@
+"""Train deep graph neural networks on the whole graph, on one device or on many.
+
+>>> from gnnpipe import Graph, TrainConfig, Trainer
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gnnpipe.config import TrainConfig
+    from gnnpipe.errors import InputError
+    from gnnpipe.graph.graph import Graph
+    from gnnpipe.train.trainer import RunResult, Trainer
+
+__all__ = ["Graph", "InputError", "RunResult", "TrainConfig", "Trainer", "__version__"]
+
+_HOME = {
+    "Graph": "gnnpipe.graph.graph", "InputError": "gnnpipe.errors",
+    "RunResult": "gnnpipe.train.trainer", "TrainConfig": "gnnpipe.config",
+    "Trainer": "gnnpipe.train.trainer",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `gnnpipe --help` and a bad flag must not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'gnnpipe' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,161 @@
+"""Words to programs: the flags of ``gnnpipe``, made from the config's own definitions.
+
+``train`` trains, ``info`` reports before training, ``verify`` compares a shape with one device. A
+mistake in the input is one line on stderr and exit code 2; torch is only imported once the words
+make sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from gnnpipe import __version__
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+
+__all__ = ["main"]
+
+GROUPS = ("data", "model", "training", "shape", "staleness", "output")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gnnpipe",
+        description="Train deep graph neural networks on the whole graph, on one device or many.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"gnnpipe {__version__}")
+    commands = parser.add_subparsers(dest="command", parser_class=_Parser)
+    train = commands.add_parser("train", help="train a model", allow_abbrev=False)
+    info = commands.add_parser(
+        "info", help="graph, cut, memory and bytes of a shape, before any training",
+        allow_abbrev=False,
+    )  # fmt: skip
+    info.add_argument("--list", action="store_true", help="list the datasets known by name")
+    verify = commands.add_parser(
+        "verify", help="train a shape and one device, compare losses and gradients",
+        allow_abbrev=False,
+    )  # fmt: skip
+    verify.add_argument("--tolerance", type=float, default=1e-5, help="largest difference allowed")
+    for command in (train, info, verify):
+        command.add_argument("--config", help="TOML file with any of the settings below")
+        _add_settings(command)
+    return parser
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    hints = typing.get_type_hints(TrainConfig)
+    groups = {name: command.add_argument_group(name) for name in GROUPS}
+    for field in dataclasses.fields(TrainConfig):
+        hint = hints[field.name]
+        kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
+        text = field.metadata["help"].replace("%", "%%")
+        if field.default not in (None, ""):
+            text += f" (default {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": _reader(kind), "metavar": kind.__name__.upper()}
+        groups[field.metadata["group"]].add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _reader(kind: type) -> Any:
+    def read(text: str) -> Any:
+        return kind(text)
+
+    read.__name__ = {"int": "whole number", "float": "number"}.get(kind.__name__, kind.__name__)
+    return read
+
+
+def _config(options: argparse.Namespace, defaults: dict[str, Any]) -> TrainConfig:
+    """Command's defaults, then the TOML file, then flags."""
+    values = dict(defaults)
+    if options.config is not None:
+        values |= {k.replace("-", "_"): v for k, v in TrainConfig.read_toml(options.config).items()}
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    values |= {k: v for k, v in vars(options).items() if k in names}
+    return TrainConfig.from_dict(values)
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _config(options, {})
+    from gnnpipe.train.trainer import Trainer
+
+    Trainer(config).fit()
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    config = _config(options, {})
+    if options.list:
+        from gnnpipe.graph.load import dataset_names
+
+        print("\n".join(dataset_names()))
+        return 0
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.report import info_lines
+
+    print("\n".join(info_lines(prepare(config, Mesh.alone()))))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if not 0 < options.tolerance < float("inf"):
+        raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
+    config = _config(options, {"epochs": 3})
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.report import head_lines
+    from gnnpipe.train.verify import verify
+
+    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    prepared = prepare(config, mesh)
+    found = verify(prepared, mesh, config.epochs)
+    largest = max(c.largest for c in found)
+    same = largest <= options.tolerance
+    if mesh.rank == 0:
+        for line in head_lines(prepared):
+            print(line)
+        for c in found:
+            print(f"epoch {c.epoch + 1}: loss {c.loss:.2e}  gradient {c.gradient:.2e} ({c.worst})")
+        verdict = "equal to" if same else "DIFFERENT from"
+        print(
+            f"largest relative difference {largest:.2e}, tolerance {options.tolerance:g}: "
+            f"{verdict} one device",
+            flush=True,
+        )
+    mesh.leave()
+    return 0 if same else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 verify found a difference, 2 bad input."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        options = _parser().parse_args(arguments)
+        if options.command is None:
+            raise InputError("gnnpipe: give a command: train, info or verify; see `gnnpipe --help`")
+        run = {"train": _train, "info": _info, "verify": _verify}[options.command]
+        return run(options)
+    except InputError as error:
+        # Every rank stands before the same fault; one line is enough.
+        if rank == "0":
+            print(f"gnnpipe: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,144 @@
+"""A run in words: what is about to happen, what came out, what ``gnnpipe info`` says.
+
+Pure text from plain values; nothing is printed here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.graph.layout import shard_layout
+from gnnpipe.perf import MemoryEstimate, estimate_memory
+from gnnpipe.train.compose import Prepared
+
+if TYPE_CHECKING:
+    from gnnpipe.train.trainer import RunResult
+
+__all__ = ["head_lines", "human_bytes", "info_lines", "memory_by_rank", "result_lines"]
+
+
+def human_bytes(size: float) -> str:
+    """A size in the unit that fits.
+
+    >>> human_bytes(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def head_lines(prepared: Prepared) -> list[str]:
+    """What is about to run: graph, model, shape, quality of the cut, exact or stale."""
+    graph, config, plan = prepared.graph, prepared.config, prepared.plan
+    split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
+    lines = [
+        f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} edges, "
+        f"{graph.num_features:,} features, {graph.num_classes} classes, "
+        f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
+        f"model {config.model}: {config.layers} layers x {config.hidden}, "
+        f"{prepared.model_graph.num_parameters:,} weights",
+        f"shape: {plan.num_stages} stages x {plan.shards} shards x {plan.chunks} chunks on "
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, "
+        f"schedule {plan.schedule}, {prepared.report.text()}",
+    ]
+    if plan.chunks * plan.shards > 1:
+        lines += prepared.quality.lines()
+    if plan.chunks > 1 and not prepared.report.exact:
+        t = config.techniques
+        lines.append(
+            f"staleness: shuffle chunks {'on' if t.shuffle_chunks else 'off'}, snapshot every "
+            f"{t.snapshot_every} epochs, live gradients x {t.scale_live_gradients:g}"
+        )
+    return lines
+
+
+def result_lines(result: RunResult) -> list[str]:
+    """What came out, for a person."""
+    counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+    lines = [
+        f"last epoch: loss {result.loss:.4f}  train {result.train_acc:.4f}  "
+        f"val {result.val_acc:.4f}  test {result.test_acc:.4f}",
+        f"best validation {result.best_val_acc:.4f} at epoch {result.best_epoch}: "
+        f"test {result.test_acc_at_best_val:.4f}",
+        f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank "
+        + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
+    ]
+    if result.world_size > 1:
+        lines.append(
+            f"sent per epoch: {human_bytes(counted['total'])} "
+            f"(pipeline {counted['pipeline']:,}, graph {counted['graph']:,}, gradient "
+            f"{counted['gradient']:,} bytes; closed form {formula['total']:,}"
+            f"{', equal' if counted == formula else ', NOT EQUAL'})"
+        )
+    if result.path is not None:
+        lines.append(f"run folder: {result.path}")
+    return lines
+
+
+def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
+    """The estimate of every rank, in rank order."""
+    graph, plan = prepared.graph, prepared.plan
+    sparse = isinstance(graph.x, sp.csr_array)
+    symmetric = _symmetric(prepared)
+    estimates = []
+    for stage in range(plan.num_stages):
+        for shard in range(plan.shards):
+            layout = shard_layout(graph, prepared.chunking, shard)
+            if isinstance(graph.x, sp.csr_array):
+                entries = int(np.diff(graph.x.indptr)[layout.own].sum())
+            else:
+                entries = layout.num_own * graph.num_features
+            estimates.append(
+                estimate_memory(
+                    plan,
+                    prepared.model_graph,
+                    stage,
+                    own_rows=layout.num_own,
+                    halo_rows=len(layout.halo),
+                    own_edges=int(graph.degrees[layout.own].sum()),
+                    feature_entries=entries,
+                    sparse_features=sparse,
+                    symmetric=symmetric,
+                    snapshot=prepared.config.techniques.snapshot_every > 1,
+                    number_bytes=prepared.dtype.itemsize,
+                )
+            )
+    return estimates
+
+
+def _symmetric(prepared: Prepared) -> bool:
+    graph = prepared.graph
+    if any(layer.aggregation == "mean" for layer in prepared.model.stack()):
+        return False
+    n = graph.num_vertices
+    ones = np.ones(graph.num_edges, dtype=np.int8)
+    a = sp.csr_array((ones, graph.indices, graph.indptr), shape=(n, n))
+    return bool((a != a.T).nnz == 0)
+
+
+def info_lines(prepared: Prepared) -> list[str]:
+    """The report before any training: the head, memory of every rank, bytes of an epoch."""
+    lines = head_lines(prepared)
+    lines.append(
+        "memory per rank, estimated (the interpreter and torch, about 0.5 GiB, come on top):"
+    )
+    for rank, m in enumerate(memory_by_rank(prepared)):
+        first, last = prepared.plan.stages[rank // prepared.plan.shards]
+        lines.append(
+            f"  rank {rank} (layers {first}-{last - 1}): {human_bytes(m.total)} = structure "
+            f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
+            f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
+            f"{human_bytes(m.weights)}"
+        )
+    v = prepared.volume
+    lines.append(
+        f"sent per epoch over all ranks: {human_bytes(v.total)} (pipeline {v.pipeline:,}, graph "
+        f"{v.graph:,}, gradient {v.gradient:,} bytes)"
+    )
+    return lines

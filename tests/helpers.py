@@ -1,0 +1,96 @@
+"""Small graphs, and real gloo ranks for a function."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.graph.graph import Graph
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def small_graph(n=60, degree=5, features=7, classes=3, *, seed=0, directed=False, sparse=False):
+    """A random graph with a hub, an isolated vertex and some unlabelled vertices."""
+    rng = np.random.default_rng(seed)
+    dense = rng.random((n, n)) < degree / n
+    dense[0, : n // 2] = True
+    if not directed:
+        dense |= dense.T
+    np.fill_diagonal(dense, False)
+    dense[n - 1] = dense[:, n - 1] = False
+    a = sp.csr_array(dense)
+    a.sort_indices()
+    x = rng.standard_normal((n, features)).astype(np.float32)
+    if sparse:
+        x = sp.csr_array(x * (rng.random(x.shape) < 0.3), dtype=np.float32)
+    y = rng.integers(0, classes, n)
+    y[3] = -1
+    part = rng.permutation(n) % 3
+    masks = [(part == i) & (y >= 0) for i in range(3)]
+    return Graph(
+        "small", a.indptr.astype(np.int64), a.indices.astype(np.int32), x, y, *masks, classes
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank_main(fn, rank, world_size, port, arguments, results):
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, True, fn(*arguments)))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 240
+) -> list[Any]:
+    """``fn(*arguments)`` on ``world_size`` real processes; the results by rank.
+
+    The first rank's failure fails the test with its traceback, and every process is ended.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    ranks = [
+        context.Process(
+            target=_rank_main, args=(fn, r, world_size, port, arguments, results), daemon=True
+        )
+        for r in range(world_size)
+    ]
+    for p in ranks:
+        p.start()
+    found: dict[int, Any] = {}
+    try:
+        while len(found) < world_size:
+            rank, good, value = results.get(timeout=timeout_s)
+            if not good:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            found[rank] = value
+        for p in ranks:
+            p.join(timeout=30)
+    finally:
+        for p in ranks:
+            if p.is_alive():
+                p.kill()
+    return [found[r] for r in range(world_size)]
