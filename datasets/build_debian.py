@@ -3,9 +3,9 @@
 A training graph that everybody can rebuild from a public source, large enough to be cut, and with
 a hub (libc6) that no balanced cut likes. The card, ``debian.md``, says what it is.
 
-    python datasets/build_debian.py                        # the index that apt has on this machine
-    python datasets/build_debian.py --packages Packages.xz # one from a mirror, or apt-cache dumpavail
-    python datasets/build_debian.py --check                # compare with the file in the package
+    python datasets/build_debian.py                         # the index that apt has here
+    python datasets/build_debian.py --packages Packages.xz  # one from a mirror
+    python datasets/build_debian.py --check                 # compare with the file in the package
 
 The same index gives the same bytes.
 """
@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +56,12 @@ def apt_index() -> tuple[str, str]:
 
 def packages_file(path: Path) -> str:
     """The text of a Packages file, plain or packed with gzip, xz or bzip2."""
-    openers = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-    with openers.get(path.suffix, open)(path, "rb") as file:
-        return file.read().decode("utf-8")
+    unpackers: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.decompress,
+        ".xz": lzma.decompress,
+        ".bz2": bz2.decompress,
+    }
+    return unpackers.get(path.suffix, bytes)(path.read_bytes()).decode("utf-8")
 
 
 def stanzas(text: str) -> Iterator[Stanza]:
@@ -169,7 +172,7 @@ def main() -> None:
         sys.exit(f"differ: {', '.join(differ)}" if differ else None)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # numpy dates every member 1980-01-01, so equal arrays are equal bytes.
-    np.savez_compressed(args.out, **arrays)
+    np.savez_compressed(args.out, allow_pickle=False, **arrays)
     data = args.out.read_bytes()
     print(f"{args.out}: {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}\n{source}")
 

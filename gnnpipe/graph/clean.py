@@ -9,7 +9,7 @@ what comes out satisfies the contract of ``Graph``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -211,7 +211,7 @@ def _features(x: Any, name: str, n: int) -> Features:
     if x is None:
         _fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
     if sp.issparse(x):
-        features = sp.csr_array(x, dtype=np.float32)
+        features: Any = sp.csr_array(x, dtype=np.float32)
         if not features.has_canonical_format:
             features = features.copy()
             features.sum_duplicates()
@@ -227,25 +227,31 @@ def _features(x: Any, name: str, n: int) -> Features:
             features = np.asarray(raw, dtype=np.float32)
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
         _fail(name, f"x has shape {list(features.shape)} for {n} vertices", f"[{n}, F] with F >= 1")
-    _finite(features, name)
-    return features
+    if sp.issparse(features):
+        bad = _first_not_finite(features.data[:, None])
+        if bad is not None:
+            row = int(np.searchsorted(features.indptr, bad[0], side="right")) - 1
+            bad = row, int(features.indices[bad[0]])
+    else:
+        bad = _first_not_finite(features)
+    if bad is not None:
+        hint = "finite features within float32 (numpy.nan_to_num)"
+        _fail(name, f"x{list(bad)} = {float(features[bad])}", hint)
+    return cast(Features, features)
 
 
-def _finite(features: Features, name: str) -> None:
-    """Refuse NaN and infinity, block by block, for x may be larger than memory."""
-    values = features.data if sp.issparse(features) else features
-    rows = max(1, (1 << 24) // max(1, int(np.prod(values.shape[1:]))))
+def _first_not_finite(values: npt.NDArray[np.float32]) -> tuple[int, int] | None:
+    """Where NaN or infinity is in an array [R, F], looking at a block at a time.
+
+    The features may be larger than memory, and so must not be compared all at once.
+    """
+    rows = max(1, (1 << 24) // values.shape[1])
     for start in range(0, len(values), rows):
-        bad = np.argwhere(~np.isfinite(values[start : start + rows]))
-        if len(bad) == 0:
-            continue
-        at = bad[0].tolist()
-        at[0] += start
-        value = float(values[tuple(at)])
-        if sp.issparse(features):
-            row = int(np.searchsorted(features.indptr, at[0], side="right")) - 1
-            at = [row, int(features.indices[at[0]])]
-        _fail(name, f"x{at} = {value}", "finite features within float32 (numpy.nan_to_num)")
+        finite = np.isfinite(values[start : start + rows])
+        if not finite.all():
+            row, column = np.argwhere(~finite)[0].tolist()
+            return start + row, column
+    return None
 
 
 def _mask(value: Any, field: str, name: str, n: int) -> BoolArray:

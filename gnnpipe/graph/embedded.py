@@ -85,6 +85,7 @@ def _undelta(
     Steps come as low and high bytes in two arrays: the high bytes are nearly all zero, and zip
     packs them far better apart.
     """
-    total = np.cumsum(low.astype(np.int64) + 256 * high.astype(np.int64))
+    total: npt.NDArray[np.int64] = np.cumsum(low + 256 * high.astype(np.int64))
     before = np.concatenate([[0], total])[indptr[:-1]]
-    return total - np.repeat(before, np.diff(indptr))
+    values: npt.NDArray[np.int64] = total - np.repeat(before, np.diff(indptr))
+    return values

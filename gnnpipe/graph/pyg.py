@@ -1,0 +1,273 @@
+"""Graphs from PyG: a user's ``Data`` object, or one of PyG's own datasets by name.
+
+PyG is what the users come from. Its ``Data`` is a loose bag of attributes, so everything it may
+hold is turned into plain arrays here, and ``clean`` judges them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.clean import SPLIT_NAMES, STANDARD_SPLIT, clean, split_masks
+from gnnpipe.graph.fetch import data_root, locked, tidied
+from gnnpipe.graph.graph import Graph
+from gnnpipe.registry import nearest
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["PYG_FAMILIES", "find_pyg", "graph_from_data", "read_pyg"]
+
+
+SPARSE_BELOW = 0.1
+"""Share of non-zero features below which the first Linear is better off with CSR rows."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dataset class of PyG: its name there, its members, and how it differs from the plain case.
+
+    ``own_split`` is false where PyG gives no masks: 'given' is then a 60/20/20 split with seed 0.
+    """
+
+    cls: str
+    names: tuple[str, ...] = ()
+    own_split: bool = True
+    multi_label: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+PYG_FAMILIES = {
+    "planetoid": Family("Planetoid", ("Cora", "CiteSeer", "PubMed")),
+    "citationfull": Family(
+        "CitationFull", ("Cora", "Cora_ML", "CiteSeer", "DBLP", "PubMed"), own_split=False
+    ),
+    "coauthor": Family("Coauthor", ("CS", "Physics"), own_split=False),
+    "amazon": Family("Amazon", ("Computers", "Photo"), own_split=False),
+    "wikipedia": Family("WikipediaNetwork", ("chameleon", "squirrel")),
+    "webkb": Family("WebKB", ("Cornell", "Texas", "Wisconsin")),
+    "heterophilous": Family(
+        "HeterophilousGraphDataset",
+        ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions"),
+    ),
+    "linkx": Family("LINKXDataset", ("penn94",)),
+    "twitch": Family("Twitch", ("DE", "EN", "ES", "FR", "PT", "RU"), own_split=False),
+    "airports": Family("Airports", ("USA", "Brazil", "Europe"), own_split=False),
+    "city": Family("CityNetwork", ("paris", "shanghai", "la", "london")),
+    "actor": Family("Actor"),
+    "flickr": Family("Flickr"),
+    "reddit": Family("Reddit"),
+    "reddit2": Family("Reddit2"),
+    "nell": Family("NELL"),
+    "wikics": Family("WikiCS", options=(("is_undirected", True),)),
+    "github": Family("GitHub", own_split=False),
+    "facebook": Family("FacebookPagePage", own_split=False),
+    "lastfmasia": Family("LastFMAsia", own_split=False),
+    "deezereurope": Family("DeezerEurope", own_split=False),
+    "yelp": Family("Yelp", multi_label=True),
+    "amazonproducts": Family("AmazonProducts", multi_label=True),
+    "ppi": Family("PPI", multi_label=True),
+}
+"""PyG's datasets of one graph with features and one class for each vertex, by family."""
+
+
+def find_pyg(dataset: str) -> tuple[str, str] | None:
+    """The family and PyG's spelling of the name in 'family:name', 'family' or 'name'.
+
+    A name alone means the first family that has it.
+
+    >>> find_pyg("amazon:photo"), find_pyg("CORA"), find_pyg("Reddit")
+    (('amazon', 'Photo'), ('planetoid', 'Cora'), ('reddit', ''))
+
+    Raises:
+        InputError: a known family without such a member.
+    """
+    head, colon, tail = dataset.lower().partition(":")
+    for key, family in PYG_FAMILIES.items():
+        if head in (key, family.cls.lower()) and (colon or not family.names):
+            spelled = {n.lower(): n for n in family.names}
+            if tail in spelled:
+                return key, spelled[tail]
+            if not tail and not family.names:
+                return key, ""
+            hint = nearest(tail, family.names) if family.names else f"use {key!r}"
+            raise InputError(f"--dataset {dataset!r}: {key} has no {tail!r}; {hint}")
+    for key, family in PYG_FAMILIES.items():
+        for name in family.names:
+            if not colon and name.lower() == head:
+                return key, name
+    return None
+
+
+def read_pyg(
+    dataset: str,
+    *,
+    data_dir: str = "",
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+) -> Graph:
+    """One of PyG's datasets, through PyG's own class, which downloads it if it is not there.
+
+    It lies in ``data_dir``/<family>, laid out as PyG does.
+
+    Raises:
+        InputError: unknown, multi-label, or absent with no network.
+    """
+    found = find_pyg(dataset)
+    if found is None:
+        raise InputError(f"--dataset {dataset!r}: {nearest(dataset, PYG_FAMILIES)}")
+    key, name = found
+    family = PYG_FAMILIES[key]
+    if family.multi_label:
+        raise InputError(
+            f"--dataset {dataset!r}: its vertices have several labels each, which is not "
+            "supported; try flickr or reddit"
+        )
+    data = _load(dataset, family, name, data_root(data_dir) / key)
+    x = _array(data.x)
+    if not sp.issparse(x) and np.count_nonzero(x) < SPARSE_BELOW * x.size:
+        # PyG unpacks bags of words to dense arrays (1.2 GB for coauthor:Physics).
+        data.x = sp.csr_array(x)
+    if split == "given" and not family.own_split:
+        y = data.y.reshape(-1).numpy().astype(np.int64)
+        for field, mask in zip(SPLIT_NAMES, split_masks(y, STANDARD_SPLIT, seed=0), strict=True):
+            data[field] = mask
+    title = f"{key}:{name}" if name else key
+    return graph_from_data(data, name=title, split=split, seed=seed, symmetrize=symmetrize)
+
+
+def graph_from_data(
+    data: Data,
+    *,
+    name: str,
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+) -> Graph:
+    """A cleaned ``Graph`` from a PyG ``Data``; edge weights and attributes are not used.
+
+    Args:
+        data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``);
+            ``x`` [N, F] dense or sparse; ``y`` [N] or [N, 1]; ``train_mask``, ``val_mask``,
+            ``test_mask`` as bool [N] or [N, T] or as indices, unless ``split`` is not 'given'.
+        name: for messages and for the graph.
+        split: 'given' or percentages such as '60/20/20'.
+        seed: of that split.
+        symmetrize: add the reverse of every edge.
+
+    Raises:
+        InputError: naming the attribute that is missing or wrong.
+    """
+    if hasattr(data, "edge_types") and hasattr(data, "node_types"):
+        raise InputError(f"dataset {name!r}: a HeteroData; try data.to_homogeneous()")
+    x, y = data.get("x"), data.get("y")
+    if y is None:
+        raise InputError(f"dataset {name!r}: no y; set data.y to a class for each vertex, [N]")
+    adjacency = data.get("adj_t")
+    if data.get("edge_index") is not None:
+        edge_index = _array(data.edge_index)
+    elif adjacency is not None:
+        # Row i of adj_t lists the sources of target i.
+        rows = _csr(adjacency).tocoo()
+        edge_index = np.stack([rows.col, rows.row])
+    else:
+        raise InputError(f"dataset {name!r}: neither edge_index nor adj_t; set data.edge_index")
+    masks = [None if data.get(m) is None else _array(data[m]) for m in SPLIT_NAMES]
+    return clean(
+        edge_index, name=name, x=None if x is None else _array(x), y=_array(y),
+        masks=None if all(m is None for m in masks) else masks,
+        num_vertices=None if x is None else int(_shape(x)[0]),
+        split=split, seed=seed, symmetrize=symmetrize,
+    )  # fmt: skip
+
+
+class _AbsentError(Exception):
+    """Raised in place of a download, to learn where PyG expects which files."""
+
+
+def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
+    import torch_geometric.datasets
+
+    cls = getattr(torch_geometric.datasets, family.cls)
+    arguments = (str(root), name) if name else (str(root),)
+
+    def absent(self: Any) -> None:
+        raise _AbsentError(self.raw_dir, self.raw_file_names)
+
+    probe = type(cls.__name__, (cls,), {"download": absent})
+    with locked(root):
+        try:
+            with tidied(root):
+                return probe(*arguments, **dict(family.options))[0]
+        except _AbsentError as place:
+            folder, files = place.args
+        except Exception as error:
+            raise InputError(
+                f"--dataset {dataset!r}: the files in {str(root)!r} cannot be read "
+                f"({type(error).__name__}: {error}); remove them to download anew"
+            ) from error
+        try:
+            with tidied(root):
+                return cls(*arguments, **dict(family.options))[0]
+        except Exception as error:
+            wanted = files if isinstance(files, str) else ", ".join(files[:8])
+            raise InputError(
+                f"--dataset {dataset!r}: not in --data-dir {str(root.parent)!r} and not to be had "
+                f"from the network ({type(error).__name__}: {error}); put there, in "
+                f"{folder!r}: {wanted}"
+            ) from None
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    sizes = value.sizes() if _is_sparse_tensor(value) else value.shape
+    return tuple(int(s) for s in sizes)
+
+
+def _array(value: Any) -> Any:
+    """A tensor, ``SparseTensor`` or array-like as numpy, or scipy CSR where it is sparse."""
+    import torch
+
+    if _is_sparse_tensor(value):
+        return _csr(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "as_tensor"):  # torch_geometric.EdgeIndex
+        value = value.as_tensor()
+    if value.layout is not torch.strided:
+        return _csr(value)
+    value = value.detach().cpu()
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+
+
+def _csr(value: Any) -> sp.csr_array:
+    """A sparse torch tensor of any layout, or torch_sparse's ``SparseTensor``, as scipy CSR."""
+    import torch
+
+    if _is_sparse_tensor(value):
+        rowptr, col, data = value.csr()
+        data = torch.ones(len(col)) if data is None else data
+        shape = _shape(value)
+    else:
+        value = value.detach().cpu()
+        shape = _shape(value)
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            index = value.indices().numpy()
+            data = value.values().float().numpy()
+            return sp.csr_array((data, (index[0], index[1])), shape=shape)
+        if value.layout is not torch.sparse_csr:
+            return _csr(value.to_sparse_coo())
+        rowptr, col, data = value.crow_indices(), value.col_indices(), value.values()
+    arrays = (data.detach().cpu().float().numpy(), col.cpu().numpy(), rowptr.cpu().numpy())
+    return sp.csr_array(arrays, shape=shape)
+
+
+def _is_sparse_tensor(value: Any) -> bool:
+    return type(value).__name__ == "SparseTensor" and hasattr(value, "csr")
