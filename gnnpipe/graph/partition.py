@@ -79,7 +79,9 @@ def structure(graph: Graph) -> sp.csr_array:
         a.indices, transposed.indices
     ):
         return a
-    return sp.csr_array(a + transposed)
+    both = sp.csr_array(a + transposed)
+    both.data[:] = 1
+    return both
 
 
 def version_of(partitioner: str) -> str:

@@ -1,0 +1,151 @@
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.partition import PARTITIONERS, structure, vertex_work
+from tests.graph.made import graph_of, graphs
+
+
+@given(graphs())
+@settings(max_examples=50, deadline=None)
+def test_structure_is_symmetric_without_loops_and_has_every_edge(graph):
+    a = structure(graph).toarray() != 0
+    assert (a == a.T).all()
+    assert not a.diagonal().any()
+    n = graph.num_vertices
+    given_edges = np.zeros((n, n), dtype=bool)
+    given_edges[np.repeat(np.arange(n), graph.degrees), graph.indices] = True
+    assert (a == (given_edges | given_edges.T)).all()
+
+
+def test_structure_drops_loops_that_a_hand_made_graph_has():
+    graph = graph_of(3, [(0, 1), (1, 0), (1, 2)])
+    looped = Graph(
+        **{**graph.__dict__, "indptr": np.array([0, 2, 4, 4]), "indices": np.array([0, 1, 0, 2])}
+    )
+    assert structure(looped).toarray().tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+
+
+def test_work_counts_reads_and_readers():
+    graph = graph_of(3, [(0, 1), (0, 2), (1, 2)])  # 0 reads two, 2 is read by two
+    assert vertex_work(graph).tolist() == [102, 102, 102]
+    hub = graph_of(4, [(0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0)])
+    assert vertex_work(hub).tolist() == [2 * 53, 2 * 51, 2 * 51, 2 * 51]
+
+
+@pytest.mark.parametrize("name", list(PARTITIONERS))
+@given(graph=graphs(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_part_has_its_least_number_and_the_cut_is_repeatable(name, graph, data):
+    n = graph.num_vertices
+    parts = data.draw(st.integers(1, n))
+    least = data.draw(st.integers(1, n // parts))
+    objective = data.draw(st.sampled_from(["edges", "rows"]))
+    seed = data.draw(st.integers(0, 2**40))
+    adjacency, work = structure(graph), vertex_work(graph)
+    cut = PARTITIONERS[name]
+    part = cut(adjacency, work, parts, least=least, seed=seed, objective=objective)
+    again = cut(adjacency, work, parts, least=least, seed=seed, objective=objective)
+    assert part.dtype == np.int32
+    assert part.shape == (n,)
+    assert (np.bincount(part, minlength=parts) >= least).all()
+    assert part.max() < parts
+    assert (part == again).all()
+
+
+def two_cliques(size=30):
+    edges = [(i, j) for i in range(2 * size) for j in range(2 * size) if i % 2 == j % 2]
+    return graph_of(2 * size, [*edges, (0, 1), (1, 0)])
+
+
+def test_metis_finds_the_two_cliques():
+    graph = two_cliques()
+    for objective in ("edges", "rows"):
+        part = PARTITIONERS["metis"](
+            structure(graph), vertex_work(graph), 2, least=1, seed=0, objective=objective
+        )
+        assert len(set(part[::2])) == 1
+        assert len(set(part[1::2])) == 1
+        assert part[0] != part[1]
+
+
+@pytest.mark.parametrize("name", ["range", "random"])
+def test_balance_is_by_work_and_not_by_number(name):
+    n = 1000
+    work = np.where(np.arange(n) < 100, 1000, 100)
+    nothing = sp.csr_array((n, n), dtype=np.int8)
+    part = PARTITIONERS[name](nothing, work, 4, least=1, seed=3, objective="edges")
+    total = np.bincount(part, work)
+    assert total.max() / total.mean() < 1.02
+
+
+def test_range_keeps_the_order_and_random_follows_the_seed():
+    work, nothing = np.full(50, 7), sp.csr_array((50, 50), dtype=np.int8)
+
+    def cut(name, seed):
+        part = PARTITIONERS[name](nothing, work, 5, least=1, seed=seed, objective="edges")
+        return part.tolist()
+
+    assert cut("range", 0) == np.repeat(np.arange(5), 10).tolist()
+    assert cut("random", 0) != cut("random", 1)
+
+
+def test_metis_follows_the_seed():
+    rng = np.random.default_rng(0)
+    graph = graph_of(400, rng.integers(0, 400, (3000, 2)).tolist())
+    args = (structure(graph), vertex_work(graph), 4)
+    cuts = [PARTITIONERS["metis"](*args, least=1, seed=s, objective="edges") for s in range(4)]
+    assert all((cuts[0] != other).any() for other in cuts[1:])  # 0 and 1 too: see the + 1
+
+
+def test_a_hub_does_not_leave_a_part_empty():
+    graph = graph_of(200, [e for i in range(1, 200) for e in ((0, i), (i, 0))])
+    part = PARTITIONERS["metis"](
+        structure(graph), vertex_work(graph), 16, least=4, seed=0, objective="rows"
+    )
+    assert np.bincount(part, minlength=16).min() >= 4
+
+
+def test_unknown_partitioner_names_the_nearest():
+    with pytest.raises(InputError, match=r"--partitioner 'meits': .*'metis'"):
+        PARTITIONERS["meits"]
+
+
+def test_without_a_metis_library_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    monkeypatch.setitem(sys.modules, "metis", None)
+    graph = two_cliques()
+    with pytest.raises(InputError, match="pip install pymetis"):
+        PARTITIONERS["metis"](
+            structure(graph), vertex_work(graph), 2, least=1, seed=0, objective="edges"
+        )
+
+
+def test_without_pymetis_the_wrapper_is_called(monkeypatch):
+    ctypes = pytest.importorskip("ctypes")
+    seen = {}
+
+    def part_graph(graph, parts, **options):
+        seen.update(graph=graph, parts=parts, options=options)
+        return 0, [i % 2 for i in range(graph[0].value)]
+
+    wrapper = SimpleNamespace(
+        idx_t=ctypes.c_int64, METIS_Graph=lambda *fields: fields, part_graph=part_graph
+    )
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    monkeypatch.setitem(sys.modules, "metis", wrapper)
+    graph = two_cliques()
+    adjacency, work = structure(graph), vertex_work(graph)
+    part = PARTITIONERS["metis"](adjacency, work, 2, least=1, seed=0, objective="rows")
+    assert part.tolist() == [0, 1] * 30
+    assert seen["options"] == {"objtype": "vol"}
+    assert list(seen["graph"][2]) == adjacency.indptr.tolist()
+    assert list(seen["graph"][3]) == adjacency.indices.tolist()
+    assert list(seen["graph"][4]) == work.tolist()
