@@ -40,7 +40,7 @@ def read_npz(
     Raises:
         InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     arrays = _load(path)
     for key in ("edge_index", "y"):
         if key not in arrays:
@@ -60,10 +60,12 @@ def _load(path: Path) -> Arrays:
     wanted = {"edge_index", "x", "x_data", "x_indices", "x_indptr", "x_shape", "y", "num_classes"}
     wanted |= {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+        # Opened here, for numpy leaves a broken file open.
+        with open(path, "rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise ValueError("a single array, not an .npz file")
-            return {k: file[k] if k in wanted else None for k in file.files}
+            return {k: arrays[k] if k in wanted else None for k in arrays.files}
     except FileNotFoundError:
         raise InputError(
             f"--dataset {str(path)!r}: no such file; give the path of an .npz file or a name "

@@ -141,8 +141,8 @@ def _csv(path: Path, dtype: Any) -> Any:
 
 def _member(path: Path, key: str) -> Any:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return file[key]
+        with open(path, "rb") as file:
+            return np.load(file, allow_pickle=False)[key]
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
 

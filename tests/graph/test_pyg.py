@@ -1,0 +1,206 @@
+"""PyG's ``Data`` in all its forms, and PyG's datasets from their own raw files."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from gnnpipe import Graph
+from gnnpipe.errors import InputError
+from gnnpipe.graph.load import load_graph
+from gnnpipe.graph.pyg import PYG_FAMILIES, find_pyg, graph_from_data
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses
+    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.datasets import Coauthor, KarateClub
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
+
+EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 3, 2]])
+
+
+def data(**changes):
+    attributes = {
+        "edge_index": EDGES,
+        "x": torch.arange(8.0).view(4, 2),
+        "y": torch.tensor([0, 1, 1, 0]),
+        "train_mask": torch.tensor([True, False, False, True]),
+        "val_mask": torch.tensor([False, True, False, False]),
+        "test_mask": torch.tensor([False, False, True, False]),
+    }
+    return Data(**{k: v for k, v in (attributes | changes).items() if v is not None})
+
+
+def test_from_pyg():
+    g = Graph.from_pyg(data())
+    assert g.name == "pyg"
+    assert g.edge_index.tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert g.x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
+    assert graph_from_data(data(), name="t", symmetrize=True).num_edges == 6
+
+
+class SparseTensor:
+    """What is used of torch_sparse's class, which is not installed everywhere."""
+
+    def __init__(self, rows):
+        self.rows = sp.csr_array(rows)
+
+    def csr(self):
+        return torch.from_numpy(self.rows.indptr), torch.from_numpy(self.rows.indices), None
+
+    def sizes(self):
+        return list(self.rows.shape)
+
+
+@pytest.mark.parametrize("form", ["csr", "coo", "csc", "SparseTensor"])
+def test_adj_t_is_by_target(form):
+    dense = torch.zeros(4, 4)
+    dense[EDGES[1], EDGES[0]] = 1
+    adj_t = {
+        "csr": dense.to_sparse_csr,
+        "coo": dense.to_sparse_coo,
+        "csc": dense.to_sparse_csc,
+        "SparseTensor": lambda: SparseTensor(dense.numpy()),
+    }[form]()
+    g = Graph.from_pyg(data(edge_index=None, adj_t=adj_t))
+    assert g.edge_index.tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("form", ["csr", "coo", "SparseTensor", "dense", "bfloat16", "grad"])
+def test_x_in_each_form(form):
+    dense = torch.tensor([[0.0, 1], [1, 0], [0, 0], [1, 1]])
+    x = {
+        "csr": dense.to_sparse_csr,
+        "coo": dense.to_sparse_coo,
+        "SparseTensor": lambda: SparseTensor(dense.numpy()),
+        "dense": lambda: dense,
+        "bfloat16": dense.bfloat16,
+        "grad": dense.clone().requires_grad_,
+    }[form]()
+    g = Graph.from_pyg(data(x=x))
+    assert sp.issparse(g.x) == (form in ("csr", "coo", "SparseTensor"))
+    assert (g.x.toarray() if sp.issparse(g.x) else g.x).tolist() == dense.tolist()
+
+
+def test_masks_as_columns_and_as_indices():
+    many = torch.stack([data().train_mask, data().val_mask], dim=1)
+    g = Graph.from_pyg(data(train_mask=many, test_mask=torch.tensor([2]), y=data().y[:, None]))
+    assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
+    assert np.flatnonzero(g.test_mask).tolist() == [2]
+    assert g.y.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"edge_index": None}, "neither edge_index nor adj_t"),
+        ({"x": None}, "no features x"),
+        ({"y": None}, "no y; set data.y"),
+        ({"y": torch.ones(4, 3)}, "several labels at once are not supported"),
+        ({"val_mask": None}, "no val_mask; try: --split 60/20/20"),
+        ({"train_mask": None, "val_mask": None, "test_mask": None}, "no split"),
+        ({"edge_index": EDGES + 2}, r"edge_index\[:, 2\] = \[4, 5\] names vertex 5"),
+        ({"x": torch.full((4, 1), torch.nan)}, r"x\[0, 0\] = nan"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(InputError, match=f"dataset 'pyg': .*{message}"):
+        Graph.from_pyg(data(**changes))
+
+
+def test_hetero_is_refused():
+    with pytest.raises(InputError, match="to_homogeneous"):
+        Graph.from_pyg(HeteroData())
+
+
+def test_karate_is_that_of_pyg():
+    ours, theirs = load_graph("karate"), KarateClub()[0]
+    assert set(map(tuple, ours.edge_index.T)) == set(map(tuple, theirs.edge_index.T.numpy()))
+    assert ours.num_edges == theirs.num_edges
+    assert ours.y.tolist() == theirs.y.tolist()
+    # It has a train_mask alone, so a split must be asked for.
+    with pytest.raises(InputError, match="no val_mask"):
+        Graph.from_pyg(theirs)
+    assert Graph.from_pyg(theirs, split="60/20/20").train_mask.sum() == 20
+
+
+# --- datasets by name ---------------------------------------------------------------------------
+
+
+def test_names_are_found_in_any_case():
+    assert find_pyg("PubMed") == ("planetoid", "PubMed")
+    assert find_pyg("Planetoid:pubmed") == ("planetoid", "PubMed")
+    assert find_pyg("WikipediaNetwork:Squirrel") == ("wikipedia", "squirrel")
+    assert find_pyg("physics") == ("coauthor", "Physics")
+    assert find_pyg("nothing") is None
+
+
+def test_families_are_classes_of_pyg():
+    import torch_geometric.datasets
+
+    for family in PYG_FAMILIES.values():
+        assert hasattr(torch_geometric.datasets, family.cls)
+
+
+def raw_coauthor(folder, n=40, features=50):
+    """A tiny file in the raw format of PyG's Coauthor."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    adjacency = sp.random_array((n, n), density=0.1, format="csr", rng=rng)
+    x = sp.random_array((n, features), density=0.05, format="csr", rng=rng)
+    arrays = {"labels": np.arange(n) % 3}
+    for prefix, m in (("adj", adjacency), ("attr", x)):
+        arrays |= {f"{prefix}_data": m.data, f"{prefix}_indices": m.indices}
+        arrays |= {f"{prefix}_indptr": m.indptr, f"{prefix}_shape": m.shape}
+    np.savez(folder / "ms_academic_cs.npz", **arrays)
+
+
+def test_coauthor_from_raw_files(tmp_path):
+    raw_coauthor(tmp_path / "coauthor" / "CS" / "raw")
+    for _ in range(2):  # the second time from what PyG has made of them
+        g = load_graph("coauthor:CS", data_dir=str(tmp_path))
+        assert g.name == "coauthor:CS"
+        assert (g.num_vertices, g.num_features, g.num_classes) == (40, 50, 3)
+        assert sp.issparse(g.x)  # bags of words stay sparse
+        assert [int(m.sum()) for m in (g.train_mask, g.val_mask, g.test_mask)] == [24, 8, 8]
+    other = load_graph("coauthor:CS", data_dir=str(tmp_path), split="50/25/25", seed=3)
+    assert other.train_mask.sum() == 20
+
+
+def test_damaged_raw_files(tmp_path):
+    raw = tmp_path / "coauthor" / "CS" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "ms_academic_cs.npz").write_bytes(b"no")
+    with pytest.raises(InputError, match=r"cannot be read .* remove them"):
+        load_graph("coauthor:CS", data_dir=str(tmp_path))
+    assert [p.name for p in (tmp_path / "coauthor" / "CS").iterdir()] == ["raw"]
+
+
+def test_absent_without_network(tmp_path, monkeypatch):
+    def offline(self):
+        (self_raw := tmp_path / "data" / "coauthor" / "CS" / "raw" / "half").touch()
+        assert self_raw.exists()
+        raise OSError("no network")
+
+    monkeypatch.setattr(Coauthor, "download", offline)
+    with pytest.raises(InputError, match="not in --data-dir") as caught:
+        load_graph("coauthor:cs", data_dir=str(tmp_path / "data"))
+    assert "coauthor/CS/raw': ms_academic_cs.npz" in str(caught.value)
+    assert "no network" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_download_through_pyg(tmp_path, monkeypatch):
+    def fetched(self):
+        raw = tmp_path / "coauthor" / "CS" / "raw"
+        raw.rmdir()
+        raw_coauthor(raw)
+
+    monkeypatch.setattr(Coauthor, "download", fetched)
+    assert load_graph("coauthor:CS", data_dir=str(tmp_path)).num_vertices == 40
