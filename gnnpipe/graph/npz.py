@@ -72,8 +72,9 @@ def _load(path: Path) -> Arrays:
             "from `gnnpipe info --list`"
         ) from None
     except UNREADABLE as error:
+        why = " ".join(str(error).split())
         raise InputError(
-            f"--dataset {str(path)!r}: not a readable .npz file ({error}); write it with "
+            f"--dataset {str(path)!r}: not a readable .npz file ({why}); write it with "
             "numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
         ) from None
 

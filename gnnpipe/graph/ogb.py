@@ -77,6 +77,8 @@ def read_ogb(
     facts = OGB_DATASETS[name]
     folder = _folder(name, facts, data_root(data_dir))
     raw = folder / "raw"
+    # The small files first: what is wrong with them shows before minutes of reading.
+    masks = _split(folder / "split", facts.scheme) if split == "given" else None
     binary = (raw / "data.npz").exists()
     if binary:
         edge_index = _member(raw / "data.npz", "edge_index")
@@ -88,7 +90,6 @@ def read_ogb(
         x = _csv(raw / "node-feat.csv.gz", np.float32)
         y = _csv(raw / "node-label.csv.gz", np.float64)
         n = int(_csv(raw / "num-node-list.csv.gz", np.int64).sum())
-    masks = _split(folder / "split", facts.scheme) if split == "given" else None
     return clean(
         edge_index, name=name, x=x, y=y, masks=masks, num_vertices=n, num_classes=facts.classes,
         split=split, seed=seed, symmetrize=symmetrize or facts.one_direction,
@@ -122,8 +123,8 @@ def _split(folder: Path, scheme: str) -> list[Any]:
         others = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
         if len(others) != 1:
             raise InputError(
-                f"{str(place)!r}: no such folder; it must hold train.csv.gz, valid.csv.gz and "
-                "test.csv.gz, or use --split 60/20/20"
+                f"--data-dir: no folder {str(place)!r}; it must hold train.csv.gz, valid.csv.gz "
+                "and test.csv.gz, or use --split 60/20/20"
             )
         place = folder / others[0]
     return [_csv(place / f"{part}.csv.gz", np.int64)[:, 0] for part in ("train", "valid", "test")]
@@ -171,5 +172,6 @@ def _large_member(path: Path, key: str, unpacked: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
-        return InputError(f"{str(path)!r}: no such file; unpack OGB's archive anew")
-    return InputError(f"{str(path)!r}: cannot be read ({error}); unpack OGB's archive anew")
+        return InputError(f"--data-dir: no file {str(path)!r}; unpack OGB's archive anew")
+    why = " ".join(str(error).split())
+    return InputError(f"--data-dir: cannot read {str(path)!r} ({why}); unpack OGB's archive anew")

@@ -211,7 +211,7 @@ def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
         except Exception as error:
             raise InputError(
                 f"--dataset {dataset!r}: the files in {str(root)!r} cannot be read "
-                f"({type(error).__name__}: {error}); remove them to download anew"
+                f"({_brief(error)}); remove them to download anew"
             ) from error
         try:
             with tidied(root):
@@ -220,9 +220,13 @@ def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
             wanted = files if isinstance(files, str) else ", ".join(files[:8])
             raise InputError(
                 f"--dataset {dataset!r}: not in --data-dir {str(root.parent)!r} and not to be had "
-                f"from the network ({type(error).__name__}: {error}); put there, in "
+                f"from the network ({_brief(error)}); put there, in "
                 f"{folder!r}: {wanted}"
             ) from None
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -1,0 +1,16 @@
+"""How every reader must refuse: an ``InputError`` of one line that matches."""
+
+from __future__ import annotations
+
+import pytest
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.load import load_graph
+
+
+def refused(message, dataset, **arguments):
+    """The text with which ``load_graph`` refuses."""
+    with pytest.raises(InputError, match=message) as caught:
+        load_graph(str(dataset), **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
