@@ -26,7 +26,7 @@ for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python}; do
   fi
 done
 if [ -z "$python" ]; then
-  found=$("${PYTHON:-python3}" --version 2>&1 | head -n 1) || true
+  found=$("${PYTHON:-python3}" --version 2>/dev/null) || found=
   stop "needs Python 3.11 or newer, found '${found:-none}'; install it, or name it: PYTHON=/path/to/python3.11"
 fi
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
