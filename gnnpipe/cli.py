@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
+import traceback
 import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -22,6 +24,10 @@ from gnnpipe.errors import InputError
 __all__ = ["main"]
 
 GROUPS = ("data", "model", "training", "shape", "staleness", "output")
+
+
+PATIENCE_S = 10.0
+"""How long a rank that lost another one keeps silent."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,7 +101,9 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options, {})
     from gnnpipe.train.trainer import Trainer
 
-    Trainer(config).fit()
+    trainer = Trainer(config)
+    trainer.fit()
+    trainer.close()
     return 0
 
 
@@ -159,3 +167,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        # Another rank's fault reaches this one as a broken connection. The rank at fault speaks
+        # first: torchrun ends the others while they wait here.
+        if _lost_peer(error):
+            time.sleep(PATIENCE_S)
+            print(f"gnnpipe: rank {rank} lost another rank: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+            sys.stderr.flush()
+        return 1
+
+
+def _lost_peer(error: Exception) -> bool:
+    """The error came out of torch.distributed rather than out of this rank's own work."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "distributed" in frames[-1].filename.split(os.sep)

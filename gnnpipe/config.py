@@ -181,7 +181,7 @@ class TrainConfig:
 
     @property
     def techniques(self) -> Techniques:
-        """The preset of ``staleness`` with whatever was set one by one; a single chunk needs none."""
+        """The preset of ``staleness`` with what was set one by one; a single chunk needs none."""
         if self.chunks == 1:
             return _PRESETS["none"]
         given = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -57,7 +58,8 @@ def _rank_main(fn, rank, world_size, port, arguments, results):
 
     torch.set_num_threads(1)
     try:
-        results.put((rank, True, fn(*arguments)))
+        # Pickled here, as plain bytes: torch would share tensors through a process that is gone.
+        results.put((rank, True, pickle.dumps(fn(*arguments))))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
 
@@ -86,7 +88,7 @@ def run_ranks(
             rank, good, value = results.get(timeout=timeout_s)
             if not good:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
-            found[rank] = value
+            found[rank] = pickle.loads(value)
         for p in ranks:
             p.join(timeout=30)
     finally:

@@ -73,12 +73,19 @@ class Graph:
         return np.stack([self.indices.astype(np.int64), target])
 
     @classmethod
-    def from_pyg(cls, data: Data, name: str = "pyg", split: str = "given", seed: int = 0) -> Graph:
+    def from_pyg(
+        cls,
+        data: Data,
+        name: str = "pyg",
+        split: str = "given",
+        seed: int = 0,
+        symmetrize: bool = False,
+    ) -> Graph:
         """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
-        ``split`` and ``seed`` as in ``TrainConfig``. Raises ``InputError`` naming the attribute
+        ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming the attribute
         that is missing or wrong.
         """
         from gnnpipe.graph.pyg import graph_from_data
 
-        return graph_from_data(data, name=name, split=split, seed=seed)
+        return graph_from_data(data, name=name, split=split, seed=seed, symmetrize=symmetrize)

@@ -33,7 +33,7 @@ class CommVolume:
 def closed_form_volume(
     plan: Plan, model: ModelGraph, *, num_vertices: int, crossings: int, number_bytes: int
 ) -> CommVolume:
-    """Forward and backward, for N vertices and M ``crossings`` = (vertex, other reading shard) pairs.
+    """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;

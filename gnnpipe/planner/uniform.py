@@ -6,7 +6,7 @@ column, the encoder by the entries of the features. GNNPipe splits layers the sa
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 
 from gnnpipe.plan import ModelGraph, Plan, Transfer
@@ -37,7 +37,7 @@ def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]
     for cost in costs:
         total.append(total[-1] + cost)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(last: int, parts: int) -> tuple[float, int]:
         """Least largest sum over layers 0..last-1 in ``parts`` runs, and where the last begins."""
         if parts == 1:

@@ -11,7 +11,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
 from gnnpipe.train.compose import Assembly
 
-__all__ = ["Scores", "evaluate", "train_epoch"]
+__all__ = ["Scores", "evaluate", "logits_by_chunk", "train_epoch"]
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,23 @@ def train_epoch(
     return mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
 
 
+def logits_by_chunk(assembly: Assembly) -> dict[int, Tensor]:
+    """Exact logits [C, classes] of this rank's own rows by chunk; empty before the last stage."""
+    executor = assembly.executor
+    order = range(executor.plan.chunks)
+    results = executor.run(assembly.evaluation, order, epoch=0, training=False)
+    return {chunk: values["x"] for chunk, values in results.items()}
+
+
 def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
     """Exact accuracies with the current weights, layer by layer, on every rank."""
-    chunks = assembly.executor.plan.chunks
-    results = assembly.executor.run(assembly.evaluation, range(chunks), epoch=0, training=False)
     counts = [0.0] * 6
-    for chunk, values in results.items():
-        right = values["x"].argmax(1) == assembly.labels[chunk]
-        masks: Tensor = assembly.masks[chunk]
+    for chunk, logits in logits_by_chunk(assembly).items():
+        right = logits.argmax(1) == assembly.labels[chunk]
+        masks = assembly.masks[chunk]
         for i in range(3):
             counts[i] += float((right & masks[i]).sum())
             counts[3 + i] += float(masks[i].sum())
     totals = mesh.sum(counts)
-    return Scores(
-        *(a / b if b else float("nan") for a, b in zip(totals[:3], totals[3:], strict=True))
-    )
+    pairs = zip(totals[:3], totals[3:], strict=True)
+    return Scores(*(a / b if b else float("nan") for a, b in pairs))

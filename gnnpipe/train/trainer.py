@@ -24,7 +24,7 @@ from gnnpipe.models import GNN
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.compose import Assembly, Prepared, assemble, chunk_order, prepare
-from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.metrics import Scores, evaluate, logits_by_chunk, train_epoch
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.record import EpochRow, RunFolder, run_path, versions
 from gnnpipe.train.report import head_lines, result_lines
@@ -127,15 +127,47 @@ class Trainer:
         progress = Progress(config.epochs, speaks=mesh.rank == 0)
         for line in head_lines(prepared):
             progress.say(line)
-        self._assembly = assemble(prepared, mesh)
+        assembly = self._ready()[2]
         if folder is not None:
             folder.open(config, prepared.plan, prepared.program.text())
         with progress:
-            rows = self._loop(mesh, prepared, self._assembly, folder, progress)
+            rows = self._loop(mesh, prepared, assembly, folder, progress)
         result = self._finish(mesh, prepared, rows, folder)
         for line in result_lines(result):
             progress.say(line)
         return result
+
+    def evaluate(self) -> Scores:
+        """Exact accuracies with the current weights, on every rank."""
+        mesh, _, assembly = self._ready()
+        return evaluate(assembly, mesh)
+
+    def predict(self) -> Tensor:
+        """Logits [N, classes] of every vertex, in the graph's own order, on every rank."""
+        mesh, prepared, assembly = self._ready()
+        layout = assembly.executor.layout
+        parts = {
+            chunk: (layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]], v.cpu().numpy())
+            for chunk, v in logits_by_chunk(assembly).items()
+        }
+        graph = prepared.graph
+        logits = torch.empty(graph.num_vertices, graph.num_classes, dtype=prepared.dtype)
+        for found in mesh.gather(parts):
+            for rows, values in found.values():
+                logits[torch.from_numpy(prepared.chunking.perm[rows])] = torch.from_numpy(values)
+        return logits
+
+    def close(self) -> None:
+        """Part from the other ranks; nothing can be trained or evaluated afterwards."""
+        if self._mesh is not None:
+            self._mesh.leave()
+
+    def _ready(self) -> tuple[Mesh, Prepared, Assembly]:
+        """Everything allocated; done once."""
+        mesh, prepared = self._setup()
+        if self._assembly is None:
+            self._assembly = assemble(prepared, mesh)
+        return mesh, prepared, self._assembly
 
     def _loop(
         self,

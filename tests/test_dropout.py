@@ -1,0 +1,55 @@
+"""Dropout is a function of (seed, epoch, site, vertex, feature) and of nothing else."""
+
+import pytest
+import torch
+
+from gnnpipe.models.dropout import keyed_dropout, row_keys
+
+KEY = {"seed": 1, "epoch": 2, "site": 3}
+
+
+def test_a_row_is_dropped_alike_wherever_it_stands():
+    keys = row_keys(torch.arange(1000))
+    x = torch.ones(1000, 24)
+    whole = keyed_dropout(x, keys, 0.5, **KEY)
+    some = torch.tensor([7, 999, 3])
+    assert torch.equal(keyed_dropout(x[some], keys[some], 0.5, **KEY), whole[some])
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.25, 0.5, 0.9])
+def test_share_and_scale(probability):
+    keys = row_keys(torch.arange(40000))
+    dropped = keyed_dropout(torch.ones(40000, 50), keys, probability, **KEY)
+    kept = dropped != 0
+    assert abs(kept.double().mean() - (1 - probability)) < 0.002
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert (kept.double().mean(0) - (1 - probability)).abs().max() < 0.02
+    # Neighbouring vertices and features are independent of one another.
+    both = (kept[1:] & kept[:-1]).double().mean()
+    across = (kept[:, 1:] & kept[:, :-1]).double().mean()
+    assert both == pytest.approx((1 - probability) ** 2, abs=0.004)
+    assert across == pytest.approx((1 - probability) ** 2, abs=0.004)
+
+
+@pytest.mark.parametrize("change", [{"seed": 9}, {"epoch": 9}, {"site": 9}])
+def test_every_part_of_the_key_matters(change):
+    keys = row_keys(torch.arange(2000))
+    x = torch.ones(2000, 16)
+    a = keyed_dropout(x, keys, 0.5, **KEY) != 0
+    b = keyed_dropout(x, keys, 0.5, **(KEY | change)) != 0
+    assert (a == b).double().mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_gradient_has_the_same_mask():
+    keys = row_keys(torch.arange(50))
+    x = torch.randn(50, 8, requires_grad=True)
+    out = keyed_dropout(x, keys, 0.3, **KEY)
+    out.sum().backward()
+    assert torch.equal(x.grad != 0, out != 0)
+    kept = x.grad[x.grad != 0]
+    assert kept.min() == kept.max()
+
+
+def test_zero_probability_is_the_identity():
+    x = torch.randn(4, 4)
+    assert keyed_dropout(x, row_keys(torch.arange(4)), 0.0, **KEY) is x

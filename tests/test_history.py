@@ -1,0 +1,67 @@
+"""Law 8: with frozen weights, L epochs make every history table exact."""
+
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+
+from gnnpipe.config import TrainConfig
+
+LAYERS = 4
+
+
+def frozen_run(model, stages, shards, epochs):
+    """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.compose import assemble, chunk_order, prepare
+    from gnnpipe.train.metrics import train_epoch
+
+    mesh = Mesh.join(stages, shards)
+    config = TrainConfig(
+        model=model, layers=LAYERS, hidden=8, heads=2, stages=stages, shards=shards, chunks=6,
+        dropout=0.0, dtype="float64", staleness="none", shuffle_chunks=True, cache_dir="off",
+    )  # fmt: skip
+    prepared = prepare(config, mesh, small_graph())
+    assembly = assemble(prepared, mesh)
+    assembly.executor.optimizer = None
+    losses = [
+        train_epoch(assembly, mesh, prepared.program, chunk_order(config, e), e)
+        for e in range(epochs)
+    ]
+    stage = assembly.executor.stage
+    layout = assembly.executor.layout
+    rows = torch.from_numpy(prepared.chunking.perm[list(layout.own) + list(layout.halo)].copy())
+    tables = {layer.index: h.table for layer, h in zip(stage.layers, stage.histories, strict=True)}
+    return losses, rows, tables
+
+
+def exact_tables(model):
+    """The tables of one forward pass over the whole graph, in the graph's own order."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.reference import Reference
+
+    config = TrainConfig(
+        model=model, layers=LAYERS, hidden=8, heads=2, dropout=0.0, dtype="float64",
+        cache_dir="off",
+    )  # fmt: skip
+    reference = Reference(prepare(config, Mesh.alone(), small_graph()))
+    loss = reference.train_epoch(0).loss
+    return loss, reference.tables
+
+
+@pytest.mark.parametrize("model", ["gcnii", "gat"])
+def test_frozen_weights_make_the_tables_exact(model):
+    loss, truth = exact_tables(model)
+    losses, rows, tables = frozen_run(model, 1, 1, LAYERS + 1)
+    assert abs(losses[0] - loss) > 1e-6, "the first epoch must still be stale"
+    assert losses[-1] == pytest.approx(loss, rel=1e-12)
+    for index, table in tables.items():
+        torch.testing.assert_close(table, truth[index][rows], rtol=1e-11, atol=1e-12)
+
+
+def test_frozen_weights_make_the_tables_exact_on_four_ranks():
+    loss, truth = exact_tables("gcnii")
+    for losses, rows, tables in run_ranks(frozen_run, 4, "gcnii", 2, 2, LAYERS + 1):
+        assert losses[-1] == pytest.approx(loss, rel=1e-12)
+        for index, table in tables.items():
+            torch.testing.assert_close(table, truth[index][rows], rtol=1e-11, atol=1e-12)

@@ -1,0 +1,75 @@
+"""Laws 1 and 2: every shape gives the losses and gradients of one autograd graph."""
+
+import pytest
+from helpers import run_ranks, small_graph
+
+from gnnpipe.config import TrainConfig
+
+MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat")
+TOLERANCE = {"float64": 1e-11, "float32": 1e-5}
+
+
+def compare(shapes, dtype="float32", graph=None, epochs=3, models=MODELS, **settings):
+    """(largest difference, what) of every shape and model; runs on every rank."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.verify import verify
+
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for model in models:
+            config = TrainConfig(
+                model=model, layers=4, hidden=8, heads=2, stages=stages, shards=shards,
+                chunks=chunks, dtype=dtype, epochs=epochs, cache_dir="off", **settings,
+            )  # fmt: skip
+            prepared = prepare(config, mesh, small_graph(**(graph or {})))
+            worst = max(verify(prepared, mesh, epochs), key=lambda c: c.largest)
+            found.append((worst.largest, f"{model} ({stages},{shards},{chunks}) {worst}"))
+    return found
+
+
+def assert_equal(found, dtype):
+    largest = max(found)
+    assert largest[0] <= TOLERANCE[dtype], largest[1]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("chunks", "settings"),
+    [
+        (1, {}),
+        (8, {"staleness": "paper"}),
+        (8, {"staleness": "none"}),
+        (8, {"staleness": "exact"}),
+        (8, {"snapshot_every": 2, "scale_live_gradients": 3.0}),
+        (8, {"shuffle_chunks": True, "staleness": "none"}),
+        (8, {"partitioner": "random", "dropout": 0.3}),
+        (59, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
+    ],
+)
+def test_one_process(chunks, settings, dtype):
+    for graph in ({}, {"directed": True, "sparse": True}):
+        assert_equal(compare([(1, 1, chunks)], dtype, graph, **settings), dtype)
+
+
+def test_two_ranks():
+    shapes = [(1, 2, 1), (2, 1, 1), (2, 1, 8), (1, 2, 8)]
+    assert_equal(run_ranks(compare, 2, shapes)[0], "float32")
+
+
+def test_four_ranks():
+    shapes = [(1, 4, 1), (4, 1, 1), (2, 2, 1), (4, 1, 8), (2, 2, 8)]
+    assert_equal(run_ranks(compare, 4, shapes)[0], "float32")
+
+
+def directed_and_exact():
+    shapes = [(2, 2, 6), (1, 4, 6)]
+    directed = {"directed": True, "sparse": True}
+    return compare(shapes, "float64", directed, epochs=2) + compare(
+        shapes, "float64", directed, epochs=2, staleness="exact"
+    )
+
+
+def test_four_ranks_on_a_directed_graph_and_exact():
+    assert_equal(run_ranks(directed_and_exact, 4)[0], "float64")

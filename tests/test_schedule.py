@@ -1,0 +1,143 @@
+"""Law 3: programs are right for any stage DAG, and wrong ones are refused."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnpipe.errors import InputError
+from gnnpipe.plan import Plan, Transfer
+from gnnpipe.schedule import Action, Program, check, evaluation_program, training_program
+from gnnpipe.schedule.check import ProgramError
+
+
+def chain(stages, chunks, schedule="fill-drain", layers_each=2, shards=1):
+    return Plan(
+        tuple((s * layers_each, (s + 1) * layers_each) for s in range(stages)), shards, chunks,
+        schedule, tuple(Transfer(s, s + 1, {"x": 4}) for s in range(stages - 1)),
+    )  # fmt: skip
+
+
+@st.composite
+def plans(draw):
+    """Stages of 1 to 3 layers; every stage after the first hears from some earlier ones."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    transfers = [
+        Transfer(source, target, {"x": 4})
+        for target in range(1, len(sizes))
+        for source in draw(st.sets(st.integers(0, target - 1), min_size=1))
+    ]
+    schedule = draw(st.sampled_from(["fill-drain", "layer-sync"]))
+    stages = tuple(pairwise(bounds))
+    return Plan(
+        stages, draw(st.integers(1, 3)), draw(st.integers(1, 6)), schedule, tuple(transfers)
+    )
+
+
+@settings(deadline=None, max_examples=80)
+@given(plans())
+def test_programs_are_proved_for_any_stage_dag(plan):
+    report = check(training_program(plan))
+    assert report.exact == (plan.schedule == "layer-sync" or plan.chunks == 1)
+    k = plan.chunks
+    pairs = plan.num_layers * k * (k - 1)
+    assert report.live_reads + report.stale_reads == pairs
+    if not report.exact:
+        assert report.live_reads == report.stale_reads == pairs // 2
+    assert check(evaluation_program(plan)).exact
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_text_form():
+    text = training_program(chain(2, 2)).text()
+    assert text.splitlines()[1] == (
+        "stage 1: 1RECV_F0<0 1RECV_F1<0 1F0 1F1 1B1 1SEND_B1>0 1B0 1SEND_B0>0 1STEP"
+    )
+    assert "0F1[1:2]" in training_program(chain(1, 2, "layer-sync")).text()
+
+
+def changed(program, stage, change):
+    actions = list(program.stages)
+    actions[stage] = tuple(change(list(actions[stage])))
+    return Program(tuple(actions), program.num_steps, program.chunks)
+
+
+def drained_forward(actions):
+    """The drain in the order of the fill: the fault that loses gradients silently."""
+    last = max(a.position for a in actions)
+    return [
+        replace(a, position=last - a.position) if a.kind in ("B", "SEND_B", "RECV_B") else a
+        for a in actions
+    ]
+
+
+def test_a_drain_in_forward_order_is_refused():
+    with pytest.raises(ProgramError, match="exactly the reverse order"):
+        check(changed(training_program(chain(1, 3)), 0, drained_forward))
+
+
+FAULTS = {
+    "runs twice": lambda a: [*a[:1], *a],
+    "never runs": lambda a: [x for x in a if (x.kind, x.position) != ("F", 1)],
+    "B1 step 0 never runs": lambda a: [x for x in a if (x.kind, x.position) != ("B", 1)],
+    "which receives": lambda a: [x for x in a if (x.kind, x.position) != ("SEND_F", 1)],
+    "outside": lambda a: [Action("F", 0, 9, (0, 3)), *a],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named(fault):
+    with pytest.raises(ProgramError, match=fault):
+        check(changed(training_program(chain(2, 3)), 0, FAULTS[fault]))
+
+
+def test_wrong_order_of_messages_and_stalls_are_refused():
+    program = training_program(chain(2, 3))
+
+    def swap(actions):
+        first, second = (i for i, a in enumerate(actions) if a.kind == "SEND_F" and a.position < 2)
+        actions[first], actions[second] = actions[second], actions[first]
+        return actions
+
+    with pytest.raises(ProgramError, match="sends F of chunks"):
+        check(changed(program, 0, swap))
+
+    def late(actions):
+        """Send the values of the last chunk only after its gradient has come back."""
+        at = next(i for i, a in enumerate(actions) if (a.kind, a.position) == ("SEND_F", 2))
+        return [*actions[:at], *actions[at + 1 :], actions[at]]
+
+    with pytest.raises(ProgramError, match="waits for ever"):
+        check(changed(program, 0, late))
+
+    def unposted(actions):
+        receives = [a for a in actions if a.kind == "RECV_F"]
+        return [a for a in actions if a.kind != "RECV_F"] + receives
+
+    with pytest.raises(ProgramError, match="before its receive is posted"):
+        check(changed(program, 1, unposted))
+
+
+BAD_PLANS = [
+    ("{", "not a plan"),
+    ("[]", "not a plan"),
+    ('{"version": 9}', "another version"),
+    ('{"version": 1, "stages": [[0, 2]]}', "not a plan"),
+    (chain(2, 2).to_json().replace("fill-drain", "zigzag"), "schedule 'zigzag'"),
+    (chain(2, 2).to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
+    (chain(2, 2).to_json().replace('"source": 0', '"source": 1'), "not between stages"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_PLANS)
+def test_bad_plans_are_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        Plan.from_json(text)
+
+
+def test_stages_must_tile_the_layers():
+    with pytest.raises(InputError, match="tile"):
+        Plan(((0, 2), (3, 4)), 1, 1, "fill-drain", ())
