@@ -83,8 +83,8 @@ class Graph:
     ) -> Graph:
         """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
-        ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming the attribute
-        that is missing or wrong.
+        ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming
+        the attribute that is missing or wrong.
         """
         from gnnpipe.graph.pyg import graph_from_data
 

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,10 +131,12 @@ class Mesh:
 
 def torchrun_line(world_size: int) -> str:
     """The command that starts what was typed on ``world_size`` ranks of this machine."""
-    arguments = " ".join(sys.argv[1:]) or "train"
+    script, arguments = Path(sys.argv[0]), " ".join(sys.argv[1:])
+    ours = script.name == "gnnpipe" or script.parent.name == "gnnpipe"
     if world_size == 1:
-        return f"gnnpipe {arguments}"
-    return f"torchrun --nproc-per-node {world_size} -m gnnpipe {arguments}"
+        return f"gnnpipe {arguments}" if ours else f"python {script} {arguments}"
+    program = "-m gnnpipe" if ours else str(script)
+    return f"torchrun --nproc-per-node {world_size} {program} {arguments}".rstrip()
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -21,8 +21,9 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
+from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.quality import CutQuality, cut_quality
-from gnnpipe.models import GNN, Layer, LayerSpec, Rows
+from gnnpipe.models import GNN, MODELS, Layer, LayerSpec, Rows
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.perf import CommVolume, closed_form_volume
@@ -71,6 +72,9 @@ def prepare(
 
     Rank 0 alone cuts the graph and tells the others.
     """
+    if model is None:
+        MODELS[config.model]
+    PARTITIONERS[config.partitioner]
     error: InputError | None = None
     try:
         if graph is None:

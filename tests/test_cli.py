@@ -1,0 +1,239 @@
+"""The command line: bad input is one line and exit code 2, and good input runs, under torchrun too."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import free_port
+
+from gnnpipe.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--dataset", "karate", "--hidden", "8", "--epochs", "3", "--cache-dir", "off"]
+
+
+def good_npz():
+    rng = np.random.default_rng(0)
+    y = np.arange(40) % 4
+    part = np.arange(40) % 3
+    return {
+        "edge_index": rng.integers(0, 40, (2, 160)), "x": rng.random((40, 5), np.float32), "y": y,
+        "train_mask": part == 0, "val_mask": part == 1, "test_mask": part == 2,
+    }  # fmt: skip
+
+
+def npz(folder, **changes):
+    """A good file with some arrays replaced, or dropped where None."""
+    arrays = {k: v for k, v in (good_npz() | changes).items() if v is not None}
+    np.savez(folder / "graph.npz", **arrays)
+    return ["--dataset", str(folder / "graph.npz")]
+
+
+def spoiled(value):
+    x = good_npz()["x"]
+    x[3, 2] = value
+    return x
+
+
+BAD_WORDS = [
+    (["--dataset", "debain"], ["--dataset", "debain", "debian"]),
+    (["--dataset", "nowhere/graph.npz"], ["nowhere/graph.npz"]),
+    (["--dataset", "synthetic:planted:m=3"], ["synthetic", "m"]),
+    (["--model", "gcnn"], ["--model", "'gcnn'", "gcn"]),
+    (["--partitioner", "meits"], ["--partitioner", "'meits'", "metis"]),
+    (["--stages", "2"], ["--stages 2", "torchrun --nproc-per-node 2"]),
+    (["--shards", "3"], ["--shards 3", "torchrun --nproc-per-node 3"]),
+    (["--stages", "5"], ["--stages 5", "layers (2)"]),
+    (["--chunks", "35"], ["--chunks 35", "34"]),
+    (["--chunks", "0"], ["--chunks 0", "at least 1"]),
+    (["--layers", "-2"], ["--layers -2", "at least 1"]),
+    (["--hidden", "0"], ["--hidden 0", "at least 1"]),
+    (["--epochs", "0"], ["--epochs 0", "at least 1"]),
+    (["--epochs", "many"], ["--epochs", "'many'"]),
+    (["--lr", "0"], ["--lr 0", "more than 0"]),
+    (["--lr", "nan"], ["--lr nan", "finite"]),
+    (["--dropout", "1"], ["--dropout 1", "less than 1"]),
+    (["--weight-decay", "-1"], ["--weight-decay -1", "at least 0"]),
+    (["--seed", "-1"], ["--seed -1"]),
+    (["--dtype", "float16"], ["--dtype 'float16'", "float32"]),
+    (["--staleness", "papre"], ["--staleness 'papre'", "paper"]),
+    (["--chunks", "2", "--staleness", "exact", "--snapshot-every", "5"], ["--snapshot-every 5"]),
+    (["--model", "gat", "--heads", "3"], ["--heads 3", "--hidden 9"]),
+    (["--split", "60/20/30"], ["--split '60/20/30'", "60/20/20"]),
+    (["--device", "cuda"], ["--device cuda", "--device cpu"]),
+    (["--out", "/dev/null/run"], ["--out", "/dev/null"]),
+    (["--out", "/proc/run"], ["--out", "/proc"]),
+    (["--config", "nowhere.toml"], ["--config", "nowhere.toml"]),
+    (["--layer", "3"], ["--layer"]),
+    (["--lr"], ["--lr", "expected one argument"]),
+]
+
+
+def refused(arguments, words, capsys, folder):
+    """Exit code 2, one line with all the words, and nothing written."""
+    before = sorted(folder.rglob("*"))
+    start = time.monotonic()
+    assert main(["train", *arguments]) == 2
+    assert time.monotonic() - start < 10
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1, err
+    assert err.startswith("gnnpipe: error: ")
+    assert "Traceback" not in err + out
+    for word in words:
+        assert word in err, err
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_WORDS)
+def test_bad_words(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused([*SMALL, *arguments], words, capsys, tmp_path)
+
+
+BAD_FILES = [
+    ({"edge_index": None}, ["edge_index"]),
+    ({"x": None}, ["x"]),
+    ({"y": None}, ["y"]),
+    ({"train_mask": None}, ["train_mask"]),
+    ({"x": spoiled(np.nan)}, ["x", "nan"]),
+    ({"x": spoiled(np.inf)}, ["x", "inf"]),
+    ({"edge_index": np.array([[0, 40], [1, 2]])}, ["edge_index", "40"]),
+    ({"edge_index": np.array([[0, -1], [1, 2]])}, ["edge_index", "-1"]),
+    ({"y": np.full(40, -1)}, ["y"]),
+    ({"y": np.full(40, -7)}, ["y", "-7"]),
+    ({"train_mask": np.zeros(40, bool)}, ["train_mask"]),
+    ({"val_mask": np.zeros(7, bool)}, ["val_mask"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_FILES, ids=lambda v: str(v)[:40])
+def test_bad_files(changes, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(npz(tmp_path, **changes) + ["--epochs", "2"], words, capsys, tmp_path)
+
+
+BAD_TOML = [
+    ("layerz = 3", ["'layerz'", "layers"]),
+    ("layers = ", ["not valid TOML"]),
+    ("layers = 'three'", ["--layers 'three'"]),
+    ("lr = true", ["--lr True"]),
+    ("[train]\nlayers = 3", ["'train'"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_TOML)
+def test_bad_toml(text, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(text)
+    refused(["--config", "run.toml"], words, capsys, tmp_path)
+
+
+def test_a_folder_of_another_run_is_not_touched(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, "--out", "run"]) == 0
+    held = {p: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    capsys.readouterr()
+    refused([*SMALL, "--out", "run"], ["--out 'run'", "another run"], capsys, tmp_path)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").iterdir()} == held
+
+
+def test_flags_win_over_the_file_and_the_default_folder_is_new(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('dataset = "karate"\nhidden = 8\nepochs = 9\n')
+    for _ in range(2):
+        assert main(["train", "--config", "run.toml", "--epochs", "2"]) == 0
+    results = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/result.json")]
+    assert len(results) == 2
+    assert {(r["hidden"], r["epochs"]) for r in results} == {(8, 2)}
+
+
+def test_info_reports_any_shape_without_ranks(capsys):
+    assert main(["info", *SMALL, "--layers", "4", "--stages", "2", "--shards", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 stages x 2 shards x 1 chunks on 4 ranks" in out
+    assert out.count("rank ") >= 4
+    assert "sent per epoch over all ranks" in out
+    assert main(["info", "--list"]) == 0
+    assert "debian" in capsys.readouterr().out
+
+
+def test_verify_says_yes_and_no(capsys):
+    shape = [*SMALL, "--layers", "4", "--model", "gcnii", "--chunks", "3"]
+    assert main(["verify", *shape]) == 0
+    assert "equal to one device" in capsys.readouterr().out
+    assert main(["verify", *shape, "--tolerance", "1e-30"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+    assert main(["verify", *shape, "--tolerance", "0"]) == 2
+
+
+def test_no_command_and_help(capsys):
+    assert main([]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    assert "--snapshot-every" in capsys.readouterr().out
+
+
+def torchrun(ranks, *arguments, timeout_s=150):
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), *arguments,
+    ]  # fmt: skip
+    return subprocess.run(
+        command, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
+    )
+
+
+def test_torchrun_trains_verifies_and_refuses(tmp_path):
+    out = tmp_path / "run"
+    shape = ["--layers", "4", "--stages", "2", "--chunks", "4"]
+    done = torchrun(2, "-m", "gnnpipe", "train", *SMALL, *shape, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("graph karate") == 1, "only rank 0 speaks"
+    result = json.loads((out / "result.json").read_text())
+    assert result["world_size"] == 2
+    assert len(result["peak_memory_bytes"]) == 2
+    assert result["comm_bytes_per_epoch"] == result["comm_bytes_closed_form"]
+    wrong = torchrun(2, "-m", "gnnpipe", "train", *SMALL, "--layers", "4", "--stages", "4")
+    assert wrong.returncode != 0
+    assert wrong.stderr.count("gnnpipe: error: --stages 4 --shards 1: need 4 ranks, not 2") == 1
+
+
+RAISING = """
+import sys
+from gnnpipe.runtime.mesh import launched_world_size
+from gnnpipe.runtime.stage import Stage
+import os
+plain = Stage.backward
+def backward(self, chunk, steps):
+    if os.environ["RANK"] == "1" and self._epoch == 2 and chunk == 1:
+        raise RuntimeError("a fault made on purpose")
+    return plain(self, chunk, steps)
+Stage.backward = backward
+from gnnpipe.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("shape", [["--stages", "2"], ["--shards", "2"]])
+def test_a_rank_that_raises_ends_all_with_its_own_error_first(tmp_path, shape):
+    script = tmp_path / "raising.py"
+    script.write_text(RAISING)
+    start = time.monotonic()
+    done = torchrun(2, str(script), "train", *SMALL, *shape, "--epochs", "500", "--chunks", "3")
+    assert done.returncode != 0
+    assert time.monotonic() - start < 60, "start included"
+    assert "a fault made on purpose" in done.stderr
+    assert "rank 1 (stage" in done.stderr
+    assert "chunk 1, epoch 2, action" in done.stderr
+    first = done.stderr.index("Traceback")
+    assert "a fault made on purpose" in done.stderr[first : first + 4000]
+    assert "lost another rank" not in done.stderr[: done.stderr.index("on purpose")]
