@@ -26,6 +26,9 @@ __all__ = ["main"]
 GROUPS = ("data", "model", "training", "shape", "staleness", "output")
 
 
+VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
+"""Where ``verify`` differs from ``train``."""
+
 PATIENCE_S = 10.0
 """How long a rank that lost another one keeps silent."""
 
@@ -55,22 +58,27 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help="train a shape and one device, compare losses and gradients",
         allow_abbrev=False,
     )  # fmt: skip
-    verify.add_argument("--tolerance", type=float, default=1e-5, help="largest difference allowed")
+    verify.add_argument(
+        "--tolerance", type=_reader(float), metavar="FLOAT",
+        help="largest relative difference allowed (default 1e-9 in float64, 1e-5 in float32)",
+    )  # fmt: skip
+
     for command in (train, info, verify):
         command.add_argument("--config", help="TOML file with any of the settings below")
-        _add_settings(command)
+        _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
     return parser
 
 
-def _add_settings(command: argparse.ArgumentParser) -> None:
+def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
     hints = typing.get_type_hints(TrainConfig)
     groups = {name: command.add_argument_group(name) for name in GROUPS}
     for field in dataclasses.fields(TrainConfig):
         hint = hints[field.name]
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
         text = field.metadata["help"].replace("%", "%%")
-        if field.default not in (None, ""):
-            text += f" (default {field.default})"
+        default = defaults.get(field.name, field.default)
+        if default not in (None, ""):
+            text += f" (default {default})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -123,19 +131,20 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if not 0 < options.tolerance < float("inf"):
+    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
-    config = _config(options, {"epochs": 3})
+    config = _config(options, VERIFY_DEFAULTS)
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.compose import prepare
     from gnnpipe.train.report import head_lines
-    from gnnpipe.train.verify import verify
+    from gnnpipe.train.verify import TOLERANCE, verify
 
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
     prepared = prepare(config, mesh)
     found = verify(prepared, mesh, config.epochs)
     largest = max(c.largest for c in found)
-    same = largest <= options.tolerance
+    tolerance = options.tolerance or TOLERANCE[config.dtype]
+    same = largest <= tolerance
     if mesh.rank == 0:
         for line in head_lines(prepared):
             print(line)
@@ -143,7 +152,7 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"epoch {c.epoch + 1}: loss {c.loss:.2e}  gradient {c.gradient:.2e} ({c.worst})")
         verdict = "equal to" if same else "DIFFERENT from"
         print(
-            f"largest relative difference {largest:.2e}, tolerance {options.tolerance:g}: "
+            f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: "
             f"{verdict} one device",
             flush=True,
         )

@@ -271,7 +271,7 @@ def _check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
         return
     flag = _flag(name)
     if meta["choices"] and value not in meta["choices"]:
-        raise InputError(f"{flag} {value!r}: {nearest(value, meta['choices'])}")
+        raise InputError(f"{flag} {value!r}: must be one of {', '.join(meta['choices'])}")
     if isinstance(value, bool | str):
         return
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The command line: bad input is one line and exit code 2, and good input runs, under torchrun too."""
+"""The command line: bad input is one line and exit code 2; good input runs, on many ranks too."""
 
 import json
 import os
@@ -114,7 +114,7 @@ BAD_FILES = [
 @pytest.mark.parametrize(("changes", "words"), BAD_FILES, ids=lambda v: str(v)[:40])
 def test_bad_files(changes, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(npz(tmp_path, **changes) + ["--epochs", "2"], words, capsys, tmp_path)
+    refused([*npz(tmp_path, **changes), "--epochs", "2"], words, capsys, tmp_path)
 
 
 BAD_TOML = [

@@ -8,6 +8,7 @@ epoch at once. Slow and hungry; it is the oracle of ``gnnpipe verify`` and of th
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,6 +62,10 @@ class Reference:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from these weights, by name."""
+        self.model.load_state_dict(weights)
 
     def _ranges(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
