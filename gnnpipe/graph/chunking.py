@@ -31,7 +31,7 @@ from gnnpipe.graph.partition import (
 
 __all__ = ["Chunking", "make_chunking", "renumber"]
 
-_SCHEME = 2
+_SCHEME = 3
 """Raise it when the same graph and settings are to give another chunking than before."""
 
 _LEAST = 16

@@ -129,7 +129,7 @@ def _metis(
 
     Measured with 8 parts on Squirrel / Physics / Debian, M/N and balance of work: edges 3.02 / 1.08
     / .82 at 1.03, recursive bisection 2.84 / 1.06 / .79 at 1.01, rows 2.65 / 1.02 / .68 at 1.03,
-    rows with several tries and 6 % of slack 2.45 / .97 / .64 at 1.06. (Balanced by number of
+    rows with more tries and rounds and 6 % of slack 2.40 / .98 / .66 at 1.06. (Balanced by number of
     vertices Squirrel gets 2.15, and one shard three times the mean work.) So what shards send is
     cut by rows; chunks, whose cut EDGES are stale, by edges, which is also ten times faster.
     """
@@ -140,7 +140,7 @@ def _metis(
     options: dict[str, int] = {}
     if objective == "rows":
         tries = 32_000_000 // (adjacency.nnz * parts)  # a few seconds at most
-        options = {"objtype": 1, "ufactor": 60, "ncuts": max(1, min(10, tries))}
+        options = {"objtype": 1, "ufactor": 60, "niter": 30, "ncuts": max(1, min(10, tries))}
     part = _call_metis(adjacency, work, parts, seed, options)
     return _filled(np.asarray(part, dtype=np.int32), work, parts, least)
 
