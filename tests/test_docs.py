@@ -1,0 +1,168 @@
+"""What the pages say exists: files, functions, links, flags; and the reference page is fresh."""
+
+import argparse
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from gnnpipe.cli import _parser
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "datasets" / "README.md"]
+PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
+NAMED = [ROOT / "docs" / "follow-an-embedding.md", ROOT / "docs" / "layout.md"]
+FILES = sorted((ROOT / "gnnpipe").rglob("*.py"))
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_spans(text):
+    """What stands between backticks, outside fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+@cache
+def defined():
+    """Every name that the package defines, and 'Class.member' for the members of classes."""
+    names = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names |= {path.stem, *path.relative_to(ROOT).parts[:-1]}
+        for item in ast.walk(tree):
+            if isinstance(item, ast.FunctionDef | ast.ClassDef):
+                names.add(item.name)
+            if isinstance(item, ast.arg):
+                names.add(item.arg)
+            if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+                names.add(item.id)
+            if isinstance(item, ast.ClassDef):
+                for member in item.body:
+                    if isinstance(member, ast.FunctionDef):
+                        names.add(f"{item.name}.{member.name}")
+                    elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                        names.add(f"{item.name}.{member.target.id}")
+    return names
+
+
+# Not ours, checked where they live.
+FOREIGN = {"torch.autograd.backward", "torch.optim.Adam.step", "MODELS.add", "PARTITIONERS.add"}
+
+
+@pytest.mark.parametrize("page", NAMED, ids=name_of)
+def test_every_name_exists(page):
+    spans = set(code_spans(page.read_text(encoding="utf-8")))
+    looks_like_a_name = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
+    missing = []
+    for span in sorted(spans):
+        if re.search(r"\.(py|md|toml|csv|json|txt)\b|/", span):
+            # A run's own files are made by a run; folders and sources are here.
+            if not (ROOT / span.removeprefix("python ")).exists() and span.endswith(".py"):
+                missing.append(span)
+            continue
+        if not looks_like_a_name.fullmatch(span) or span in FOREIGN:
+            continue
+        if span.removesuffix("()") not in defined():
+            missing.append(span)
+    assert not missing, f"{name_of(page)} names what is not there: {missing}"
+
+
+def test_foreign_names_exist():
+    import torch
+
+    from gnnpipe.graph.partition import PARTITIONERS
+    from gnnpipe.models import MODELS
+
+    assert callable(torch.autograd.backward)
+    assert callable(torch.optim.Adam.step)
+    assert callable(MODELS.add)
+    assert callable(PARTITIONERS.add)
+
+
+@pytest.mark.parametrize("page", NAMED, ids=name_of)
+def test_every_source_file_exists(page):
+    known = {p.name for p in [*FILES, *(ROOT / "scripts").glob("*.py"), *ROOT.glob("tests/*.py")]}
+    named = set(re.findall(r"[\w-]+\.py\b", page.read_text(encoding="utf-8")))
+    assert not named - known
+
+
+def test_a_function_is_in_the_file_named_beside_it():
+    """`name` in [file.py](...): the file defines it."""
+    text = (ROOT / "docs" / "follow-an-embedding.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"`([\w.]+)`[^`.;]{0,30}? (?:in |\()\[[\w]+\.py\]\(([^)]+)\)", text)
+    assert len(pairs) > 20
+    for name, link in pairs:
+        source = (ROOT / "docs" / link).read_text(encoding="utf-8")
+        for part in name.split("."):
+            assert re.search(rf"\b(def|class) {part}\b", source), f"{name} is not in {link}"
+
+
+def anchors(text):
+    heads = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        page_of = target.suffix == ".md" and target.exists()
+        known = anchors(target.read_text(encoding="utf-8")) if page_of else set()
+        if not target.exists() or (anchor and anchor not in known):
+            broken.append(link)
+    assert not broken
+
+
+def flags_of(command):
+    actions = _parser()._actions
+    choices = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
+    return {s for a in choices[command]._actions for s in a.option_strings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_have_only_flags_that_exist(page):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for command, rest in re.findall(r"gnnpipe (train|info|verify)\b([^\n`]*)", text):
+        unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - flags_of(command)
+        assert not unknown, f"gnnpipe {command}{rest}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name_of)
+def test_flags_in_backticks_exist(page):
+    """A flag on its own, such as `--chunks 8`, is one of gnnpipe's."""
+    known = set().union(*(flags_of(c) for c in ("train", "info", "verify"))) | {"--no-..."}
+    for span in code_spans(page.read_text(encoding="utf-8")):
+        if span.startswith("--") and "torchrun" not in span:
+            assert set(re.findall(r"(?<!\S)--[a-z.-]+", span)) <= known, span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_has_no_path_of_ours(page):
+    """What a reader cannot reach is not named."""
+    text = page.read_text(encoding="utf-8")
+    for hidden in ("/work/", "/tmp/", "design.md", "papers.md", "../shared"):
+        assert hidden not in text
+
+
+def test_the_reference_page_is_up_to_date():
+    spec = importlib.util.spec_from_file_location(
+        "make_reference", ROOT / "scripts" / "make_reference.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fresh = "run python scripts/make_reference.py"
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), fresh
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
