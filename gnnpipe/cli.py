@@ -23,7 +23,7 @@ from gnnpipe.errors import InputError
 
 __all__ = ["main"]
 
-GROUPS = ("data", "model", "training", "shape", "staleness", "output")
+GROUPS = ("data", "model", "training", "shape", "staleness", "ranks", "output")
 
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
@@ -151,9 +151,10 @@ def _verify(options: argparse.Namespace) -> int:
         for c in found:
             print(f"epoch {c.epoch + 1}: loss {c.loss:.2e}  gradient {c.gradient:.2e} ({c.worst})")
         verdict = "equal to" if same else "DIFFERENT from"
+        walk = "" if prepared.report.exact else " that walks the same chunks"
         print(
             f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: "
-            f"{verdict} one device",
+            f"{verdict} one device{walk}",
             flush=True,
         )
     mesh.leave()

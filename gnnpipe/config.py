@@ -56,7 +56,7 @@ class Techniques:
     """Walk layer by layer, so that nothing is stale."""
 
 
-# GNNPipe's own code refreshes the snapshot every 23 epochs (papers.md).
+# GNNPipe's own code refreshes the snapshot every 23 epochs: arXiv 2308.10087, released code.
 _PRESETS = {
     "none": Techniques(False, 1, 1.0, False),
     "paper": Techniques(True, 23, 2.0, False),
@@ -78,7 +78,7 @@ class TrainConfig:
     data_dir: str = _setting("", "folder that holds downloaded datasets", group="data")
     split: str = _setting(
         "given",
-        "train/val/test split: 'given' (the dataset's own) or fractions such as 60/20/20, seeded",
+        "train/val/test split: 'given' (the dataset's own) or percentages like 60/20/20, seeded",
         group="data",
     )
     symmetrize: bool = _setting(
@@ -141,12 +141,15 @@ class TrainConfig:
         group="staleness", above=0,
     )  # fmt: skip
 
-    out: str = _setting("", "folder of the run (default runs/<dataset>-<model>-<time>)",
-                        group="output")  # fmt: skip
-    device: str = _setting("auto", "auto, cpu or cuda", group="output",
+    out: str = _setting(
+        "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
+        group="output",
+    )  # fmt: skip
+    quiet: bool = _setting(False, "print nothing while training", group="output")
+    device: str = _setting("auto", "auto, cpu or cuda", group="ranks",
                            choices=("auto", "cpu", "cuda"))  # fmt: skip
     timeout_s: float = _setting(
-        120.0, "seconds a rank waits for another before the run is ended", group="output", above=0
+        120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
     )
 
     def __post_init__(self) -> None:
@@ -194,11 +197,15 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:
         """A config from plain values, refusing names that are not fields."""
+        cls._refuse_unknown(values, source)
+        return cls(**{k.replace("-", "_"): v for k, v in values.items()})
+
+    @classmethod
+    def _refuse_unknown(cls, values: Mapping[str, Any], source: str) -> None:
         known = {f.name for f in fields(cls)}
         for key in values:
             if key.replace("-", "_") not in known:
                 raise InputError(f"{source}: unknown key {key!r}; {nearest(key, known)}")
-        return cls(**{k.replace("-", "_"): v for k, v in values.items()})
 
     @classmethod
     def read_toml(cls, path: str | Path) -> dict[str, Any]:
@@ -212,7 +219,7 @@ class TrainConfig:
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"--config {str(path)!r}: not valid TOML ({error})") from None
-        cls.from_dict(values, source=f"--config {str(path)!r}")
+        cls._refuse_unknown(values, source=f"--config {str(path)!r}")
         return values
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import free_port
 
 from gnnpipe.cli import main
@@ -65,7 +66,11 @@ BAD_WORDS = [
     (["--chunks", "2", "--staleness", "exact", "--snapshot-every", "5"], ["--snapshot-every 5"]),
     (["--model", "gat", "--heads", "3"], ["--heads 3", "--hidden 9"]),
     (["--split", "60/20/30"], ["--split '60/20/30'", "60/20/20"]),
-    (["--device", "cuda"], ["--device cuda", "--device cpu"]),
+    pytest.param(
+        ["--device", "cuda"],
+        ["--device cuda", "--device cpu"],
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+    ),  # fmt: skip
     (["--out", "/dev/null/run"], ["--out", "/dev/null"]),
     (["--out", "/proc/run"], ["--out", "/proc"]),
     (["--config", "nowhere.toml"], ["--config", "nowhere.toml"]),
@@ -117,6 +122,12 @@ def test_bad_files(changes, words, capsys, tmp_path, monkeypatch):
     refused([*npz(tmp_path, **changes), "--epochs", "2"], words, capsys, tmp_path)
 
 
+def test_flags_complete_a_file_that_is_not_valid_alone(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('dataset = "karate"\nstages = 4\n')
+    assert main(["info", "--config", "run.toml", "--layers", "8"]) == 0
+
+
 BAD_TOML = [
     ("layerz = 3", ["'layerz'", "layers"]),
     ("layers = ", ["not valid TOML"]),
@@ -155,7 +166,7 @@ def test_flags_win_over_the_file_and_the_default_folder_is_new(capsys, tmp_path,
 def test_info_reports_any_shape_without_ranks(capsys):
     assert main(["info", *SMALL, "--layers", "4", "--stages", "2", "--shards", "2"]) == 0
     out = capsys.readouterr().out
-    assert "2 stages x 2 shards x 1 chunks on 4 ranks" in out
+    assert "2 stages x 2 shards x 1 chunk on 4 ranks" in out
     assert out.count("rank ") >= 4
     assert "sent per epoch over all ranks" in out
     assert main(["info", "--list"]) == 0
@@ -169,6 +180,7 @@ def test_verify_says_yes_and_no(capsys):
     assert main(["verify", *shape, "--tolerance", "1e-30"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out
     assert main(["verify", *shape, "--tolerance", "0"]) == 2
+    assert main(["verify", *shape, "--lr", "1e30", "--dtype", "float32"]) == 1, "NaN is not equal"
 
 
 def test_no_command_and_help(capsys):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan, Transfer
-from gnnpipe.schedule import Action, Program, check, evaluation_program, training_program
+from gnnpipe.schedule import Action, check, evaluation_program, training_program
 from gnnpipe.schedule.check import ProgramError
 
 
@@ -62,7 +62,7 @@ def test_text_form():
 def changed(program, stage, change):
     actions = list(program.stages)
     actions[stage] = tuple(change(list(actions[stage])))
-    return Program(tuple(actions), program.num_steps, program.chunks)
+    return replace(program, stages=tuple(actions))
 
 
 def drained_forward(actions):
@@ -84,6 +84,9 @@ FAULTS = {
     "never runs": lambda a: [x for x in a if (x.kind, x.position) != ("F", 1)],
     "B1 step 0 never runs": lambda a: [x for x in a if (x.kind, x.position) != ("B", 1)],
     "which receives": lambda a: [x for x in a if (x.kind, x.position) != ("SEND_F", 1)],
+    "must end with STEP behind": lambda a: [a[-1], *a[:-1]],
+    "has nothing": lambda a: a[:-1],
+    "before what it sends is made": lambda a: sorted(a, key=lambda x: x.kind != "SEND_F"),
     "outside": lambda a: [Action("F", 0, 9, (0, 3)), *a],
 }
 
@@ -92,6 +95,13 @@ FAULTS = {
 def test_faults_are_named(fault):
     with pytest.raises(ProgramError, match=fault):
         check(changed(training_program(chain(2, 3)), 0, FAULTS[fault]))
+
+
+def test_shards_must_add_their_gradients():
+    program = training_program(chain(1, 2, shards=2))
+    assert program.text().endswith("0REDUCE_GRAD 0STEP\n")
+    with pytest.raises(ProgramError, match="must end with REDUCE_GRAD STEP"):
+        check(changed(program, 0, lambda a: [x for x in a if x.kind != "REDUCE_GRAD"]))
 
 
 def test_wrong_order_of_messages_and_stalls_are_refused():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,5 +126,8 @@ def test_parts_that_do_not_fit_are_refused():
     plan = Trainer(config, graph=graph).plan
     with pytest.raises(InputError, match="plan: is for 3 layers, not 4"):
         Trainer(TrainConfig(layers=4, out="off"), graph=graph, plan=plan).fit()
+    synced = Trainer(replace(config, chunks=2, staleness="exact"), graph=graph).plan
+    with pytest.raises(InputError, match="try --staleness exact"):
+        Trainer(replace(config, chunks=2), graph=graph, plan=synced).fit()
     with pytest.raises(InputError, match="--chunks"):
         Trainer(TrainConfig(layers=3, chunks=2, out="off"), graph=graph, plan=plan).fit()

@@ -2,8 +2,8 @@
 
 A chunk is a contiguous range of rows, so the product takes a range of one CSR and copies nothing.
 ``embedding_bag`` is the kernel: on CPUs it runs 3 to 4 times faster than torch's own CSR product
-(design.md, section 8). Its autograd is slow and is never used here: whoever needs the adjoint
-multiplies by the transposed CSR.
+(docs/adr/0007-embedding-bag-is-the-product.md). Its autograd is slow and is never used here:
+whoever needs the adjoint multiplies by the transposed CSR.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import stat
 import sys
@@ -40,7 +41,7 @@ def data_root(data_dir: str) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Let one process of this machine at a time work on ``folder``, which need not exist."""
     digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    with open(Path(tempfile.gettempdir()) / f"gnnpipe-{digest}.lock", "ab") as file:
+    with open(Path(tempfile.gettempdir()) / f"gnnpipe-{os.getuid()}-{digest}.lock", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

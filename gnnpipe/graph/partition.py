@@ -129,9 +129,9 @@ def _metis(
 
     Measured with 8 parts on Squirrel / Physics / Debian, M/N and balance of work: edges 3.02 / 1.08
     / .82 at 1.03, recursive bisection 2.84 / 1.06 / .79 at 1.01, rows 2.65 / 1.02 / .68 at 1.03,
-    rows with more tries and rounds and 6 % of slack 2.40 / .98 / .66 at 1.06. (Balanced by number of
-    vertices Squirrel gets 2.15, and one shard three times the mean work.) So what shards send is
-    cut by rows; chunks, whose cut EDGES are stale, by edges, which is also ten times faster.
+    rows with more tries and rounds and 6 % of slack 2.40 / .98 / .66 at 1.06. (Balanced by number
+    of vertices Squirrel gets 2.15 to 2.22, and one shard three times the mean work.) So what
+    shards send is cut by rows; chunks, whose cut EDGES are stale, by edges, ten times faster.
     """
     if parts == 1:
         return np.zeros(len(work), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Closed forms for the bytes that an epoch sends (design.md, section 3).
+"""Closed forms for the bytes that an epoch sends (docs/concepts.md).
 
 They are printed next to what the program counted; the two must be equal to the byte.
 """

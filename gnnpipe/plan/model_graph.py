@@ -26,7 +26,9 @@ class LayerOp:
     """Values it returns for a row; what crosses a stage boundary behind it."""
     num_parameters: int
     flops_per_row: int
-    """Multiply-adds x 2 of its dense products for one row, forward."""
+    """Multiply-adds x 2 of its dense products for one row, forward, features left out."""
+    flops_per_feature: int = 0
+    """Multiply-adds x 2 for one stored number of the input features."""
     is_linear: bool = True
 
 

@@ -1,7 +1,8 @@
 """The plan for equal devices and a chain: consecutive layers, split so that the slowest is least.
 
 The cost of a layer is its multiply-adds: dense products per vertex, one multiply-add per edge and
-column, the encoder by the entries of the features. GNNPipe splits layers the same way (papers.md).
+column, the encoder by the entries of the features. GNNPipe splits layers the same way:
+arXiv 2308.10087, released code.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ def layer_costs(
     model: ModelGraph, num_vertices: int, num_edges: int, feature_entries: int
 ) -> list[float]:
     """Floating-point operations of each layer, forward; ``feature_entries`` are the stored ones."""
-    costs = [
-        float(op.flops_per_row * num_vertices + 2 * op.push_width * num_edges) for op in model.ops
+    return [
+        float(
+            op.flops_per_row * num_vertices
+            + op.flops_per_feature * feature_entries
+            + 2 * op.push_width * num_edges
+        )
+        for op in model.ops
     ]
-    # The encoder is counted dense in ``flops_per_row``; sparse features cost their entries only.
-    sparse = feature_entries / max(num_vertices * model.num_features, 1)
-    costs[0] -= (1 - sparse) * 2.0 * model.num_features * model.ops[0].push_width * num_vertices
-    return costs
 
 
 def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]:

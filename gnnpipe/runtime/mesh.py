@@ -21,6 +21,9 @@ from gnnpipe.errors import InputError
 
 __all__ = ["Mesh", "launched_world_size"]
 
+SETUP_TIMEOUT_S = 7200.0
+"""How long ranks wait for one another outside epochs; a rank that dies ends it at once."""
+
 
 def launched_world_size() -> int:
     """Ranks that torchrun (or the like) started; 1 without it."""
@@ -37,6 +40,8 @@ class Mesh:
     device: torch.device
     graph_group: dist.ProcessGroup | None
     """The ranks that share this stage; none when G = 1."""
+    control_group: dist.ProcessGroup | None
+    """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
@@ -47,26 +52,30 @@ class Mesh:
                 f"--stages {stages} --shards {shards}: need {stages * shards} ranks, not {world}; "
                 f"type: {torchrun_line(stages * shards)}"
             )
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        place = _device(device, local)
         if world == 1:
-            return cls(stages, shards, 0, place, None)
+            return cls(stages, shards, 0, _device(device, 0), None, None)
+        if not dist.is_initialized():
+            gpus = device != "cpu" and torch.cuda.is_available()
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s)
+            )
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
+        mesh = cls(stages, shards, dist.get_rank(), torch.device("cpu"), None, control)
+        try:
+            place, fault = _device(device, int(os.environ.get("LOCAL_RANK", "0"))), None
+        except InputError as error:
+            place, fault = mesh.device, error
+        mesh.agree(fault)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if place.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=place if place.type == "cuda" else None,
-            )
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
-        return cls(stages, shards, dist.get_rank(), place, group)
+        return cls(stages, shards, dist.get_rank(), place, group, control)
 
     @classmethod
     def alone(cls) -> Mesh:
         """One rank that talks to nobody, on the CPU; for reports about any shape."""
-        return cls(1, 1, 0, torch.device("cpu"), None)
+        return cls(1, 1, 0, torch.device("cpu"), None, None)
 
     @property
     def stage(self) -> int:
@@ -100,7 +109,7 @@ class Mesh:
         if self.world_size == 1:
             return [thing]
         things: list[Any] = [None] * self.world_size
-        dist.all_gather_object(things, thing)
+        dist.all_gather_object(things, thing, group=self.control_group)
         return things
 
     def share(self, thing: Any) -> Any:
@@ -108,7 +117,7 @@ class Mesh:
         if self.world_size == 1:
             return thing
         box = [thing if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
         return box[0]
 
     def agree(self, error: InputError | None) -> None:

@@ -1,7 +1,7 @@
 """The proof that a program is right, made before anything runs.
 
 A wrong order does not crash: it drops gradients and leaves the loss as it was (measured: 50 to 88 %
-error, design.md section 2). So every program is checked here for four things: each stage does every
+error in a prototype). So every program is checked here for four things: each stage does every
 step of every chunk once, forward before backward; the gradients of exactly those rows that were
 read live are there when they are pulled; sends and receives pair up in the same order; and nobody
 waits for ever. On the way it counts which reads are live and which are stale.
@@ -53,6 +53,8 @@ def check(program: Program) -> ProgramReport:
             counts = _check_reads(stage, step, forward, backward)
             live += counts[0]
             stale += counts[1]
+        if backward is not None:
+            _check_end(stage, actions, program)
     _check_pairs(program)
     _check_progress(program)
     return ProgramReport(live, stale)
@@ -117,6 +119,18 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
     return count, live.size - len(reads) - count
 
 
+def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> None:
+    """Training ends with the gradient sum (if there are shards) and one step, behind all B."""
+    tail = ["REDUCE_GRAD", "STEP"] if program.shards > 1 else ["STEP"]
+    last = max(i for i, a in enumerate(actions) if a.kind == "B")
+    found = [(i, a.kind) for i, a in enumerate(actions) if a.kind in ("REDUCE_GRAD", "STEP")]
+    if [kind for _, kind in found] != tail or found[0][0] < last:
+        raise ProgramError(
+            f"stage {stage}: must end with {' '.join(tail)} behind its last B, has "
+            f"{' '.join(kind for _, kind in found) or 'nothing'}"
+        )
+
+
 def _check_pairs(program: Program) -> None:
     """Every send meets its receive, in the same order on both ends."""
     sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -144,6 +158,7 @@ def _check_progress(program: Program) -> None:
     shows as a stall or as an error here.
     """
     sent: set[tuple[str, int, int, int]] = set()
+    made: set[tuple[str, int, int]] = set()
     waiting: list[dict[tuple[str, int], list[int]]] = [defaultdict(list) for _ in program.stages]
     needs = _needs(program)
     at = [0] * len(program.stages)
@@ -154,10 +169,15 @@ def _check_progress(program: Program) -> None:
             while at[stage] < len(actions):
                 a = actions[at[stage]]
                 if a.kind.startswith("SEND_"):
+                    if (a.kind[-1], stage, a.position) not in made:
+                        raise ProgramError(
+                            f"stage {stage}: {a.text(program.num_steps[stage])} comes before "
+                            "what it sends is made"
+                        )
                     sent.add((a.kind[-1], stage, a.peer, a.position))
                 elif a.kind.startswith("RECV_"):
                     waiting[stage][a.kind[-1], a.position].append(a.peer)
-                elif a.kind in "FB" and _is_first(a, program):
+                elif a.kind in ("F", "B") and _is_first(a, program):
                     peers = waiting[stage].get((a.kind, a.position), [])
                     if set(peers) != needs[a.kind, stage]:
                         raise ProgramError(
@@ -166,6 +186,8 @@ def _check_progress(program: Program) -> None:
                         )
                     if any((a.kind, p, stage, a.position) not in sent for p in peers):
                         break
+                if a.kind in ("F", "B") and _is_last(a, program):
+                    made.add((a.kind, stage, a.position))
                 at[stage] += 1
                 moved = True
     for stage, actions in enumerate(program.stages):
@@ -189,3 +211,10 @@ def _is_first(action: Action, program: Program) -> bool:
     if action.kind == "F":
         return action.steps[0] == 0
     return action.steps[1] == program.num_steps[action.stage]
+
+
+def _is_last(action: Action, program: Program) -> bool:
+    """The action ends its chunk on this stage, in its direction."""
+    if action.kind == "F":
+        return action.steps[1] == program.num_steps[action.stage]
+    return action.steps[0] == 0

@@ -2,7 +2,7 @@
 
 Each returns, for one stage, its F actions and its B actions in order. Communication, the gradient
 sum and the optimizer step are added by ``lower``. The backward list is always the forward list
-reversed, which is the only order that loses no gradient (design.md, section 2).
+reversed, which is the only order that loses no gradient.
 """
 
 from __future__ import annotations

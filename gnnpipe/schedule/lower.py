@@ -39,7 +39,7 @@ def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
                 actions.append(Action("REDUCE_GRAD", stage))
             actions.append(Action("STEP", stage))
         stages.append(tuple(actions))
-    return Program(tuple(stages), steps, plan.chunks)
+    return Program(tuple(stages), steps, plan.chunks, plan.shards)
 
 
 def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:

@@ -52,6 +52,8 @@ class Program:
     num_steps: tuple[int, ...]
     """Steps of each stage: its layers + 1."""
     chunks: int
+    shards: int = 1
+    """Ranks that run each list; more than one add up their gradients."""
 
     def text(self) -> str:
         """One line per stage, actions separated by blanks."""

@@ -25,7 +25,7 @@ from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.quality import CutQuality, cut_quality
 from gnnpipe.models import GNN, MODELS, Layer, LayerSpec, Rows
 from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import feature_rows
+from gnnpipe.models.feature_linear import FeatureLinear, feature_rows
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import LayerOp, ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
@@ -95,7 +95,7 @@ def prepare(
     else:
         _check_model(model, config, graph)
         model = model.to(dtype)
-    described = describe(model, config.model, graph)
+    described = describe(model, graph)
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
@@ -164,22 +164,37 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
                 f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
                 f"try --{name} {value}"
             )
+    if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.techniques.exact:
+        want = "exact" if plan.schedule == "layer-sync" else "paper or none"
+        raise InputError(
+            f"plan: its schedule {plan.schedule!r} does not go with --staleness "
+            f"{config.staleness}; try --staleness {want}"
+        )
 
 
-def describe(model: GNN, name: str, graph: Graph) -> ModelGraph:
+def describe(model: GNN, graph: Graph) -> ModelGraph:
     """The model as plain data for planner and cost formulas."""
-    ops = []
-    for layer in model.stack():
-        flops = 2 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-        ops.append(
-            LayerOp(
-                name=f"{name}{layer.index}", push_width=layer.push_width,
-                kept_widths=dict(layer.kept_widths), out_widths=dict(layer.out_widths),
-                num_parameters=sum(p.numel() for p in layer.parameters()),
-                flops_per_row=flops, is_linear=layer.is_linear,
-            )
-        )  # fmt: skip
-    return ModelGraph(name, graph.num_features, graph.num_classes, tuple(ops))
+    names = {MODELS[name]: name for name in MODELS}
+    layers = model.stack()
+    name = names.get(type(layers[0]), type(layers[0]).__name__)
+    ops = tuple(_layer_op(f"{name}{layer.index}", layer) for layer in layers)
+    return ModelGraph(name, graph.num_features, graph.num_classes, ops)
+
+
+def _layer_op(name: str, layer: Layer) -> LayerOp:
+    encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
+    reads = sum(m.weight.numel() for m in encoders)
+    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    return LayerOp(
+        name=name,
+        push_width=layer.push_width,
+        kept_widths=dict(layer.kept_widths),
+        out_widths=dict(layer.out_widths),
+        num_parameters=sum(p.numel() for p in layer.parameters()),
+        flops_per_row=2 * (matrices - reads),
+        flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
+        is_linear=layer.is_linear,
+    )
 
 
 def _entries(graph: Graph) -> int:

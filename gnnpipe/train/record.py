@@ -97,7 +97,13 @@ class RunFolder:
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:
         """Make the folder and write what is known before the first epoch."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+        try:
+            with open(self.path / "config.toml", "x", encoding="utf-8") as file:
+                file.write(config.to_toml())
+        except FileExistsError:
+            raise InputError(
+                f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
+            ) from None
         (self.path / "plan.json").write_text(plan.to_json(), encoding="utf-8")
         (self.path / "program.txt").write_text(program, encoding="utf-8")
 

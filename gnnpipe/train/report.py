@@ -33,6 +33,10 @@ def human_bytes(size: float) -> str:
     raise AssertionError
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def head_lines(prepared: Prepared) -> list[str]:
     """What is about to run: graph, model, shape, quality of the cut, exact or stale."""
     graph, config, plan = prepared.graph, prepared.config, prepared.plan
@@ -41,10 +45,11 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} edges, "
         f"{graph.num_features:,} features, {graph.num_classes} classes, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
-        f"model {config.model}: {config.layers} layers x {config.hidden}, "
+        f"model {prepared.model_graph.name}: {prepared.model_graph.num_layers} layers x "
+        f"{prepared.model.stack()[0].spec.hidden}, "
         f"{prepared.model_graph.num_parameters:,} weights",
-        f"shape: {plan.num_stages} stages x {plan.shards} shards x {plan.chunks} chunks on "
-        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, "
+        f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
+        f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
     if plan.chunks * plan.shards > 1:

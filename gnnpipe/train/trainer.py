@@ -74,7 +74,7 @@ class RunResult:
 class Trainer:
     """Trains on one device, or on one of S * G ranks.
 
-    >>> config = TrainConfig(dataset="karate", epochs=3, dropout=0.0, out="off")
+    >>> config = TrainConfig(dataset="karate", epochs=3, out="off", quiet=True)
     >>> result = Trainer(config).fit()
     >>> len(result.history)
     3
@@ -124,7 +124,7 @@ class Trainer:
         mesh = self._mesh
         folder = _claim(config, mesh)
         mesh, prepared = self._setup()
-        progress = Progress(config.epochs, speaks=mesh.rank == 0)
+        progress = Progress(config.epochs, speaks=mesh.rank == 0 and not config.quiet)
         for line in head_lines(prepared):
             progress.say(line)
         assembly = self._ready()[2]
@@ -209,9 +209,10 @@ class Trainer:
         # Ties go to the earlier epoch, as everywhere in this field.
         best_epoch, best = max(scored, key=lambda pair: _rank(pair[1].val_acc))
         times = [r.epoch_time_s for r in rows]
+        spec = prepared.model.stack()[0].spec
         result = RunResult(
-            dataset=prepared.graph.name, model=config.model, layers=config.layers,
-            hidden=config.hidden, stages=config.stages, shards=config.shards,
+            dataset=prepared.graph.name, model=prepared.model_graph.name, layers=config.layers,
+            hidden=spec.hidden, stages=config.stages, shards=config.shards,
             chunks=config.chunks, world_size=mesh.world_size, epochs=config.epochs,
             seed=config.seed, exact=prepared.report.exact, loss=rows[-1].loss,
             train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,

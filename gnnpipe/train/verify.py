@@ -15,6 +15,7 @@ zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +51,16 @@ def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[flo
     """Largest relative difference between gradients by name, and its name. ``b`` is the truth."""
     floor = 1e-3 * (sum(float(t.norm()) ** 2 for t in b.values()) / len(b)) ** 0.5
     return max(
-        (float((a[name].to(t.dtype) - t).norm()) / max(float(t.norm()), floor, 1e-30), name)
+        (_apart(float((a[name].to(t.dtype) - t).norm()), max(float(t.norm()), floor)), name)
         for name, t in b.items()
     )
+
+
+def _apart(difference: float, size: float) -> float:
+    """Difference over size; what is not a number is as far apart as can be."""
+    if math.isnan(difference) or math.isnan(size):
+        return math.inf
+    return 0.0 if difference == 0.0 else difference / max(size, 1e-30)
 
 
 def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
@@ -71,7 +79,8 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
             led.take(weights)
             worst, name = relative_difference(grads, led.train_epoch(epoch).grads)
             truth = free.train_epoch(epoch).loss
-            found.append(Comparison(epoch, abs(loss - truth) / abs(truth), worst, name))
+            apart = _apart(abs(loss - truth), abs(truth))
+            found.append(Comparison(epoch, apart, worst, name))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons
 
