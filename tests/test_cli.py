@@ -70,7 +70,7 @@ BAD_WORDS = [
         ["--device", "cuda"],
         ["--device cuda", "--device cpu"],
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
-    ),  # fmt: skip
+    ),
     (["--out", "/dev/null/run"], ["--out", "/dev/null"]),
     (["--out", "/proc/run"], ["--out", "/proc"]),
     (["--config", "nowhere.toml"], ["--config", "nowhere.toml"]),
