@@ -14,8 +14,9 @@ import sys
 import time
 import traceback
 import typing
+import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
@@ -123,7 +124,7 @@ def _info(options: argparse.Namespace) -> int:
         print("\n".join(dataset_names()))
         return 0
     from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import info_lines
 
     print("\n".join(info_lines(prepare(config, Mesh.alone()))))
@@ -135,7 +136,7 @@ def _verify(options: argparse.Namespace) -> int:
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = _config(options, VERIFY_DEFAULTS)
     from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import head_lines
     from gnnpipe.train.verify import TOLERANCE, verify
 
@@ -162,7 +163,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 verify found a difference, 2 bad input."""
+    """Run one command.
+
+    The exit code: 0 done, 1 a fault of the run (or verify found a difference), 2 bad input, 130
+    interrupted.
+    """
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         options = _parser().parse_args(arguments)
@@ -170,12 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError("gnnpipe: give a command: train, info or verify; see `gnnpipe --help`")
         run = {"train": _train, "info": _info, "verify": _verify}[options.command]
         return run(options)
-    except InputError as error:
+    except (InputError, FloatingPointError) as error:
         # Every rank stands before the same fault; one line is enough.
         if rank == "0":
             print(f"gnnpipe: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
+        print("gnnpipe: interrupted", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         # Another rank's fault reaches this one as a broken connection. The rank at fault speaks
@@ -187,6 +199,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             sys.stderr.flush()
         return 1
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line, from one rank, without the line of code that it came from."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"gnnpipe: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _lost_peer(error: Exception) -> bool:

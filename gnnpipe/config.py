@@ -9,7 +9,9 @@ where they are known.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import numbers
 import re
 import tomllib
 import types
@@ -100,7 +102,7 @@ class TrainConfig:
     lr: float = _setting(0.01, "learning rate (Adam)", group="training", above=0)
     weight_decay: float = _setting(5e-4, "L2 penalty (Adam)", group="training", low=0)
     seed: int = _setting(0, "seed of weights, dropout, chunk order and splits",
-                         group="training", low=0)  # fmt: skip
+                         group="training", low=0, below=2**32)  # fmt: skip
     dtype: str = _setting("float32", "number type of weights and rows", group="training",
                           choices=("float32", "float64"))  # fmt: skip
     eval_every: int = _setting(
@@ -235,7 +237,7 @@ class TrainConfig:
             if isinstance(value, bool):
                 text = "true" if value else "false"
             elif isinstance(value, str):
-                text = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+                text = json.dumps(value)  # a JSON string is a TOML string
             else:
                 text = repr(value)
             lines.append(f"{name} = {text}")
@@ -264,8 +266,11 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if value is None and optional:
         return None
     want = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
-    if want is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if not isinstance(value, bool):  # numpy's numbers are as good as Python's
+        if want is int and isinstance(value, numbers.Integral):
+            return int(value)
+        if want is float and isinstance(value, numbers.Real):
+            return float(value)
     if want is str and isinstance(value, Path):
         return str(value)
     if not isinstance(value, want) or (isinstance(value, bool) and want is not bool):

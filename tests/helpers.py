@@ -8,6 +8,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def small_graph(n=60, degree=5, features=7, classes=3, *, seed=0, directed=False
     return Graph(
         "small", a.indptr.astype(np.int64), a.indices.astype(np.int32), x, y, *masks, classes
     )
+
+
+def one_way_graph(n=40, seed=0):
+    """Every edge leads from a low vertex to a higher one: the first shard of a run reads nobody."""
+    g = small_graph(n, seed=seed)
+    keep = g.edge_index[0] < g.edge_index[1]
+    source, target = g.edge_index[:, keep]
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=n))])
+    return replace(g, indptr=indptr, indices=source.astype(np.int32))
+
+
+def two_islands(n=40, seed=0):
+    """Two parts without an edge between them."""
+    g = small_graph(n, seed=seed)
+    source, target = g.edge_index
+    keep = (source < n // 2) == (target < n // 2)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(target[keep], minlength=n))])
+    return replace(g, indptr=indptr, indices=source[keep].astype(np.int32))
 
 
 def free_port() -> int:

@@ -12,8 +12,9 @@ LAYERS = 4
 def frozen_run(model, stages, shards, epochs):
     """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
     from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.compose import assemble, chunk_order, prepare
+    from gnnpipe.train.assemble import assemble
     from gnnpipe.train.metrics import train_epoch
+    from gnnpipe.train.prepare import chunk_order, prepare
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(
@@ -37,7 +38,7 @@ def frozen_run(model, stages, shards, epochs):
 def exact_tables(model):
     """The tables of one forward pass over the whole graph, in the graph's own order."""
     from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.compose import prepare
+    from gnnpipe.train.prepare import prepare
     from gnnpipe.train.reference import Reference
 
     config = TrainConfig(

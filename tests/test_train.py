@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,8 @@ from helpers import run_ranks, small_graph
 
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.plan import Plan
+from gnnpipe.train.metrics import Scores
+from gnnpipe.train.prepare import chunk_order
 
 RESULT_KEYS = {
     "dataset", "model", "layers", "hidden", "stages", "shards", "chunks", "world_size", "epochs",
@@ -115,6 +118,75 @@ def test_techniques_follow_the_preset_unless_set_one_by_one():
     none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).techniques
     assert (none.shuffle_chunks, none.snapshot_every, none.scale_live_gradients) == (False, 5, 1)
     assert TrainConfig(chunks=1).techniques.snapshot_every == 1
+
+
+def test_evaluation_drops_nothing_and_training_drops_anew_every_epoch():
+    graph = small_graph()
+    config = TrainConfig(layers=2, hidden=8, dropout=0.5, lr=1e-30, weight_decay=0.0, epochs=3,
+                         out="off", quiet=True)  # fmt: skip
+    with_dropout = Trainer(config, graph=graph)
+    without = Trainer(replace(config, dropout=0.0), graph=graph)
+    torch.testing.assert_close(with_dropout.predict(), without.predict())
+    losses = [row.loss for row in with_dropout.fit().history]
+    assert len(set(losses)) == 3, "the weights stand still, the masks do not"
+    assert len({row.loss for row in without.fit().history}) == 1
+
+
+def test_chunks_are_walked_in_a_new_order_every_epoch():
+    config = TrainConfig(chunks=9)
+    orders = [tuple(chunk_order(config, epoch)) for epoch in range(6)]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == list(range(9)) for order in orders)
+    assert orders == [tuple(chunk_order(config, epoch)) for epoch in range(6)]
+    assert tuple(chunk_order(replace(config, staleness="none"), 3)) == tuple(range(9))
+
+
+def test_best_epoch_is_the_first_with_the_best_validation_and_time_is_training_alone(monkeypatch):
+    made = iter([(0.1, 0.4, 0.1), (0.2, 0.9, 0.2), (0.3, 0.9, 0.3), (0.4, 0.5, 0.4)])
+
+    def slow(assembly, mesh):
+        time.sleep(0.2)
+        return Scores(*next(made))
+
+    monkeypatch.setattr("gnnpipe.train.trainer.evaluate", slow)
+    config = TrainConfig(dataset="karate", epochs=4, eval_every=1, out="off", quiet=True)
+    result = Trainer(config).fit()
+    assert (result.best_epoch, result.best_val_acc, result.test_acc_at_best_val) == (2, 0.9, 0.2)
+    assert (result.train_acc, result.val_acc, result.test_acc) == (0.4, 0.5, 0.4)
+    assert result.epoch_time_s < 0.15
+    assert all(row.eval_time_s >= 0.2 for row in result.history)
+
+
+def test_a_loss_that_is_no_number_ends_the_run():
+    config = TrainConfig(dataset="karate", epochs=50, lr=1e25, out="off", quiet=True)
+    with pytest.raises(FloatingPointError, match=r"epoch \d+: the loss is .*--lr"):
+        Trainer(config).fit()
+
+
+def test_a_run_with_a_passed_graph_does_not_pretend_to_be_another(tmp_path):
+    config = TrainConfig(layers=2, hidden=8, epochs=1, out=str(tmp_path / "run"), quiet=True)
+    Trainer(config, graph=small_graph()).fit()
+    values = TrainConfig.read_toml(tmp_path / "run" / "config.toml")
+    with pytest.raises(InputError, match="passed-in:small"):
+        Trainer(TrainConfig.from_dict(values | {"out": "off"})).fit()
+
+
+def test_parts_of_the_wrong_kind_are_refused():
+    config = TrainConfig(layers=3, hidden=8, out="off", quiet=True)
+    with pytest.raises(InputError, match="model: is a Linear"):
+        Trainer(config, model=torch.nn.Linear(2, 2)).fit()
+    with pytest.raises(InputError, match=r"Graph\.from_pyg"):
+        Trainer(config, graph=object()).fit()
+    with pytest.raises(InputError, match="--split"):
+        Trainer(replace(config, split="60/20/20"), graph=small_graph()).fit()
+    trainer = Trainer(replace(config, epochs=1), graph=small_graph())
+    plan = replace(trainer.plan, transfers=())
+    trainer.fit()
+    with pytest.raises(InputError, match="called before"):
+        trainer.fit()
+    two = Plan(((0, 1), (1, 3)), 1, 1, "fill-drain", plan.transfers)
+    with pytest.raises(InputError, match="try --stages 2"):
+        Trainer(config, graph=small_graph(), plan=two).fit()
 
 
 def test_parts_that_do_not_fit_are_refused():

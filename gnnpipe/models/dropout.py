@@ -59,7 +59,8 @@ def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[
     """
     whole = float(probability * 256).is_integer()
     unit, levels = (torch.uint8, 256) if whole else (torch.int16, 65536)
-    threshold = round(probability * levels)
+    # Neither nothing nor everything: the rest is scaled by one over the share that is kept.
+    threshold = min(max(round(probability * levels), 1), levels - 1)
     per_hash = 4 if whole else 2
     columns = torch.arange(-(-width // per_hash), dtype=torch.int32, device=keys.device)
     columns = _mix(columns * _GOLDEN + 99)

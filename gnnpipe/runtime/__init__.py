@@ -1,1 +1,1 @@
-"""runtime."""
+"""What runs: mesh, mailbox, exchange, histories, stage and the executor of programs."""

@@ -13,6 +13,7 @@ probability one half, so a factor of 2 makes the sum unbiased.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,34 +22,36 @@ from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import Block, Blocks, LinearOperator
 from gnnpipe.runtime.exchange import Exchange
 
-__all__ = ["BlockHistory", "History", "LinearHistory"]
+__all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory", "open_history"]
+
+
+@dataclass(frozen=True)
+class HistorySpec:
+    """What the tables of one rank have in common."""
+
+    layout: ShardLayout
+    exchange: Exchange
+    dtype: torch.dtype
+    snapshot_every: int = 1
+    """Stale reads come from a snapshot this many epochs apart; 1: from the last epoch."""
+    scale: float = 1.0
+    """Factor on gradients from other chunks."""
 
 
 class History(ABC):
-    """One layer's table on one rank, and the gradients that belong to it."""
+    """One layer's table on one rank, and the gradients that belong to it. F = ``width``."""
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        exchange: Exchange,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        snapshot_every: int = 1,
-        scale: float = 1.0,
-    ) -> None:
-        self.layout = layout
-        self.exchange = exchange
-        self.width = width
-        self.scale = scale
-        self.snapshot_every = snapshot_every
-        self._ptr: list[int] = layout.own_ptr.tolist()
+    def __init__(self, spec: HistorySpec, width: int) -> None:
+        self.layout, self.exchange = spec.layout, spec.exchange
+        self.snapshot_every, self.scale = spec.snapshot_every, spec.scale
+        self._ptr: list[int] = spec.layout.own_ptr.tolist()
+        mesh = spec.exchange.mesh
         # A single chunk on a single shard IS the table; it then needs no copy and no memory.
-        self._whole = layout.num_chunks == 1 and len(layout.halo) == 0
-        size = (0 if self._whole else layout.num_rows, width)
-        device = exchange.mesh.device
-        self.table = torch.zeros(size, dtype=dtype, device=device)
-        self._snapshot = torch.zeros_like(self.table) if snapshot_every > 1 else None
+        self._whole = spec.layout.num_chunks == 1 and mesh.shards == 1
+        size = (0 if self._whole else spec.layout.num_rows, width)
+        self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
+        self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
+        self._grads = self.table.new_empty(0, width)
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""
@@ -94,22 +97,9 @@ class History(ABC):
 class LinearHistory(History):
     """Aggregation with fixed weights: A[c] @ table, and At[c] @ gradients."""
 
-    def __init__(
-        self,
-        operator: LinearOperator,
-        layout: ShardLayout,
-        exchange: Exchange,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        snapshot_every: int = 1,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(
-            layout, exchange, width, dtype=dtype, snapshot_every=snapshot_every, scale=scale
-        )
+    def __init__(self, spec: HistorySpec, width: int, operator: LinearOperator) -> None:
+        super().__init__(spec, width)
         self.operator = operator
-        self._grads = self.table.new_empty(0, width)
 
     def read(self, chunk: int) -> Tensor:
         """Aggregated rows [C, F]."""
@@ -144,22 +134,9 @@ class LinearHistory(History):
 class BlockHistory(History):
     """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows."""
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        layout: ShardLayout,
-        exchange: Exchange,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        snapshot_every: int = 1,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(
-            layout, exchange, width, dtype=dtype, snapshot_every=snapshot_every, scale=scale
-        )
+    def __init__(self, spec: HistorySpec, width: int, blocks: Blocks) -> None:
+        super().__init__(spec, width)
         self.blocks = blocks
-        self._grads = torch.zeros(layout.num_rows, width, dtype=dtype, device=exchange.mesh.device)
 
     def block(self, chunk: int) -> Block:
         """The edges of a chunk."""
@@ -197,3 +174,10 @@ def _zeroed(grads: Tensor, rows: int) -> Tensor:
     if len(grads) == rows:
         return grads.zero_()
     return grads.new_zeros(rows, grads.shape[1])
+
+
+def open_history(spec: HistorySpec, width: int, structure: LinearOperator | Blocks) -> History:
+    """A history for rows of ``width`` over what the layer aggregates with."""
+    if isinstance(structure, Blocks):
+        return BlockHistory(spec, width, structure)
+    return LinearHistory(spec, width, structure)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
-from gnnpipe.train.compose import Assembly
+from gnnpipe.train.assemble import Assembly
 
 __all__ = ["Scores", "evaluate", "logits_by_chunk", "train_epoch"]
 

@@ -19,7 +19,7 @@ from gnnpipe.graph.operators import Block, weighted_rows
 from gnnpipe.models import Layer, Rows, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
-from gnnpipe.train.compose import Prepared, chunk_order
+from gnnpipe.train.prepare import Prepared, chunk_order
 
 __all__ = ["Reference", "ReferenceEpoch"]
 

@@ -12,7 +12,7 @@ import scipy.sparse as sp
 
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.perf import MemoryEstimate, estimate_memory
-from gnnpipe.train.compose import Prepared
+from gnnpipe.train.prepare import Prepared
 
 if TYPE_CHECKING:
     from gnnpipe.train.trainer import RunResult

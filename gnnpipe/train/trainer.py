@@ -10,7 +10,7 @@ import math
 import resource
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.compose import Assembly, Prepared, assemble, chunk_order, prepare
+from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.metrics import Scores, evaluate, logits_by_chunk, train_epoch
+from gnnpipe.train.prepare import Prepared, chunk_order, prepare
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.record import EpochRow, RunFolder, run_path, versions
 from gnnpipe.train.report import head_lines, result_lines
@@ -93,6 +94,7 @@ class Trainer:
         self._mesh: Mesh | None = None
         self._prepared: Prepared | None = None
         self._assembly: Assembly | None = None
+        self._fitted = False
 
     @property
     def model(self) -> GNN:
@@ -116,9 +118,12 @@ class Trainer:
         """Train for ``epochs`` epochs and write the run's folder (``out="off"`` writes none).
 
         Raises ``InputError`` before any work if something in the config, the data or the folder
-        cannot be used.
+        cannot be used, ``FloatingPointError`` when the loss is no longer a number.
         """
         config = self.config
+        if self._fitted:
+            raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
+        self._fitted = True
         if self._mesh is None:
             self._mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
         mesh = self._mesh
@@ -129,7 +134,11 @@ class Trainer:
             progress.say(line)
         assembly = self._ready()[2]
         if folder is not None:
-            folder.open(config, prepared.plan, prepared.program.text())
+            written = config
+            if self._graph is not None:
+                # A name that no reader knows: repeating the run must not train another graph.
+                written = replace(config, dataset=f"passed-in:{prepared.graph.name}")
+            folder.open(written, prepared.plan, prepared.program.text())
         with progress:
             rows = self._loop(mesh, prepared, assembly, folder, progress)
         result = self._finish(mesh, prepared, rows, folder)
@@ -184,6 +193,10 @@ class Trainer:
             order = chunk_order(config, epoch)
             loss = train_epoch(assembly, mesh, prepared.program, order, epoch)
             trained = time.perf_counter()
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"epoch {epoch + 1}: the loss is {loss}; try a smaller --lr (now {config.lr})"
+                )
             last = epoch + 1 == config.epochs
             due = config.eval_every and (epoch + 1) % config.eval_every == 0
             scores = evaluate(assembly, mesh) if last or due else None

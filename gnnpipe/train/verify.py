@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.compose import Assembly, Prepared, assemble, chunk_order
+from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.metrics import train_epoch
+from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.reference import Reference
 
 __all__ = ["TOLERANCE", "Comparison", "relative_difference", "verify"]

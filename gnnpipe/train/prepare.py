@@ -1,7 +1,7 @@
-"""From a config to everything a rank needs, in two steps.
+"""From a config to every decision: graph, chunks, model, plan, program, closed forms.
 
-``prepare`` decides and checks: graph, chunks, model, plan, program, closed forms. ``gnnpipe info``
-stops there. ``assemble`` then allocates: operators, histories, stage, executor.
+All of it is checked here, before anything large is allocated; ``gnnpipe info`` stops at this point,
+and ``assemble`` goes on.
 """
 
 from __future__ import annotations
@@ -12,31 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.sparse as sp
 import torch
-from torch import Tensor, nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.layout import ShardLayout, shard_layout
 from gnnpipe.graph.load import load_graph
-from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.quality import CutQuality, cut_quality
-from gnnpipe.models import GNN, MODELS, Layer, LayerSpec, Rows
-from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import FeatureLinear, feature_rows
+from gnnpipe.models import GNN, MODELS, Layer, LayerSpec
+from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.perf import CommVolume, closed_form_volume
-from gnnpipe.plan import LayerOp, ModelGraph, Plan
+from gnnpipe.plan import LayerOp, ModelGraph, Plan, Transfer
 from gnnpipe.planner import plan_uniform
-from gnnpipe.runtime.exchange import Exchange
-from gnnpipe.runtime.executor import Executor
-from gnnpipe.runtime.history import BlockHistory, History, LinearHistory
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.runtime.stage import Stage
-from gnnpipe.schedule import Program, ProgramReport, check, evaluation_program, training_program
+from gnnpipe.schedule import Program, ProgramReport, check, training_program
 
-__all__ = ["Assembly", "Prepared", "assemble", "chunk_order", "prepare"]
+__all__ = ["Prepared", "chunk_order", "describe", "prepare"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +64,7 @@ def prepare(
 
     Rank 0 alone cuts the graph and tells the others.
     """
-    if model is None:
-        MODELS[config.model]
-    PARTITIONERS[config.partitioner]
+    _check_parts(config, graph, model)
     error: InputError | None = None
     try:
         if graph is None:
@@ -113,6 +103,29 @@ def prepare(
     return Prepared(
         config, graph, chunking, quality, model, described, plan, program, report, volume
     )
+
+
+def _check_parts(config: TrainConfig, graph: Graph | None, model: GNN | None) -> None:
+    """What can be told without reading anything."""
+    PARTITIONERS[config.partitioner]
+    if model is None:
+        MODELS[config.model]
+    elif not isinstance(model, GNN):
+        raise InputError(
+            f"model: is a {type(model).__name__}, not a gnnpipe.models.GNN; other PyTorch modules "
+            f"cannot be cut yet; try --model with one of {', '.join(MODELS)}"
+        )
+    if graph is None:
+        return
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
+        )
+    if config.split != "given" or config.symmetrize:
+        raise InputError(
+            "--split and --symmetrize: have no effect on a graph that is passed in; give them to "
+            "Graph.from_pyg"
+        )
 
 
 def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
@@ -164,6 +177,15 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
                 f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
                 f"try --{name} {value}"
             )
+    boundaries = [last for _, last in plan.stages[:-1]]
+    want_transfers = tuple(
+        Transfer(s, s + 1, dict(model.ops[last - 1].out_widths))
+        for s, last in enumerate(boundaries)
+    )
+    if plan.transfers != want_transfers:
+        raise InputError(
+            f"plan: its transfers do not carry what the layers hand on; expected {want_transfers}"
+        )
     if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.techniques.exact:
         want = "exact" if plan.schedule == "layer-sync" else "paper or none"
         raise InputError(
@@ -209,86 +231,3 @@ def chunk_order(config: TrainConfig, epoch: int) -> Sequence[int]:
         config.chunks
     ).tolist()  # fmt: skip
     return order
-
-
-@dataclass(frozen=True, eq=False)
-class Assembly:
-    """What runs on one rank."""
-
-    executor: Executor
-    evaluation: Program
-    labels: list[Tensor]
-    """Per chunk [C] classes of the own rows; last stage only."""
-    masks: list[Tensor]
-    """Per chunk [3, C] bool: train, val, test; last stage only."""
-
-
-def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
-    """Allocate this rank's part: its layers, its shard's rows and tables, the optimizer."""
-    config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
-    layout = shard_layout(graph, prepared.chunking, mesh.shard)
-    first, last = prepared.plan.stages[mesh.stage]
-    layers = prepared.model.stack()[first:last]
-    for layer in layers:
-        layer.to(mesh.device)
-    exchange = Exchange(layout, mesh)
-    structures = {
-        kind: _structure(kind, layers, graph, layout, dtype, mesh.device)
-        for kind in sorted({layer.aggregation for layer in layers})
-    }
-    techniques = config.techniques
-
-    def open_history(layer: Layer, training: bool) -> History:
-        structure = structures[layer.aggregation]
-        every = techniques.snapshot_every if training else 1
-        if isinstance(structure, Blocks):
-            return BlockHistory(
-                structure, layout, exchange, layer.push_width, dtype=dtype,
-                snapshot_every=every, scale=techniques.scale_live_gradients,
-            )  # fmt: skip
-        return LinearHistory(
-            structure, layout, exchange, layer.push_width, dtype=dtype,
-            snapshot_every=every, scale=techniques.scale_live_gradients,
-        )  # fmt: skip
-
-    own = [layout.own[a:b] for a, b in zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)]
-    rows = [
-        Rows(
-            keys=row_keys(torch.from_numpy(prepared.chunking.perm[part])).to(mesh.device),
-            features=feature_rows(graph.x[part], dtype, mesh.device) if first == 0 else None,
-            seed=config.seed,
-        )
-        for part in own
-    ]
-    is_last = mesh.stage == mesh.stages - 1
-    labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
-    split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
-    masks = [torch.from_numpy(split[:, part]).to(mesh.device) for part in own] if is_last else []
-    num_train = int(graph.train_mask.sum())
-
-    def criterion(logits: Tensor, chunk: int) -> Tensor:
-        chosen = masks[chunk][0].nonzero().squeeze(1)
-        total = nn.functional.cross_entropy(logits[chosen], labels[chunk][chosen], reduction="sum")
-        return total / num_train
-
-    stage = Stage(layers, rows, open_history, criterion if is_last else None)
-    optimizer = torch.optim.Adam(
-        [p for layer in layers for p in layer.parameters()],
-        lr=config.lr, weight_decay=config.weight_decay,
-    )  # fmt: skip
-    executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype)
-    return Assembly(executor, evaluation_program(prepared.plan), labels, masks)
-
-
-def _structure(
-    kind: str,
-    layers: Sequence[Layer],
-    graph: Graph,
-    layout: ShardLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LinearOperator | Blocks:
-    rows = weighted_rows(graph, kind)
-    if all(layer.is_linear for layer in layers if layer.aggregation == kind):
-        return LinearOperator.build(rows, layout, dtype, device)
-    return Blocks.build(rows, layout, device)

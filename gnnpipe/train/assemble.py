@@ -1,0 +1,108 @@
+"""From decisions to what runs on one rank: operators, histories, stage, executor, optimizer.
+
+A rank takes its layers from the whole model and its shard's rows from the whole graph; the rest of
+both can then be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.layout import ShardLayout, shard_layout
+from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
+from gnnpipe.models import Layer, Rows
+from gnnpipe.models.dropout import row_keys
+from gnnpipe.models.feature_linear import feature_rows
+from gnnpipe.runtime.exchange import Exchange
+from gnnpipe.runtime.executor import Executor
+from gnnpipe.runtime.history import History, HistorySpec, open_history
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.stage import Stage
+from gnnpipe.schedule import Program, evaluation_program
+from gnnpipe.train.prepare import Prepared
+
+__all__ = ["Assembly", "assemble"]
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """What runs on one rank."""
+
+    executor: Executor
+    evaluation: Program
+    labels: list[Tensor]
+    """Per chunk [C] classes of the own rows; last stage only."""
+    masks: list[Tensor]
+    """Per chunk [3, C] bool: train, val, test; last stage only."""
+
+
+def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
+    """Allocate this rank's part: its layers, its shard's rows and tables, the optimizer."""
+    config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
+    layout = shard_layout(graph, prepared.chunking, mesh.shard)
+    first, last = prepared.plan.stages[mesh.stage]
+    layers = prepared.model.stack()[first:last]
+    for layer in layers:
+        layer.to(mesh.device)
+    exchange = Exchange(layout, mesh)
+    structures = {
+        kind: _structure(kind, layers, graph, layout, dtype, mesh.device)
+        for kind in sorted({layer.aggregation for layer in layers})
+    }
+    techniques = config.techniques
+    training = HistorySpec(
+        layout, exchange, dtype, techniques.snapshot_every, techniques.scale_live_gradients
+    )
+    evaluation = replace(training, snapshot_every=1)
+
+    def history(layer: Layer, is_training: bool) -> History:
+        spec = training if is_training else evaluation
+        return open_history(spec, layer.push_width, structures[layer.aggregation])
+
+    own = [layout.own[a:b] for a, b in zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)]
+    rows = [
+        Rows(
+            keys=row_keys(torch.from_numpy(prepared.chunking.perm[part])).to(mesh.device),
+            features=feature_rows(graph.x[part], dtype, mesh.device) if first == 0 else None,
+            seed=config.seed,
+        )
+        for part in own
+    ]
+    is_last = mesh.stage == mesh.stages - 1
+    labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
+    split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
+    masks = [torch.from_numpy(split[:, part]).to(mesh.device) for part in own] if is_last else []
+    num_train = int(graph.train_mask.sum())
+
+    def criterion(logits: Tensor, chunk: int) -> Tensor:
+        chosen = masks[chunk][0].nonzero().squeeze(1)
+        total = nn.functional.cross_entropy(logits[chosen], labels[chunk][chosen], reduction="sum")
+        return total / num_train
+
+    stage = Stage(layers, rows, history, criterion if is_last else None)
+    optimizer = torch.optim.Adam(
+        [p for layer in layers for p in layer.parameters()],
+        lr=config.lr, weight_decay=config.weight_decay,
+    )  # fmt: skip
+    executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype)
+    return Assembly(executor, evaluation_program(prepared.plan), labels, masks)
+
+
+def _structure(
+    kind: str,
+    layers: Sequence[Layer],
+    graph: Graph,
+    layout: ShardLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LinearOperator | Blocks:
+    rows = weighted_rows(graph, kind)
+    if all(layer.is_linear for layer in layers if layer.aggregation == kind):
+        return LinearOperator.build(rows, layout, dtype, device)
+    return Blocks.build(rows, layout, device)

@@ -1,0 +1,60 @@
+"""Law 5 for the uniform planner: it equals brute force, and its costs are those of the layers."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from helpers import small_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.planner.uniform import layer_costs, split_evenly
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.report import memory_by_rank
+
+
+def slowest(costs, runs):
+    return max(sum(costs[a:b]) for a, b in runs)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.data())
+def test_split_equals_brute_force(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    runs = split_evenly(costs, stages)
+    assert [runs[0][0], runs[-1][1], len(runs)] == [0, len(costs), stages]
+    assert all(a < b for a, b in runs)
+    best = min(
+        slowest(costs, list(pairwise((0, *cuts, len(costs)))))
+        for cuts in combinations(range(1, len(costs)), stages - 1)
+    )
+    assert slowest(costs, runs) == pytest.approx(best)
+
+
+def prepared(**settings):
+    config = TrainConfig(layers=4, hidden=8, cache_dir="off", **settings)
+    return prepare(config, Mesh.alone(), small_graph(sparse=True))
+
+
+@pytest.mark.parametrize(("model", "encoders"), [("gcn", 1), ("sage", 2)])
+def test_costs_count_stored_features_only(model, encoders):
+    graph = prepared(model=model).model_graph
+    few, many = (layer_costs(graph, 60, 300, entries) for entries in (10, 110))
+    assert many[0] - few[0] == 2 * encoders * 8 * 100
+    assert many[1:] == few[1:]
+    assert few[1] == few[2]
+
+
+def test_memory_estimate_falls_with_every_axis():
+    alone = memory_by_rank(prepared(model="gcnii"))[0].total
+    for shape in ({"stages": 4}, {"shards": 4}):
+        ranks = memory_by_rank(prepared(model="gcnii", **shape))
+        assert len(ranks) == 4
+        assert all(rank.total < alone for rank in ranks)
+    staged = memory_by_rank(prepared(model="gcnii", stages=2))
+    assert staged[0].features > 0
+    assert staged[1].features == 0
+    snapshot = memory_by_rank(prepared(model="gcnii", chunks=4))[0]
+    plain = memory_by_rank(prepared(model="gcnii", chunks=4, staleness="none"))[0]
+    assert snapshot.history == pytest.approx(plain.history * 1.5)
