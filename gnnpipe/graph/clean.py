@@ -8,28 +8,22 @@ what comes out satisfies the contract of ``Graph``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
-from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import BoolArray, Features, Graph, IntArray
+from gnnpipe.graph.graph import Features, Graph, IntArray
+from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
-__all__ = ["clean", "index_mask", "split_masks"]
-
-Masks = tuple[BoolArray, BoolArray, BoolArray]
-
-STANDARD_SPLIT = (0.6, 0.2, 0.2)
-"""What 'given' means for datasets that come without a split of their own."""
+__all__ = ["clean"]
 
 MAX_VERTICES = 1 << 31
 """Two vertex numbers share one int64 sort key."""
-
-SPLIT_NAMES = ("train_mask", "val_mask", "test_mask")
 
 
 def clean(
@@ -44,6 +38,7 @@ def clean(
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
+    report: bool = False,
 ) -> Graph:
     """A ``Graph`` from raw arrays, checked, without loops or duplicate edges.
 
@@ -53,12 +48,18 @@ def clean(
         x: [N, F], dense of any real type, or scipy sparse.
         y: [N] or [N, 1], classes from 0; -1 (or NaN) where there is no label.
         masks: train, val and test, each bool [N], [N, T] or [T, N] (the first of the T splits is
-            taken) or the indices of its vertices; ``None`` if the dataset has none.
+            taken; 0 and 1 will do for bool) or the indices of its vertices, each once; ``None`` if
+            the dataset has none.
         num_vertices: N, if it is not the length of ``y``.
         num_classes: if it is not the largest label + 1.
         split: 'given' for ``masks``, or percentages such as '60/20/20'.
         seed: of the split by percentages.
         symmetrize: add the reverse of every edge.
+        report: warn of loops and duplicate edges, as befits data of the user's own. The reverse
+            edges that ``symmetrize`` adds are never reported.
+
+    Warns:
+        UserWarning: masks that overlap; edges removed, if ``report``.
 
     Raises:
         InputError: one line naming the dataset and field, the value and what to try.
@@ -66,38 +67,43 @@ def clean(
     labels = _labels(y, name, num_classes)
     n = len(labels) if num_vertices is None else num_vertices
     if n == 0:
-        _fail(name, "no vertices", "check that y has one entry for each vertex")
+        fail(name, "no vertices", "check that y has one entry for each vertex")
     if n > MAX_VERTICES:
-        _fail(name, f"{n} vertices", f"at most {MAX_VERTICES} are supported")
+        fail(name, f"{n} vertices", f"at most {MAX_VERTICES} are supported")
     if len(labels) != n:
-        _fail(
+        fail(
             name,
             f"y has {len(labels)} labels for {n} vertices",
             "give one label for each, -1 = none",
         )
     if not (labels >= 0).any():
-        _fail(name, "y: no vertex is labelled (all are -1)", "give classes 0..C-1 to some")
+        fail(name, "y: no vertex is labelled (all are -1)", "give classes 0..C-1 to some")
     features = _features(x, name, n)
     fractions = parse_split(split)
     if fractions is not None:
         train, val, test = split_masks(labels, fractions, seed)
     elif masks is None:
-        _fail(name, "no split (train_mask, val_mask, test_mask)", "--split 60/20/20")
+        fail(name, "no split (train_mask, val_mask, test_mask)", "--split 60/20/20")
     else:
         train, val, test = (
-            _mask(m, field, name, n) for m, field in zip(masks, SPLIT_NAMES, strict=True)
+            given_mask(m, field, name, n) for m, field in zip(masks, SPLIT_NAMES, strict=True)
         )
     if not train.any():
-        _fail(name, "train_mask: no vertex to train on", "--split 60/20/20")
+        fail(name, "train_mask: no vertex to train on", "--split 60/20/20")
     for field, mask in zip(SPLIT_NAMES, (train, val, test), strict=True):
         bad = np.flatnonzero(mask & (labels < 0))
         if len(bad):
-            _fail(
+            fail(
                 name,
                 f"{field}: {len(bad)} of its vertices have no label, the first is {bad[0]}",
                 "take them out of the mask, or --split 60/20/20",
             )
-    indptr, indices = _csr(edge_index, name, n, symmetrize)
+    indptr, indices, removed = _csr(edge_index, name, n, symmetrize, report)
+    # Last, so that data which is refused is not commented on as well. The level is the line that
+    # calls ``load_graph`` or ``Graph.from_pyg``.
+    for note in (overlap((train, val, test)), removed):
+        if note:
+            warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
     return Graph(
         name=name, indptr=indptr, indices=indices, x=features, y=labels,
         train_mask=train, val_mask=val, test_mask=test,
@@ -105,46 +111,24 @@ def clean(
     )  # fmt: skip
 
 
-def split_masks(
-    y: npt.NDArray[np.int64], fractions: tuple[float, float, float], seed: int
-) -> Masks:
-    """Train, val and test masks [N]: a seeded permutation of the labelled vertices, cut in three.
-
-    >>> [int(m.sum()) for m in split_masks(np.zeros(10, np.int64), (0.6, 0.2, 0.2), seed=0)]
-    [6, 2, 2]
-    """
-    order = np.random.default_rng(seed).permutation(np.flatnonzero(y >= 0))
-    cuts = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
-    train, val, test = np.split(order, cuts)
-    return index_mask(train, len(y)), index_mask(val, len(y)), index_mask(test, len(y))
-
-
-def index_mask(index: IntArray, n: int) -> BoolArray:
-    """A mask [N] that is true at ``index``, whose entries lie in 0..N-1."""
-    mask = np.zeros(n, dtype=np.bool_)
-    mask[index] = True
-    return mask
-
-
-def _fail(name: str, wrong: str, hint: str) -> NoReturn:
-    raise InputError(f"dataset {name!r}: {wrong}; try: {hint}")
-
-
 def _csr(
-    edge_index: Any, name: str, n: int, symmetrize: bool
-) -> tuple[npt.NDArray[np.int64], IntArray]:
-    """Row pointers and column indices by target, ascending, without loops and duplicates."""
+    edge_index: Any, name: str, n: int, symmetrize: bool, report: bool
+) -> tuple[npt.NDArray[np.int64], IntArray, str]:
+    """Row pointers and column indices by target, ascending, without loops and duplicates.
+
+    Third, if ``report``, what was removed in words; '' if nothing.
+    """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
-        _fail(name, f"edge_index has shape {list(edges.shape)}", "[2, E], sources above targets")
+        fail(name, f"edge_index has shape {list(edges.shape)}", "[2, E], sources above targets")
     if edges.dtype.kind not in "iu":
-        _fail(name, f"edge_index is of type {edges.dtype}", "whole numbers such as int64")
+        fail(name, f"edge_index is of type {edges.dtype}", "whole numbers such as int64")
     e = edges.shape[1]
     if e:
         for end in (int(edges.min()), int(edges.max())):
             if not 0 <= end < n:
                 at = int(np.flatnonzero((edges == end).any(axis=0))[0])
-                _fail(
+                fail(
                     name,
                     f"edge_index[:, {at}] = {edges[:, at].tolist()} names vertex {end}, "
                     f"but the {n} vertices are 0..{n - 1}",
@@ -155,6 +139,10 @@ def _csr(
     # there are no further arrays of that size (ogbn-papers100M has 1.6 billion edges).
     keys = np.empty(2 * e if symmetrize else e, dtype="<i8")
     _pack(source, target, keys[:e])
+    removed = ""
+    if report:
+        keys[:e].sort()
+        removed = _removed(keys[:e])
     if symmetrize:
         _pack(target, source, keys[e:])
     keys.sort()
@@ -165,7 +153,22 @@ def _csr(
     pair = keys.view("<i4").reshape(-1, 2)
     indptr = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(pair[:, 1], minlength=n), out=indptr[1:])
-    return indptr, np.ascontiguousarray(pair[:, 0], dtype=np.int32)
+    return indptr, np.ascontiguousarray(pair[:, 0], dtype=np.int32), removed
+
+
+def _removed(keys: npt.NDArray[np.int64]) -> str:
+    """What ``_csr`` removes of the sorted keys, in words; a loop given twice is two loops."""
+    pair = keys.view("<i4").reshape(-1, 2)
+    loop = pair[:, 0] == pair[:, 1]
+    again = (keys[1:] == keys[:-1]) & ~loop[1:]
+    counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
+    parts = [f"{k} {what}{'s' * (k > 1)}" for what, k in counts.items() if k]
+    if not parts:
+        return ""
+    return (
+        f"removed {' and '.join(parts)} of {len(keys)} edges (aggregations count each neighbour "
+        "once; gcn and gat add their own loops)"
+    )
 
 
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:
@@ -178,39 +181,43 @@ def _labels(y: Any, name: str, num_classes: int | None) -> npt.NDArray[np.int64]
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
-        _fail(
+        fail(
             name,
             f"y has shape {list(labels.shape)}",
             "one class for each vertex, [N]; several labels at once are not supported",
         )
     if labels.dtype.kind == "f":
-        given = np.where(np.isnan(labels), -1, labels)
-        bad = np.flatnonzero(~np.isfinite(given) | (given != np.floor(given)))
+        given = np.where(np.isnan(labels), -1, labels).astype(np.float64)
+        # Beyond 2^53 a float is no exact number, and int64 cannot hold all of them.
+        bad = np.flatnonzero(~(np.abs(given) < 2.0**53) | (given != np.floor(given)))
         if len(bad):
-            _fail(
+            fail(
                 name, f"y[{bad[0]}] = {labels[bad[0]]}", "whole numbers: classes 0..C-1, -1 = none"
             )
         labels = given
     elif labels.dtype.kind not in "iub":
-        _fail(name, f"y is of type {labels.dtype}", "whole numbers: classes 0..C-1, -1 = none")
+        fail(name, f"y is of type {labels.dtype}", "whole numbers: classes 0..C-1, -1 = none")
     labels = labels.astype(np.int64)
     # Without a stated number of classes there cannot be more of them than vertices: a larger label
     # is some identifier, and a weight matrix of its size would take all memory.
     limit = max(len(labels), 2) if num_classes is None else num_classes
     bad = np.flatnonzero((labels < -1) | (labels >= limit))
     if len(bad):
-        _fail(
+        fail(
             name,
             f"y[{bad[0]}] = {labels[bad[0]]} is out of range",
-            f"classes 0..{limit - 1}" + (" numbered without gaps" if num_classes is None else ""),
+            f"classes 0..{limit - 1}"
+            + (" numbered without gaps" if num_classes is None else f" (num_classes is {limit})"),
         )
     return labels
 
 
 def _features(x: Any, name: str, n: int) -> Features:
     if x is None:
-        _fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
+        fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
     if sp.issparse(x):
+        if x.dtype.kind not in "fiub":
+            fail(name, f"x is of type {x.dtype}", "real numbers such as float32")
         features: Any = sp.csr_array(x, dtype=np.float32)
         if not features.has_canonical_format:
             features = features.copy()
@@ -218,7 +225,7 @@ def _features(x: Any, name: str, n: int) -> Features:
     else:
         raw = np.asarray(x)
         if raw.dtype.kind not in "fiub":
-            _fail(name, f"x is of type {raw.dtype}", "real numbers such as float32")
+            fail(name, f"x is of type {raw.dtype}", "real numbers such as float32")
         if raw.ndim == 1:
             raw = raw[:, None]
         # asarray keeps a memory-mapped float32 file on disk; float64 beyond float32 turns to inf
@@ -226,7 +233,7 @@ def _features(x: Any, name: str, n: int) -> Features:
         with np.errstate(over="ignore"):
             features = np.asarray(raw, dtype=np.float32)
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
-        _fail(name, f"x has shape {list(features.shape)} for {n} vertices", f"[{n}, F] with F >= 1")
+        fail(name, f"x has shape {list(features.shape)} for {n} vertices", f"[{n}, F] with F >= 1")
     if sp.issparse(features):
         bad = _first_not_finite(features.data[:, None])
         if bad is not None:
@@ -236,7 +243,7 @@ def _features(x: Any, name: str, n: int) -> Features:
         bad = _first_not_finite(features)
     if bad is not None:
         hint = "finite features within float32 (numpy.nan_to_num)"
-        _fail(name, f"x{list(bad)} = {float(features[bad])}", hint)
+        fail(name, f"x{list(bad)} = {float(features[bad])}", hint)
     return cast(Features, features)
 
 
@@ -252,29 +259,3 @@ def _first_not_finite(values: npt.NDArray[np.float32]) -> tuple[int, int] | None
             row, column = np.argwhere(~finite)[0].tolist()
             return start + row, column
     return None
-
-
-def _mask(value: Any, field: str, name: str, n: int) -> BoolArray:
-    if value is None:
-        _fail(name, f"no {field}", "--split 60/20/20, or give all three masks")
-    mask = np.asarray(value)
-    if mask.ndim == 2:
-        mask = mask[:, 0] if mask.shape[0] == n else mask[0]
-    if mask.ndim != 1:
-        _fail(name, f"{field} has shape {list(mask.shape)}", f"[{n}], or [{n}, T] for T splits")
-    if mask.dtype == np.uint8 and len(mask) == n and mask.max(initial=0) <= 1:
-        mask = mask.astype(np.bool_)
-    if mask.dtype == np.bool_:
-        if len(mask) != n:
-            _fail(name, f"{field} has {len(mask)} entries for {n} vertices", "one for each vertex")
-        return mask
-    if mask.dtype.kind not in "iu":
-        _fail(name, f"{field} is of type {mask.dtype}", "bool, or whole numbers as indices")
-    bad = np.flatnonzero((mask < 0) | (mask >= n))
-    if len(bad):
-        _fail(
-            name,
-            f"{field}[{bad[0]}] = {mask[bad[0]]} is out of range",
-            f"indices 0..{n - 1}, or bool with {n} entries",
-        )
-    return index_mask(mask, n)

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.graph.clean import STANDARD_SPLIT, clean, split_masks
+from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.split import STANDARD_SPLIT, split_masks
 
 __all__ = ["debian_class_names", "read_debian", "read_karate"]
 

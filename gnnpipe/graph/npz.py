@@ -6,6 +6,7 @@ code (pickled objects are refused).
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from pathlib import Path
@@ -15,13 +16,17 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.clean import SPLIT_NAMES, clean
+from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.split import SPLIT_NAMES
 from gnnpipe.registry import nearest
 
 __all__ = ["read_npz"]
 
 Arrays = dict[str, Any]
+
+MAX_CLASSES = 10**6
+"""Each class is a row of the last weight matrix; a larger number is a mistake."""
 
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 """What numpy raises on a file that is missing, cut off, pickled or something else altogether."""
@@ -37,6 +42,9 @@ def read_npz(
     bool [N] (or the same in plural with T splits in rows or columns: the first is taken), not
     needed if ``split`` gives percentages; ``num_classes`` if some class has no vertex.
 
+    Warns:
+        UserWarning: loops or duplicate edges, which are removed; masks that overlap.
+
     Raises:
         InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
     """
@@ -45,14 +53,13 @@ def read_npz(
     for key in ("edge_index", "y"):
         if key not in arrays:
             raise InputError(
-                f"--dataset {str(path)!r}: no key {key!r}; {nearest(key, arrays)} "
-                "Training needs edge_index, x, y and the masks"
+                f"--dataset {str(path)!r}: no key {key!r}; {_nearest(key, arrays)} "
+                "Training needs edge_index, x, y and the masks."
             )
-    classes = arrays.get("num_classes")
     return clean(
         arrays["edge_index"], name=path.stem, x=_features(arrays, path), y=arrays["y"],
-        masks=_masks(arrays), num_classes=None if classes is None else int(classes),
-        split=split, seed=seed, symmetrize=symmetrize,
+        masks=_masks(arrays), num_classes=_num_classes(arrays, path),
+        split=split, seed=seed, symmetrize=symmetrize, report=True,
     )  # fmt: skip
 
 
@@ -79,6 +86,27 @@ def _load(path: Path) -> Arrays:
         ) from None
 
 
+def _nearest(key: str, arrays: Arrays) -> str:
+    """``nearest`` as a whole sentence."""
+    hint = nearest(key, arrays)
+    return hint if hint.endswith("?") else f"{hint}."
+
+
+def _num_classes(arrays: Arrays, path: Path) -> int | None:
+    """``num_classes`` of the file; that the labels stay below it is for ``clean`` to see."""
+    if "num_classes" not in arrays:
+        return None
+    given = arrays["num_classes"]
+    count = given.item() if given.size == 1 and given.dtype.kind in "iuf" else math.nan
+    if not (1 <= count <= MAX_CLASSES and count == int(count)):
+        raise InputError(
+            f"--dataset {str(path)!r}: num_classes = {' '.join(repr(given.tolist()).split())[:40]} "
+            f"is not one whole number in 1..{MAX_CLASSES}; try the largest label + 1, or leave it "
+            "out"
+        )
+    return int(count)
+
+
 def _features(arrays: Arrays, path: Path) -> Any:
     if "x" in arrays:
         return arrays["x"]
@@ -95,6 +123,15 @@ def _features(arrays: Arrays, path: Path) -> Any:
             f"--dataset {str(path)!r}: no key {missing[0]!r}; sparse features need all of "
             + ", ".join(keys)
         )
+    for key, kinds, wanted in (
+        ("x_data", "fiub", "real numbers such as float32"),
+        ("x_indices", "iu", "whole numbers such as int64"),
+        ("x_indptr", "iu", "whole numbers such as int64"),
+    ):
+        if arrays[key].dtype.kind not in kinds:
+            raise InputError(
+                f"--dataset {str(path)!r}: {key} is of type {arrays[key].dtype}; try {wanted}"
+            )
     data, indices, indptr, shape = (arrays[k] for k in keys)
     try:
         x = sp.csr_array((data, indices, indptr), shape=tuple(int(s) for s in shape))

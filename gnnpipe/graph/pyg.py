@@ -6,6 +6,7 @@ hold is turned into plain arrays here, and ``clean`` judges them.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.clean import SPLIT_NAMES, STANDARD_SPLIT, clean, split_masks
+from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.split import SPLIT_NAMES, STANDARD_SPLIT, split_masks
 from gnnpipe.registry import nearest
 
 if TYPE_CHECKING:
@@ -140,7 +142,9 @@ def read_pyg(
         for field, mask in zip(SPLIT_NAMES, split_masks(y, STANDARD_SPLIT, seed=0), strict=True):
             data[field] = mask
     title = f"{key}:{name}" if name else key
-    return graph_from_data(data, name=title, split=split, seed=seed, symmetrize=symmetrize)
+    return graph_from_data(
+        data, name=title, split=split, seed=seed, symmetrize=symmetrize, report=False
+    )
 
 
 def graph_from_data(
@@ -150,6 +154,7 @@ def graph_from_data(
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
+    report: bool = True,
 ) -> Graph:
     """A cleaned ``Graph`` from a PyG ``Data``; edge weights and attributes are not used.
 
@@ -161,6 +166,11 @@ def graph_from_data(
         split: 'given' or percentages such as '60/20/20'.
         seed: of that split.
         symmetrize: add the reverse of every edge.
+        report: warn of what ``data`` holds and the graph does not.
+
+    Warns:
+        UserWarning: masks that overlap; edge weights or attributes, loops and duplicate edges, if
+            ``report``.
 
     Raises:
         InputError: naming the attribute that is missing or wrong.
@@ -171,21 +181,32 @@ def graph_from_data(
     if y is None:
         raise InputError(f"dataset {name!r}: no y; set data.y to a class for each vertex, [N]")
     adjacency = data.get("adj_t")
+    unused = [key for key in ("edge_weight", "edge_attr") if data.get(key) is not None]
     if data.get("edge_index") is not None:
         edge_index = _array(data.edge_index)
     elif adjacency is not None:
         # Row i of adj_t lists the sources of target i.
         rows = _csr(adjacency).tocoo()
         edge_index = np.stack([rows.col, rows.row])
+        if not (rows.data == 1).all():
+            unused.append("the values of adj_t")
     else:
         raise InputError(f"dataset {name!r}: neither edge_index nor adj_t; set data.edge_index")
     masks = [None if data.get(m) is None else _array(data[m]) for m in SPLIT_NAMES]
-    return clean(
+    graph = clean(
         edge_index, name=name, x=None if x is None else _array(x), y=_array(y),
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(_shape(x)[0]),
-        split=split, seed=seed, symmetrize=symmetrize,
+        split=split, seed=seed, symmetrize=symmetrize, report=report,
     )  # fmt: skip
+    if unused and report:
+        warnings.warn(
+            f"graph {name!r}: {' and '.join(unused)} not used: every edge counts the same; weights "
+            "are not supported yet",
+            UserWarning,
+            stacklevel=3,
+        )
+    return graph
 
 
 class _AbsentError(Exception):

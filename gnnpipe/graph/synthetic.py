@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.clean import STANDARD_SPLIT, clean, split_masks
+from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.split import STANDARD_SPLIT, split_masks
 from gnnpipe.registry import nearest
 
 __all__ = ["Planted", "Rmat", "make_synthetic", "parse_synthetic"]
@@ -76,7 +78,7 @@ def parse_synthetic(dataset: str) -> Planted | Rmat:
         raise InputError(
             f"--dataset {dataset!r}: unknown generator {kind!r}; {nearest(kind, kinds)}"
         )
-    types = {f.name: type(f.default) for f in fields(kinds[kind])}
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(kinds[kind])}
     values: dict[str, int | float] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
@@ -85,9 +87,11 @@ def parse_synthetic(dataset: str) -> Planted | Rmat:
             raise InputError(
                 f"--dataset {dataset!r}: {item!r} is not key=value; try n=1000,degree=8"
             )
-        if key not in types:
-            raise InputError(f"--dataset {dataset!r}: unknown key {key!r}; {nearest(key, types)}")
-        values[key] = _number(dataset, key, value, whole=types[key] is int)
+        if key not in defaults:
+            raise InputError(
+                f"--dataset {dataset!r}: unknown key {key!r}; {nearest(key, defaults)}"
+            )
+        values[key] = _number(dataset, key, value.strip(), defaults[key])
     spec = kinds[kind](**values)  # type: ignore[arg-type]
     _check(spec, dataset)
     return spec
@@ -109,14 +113,17 @@ def make_synthetic(
     )  # fmt: skip
 
 
-def _number(dataset: str, key: str, text: str, whole: bool) -> int | float:
+def _number(dataset: str, key: str, text: str, default: float) -> int | float:
+    whole = isinstance(default, int)
     try:
         value = float(text)
         if not math.isfinite(value) or (whole and value != int(value)):
             raise ValueError
     except ValueError:
         kind = "a whole number" if whole else "a number"
-        raise InputError(f"--dataset {dataset!r}: {key}={text} is not {kind}") from None
+        raise InputError(
+            f"--dataset {dataset!r}: {key}={text} is not {kind}; try {key}={default:g}"
+        ) from None
     return int(value) if whole else value
 
 
@@ -130,12 +137,13 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
         "noise": (0, math.inf),
         "seed": (0, 2**63),
     }
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(spec)}
     for f in fields(spec):
         low, high = borders[f.name]
         if not low <= getattr(spec, f.name) <= high:
             raise InputError(
                 f"--dataset {dataset!r}: {f.name}={getattr(spec, f.name)} is not in "
-                f"{low:g}..{high:g}"
+                f"{low}..{high}; try {f.name}={min(max(low, defaults[f.name]), high):g}"
             )
     if isinstance(spec, Planted) and spec.degree * spec.homophily > spec.n / spec.classes / 2:
         raise InputError(
@@ -146,7 +154,7 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
     if isinstance(spec, Rmat) and spec.degree > spec.n / 8:
         raise InputError(
             f"--dataset {dataset!r}: degree={spec.degree:g} is too dense for R-MAT on {spec.n} "
-            f"vertices; try a degree up to {spec.n // 8}"
+            f"vertices; try a degree up to {spec.n // 8} or a larger n"
         )
 
 

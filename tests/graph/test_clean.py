@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.clean import clean, split_masks
+from gnnpipe.graph.clean import clean
+from gnnpipe.graph.split import split_masks
 
 N = 6
 EDGES = np.array([[0, 1, 2, 3, 3, 1], [1, 0, 2, 4, 4, 5]])
@@ -86,6 +89,8 @@ def test_labels_as_column_as_floats_and_missing():
     g = make(y=y, masks=([0, 1], [2], [4]))
     assert g.y.tolist() == [0, 1, 2, -1, 1, -1]
     assert make(num_classes=7).num_classes == 7
+    ones = np.array([[0.0], [1], [1], [0], [1], [0]], np.float16)
+    assert make(y=ones).y.tolist() == [0, 1, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +101,68 @@ def test_labels_as_column_as_floats_and_missing():
         np.stack([TRAIN, VAL], axis=1),
         np.stack([TRAIN, VAL]),
         TRAIN.astype(np.uint8),
+        TRAIN.astype(np.int64),
+        TRAIN.astype(int).tolist(),
+        np.stack([TRAIN, VAL]).astype(np.int32),
     ],
-    ids=["indices", "small ints", "columns", "rows", "bytes"],
+    ids=["indices", "small ints", "columns", "rows", "bytes", "int64", "list", "rows of ints"],
 )
 def test_masks_in_other_forms(mask):
     assert make(masks=(mask, VAL, TEST)).train_mask.tolist() == TRAIN.tolist()
+
+
+def test_as_many_indices_as_vertices_are_indices_still():
+    everyone = np.random.default_rng(0).permutation(N)
+    none = np.zeros(N, int)
+    assert make(masks=(everyone, none, none)).train_mask.all()
+
+
+def test_masks_that_overlap_are_told_once_and_kept():
+    train, val, test = np.zeros((3, N), bool)
+    train[:4], val[3:5], test[2:] = True, True, True
+    with pytest.warns(UserWarning, match="in both") as told:
+        g = make(masks=(train, val, test))
+    assert [str(w.message) for w in told] == [
+        "graph 'toy': 2 vertices are in both train_mask and test_mask (test accuracy would include "
+        "vertices trained on); 1 vertex is in both train_mask and val_mask (validation accuracy "
+        "would include vertices trained on); 2 vertices are in both val_mask and test_mask (the "
+        "best epoch would be chosen on vertices of the test)"
+    ]
+    assert (g.train_mask == train).all()
+    assert (g.test_mask == test).all()
+
+
+@pytest.mark.parametrize("symmetrize", [False, True])
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ([], None),
+        ([(0, 0)], "removed 1 loop of 4 edges ("),
+        ([(2, 3)] * 2, "removed 2 duplicate edges of 5 edges ("),
+        (
+            [(5, 5), (5, 5), (1, 0)],
+            "removed 1 duplicate edge and 2 loops of 6 edges (aggregations count each neighbour "
+            "once; gcn and gat add their own loops)",
+        ),
+    ],
+)
+def test_what_is_removed_is_told_of_own_data_only(more, text, symmetrize):
+    # 0-1 has its reverse already: what symmetrizing makes twice is not the user's doing.
+    edges = np.array([(0, 1), (1, 0), (2, 3), *more]).T
+    quiet = make(edges, symmetrize=symmetrize)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loud = make(edges, symmetrize=symmetrize, report=True)
+    assert quiet.edge_index.tolist() == loud.edge_index.tolist()
+    assert loud.num_edges == (4 if symmetrize else 3)
+    assert [w.category for w in told] == [UserWarning] * (text is not None)
+    for w in told:
+        assert str(w.message).startswith(f"graph 'toy': {text}")
+
+
+def test_what_is_refused_is_not_commented_on():
+    with pytest.raises(InputError, match="x is of type"):
+        make(x=np.full((N, 1), "a"), masks=(TRAIN, TRAIN, TEST), report=True)
 
 
 def test_split_masks_is_the_documented_cut():
@@ -127,6 +189,7 @@ REFUSED = {
     "x missing": ({"x": None}, "no features x; try: the one-hot degrees"),
     "x rows": ({"x": np.ones((5, 2))}, r"x has shape \[5, 2\] for 6 vertices"),
     "x columns": ({"x": np.ones((N, 0))}, r"x has shape \[6, 0\]"),
+    "x complex": ({"x": sp.csr_array(np.ones((N, 1), complex))}, "x is of type complex128"),
     "x text": ({"x": np.full((N, 1), "a")}, "x is of type <U1"),
     "edge high": (
         {"edge_index": [[0, 1], [1, 6]]},
@@ -136,11 +199,16 @@ REFUSED = {
     "edge uint64": ({"edge_index": np.array([[0], [2**64 - 1]], "u8")}, "names vertex 1844"),
     "edge float": ({"edge_index": np.zeros((2, 1))}, "edge_index is of type float64"),
     "edge shape": ({"edge_index": EDGES.T}, r"edge_index has shape \[6, 2\]"),
-    "label high": ({"num_classes": 2}, r"y\[2\] = 2 is out of range; try: classes 0..1"),
+    "label high": (
+        {"num_classes": 2},
+        r"y\[2\] = 2 is out of range; try: classes 0..1 .num_classes is 2",
+    ),
     "label an id": ({"y": [0, 1, 10**9, 0, 0, 0]}, r"y\[2\] = 1000000000 is out of range"),
     "label negative": ({"y": [0, 1, -7, 0, 0, 0]}, r"y\[2\] = -7 is out of range"),
     "label broken": ({"y": [0, 1, 0.5, 0, 0, 0]}, r"y\[2\] = 0.5; try: whole numbers"),
     "label infinite": ({"y": [0, 1, np.inf, 0, 0, 0]}, r"y\[2\] = inf"),
+    "label huge": ({"y": [0, 1, 1e30, 0, 0, 0]}, r"y\[2\] = 1e\+30; try: whole numbers"),
+    "label column": ({"y": [[0], [0.5], [1], [0], [0], [0]]}, r"y\[1\] = 0.5"),
     "label text": ({"y": list("abcdef")}, "y is of type <U1"),
     "labels many": ({"y": np.ones((N, 3))}, r"y has shape \[6, 3\].*several labels"),
     "labels short": ({"num_vertices": 7}, "y has 6 labels for 7 vertices"),
@@ -152,6 +220,14 @@ REFUSED = {
     "train empty": ({"masks": (TRAIN & VAL, VAL, TEST)}, "train_mask: no vertex to train on"),
     "mask short": ({"masks": (TRAIN, VAL[:5], TEST)}, "val_mask has 5 entries for 6 vertices"),
     "mask index": ({"masks": (TRAIN, VAL, [6])}, r"test_mask\[0\] = 6 is out of range"),
+    "mask twice": (
+        {"masks": (TRAIN, [2, 3, 2], TEST)},
+        "val_mask, taken as indices, names vertex 2 2 times; try: each index once .* or bool",
+    ),
+    "mask of codes": ({"masks": ([0, 1, 2, 0, 1, 0], VAL, TEST)}, "names vertex 0 3 times"),
+    "mask ints short": ({"masks": ([0, 1, 0, 1, 0], VAL, TEST)}, "train_mask, taken as indices"),
+    "mask wide": ({"masks": (np.array([[0, 1]] * 5), VAL, TEST)}, r"train_mask has shape \[5, 2\]"),
+    "mask of no split": ({"masks": (np.ones((N, 0), bool), VAL, TEST)}, "train_mask has shape"),
     "mask float": ({"masks": (TRAIN * 1.0, VAL, TEST)}, "train_mask is of type float64"),
     "mask depth": ({"masks": (np.ones((N, 2, 2), bool), VAL, TEST)}, "train_mask has shape"),
     "unlabelled": ({"y": LABELLED_TO_4}, "test_mask: 1 of its vertices have no label, .* is 5"),

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
 
-EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 3, 2]])
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 3]])
 
 
 def data(**changes):
@@ -43,6 +43,39 @@ def test_from_pyg():
     assert g.x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
     assert graph_from_data(data(), name="t", symmetrize=True).num_edges == 6
+
+
+def test_what_is_not_used_is_told():
+    with pytest.warns(UserWarning, match="graph .pyg.: ") as told:
+        g = Graph.from_pyg(
+            data(
+                edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]]),
+                edge_weight=torch.rand(5),
+                edge_attr=torch.rand(5, 2),
+            )
+        )
+    assert g.edge_index.tolist() == EDGES.tolist()
+    assert [str(w.message) for w in told] == [
+        "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges (aggregations count each "
+        "neighbour once; gcn and gat add their own loops)",
+        "graph 'pyg': edge_weight and edge_attr not used: every edge counts the same; weights are "
+        "not supported yet",
+    ]
+    assert {w.filename for w in told} == {__file__}
+    loops = data(edge_index=EDGES[:, [0, 1, 2, 2]], edge_weight=torch.rand(4))
+    assert graph_from_data(loops, name="by name", report=False).num_edges == 3  # without a word
+    dense = torch.zeros(4, 4)
+    dense[EDGES[1], EDGES[0]] = 0.5
+    with pytest.warns(UserWarning, match="the values of adj_t not used"):
+        Graph.from_pyg(data(edge_index=None, adj_t=dense.to_sparse_csr()))
+
+
+def test_masks_as_whole_numbers():
+    g = Graph.from_pyg(data(train_mask=data().train_mask.long(), val_mask=torch.tensor([1])))
+    assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
+    assert np.flatnonzero(g.val_mask).tolist() == [1]
+    with pytest.raises(InputError, match="train_mask, taken as indices, names vertex 3 2 times"):
+        Graph.from_pyg(data(train_mask=torch.tensor([3, 3])))
 
 
 class SparseTensor:

@@ -98,10 +98,16 @@ def test_npz_takes_the_first_of_several_splits(tmp_path):
 @pytest.mark.parametrize(
     ("without", "changes", "message"),
     [
-        (["y"], {}, "no key 'y'"),
-        (["edge_index"], {"edges": 1}, "no key 'edge_index'; did you mean 'edges'"),
+        (["y"], {}, "no key 'y'; known: .*, x. Training needs edge_index, .* the masks.$"),
+        (["edge_index"], {"edges": 1}, r"no key 'edge_index'; did you mean 'edges'\? Training"),
         (["x"], {}, "no features, neither key 'x' nor 'x_data'; .* the identity as CSR"),
         (["x"], {"x_data": [1.0]}, "no key 'x_indices'; sparse features need all of"),
+        (["x"], CSR | {"x_data": ["a", "b"]}, "x_data is of type <U1; try real numbers"),
+        (["x"], CSR | {"x_data": [1j, 2]}, "x_data is of type complex128"),
+        (["x"], CSR | {"x_indices": [0.5, 2]}, "x_indices is of type float64; try whole numbers"),
+        (["x"], CSR | {"x_shape": "a"}, "are no CSR matrix"),
+        ([], {"x": np.full((4, 1), "a")}, "x is of type <U1"),
+        ([], {"x": np.zeros((4, 1), "m8[s]")}, "x is of type timedelta64"),
         (["x"], CSR | {"x_indices": [0, 3]}, "are no CSR matrix"),
         (["x"], CSR | {"x_indptr": [0, 2, 1, 2, 2]}, "are no CSR matrix"),
         (["x"], CSR | {"x_shape": [5, 3]}, "are no CSR matrix"),
@@ -113,6 +119,31 @@ def test_npz_takes_the_first_of_several_splits(tmp_path):
 )
 def test_npz_refused(tmp_path, without, changes, message):
     refused(message, save(tmp_path / "toy.npz", *without, **changes))
+
+
+@pytest.mark.parametrize(
+    "count", ["abc", [4, 4], [], np.nan, np.inf, 10**12, 10**6 + 1, 4.7, -3, 0, True, 2j]
+)
+def test_npz_num_classes_is_one_whole_number(tmp_path, count):
+    path = save(tmp_path / "toy.npz", num_classes=count)
+    refused(r"num_classes = .* is not one whole number in 1..1000000; try the largest", path)
+
+
+def test_npz_num_classes_has_room_for_the_labels(tmp_path):
+    refused(
+        r"y\[1\] = 1 is out of range; try: classes 0..0 \(num_classes is 1\)",
+        save(tmp_path / "toy.npz", num_classes=1),
+    )
+    for count in (3.0, [3], np.uint8(3)):
+        g = load_graph(str(save(tmp_path / "toy.npz", num_classes=count)))
+        assert (g.num_classes, type(g.num_classes)) == (3, int)
+
+
+def test_npz_tells_what_it_removes(tmp_path):
+    path = save(tmp_path / "toy.npz", edge_index=[[0, 1, 1, 2], [1, 2, 2, 2]])
+    with pytest.warns(UserWarning, match="'toy': removed 1 duplicate edge and 1 loop of 4") as told:
+        assert load_graph(str(path)).num_edges == 2
+    assert [w.filename for w in told] == [__file__]
 
 
 def test_npz_that_is_none(tmp_path):
@@ -132,6 +163,7 @@ shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared graphs are n
 
 
 @shared
+@pytest.mark.filterwarnings("ignore:graph '.*removed:UserWarning")
 @pytest.mark.parametrize("path", sorted(SHARED.glob("*.npz")), ids=lambda p: p.stem)
 def test_shared_graphs(path):
     meta = json.loads(path.with_name(f"{path.stem}.meta.json").read_text())
@@ -151,5 +183,6 @@ def test_shared_graphs(path):
 
 @shared
 def test_squirrel_symmetrized_is_as_in_the_literature():
-    g = load_graph(str(SHARED / "squirrel.npz"), symmetrize=True)
+    with pytest.warns(UserWarning, match="'squirrel': removed 140 loops of 217073 edges"):
+        g = load_graph(str(SHARED / "squirrel.npz"), symmetrize=True)
     assert g.num_edges == 2 * 198_353

@@ -72,19 +72,24 @@ def test_synthetic_numbers_may_be_written_as_powers():
         ("rmat:homophily=1", "unknown key 'homophily'; known: classes"),
         ("planted:nodes=5", "unknown key 'nodes'"),
         ("planted:n", "'n' is not key=value; try n=1000"),
-        ("planted:n=many", "n=many is not a whole number"),
+        ("planted:n=many", "n=many is not a whole number; try n=20000"),
         ("planted:n=10.5", "n=10.5 is not a whole number"),
-        ("planted:degree=nan", "degree=nan is not a number"),
-        ("planted:n=1", "n=1 is not in 2.."),
+        ("planted:degree=nan", "degree=nan is not a number; try degree=10"),
+        ("planted:n=1", "n=1 is not in 2..2147483647; try n=20000"),
         ("planted:n=-5", "n=-5 is not in"),
-        ("planted:classes=1", "classes=1 is not in 2.."),
+        ("planted:classes=1", "classes=1 is not in 2..20000; try classes=8"),
+        ("planted:n=4,degree=1,classes=5", "classes=5 is not in 2..4; try classes=4"),
         ("planted:features=0", "features=0 is not in 1.."),
-        ("planted:homophily=1.5", "homophily=1.5 is not in 0..1"),
-        ("planted:noise=-1", "noise=-1.0 is not in"),
-        ("rmat:seed=-1", "seed=-1 is not in"),
+        ("planted:homophily=1.5", "homophily=1.5 is not in 0..1; try homophily=0.8"),
+        ("planted:noise=-1", "noise=-1.0 is not in 0..inf; try noise=1"),
+        ("rmat:seed=-1", "seed=-1 is not in 0..9223372036854775808; try seed=0"),
         ("planted:n=100,degree=60", "does not fit into classes of 12 vertices; .* up to 7.8"),
-        ("rmat:n=100,degree=60", "too dense for R-MAT on 100 vertices; try a degree up to 12"),
+        (
+            "rmat:n=100,degree=60",
+            "too dense for R-MAT on 100 vertices; try a degree up to 12 or a larger n",
+        ),
     ],
 )
 def test_synthetic_refused(rest, message):
-    refused(message, f"synthetic:{rest}")
+    text = refused(message, f"synthetic:{rest}")
+    assert any(hint in text for hint in ("; try ", "; did you mean ", "; known: "))

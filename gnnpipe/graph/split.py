@@ -1,0 +1,107 @@
+"""Which vertices train, validate and test: masks in all the forms that they come in.
+
+Indices and masks are both whole numbers to numpy, and to take one for the other trains without a
+word on the wrong vertices. What may be either is decided here, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import BoolArray, IntArray
+
+__all__ = ["fail", "given_mask", "index_mask", "overlap", "split_masks"]
+
+Masks = tuple[BoolArray, BoolArray, BoolArray]
+
+STANDARD_SPLIT = (0.6, 0.2, 0.2)
+"""What 'given' means for datasets that come without a split of their own."""
+
+SPLIT_NAMES = ("train_mask", "val_mask", "test_mask")
+
+
+def split_masks(
+    y: npt.NDArray[np.int64], fractions: tuple[float, float, float], seed: int
+) -> Masks:
+    """Train, val and test masks [N]: a seeded permutation of the labelled vertices, cut in three.
+
+    >>> [int(m.sum()) for m in split_masks(np.zeros(10, np.int64), (0.6, 0.2, 0.2), seed=0)]
+    [6, 2, 2]
+    """
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(y >= 0))
+    cuts = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
+    train, val, test = np.split(order, cuts)
+    return index_mask(train, len(y)), index_mask(val, len(y)), index_mask(test, len(y))
+
+
+def index_mask(index: IntArray, n: int) -> BoolArray:
+    """A mask [N] that is true at ``index``, whose entries lie in 0..N-1."""
+    mask = np.zeros(n, dtype=np.bool_)
+    mask[index] = True
+    return mask
+
+
+def given_mask(value: Any, field: str, name: str, n: int) -> BoolArray:
+    """The mask [N] in ``value``: bool, 0 and 1, several splits [N, T] or [T, N], or indices.
+
+    N whole numbers that are all 0 or 1 are a mask; other whole numbers are indices, each once.
+
+    Raises:
+        InputError: naming the dataset and ``field``.
+    """
+    if value is None:
+        fail(name, f"no {field}", "--split 60/20/20, or give all three masks")
+    mask = np.asarray(value)
+    if mask.ndim not in (1, 2) or (mask.ndim == 2 and (n not in mask.shape or not mask.size)):
+        fail(name, f"{field} has shape {list(mask.shape)}", f"[{n}], or [{n}, T] for T splits")
+    if mask.ndim == 2:
+        mask = mask[:, 0] if mask.shape[0] == n else mask[0]
+    if mask.dtype.kind in "iu" and len(mask) == n and ((mask == 0) | (mask == 1)).all():
+        mask = mask.astype(np.bool_)
+    if mask.dtype == np.bool_:
+        if len(mask) != n:
+            fail(name, f"{field} has {len(mask)} entries for {n} vertices", "one for each vertex")
+        return mask
+    if mask.dtype.kind not in "iu":
+        fail(name, f"{field} is of type {mask.dtype}", "bool, or whole numbers as indices")
+    bad = np.flatnonzero((mask < 0) | (mask >= n))
+    if len(bad):
+        fail(
+            name,
+            f"{field}[{bad[0]}] = {mask[bad[0]]} is out of range",
+            f"indices 0..{n - 1}, or bool with {n} entries",
+        )
+    vertices, count = np.unique(mask, return_counts=True)
+    if len(vertices) < len(mask):
+        at = int(count.argmax())
+        fail(
+            name,
+            f"{field}, taken as indices, names vertex {vertices[at]} {count[at]} times",
+            f"each index once (numpy.unique), or bool with {n} entries",
+        )
+    return index_mask(mask, n)
+
+
+def overlap(masks: Masks) -> str:
+    """How many vertices are in two of the masks and what follows, in words; '' if none are."""
+    pairs = (
+        (0, 2, "test accuracy would include vertices trained on"),
+        (0, 1, "validation accuracy would include vertices trained on"),
+        (1, 2, "the best epoch would be chosen on vertices of the test"),
+    )
+    found = []
+    for a, b, meaning in pairs:
+        count = int((masks[a] & masks[b]).sum())
+        if count:
+            vertices = "1 vertex is" if count == 1 else f"{count} vertices are"
+            found.append(f"{vertices} in both {SPLIT_NAMES[a]} and {SPLIT_NAMES[b]} ({meaning})")
+    return "; ".join(found)
+
+
+def fail(name: str, wrong: str, hint: str) -> NoReturn:
+    """Refuse the dataset ``name`` in one line: what is wrong and what to try."""
+    raise InputError(f"dataset {name!r}: {wrong}; try: {hint}")
