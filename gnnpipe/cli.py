@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.registry import nearest
 
 __all__ = ["main"]
 
@@ -40,8 +41,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see `{self.prog} --help`")
 
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Words that are no flag, with the nearest that is one."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        hint = nearest(unknown[0], flags)
+        if hint.startswith("known"):
+            hint = f"see `{self.prog} --help`"
+        raise InputError(f"{unknown[0]}: unknown flag; {hint}")
 
-def _parser() -> argparse.ArgumentParser:
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
         prog="gnnpipe",
         description="Train deep graph neural networks on the whole graph, on one device or many.",
@@ -67,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, info, verify):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
-    return parser
+    return parser, {"train": train, "info": info, "verify": verify}
 
 
 def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -176,7 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     rank = os.environ.get("RANK", "0")
     try:
-        options = _parser().parse_args(arguments)
+        parser, commands = _parser()
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            commands.get(options.command, parser).refuse(unknown)
         if options.command is None:
             raise InputError("gnnpipe: give a command: train, info or verify; see `gnnpipe --help`")
         run = {"train": _train, "info": _info, "verify": _verify}[options.command]
@@ -186,8 +198,16 @@ def _main(arguments: Sequence[str] | None) -> int:
         if rank == "0":
             print(f"gnnpipe: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); nothing more can be said to them.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
-        print("gnnpipe: interrupted", file=sys.stderr, flush=True)
+        if rank == "0":
+            print(
+                "gnnpipe: interrupted; the run folder holds the metrics so far, no weights",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
         return 130
     except Exception as error:
         # Another rank's fault reaches this one as a broken connection. The rank at fault speaks

@@ -87,6 +87,7 @@ def test_counted_equals_closed_form_on_real_graphs(name, ranks, shapes):
     assert_closed_forms(found[0], 8, 16)
 
 
+@pytest.mark.filterwarnings("ignore:graph 'squirrel'")  # it has loops, and says so
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the graphs of ../shared/data")
 @pytest.mark.parametrize(
     ("name", "low", "high"), [("squirrel", 2.0, 2.45), ("coauthor_physics", 0.8, 1.1)]

@@ -74,7 +74,8 @@ BAD_WORDS = [
     (["--out", "/dev/null/run"], ["--out", "/dev/null"]),
     (["--out", "/proc/run"], ["--out", "/proc"]),
     (["--config", "nowhere.toml"], ["--config", "nowhere.toml"]),
-    (["--layer", "3"], ["--layer"]),
+    (["--layer", "3"], ["--layer: unknown flag", "'--layers'"]),
+    (["--zzz", "3"], ["--zzz: unknown flag", "gnnpipe train --help"]),
     (["--lr"], ["--lr", "expected one argument"]),
 ]
 

@@ -124,7 +124,7 @@ def test_links_lead_somewhere(page):
 
 
 def flags_of(command):
-    actions = _parser()._actions
+    actions = _parser()[0]._actions
     choices = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
     return {s for a in choices[command]._actions for s in a.option_strings}
 

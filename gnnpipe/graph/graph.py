@@ -8,6 +8,7 @@ that a graph can be hashed, sliced per rank and memory-mapped before any tensor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -65,6 +66,24 @@ class Graph:
     def degrees(self) -> npt.NDArray[np.int64]:
         """[N], how many vertices each vertex reads."""
         return np.diff(self.indptr)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether every edge has its reverse."""
+        shape = (self.num_vertices, self.num_vertices)
+        ones = np.ones(self.num_edges, dtype=np.int8)
+        turned = sp.csr_array((ones, self.indices, self.indptr), shape=shape).T.tocsr()
+        turned.sort_indices()
+        return bool(
+            np.array_equal(turned.indptr, self.indptr)
+            and np.array_equal(turned.indices, self.indices)
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Graph({self.name!r}, {self.num_vertices:,} vertices, {self.num_edges:,} edges, "
+            f"{self.num_features:,} features, {self.num_classes} classes)"
+        )
 
     @property
     def edge_index(self) -> npt.NDArray[np.int64]:

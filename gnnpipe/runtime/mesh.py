@@ -50,7 +50,7 @@ class Mesh:
         if world != stages * shards:
             raise InputError(
                 f"--stages {stages} --shards {shards}: need {stages * shards} ranks, not {world}; "
-                f"type: {torchrun_line(stages * shards)}"
+                f"make stages x shards {world}, or type: {torchrun_line(stages * shards)}"
             )
         if world == 1:
             return cls(stages, shards, 0, _device(device, 0), None, None)
@@ -143,7 +143,7 @@ def torchrun_line(world_size: int) -> str:
     script, arguments = Path(sys.argv[0]), " ".join(sys.argv[1:])
     ours = script.name == "gnnpipe" or script.parent.name == "gnnpipe"
     if world_size == 1:
-        return f"gnnpipe {arguments}" if ours else f"python {script} {arguments}"
+        return f"gnnpipe {arguments}" if ours else f"python {script} {arguments}".rstrip()
     program = "-m gnnpipe" if ours else str(script)
     return f"torchrun --nproc-per-node {world_size} {program} {arguments}".rstrip()
 

@@ -42,7 +42,8 @@ def head_lines(prepared: Prepared) -> list[str]:
     graph, config, plan = prepared.graph, prepared.config, prepared.plan
     split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
     lines = [
-        f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} edges, "
+        f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
+        f"{'edges' if graph.is_symmetric else 'directed edges'}, "
         f"{graph.num_features:,} features, {graph.num_classes} classes, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
         f"model {prepared.model_graph.name}: {prepared.model_graph.num_layers} layers x "
@@ -82,7 +83,7 @@ def result_lines(result: RunResult) -> list[str]:
             f"{', equal' if counted == formula else ', NOT EQUAL'})"
         )
     if result.path is not None:
-        lines.append(f"run folder: {result.path}")
+        lines.append(f"weights and result: {result.path}")
     return lines
 
 
@@ -118,13 +119,9 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 
 def _symmetric(prepared: Prepared) -> bool:
-    graph = prepared.graph
-    if any(layer.aggregation == "mean" for layer in prepared.model.stack()):
-        return False
-    n = graph.num_vertices
-    ones = np.ones(graph.num_edges, dtype=np.int8)
-    a = sp.csr_array((ones, graph.indices, graph.indptr), shape=(n, n))
-    return bool((a != a.T).nnz == 0)
+    """Whether A equals its transpose for every layer, so that one copy serves both."""
+    kinds = {layer.aggregation for layer in prepared.model.stack()}
+    return "mean" not in kinds and prepared.graph.is_symmetric
 
 
 def info_lines(prepared: Prepared) -> list[str]:

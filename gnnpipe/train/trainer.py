@@ -139,6 +139,7 @@ class Trainer:
                 # A name that no reader knows: repeating the run must not train another graph.
                 written = replace(config, dataset=f"passed-in:{prepared.graph.name}")
             folder.open(written, prepared.plan, prepared.program.text())
+            progress.say(f"run folder: {folder.path}")
         with progress:
             rows = self._loop(mesh, prepared, assembly, folder, progress)
         result = self._finish(mesh, prepared, rows, folder)
