@@ -106,13 +106,19 @@ class Trainer:
         """Which layers, shards and chunks go where."""
         return self._setup()[1].plan
 
-    def _setup(self) -> tuple[Mesh, Prepared]:
-        """Meet the other ranks, read, cut and plan; done once."""
-        if self._mesh is None or self._prepared is None:
+    def _join(self) -> Mesh:
+        """Meet the other ranks; done once."""
+        if self._mesh is None:
             config = self.config
             self._mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-            self._prepared = prepare(config, self._mesh, self._graph, self._model, self._plan)
-        return self._mesh, self._prepared
+        return self._mesh
+
+    def _setup(self) -> tuple[Mesh, Prepared]:
+        """Read, cut and plan; done once."""
+        mesh = self._join()
+        if self._prepared is None:
+            self._prepared = prepare(self.config, mesh, self._graph, self._model, self._plan)
+        return mesh, self._prepared
 
     def fit(self) -> RunResult:
         """Train for ``epochs`` epochs and write the run's folder (``out="off"`` writes none).
@@ -124,10 +130,8 @@ class Trainer:
         if self._fitted:
             raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
         self._fitted = True
-        if self._mesh is None:
-            self._mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-        mesh = self._mesh
-        folder = _claim(config, mesh)
+        # The folder first: a run that cannot be written must not read and cut for an hour.
+        folder = _claim(config, self._join())
         mesh, prepared = self._setup()
         progress = Progress(config.epochs, speaks=mesh.rank == 0 and not config.quiet)
         for line in head_lines(prepared):
