@@ -8,7 +8,7 @@ whoever needs the adjoint multiplies by the transposed CSR.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,6 +29,11 @@ class RowCSR:
     values: Tensor
     """[E], floating."""
     num_columns: int
+    _ranges: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """Indices, offsets and values of the row ranges asked for so far: with many small chunks,
+    cutting them anew would cost as much as the product."""
 
     @property
     def num_rows(self) -> int:
@@ -54,17 +59,26 @@ class RowCSR:
 
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
-        stop = self.num_rows if stop is None else stop
-        pointer = self.indptr[start : stop + 1]
-        first, last = int(pointer[0]), int(pointer[-1])
+        indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)
         with torch.no_grad():
             return torch.embedding_bag(
                 dense.detach(),
-                self.indices[first:last],
-                pointer - first,
+                indices,
+                offsets,
                 False,  # scale_grad_by_freq
                 0,  # mode: sum
                 False,  # sparse gradients
-                self.values[first:last],
+                values,
                 True,  # include_last_offset
             )[0]
+
+    def _range(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the entries of rows start:stop, and where each row starts among them."""
+        if (start, stop) not in self._ranges:
+            pointer = self.indptr[start : stop + 1]
+            first, last = int(pointer[0]), int(pointer[-1])
+            self._ranges[start, stop] = (
+                self.indices[first:last], pointer - first if first else pointer,
+                self.values[first:last],
+            )  # fmt: skip
+        return self._ranges[start, stop]

@@ -9,6 +9,8 @@ million entries takes about a millisecond on one core.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,12 @@ def row_keys(vertices: Tensor) -> Tensor:
     return _mix(_mix(signed * _GOLDEN + 1))
 
 
+@functools.lru_cache(maxsize=64)
+def _column_keys(count: int, device: torch.device) -> Tensor:
+    """Key [count] int32 of each group of features; a function of its arguments, so remembered."""
+    return _mix(torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN + 99)
+
+
 def _scalar_key(*parts: int) -> int:
     """One signed 32-bit number from several, in plain integers."""
     state = 0x9E3779B9
@@ -62,8 +70,7 @@ def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[
     # Neither nothing nor everything: the rest is scaled by one over the share that is kept.
     threshold = min(max(round(probability * levels), 1), levels - 1)
     per_hash = 4 if whole else 2
-    columns = torch.arange(-(-width // per_hash), dtype=torch.int32, device=keys.device)
-    columns = _mix(columns * _GOLDEN + 99)
+    columns = _column_keys(-(-width // per_hash), keys.device)
     rows = _mix(keys ^ key)
     drawn = _mix(rows[:, None] ^ columns[None, :]).view(unit)[:, :width]
     return drawn >= (threshold if whole else threshold - 32768), 1.0 - threshold / levels
