@@ -1,7 +1,9 @@
 """GCN (Kipf and Welling, arXiv 1609.02907): ``relu(norm(A x W + b))``, A the normalised adjacency.
 
-Every aggregation runs at the hidden width: the first layer transforms before it aggregates and the
-last one after, which is the same product in the cheaper order and keeps what is sent at H a row.
+Every aggregation runs at the hidden width H: only the first layer transforms before it aggregates,
+the others after, which is the same product in another order. Rows are pushed before the layer's own
+weights touch them, so a stale row is never stale in those weights, and their gradient counts every
+neighbour.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ class GCNLayer(Layer):
             self.norm = nn.LayerNorm(out)
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the transformed rows; the last layer pushes them as they are."""
+        """Push the encoded features, later layers their rows after dropout."""
         if self.is_first:
             return self.encode(rows.features), {}
-        x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
-        return (x if self.is_last else self.lin(x)), {}
+        return rows.dropout(values["x"], self.spec.dropout, site=self.index), {}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Bias, norm and activation; the last layer transforms."""
-        if self.is_last:
-            return {"x": self.lin(received) + self.bias}
-        return {"x": torch.relu(self.norm(received + self.bias))}
+        """Transform (the first layer has), bias, norm and activation; the last gives logits."""
+        if not self.is_first or self.is_last:
+            received = self.lin(received)
+        x = received + self.bias
+        return {"x": x if self.is_last else torch.relu(self.norm(x))}
 
 
 MODELS.add("gcn", GCNLayer)

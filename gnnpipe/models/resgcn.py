@@ -1,7 +1,7 @@
 """ResGCN+ (DeeperGCN, Li et al., arXiv 2006.07739): pre-activation residual GCN layers.
 
 ``x' = x + A dropout(relu(norm(x))) W + b``: the residual path is never normalised, which is what
-lets it go deep.
+lets it go deep. W is applied after A, so that no stale row is stale in it (see ``gcn``).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ResGCNLayer(Layer):
         return {"x": self.spec.hidden}
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the pre-activated, transformed rows; keep the residual."""
+        """Push the pre-activated rows; keep the residual."""
         x = self.encode(rows.features) if self.is_first else values["x"]
         active = rows.dropout(torch.relu(self.norm(x)), self.spec.dropout, site=self.index)
-        return self.lin(active), {"x": x}
+        return active, {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Add to the residual."""
-        x = values["x"] + received + self.bias
+        """Transform and add to the residual."""
+        x = values["x"] + self.lin(received) + self.bias
         if not self.is_last:
             return {"x": x}
         x = torch.relu(self.norm_out(x))
