@@ -11,59 +11,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import numbers
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
+from gnnpipe.settings import check_border, flag, setting, typed
+from gnnpipe.techniques import PRESETS, Techniques
 
 __all__ = ["Techniques", "TrainConfig", "parse_split"]
-
-Number = int | float
-
-
-def _setting(
-    default: Any,
-    text: str,
-    *,
-    group: str,
-    low: Number | None = None,
-    above: Number | None = None,
-    below: Number | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """A field with its help text and its border: low <= v, above < v, v < below."""
-    meta = {
-        "help": text, "group": group, "low": low, "above": above, "below": below,
-        "choices": choices,
-    }  # fmt: skip
-    return field(default=default, metadata=meta)
-
-
-@dataclass(frozen=True)
-class Techniques:
-    """What is done about stale rows: GNNPipe's three techniques (arXiv 2308.10087, section 4)."""
-
-    shuffle_chunks: bool
-    snapshot_every: int
-    scale_live_gradients: float
-    exact: bool
-    """Walk layer by layer, so that nothing is stale."""
-
-
-# GNNPipe's own code refreshes the snapshot every 23 epochs: arXiv 2308.10087, released code.
-_PRESETS = {
-    "none": Techniques(False, 1, 1.0, False),
-    "paper": Techniques(True, 23, 2.0, False),
-    "exact": Techniques(False, 1, 1.0, True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,93 +34,105 @@ class TrainConfig:
     Raises ``InputError`` naming the field, the value and what to try.
     """
 
-    dataset: str = _setting(
+    dataset: str = setting(
         "debian", "graph to train on: a name (see `gnnpipe info --list`) or a path to an .npz file",
         group="data",
     )  # fmt: skip
-    data_dir: str = _setting("", "folder that holds downloaded datasets", group="data")
-    split: str = _setting(
+    data_dir: str = setting("", "folder that holds downloaded datasets", group="data")
+    split: str = setting(
         "given",
         "train/val/test split: 'given' (the dataset's own) or percentages like 60/20/20, seeded",
         group="data",
     )
-    symmetrize: bool = _setting(
+    symmetrize: bool = setting(
         False, "add the reverse of every edge of a directed graph", group="data"
     )
 
-    model: str = _setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
-    layers: int = _setting(2, "number of GNN layers L", group="model", low=1)
-    hidden: int = _setting(64, "hidden width H", group="model", low=1)
-    heads: int = _setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
-    dropout: float = _setting(0.5, "dropout probability", group="model", low=0, below=1)
-    alpha: float = _setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
-    theta: float = _setting(
+    model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
+    layers: int = setting(2, "number of GNN layers L", group="model", low=1)
+    hidden: int = setting(64, "hidden width H", group="model", low=1)
+    heads: int = setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
+    dropout: float = setting(0.5, "dropout probability", group="model", low=0, below=1)
+    alpha: float = setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
+    theta: float = setting(
         0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
         group="model", above=0,
     )  # fmt: skip
 
-    epochs: int = _setting(200, "epochs to train", group="training", low=1)
-    lr: float = _setting(0.01, "learning rate (Adam)", group="training", above=0)
-    weight_decay: float = _setting(5e-4, "L2 penalty (Adam)", group="training", low=0)
-    seed: int = _setting(0, "seed of weights, dropout, chunk order and splits",
+    epochs: int = setting(200, "epochs to train", group="training", low=1)
+    lr: float = setting(0.01, "learning rate (Adam)", group="training", above=0)
+    weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
+    seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
                          group="training", low=0, below=2**32)  # fmt: skip
-    dtype: str = _setting("float32", "number type of weights and rows", group="training",
+    dtype: str = setting("float32", "number type of weights and rows", group="training",
                           choices=("float32", "float64"))  # fmt: skip
-    eval_every: int = _setting(
+    eval_every: int = setting(
         10, "evaluate every n-th epoch and the last (0: only the last)", group="training", low=0
     )
 
-    stages: int = _setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
-    shards: int = _setting(1, "shards G: ranks that share one stage", group="shape", low=1)
-    chunks: int = _setting(1, "chunks K the vertices are cut into, walked one by one",
+    stages: int = setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
+    shards: int = setting(1, "shards G: ranks that share one stage", group="shape", low=1)
+    chunks: int = setting(1, "chunks K the vertices are cut into, walked one by one",
                            group="shape", low=1)  # fmt: skip
-    partitioner: str = _setting("metis", "how vertices are cut: metis, range or random",
+    partitioner: str = setting("metis", "how vertices are cut: metis, range or random",
                                 group="shape")  # fmt: skip
-    cache_dir: str = _setting(
+    cache_dir: str = setting(
         "", "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
         group="shape",
     )  # fmt: skip
 
-    staleness: str = _setting(
-        "paper",
-        "none: no technique; paper: all three of GNNPipe; exact: layer by layer, no stale read. "
-        "Without effect when K = 1",
+    staleness: str = setting(
+        "auto",
+        "auto: stale rows are forecast; none: no technique; paper: all three of GNNPipe; exact: "
+        "layer by layer, no stale read. Without effect when K = 1",
         group="staleness",
-        choices=("none", "paper", "exact"),
+        choices=("auto", "none", "paper", "exact"),
     )
-    shuffle_chunks: bool | None = _setting(
+    shuffle_chunks: bool | None = setting(
         None, "walk the chunks in a new order every epoch (default: by --staleness)",
         group="staleness",
     )  # fmt: skip
-    snapshot_every: int | None = _setting(
+    snapshot_every: int | None = setting(
         None,
         "stale reads come from a snapshot refreshed every n epochs; 1: from the last epoch "
         "(default: by --staleness)",
         group="staleness",
         low=1,
     )
-    scale_live_gradients: float | None = _setting(
+    scale_live_gradients: float | None = setting(
         None, "factor on gradients that arrive from other chunks (default: by --staleness)",
         group="staleness", above=0,
     )  # fmt: skip
+    forecast_share: float | None = setting(
+        None,
+        "share of the vertices that pass ahead each epoch to forecast the stale rows of all "
+        "others; 0: no forecast (default: by --staleness)",
+        group="staleness", low=0, below=1,
+    )  # fmt: skip
+    exact_epochs: int | None = setting(
+        None,
+        "epochs at the start that are walked layer by layer, without stale reads "
+        "(default: by --staleness)",
+        group="staleness", low=0,
+    )  # fmt: skip
 
-    out: str = _setting(
+    out: str = setting(
         "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
         group="output",
     )  # fmt: skip
-    quiet: bool = _setting(False, "print nothing while training", group="output")
-    device: str = _setting("auto", "auto, cpu or cuda", group="ranks",
+    quiet: bool = setting(False, "print nothing while training", group="output")
+    device: str = setting("auto", "auto, cpu or cuda", group="ranks",
                            choices=("auto", "cpu", "cuda"))  # fmt: skip
-    timeout_s: float = _setting(
+    timeout_s: float = setting(
         120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
     )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(TrainConfig)
         for f in fields(self):
-            value = _typed(f.name, getattr(self, f.name), hints[f.name])
+            value = typed(f.name, getattr(self, f.name), hints[f.name])
             object.__setattr__(self, f.name, value)
-            _check_border(f.name, value, f.metadata)
+            check_border(f.name, value, f.metadata)
         if self.hidden % self.heads and self.model == "gat":
             raise InputError(
                 f"--heads {self.heads}: does not divide --hidden {self.hidden}; "
@@ -172,12 +145,19 @@ class TrainConfig:
             )
         parse_split(self.split)
         if self.staleness == "exact" and self.chunks > 1:
-            for name in ("snapshot_every", "scale_live_gradients"):
-                if getattr(self, name) not in (None, 1):
+            for name, idle in (
+                ("snapshot_every", 1), ("scale_live_gradients", 1), ("forecast_share", 0),
+            ):  # fmt: skip
+                if getattr(self, name) not in (None, idle):
                     raise InputError(
-                        f"{_flag(name)} {getattr(self, name)}: has no meaning with --staleness "
+                        f"{flag(name)} {getattr(self, name)}: has no meaning with --staleness "
                         "exact, where nothing is stale; drop one of the two"
                     )
+        if self.techniques.forecast_share and self.techniques.snapshot_every > 1:
+            raise InputError(
+                f"--snapshot-every {self.techniques.snapshot_every}: a forecast carries rows over "
+                "from the last epoch, not from a snapshot; try --staleness paper"
+            )
 
     @property
     def world_size(self) -> int:
@@ -188,13 +168,19 @@ class TrainConfig:
     def techniques(self) -> Techniques:
         """The preset of ``staleness`` with what was set one by one; a single chunk needs none."""
         if self.chunks == 1:
-            return _PRESETS["none"]
+            return PRESETS["none"]
         given = {
             name: getattr(self, name)
-            for name in ("shuffle_chunks", "snapshot_every", "scale_live_gradients")
+            for name in (
+                "shuffle_chunks",
+                "snapshot_every",
+                "scale_live_gradients",
+                "forecast_share",
+                "exact_epochs",
+            )
             if getattr(self, name) is not None
         }
-        return dataclasses.replace(_PRESETS[self.staleness], **given)
+        return dataclasses.replace(PRESETS[self.staleness], **given)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:
@@ -254,43 +240,3 @@ def parse_split(split: str) -> tuple[float, float, float] | None:
         if parts[0] > 0 and math.isclose(sum(parts), 100):
             return parts[0] / 100, parts[1] / 100, parts[2] / 100
     raise InputError(f"--split {split!r}: try 'given' or three percentages like 60/20/20")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as the field's type, taking whole numbers for floats; else an ``InputError``."""
-    optional = isinstance(hint, types.UnionType)
-    if value is None and optional:
-        return None
-    want = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
-    if not isinstance(value, bool):  # numpy's numbers are as good as Python's
-        if want is int and isinstance(value, numbers.Integral):
-            return int(value)
-        if want is float and isinstance(value, numbers.Real):
-            return float(value)
-    if want is str and isinstance(value, Path):
-        return str(value)
-    if not isinstance(value, want) or (isinstance(value, bool) and want is not bool):
-        raise InputError(f"{_flag(name)} {value!r}: must be of type {want.__name__}")
-    return value
-
-
-def _check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
-    if value is None:
-        return
-    flag = _flag(name)
-    if meta["choices"] and value not in meta["choices"]:
-        raise InputError(f"{flag} {value!r}: must be one of {', '.join(meta['choices'])}")
-    if isinstance(value, bool | str):
-        return
-    if not math.isfinite(value):
-        raise InputError(f"{flag} {value}: must be a finite number")
-    if meta["low"] is not None and value < meta["low"]:
-        raise InputError(f"{flag} {value}: must be at least {meta['low']}")
-    if meta["above"] is not None and value <= meta["above"]:
-        raise InputError(f"{flag} {value}: must be more than {meta['above']}")
-    if meta["below"] is not None and value >= meta["below"]:
-        raise InputError(f"{flag} {value}: must be less than {meta['below']}")

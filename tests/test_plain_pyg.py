@@ -116,6 +116,7 @@ def test_equals_plain_pyg_step_by_step(name, sparse):
     graph = small_graph(sparse=sparse, directed=True)
     config = TrainConfig(
         model=name, layers=LAYERS, hidden=HIDDEN, heads=2, dropout=0.0, epochs=12, eval_every=1,
+        weight_decay=5e-4,
         out="off",
     )  # fmt: skip
     trainer = Trainer(config, graph=graph)

@@ -68,7 +68,9 @@ def test_run_folder_is_whole_and_repeats(tmp_path):
     written = json.loads((out / "result.json").read_text())
     assert set(written) >= RESULT_KEYS
     assert written["exact"] is False
-    assert set(written["comm_bytes_per_epoch"]) == {"pipeline", "graph", "gradient", "total"}
+    assert set(written["comm_bytes_per_epoch"]) == {
+        "pipeline", "graph", "gradient", "control", "total",
+    }  # fmt: skip
     assert written["peak_memory_bytes"][0] > 2**20
 
     values = TrainConfig.read_toml(out / "config.toml") | {"out": "off"}
@@ -113,7 +115,10 @@ def test_every_rank_ends_with_all_weights():
 
 
 def test_techniques_follow_the_preset_unless_set_one_by_one():
-    paper = TrainConfig(chunks=4).techniques
+    auto = TrainConfig(chunks=4).techniques
+    assert (auto.forecast_share, auto.exact_epochs, auto.snapshot_every) == (0.05, 1, 1)
+    paper = TrainConfig(chunks=4, staleness="paper").techniques
+    assert paper.forecast_share == 0
     assert (paper.shuffle_chunks, paper.snapshot_every, paper.scale_live_gradients) == (True, 23, 2)
     none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).techniques
     assert (none.shuffle_chunks, none.snapshot_every, none.scale_live_gradients) == (False, 5, 1)

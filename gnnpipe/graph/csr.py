@@ -57,6 +57,18 @@ class RowCSR:
             int(matrix.shape[1]),
         )
 
+    def select(self, rows: Tensor) -> RowCSR:
+        """A copy of some rows [P] int64 of the matrix, in the order given."""
+        counts = (self.indptr[1:] - self.indptr[:-1]).long()[rows]
+        indptr = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
+        torch.cumsum(counts, 0, out=indptr[1:])
+        start = torch.repeat_interleave(self.indptr.long()[rows] - indptr[:-1], counts)
+        entries = start + torch.arange(len(start), device=rows.device)
+        return RowCSR(
+            indptr.to(self.indptr.dtype), self.indices[entries], self.values[entries],
+            self.num_columns,
+        )  # fmt: skip
+
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
         indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)

@@ -108,12 +108,27 @@ class Blocks:
     """One ``Block`` per chunk of a shard."""
 
     chunks: tuple[Block, ...]
+    local: sp.csr_array
+    """[n, n + h], the shard's own rows of the structure they were cut from."""
 
     @classmethod
     def build(cls, rows: sp.csr_array, layout: ShardLayout, device: torch.device) -> Blocks:
         """Cut a shard's blocks out of the whole graph's structure (values are ignored)."""
         local = _local(rows, layout)
-        return cls(tuple(_block(local, layout, c, device) for c in range(layout.num_chunks)))
+        blocks = tuple(_block(local, layout, c, device) for c in range(layout.num_chunks))
+        return cls(blocks, local)
+
+    def select(self, rows: Tensor) -> Block:
+        """The edges into some own rows [P]; every neighbour counts as a halo row of the block."""
+        part = self.local[rows.cpu().numpy()]
+        halo, source = np.unique(part.indices.astype(np.int64), return_inverse=True)
+        target = np.repeat(np.arange(len(rows)), np.diff(part.indptr))
+        return Block(
+            torch.from_numpy(np.stack([source + len(rows), target])).to(rows.device),
+            torch.from_numpy(halo).to(rows.device),
+            torch.zeros(len(halo), 1, dtype=torch.bool, device=rows.device),
+            (len(rows) + len(halo), len(rows)),
+        )
 
 
 def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, device: torch.device) -> Block:

@@ -19,11 +19,13 @@ class CommVolume:
     pipeline: int
     graph: int
     gradient: int
+    control: int = 0
+    """The forecast of stale rows."""
 
     @property
     def total(self) -> int:
-        """All three."""
-        return self.pipeline + self.graph + self.gradient
+        """All four."""
+        return self.pipeline + self.graph + self.gradient + self.control
 
     def to_dict(self) -> dict[str, int]:
         """As it stands in result.json."""
@@ -31,18 +33,28 @@ class CommVolume:
 
 
 def closed_form_volume(
-    plan: Plan, model: ModelGraph, *, num_vertices: int, crossings: int, number_bytes: int
+    plan: Plan,
+    model: ModelGraph,
+    *,
+    num_vertices: int,
+    crossings: int,
+    number_bytes: int,
+    pilots: int = 0,
 ) -> CommVolume:
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;
-    gradient: 2 (G-1) P for P weights.
+    gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
+    widths of every transfer, and G (G-1) times 2 F F + 2 F + 2 float64 numbers for every layer.
     """
     crossing = sum(sum(t.widths.values()) for t in plan.transfers)
     pushed = sum(op.push_width for op in model.ops)
+    moments = sum(2 * op.push_width**2 + 2 * op.push_width + 2 for op in model.ops)
     return CommVolume(
         pipeline=2 * num_vertices * crossing * number_bytes,
         graph=2 * crossings * pushed * number_bytes,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
+        control=2 * pilots * crossing * number_bytes
+        + plan.shards * (plan.shards - 1) * moments * 8 * (pilots > 0),
     )

@@ -6,7 +6,7 @@ exchange and the gradient sum have counted between its first action and its last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.exchange import Exchange, GradientSum
+from gnnpipe.runtime.forecast import Forecaster
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.schedule import Action, Program
+from gnnpipe.schedule import PILOT, Action, Program
 
 __all__ = ["CommBytes", "Executor"]
 
@@ -30,6 +31,8 @@ class CommBytes:
     pipeline: int
     graph: int
     gradient: int
+    control: int
+    """What the forecast of stale rows takes."""
 
 
 class Executor:
@@ -44,6 +47,7 @@ class Executor:
         exchange: Exchange,
         optimizer: torch.optim.Optimizer | None,
         dtype: torch.dtype,
+        forecaster: Forecaster | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -51,13 +55,15 @@ class Executor:
         self.layout = layout
         self.exchange = exchange
         self.optimizer = optimizer
+        self.forecaster = forecaster
         self.mailbox = Mailbox(mesh, dtype)
         self.gradient_sum = GradientSum(
             [p for layer in stage.layers for p in layer.parameters()], mesh
         )
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
-        self.epoch_bytes = CommBytes(0, 0, 0)
+        self._pilot_bytes = 0
+        self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
         self._leaving: dict[int, dict[str, Tensor]] = {}
@@ -66,7 +72,7 @@ class Executor:
             "F": self._forward, "B": self._backward,
             "SEND_F": self._send_forward, "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
-            "REDUCE_GRAD": self._reduce, "STEP": self._step,
+            "FORECAST": self._forecast, "REDUCE_GRAD": self._reduce, "STEP": self._step,
         }  # fmt: skip
 
     def run(
@@ -96,8 +102,12 @@ class Executor:
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
-    def _sent_bytes(self) -> tuple[int, int, int]:
-        return self.mailbox.sent_bytes, self.exchange.sent_bytes, self.gradient_sum.sent_bytes
+    def _sent_bytes(self) -> tuple[int, int, int, int]:
+        control = self._pilot_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
+        return (
+            self.mailbox.sent_bytes - self._pilot_bytes, self.exchange.sent_bytes,
+            self.gradient_sum.sent_bytes, control,
+        )  # fmt: skip
 
     def _where(self, action: Action, epoch: int) -> str:
         chunk = f", chunk {self._order[action.position]}" if action.position >= 0 else ""
@@ -138,8 +148,19 @@ class Executor:
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
 
+    def _forecast(self, action: Action) -> None:
+        assert self.forecaster is not None
+        values: dict[str, Tensor] = {}
+        for peer in self._widths_in:
+            values |= self.mailbox.take("F", peer, PILOT)
+        self._leaving[PILOT] = self.forecaster.run(values)
+
     def _send_forward(self, action: Action) -> None:
-        self._send(action, self._widths_out[action.peer])
+        before = self.mailbox.sent_bytes
+        widths = self._widths_out[action.peer]
+        self._send(action, _both(widths) if action.position == PILOT else widths)
+        if action.position == PILOT:
+            self._pilot_bytes += self.mailbox.sent_bytes - before
 
     def _send_backward(self, action: Action) -> None:
         self._send(action, self._widths_in[action.peer])
@@ -155,14 +176,25 @@ class Executor:
         self._post(action, "B")
 
     def _post(self, action: Action, way: str) -> None:
-        widths = self._widths_in if way == "F" else self._widths_out
-        rows = self._rows(self._order[action.position])
-        self.mailbox.post(way, action.peer, action.position, rows, widths[action.peer])
+        widths = (self._widths_in if way == "F" else self._widths_out)[action.peer]
+        if action.position == PILOT:
+            assert self.forecaster is not None
+            rows, widths = self.forecaster.num_rows, _both(widths)
+        else:
+            rows = self._rows(self._order[action.position])
+        self.mailbox.post(way, action.peer, action.position, rows, widths)
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.reduce()
 
     def _step(self, action: Action) -> None:
+        if self.forecaster is not None:
+            self.forecaster.remember()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def _both(widths: Mapping[str, int]) -> dict[str, int]:
+    """Pilot rows travel twice: with the last epoch's weights and with this one's."""
+    return {f"{stream}.{name}": w for stream in ("old", "new") for name, w in widths.items()}

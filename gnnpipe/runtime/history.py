@@ -25,6 +25,10 @@ from gnnpipe.runtime.exchange import Exchange
 __all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory", "open_history"]
 
 
+_MOVED_AT_ONCE = 8192
+"""Rows; large enough for a fast product, small enough for the cache."""
+
+
 @dataclass(frozen=True)
 class HistorySpec:
     """What the tables of one rank have in common."""
@@ -36,6 +40,8 @@ class HistorySpec:
     """Stale reads come from a snapshot this many epochs apart; 1: from the last epoch."""
     scale: float = 1.0
     """Factor on gradients from other chunks."""
+    exact_epochs: int = 0
+    """Epochs at the start that read nothing stale, and so have nothing to make up for."""
 
 
 class History(ABC):
@@ -43,7 +49,8 @@ class History(ABC):
 
     def __init__(self, spec: HistorySpec, width: int) -> None:
         self.layout, self.exchange = spec.layout, spec.exchange
-        self.snapshot_every, self.scale = spec.snapshot_every, spec.scale
+        self.snapshot_every, self.scale = spec.snapshot_every, 1.0
+        self._late_scale, self._exact_epochs = spec.scale, spec.exact_epochs
         self._ptr: list[int] = spec.layout.own_ptr.tolist()
         mesh = spec.exchange.mesh
         # A single chunk on a single shard IS the table; it then needs no copy and no memory.
@@ -57,8 +64,9 @@ class History(ABC):
         """Own rows of a chunk as (start, stop)."""
         return self._ptr[chunk], self._ptr[chunk + 1]
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Stale reads start from the snapshot, if there is one; no gradient is left over."""
+        self.scale = 1.0 if epoch < self._exact_epochs else self._late_scale
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
         self._clear_gradients()
@@ -76,6 +84,12 @@ class History(ABC):
         start, stop = self.rows(chunk)
         self.table[start:stop] = rows.detach()
         self.exchange.push(chunk, self.table)
+
+    def move(self, factor: Tensor, shift: Tensor) -> None:
+        """Every row, halo included, becomes ``row @ factor + shift``: [F, F] and [F]."""
+        # Block by block: no second table.
+        for rows in torch.split(self.table, _MOVED_AT_ONCE):
+            rows.copy_(torch.addmm(shift, rows, factor))
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:

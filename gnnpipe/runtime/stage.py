@@ -77,7 +77,7 @@ class Stage:
         self._walks.clear()
         if training:
             for history in self.histories:
-                history.begin_epoch()
+                history.begin_epoch(epoch)
 
     def end(self) -> None:
         """Finish the pass: snapshots after training, nothing left after evaluation."""

@@ -2,8 +2,9 @@
 
 from gnnpipe.schedule.check import ProgramReport, check
 from gnnpipe.schedule.lower import evaluation_program, training_program
-from gnnpipe.schedule.program import Action, Program
+from gnnpipe.schedule.program import PILOT, Action, Program
 
 __all__ = [
-    "Action", "Program", "ProgramReport", "check", "evaluation_program", "training_program",
+    "PILOT", "Action", "Program", "ProgramReport", "check", "evaluation_program",
+    "training_program",
 ]  # fmt: skip

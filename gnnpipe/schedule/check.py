@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.schedule.program import Action, Program
+from gnnpipe.schedule.program import PILOT, Action, Program
 
 __all__ = ["ProgramError", "ProgramReport", "check"]
 
@@ -55,6 +55,7 @@ def check(program: Program) -> ProgramReport:
             stale += counts[1]
         if backward is not None:
             _check_end(stage, actions, program)
+    _check_forecast(program)
     _check_pairs(program)
     _check_progress(program)
     return ProgramReport(live, stale)
@@ -131,6 +132,19 @@ def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> Non
         )
 
 
+def _check_forecast(program: Program) -> None:
+    """Every stage or none carries its stale rows over, once, before any chunk reads one."""
+    for stage, actions in enumerate(program.stages):
+        found = [i for i, a in enumerate(actions) if a.kind == "FORECAST"]
+        every = any(a.kind == "FORECAST" for a in program.stages[0])
+        first = next(i for i, a in enumerate(actions) if a.kind == "F")
+        if len(found) != every or any(i > first or actions[i].position != PILOT for i in found):
+            raise ProgramError(
+                f"stage {stage}: must run FORECAST once before its first F, as every stage, or "
+                "none does"
+            )
+
+
 def _check_pairs(program: Program) -> None:
     """Every send meets its receive, in the same order on both ends."""
     sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -177,17 +191,18 @@ def _check_progress(program: Program) -> None:
                     sent.add((a.kind[-1], stage, a.peer, a.position))
                 elif a.kind.startswith("RECV_"):
                     waiting[stage][a.kind[-1], a.position].append(a.peer)
-                elif a.kind in ("F", "B") and _is_first(a, program):
-                    peers = waiting[stage].get((a.kind, a.position), [])
-                    if set(peers) != needs[a.kind, stage]:
+                elif a.kind in ("F", "B", "FORECAST") and _is_first(a, program):
+                    way = "B" if a.kind == "B" else "F"
+                    peers = waiting[stage].get((way, a.position), [])
+                    if set(peers) != needs[way, stage]:
                         raise ProgramError(
                             f"stage {stage}: {a.text(program.num_steps[stage])} runs before its "
                             "receive is posted"
                         )
-                    if any((a.kind, p, stage, a.position) not in sent for p in peers):
+                    if any((way, p, stage, a.position) not in sent for p in peers):
                         break
-                if a.kind in ("F", "B") and _is_last(a, program):
-                    made.add((a.kind, stage, a.position))
+                if a.kind in ("F", "B", "FORECAST") and _is_last(a, program):
+                    made.add(("B" if a.kind == "B" else "F", stage, a.position))
                 at[stage] += 1
                 moved = True
     for stage, actions in enumerate(program.stages):
@@ -208,6 +223,8 @@ def _needs(program: Program) -> dict[tuple[str, int], set[int]]:
 
 def _is_first(action: Action, program: Program) -> bool:
     """The action begins its chunk on this stage, in its direction."""
+    if action.kind == "FORECAST":
+        return True
     if action.kind == "F":
         return action.steps[0] == 0
     return action.steps[1] == program.num_steps[action.stage]
@@ -215,6 +232,8 @@ def _is_first(action: Action, program: Program) -> bool:
 
 def _is_last(action: Action, program: Program) -> bool:
     """The action ends its chunk on this stage, in its direction."""
+    if action.kind == "FORECAST":
+        return True
     if action.kind == "F":
         return action.steps[1] == program.num_steps[action.stage]
     return action.steps[0] == 0

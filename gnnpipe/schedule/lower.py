@@ -8,22 +8,38 @@ value. Neither waits: the executor waits at first use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from gnnpipe.plan import Plan
 from gnnpipe.schedule.compute import ORDERS
-from gnnpipe.schedule.program import Action, Program
+from gnnpipe.schedule.program import PILOT, Action, Program
 
 __all__ = ["evaluation_program", "training_program"]
 
 
-def training_program(plan: Plan) -> Program:
-    """One epoch: forward over all chunks, backward in reverse, gradient sum, optimizer step."""
-    return _lower(plan, plan.schedule, backward=True)
+def training_program(plan: Plan, forecast: bool = False) -> Program:
+    """One epoch: forward over all chunks, backward in reverse, gradient sum, optimizer step.
+
+    With ``forecast`` the pilot rows go first, and carry the stale rows to the current weights.
+    """
+    program = _lower(plan, plan.schedule, backward=True)
+    if not forecast:
+        return program
+    stages = tuple((*_forecast(plan, s), *actions) for s, actions in enumerate(program.stages))
+    return replace(program, stages=stages)
 
 
 def evaluation_program(plan: Plan) -> Program:
     """One exact forward pass, layer by layer."""
     return _lower(plan, "layer-sync", backward=False)
+
+
+def _forecast(plan: Plan, stage: int) -> list[Action]:
+    return [
+        *(Action("RECV_F", stage, PILOT, peer=t.source) for t in plan.receives(stage)),
+        Action("FORECAST", stage, PILOT),
+        *(Action("SEND_F", stage, PILOT, peer=t.target) for t in plan.sends(stage)),
+    ]
 
 
 def _lower(plan: Plan, schedule: str, backward: bool) -> Program:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Action", "Program"]
+__all__ = ["PILOT", "Action", "Program"]
+
+PILOT = -2
+"""Position of the pilot rows, which pass through the stages once before the chunks do."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,15 @@ class Action:
     """One thing a stage does.
 
     ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
-    without waiting), REDUCE_GRAD (sum over the shards) or STEP (optimizer).
+    without waiting), FORECAST (carry the stale rows over to the current weights), REDUCE_GRAD (sum
+    over the shards) or STEP (optimizer).
     """
 
     kind: str
     stage: int
     position: int = -1
-    """Place of the chunk in the walk; -1 for REDUCE_GRAD and STEP."""
+    """Place of the chunk in the walk; PILOT for FORECAST and its values, -1 for REDUCE_GRAD and
+    STEP."""
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last. B runs them from the last to the first."""
     peer: int = -1
@@ -35,13 +40,14 @@ class Action:
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
-        if self.position < 0:
+        if self.kind in ("FORECAST", "REDUCE_GRAD", "STEP"):
             return f"{self.stage}{self.kind}"
         part = ""
         if self.kind in ("F", "B") and self.steps != (0, num_steps):
             part = f"[{self.steps[0]}:{self.steps[1]}]"
         peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
-        return f"{self.stage}{self.kind}{self.position}{part}{peer}"
+        place = "P" if self.position == PILOT else str(self.position)
+        return f"{self.stage}{self.kind}{place}{part}{peer}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.exchange import Exchange
 from gnnpipe.runtime.executor import Executor
+from gnnpipe.runtime.forecast import Forecaster
 from gnnpipe.runtime.history import History, HistorySpec, open_history
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
@@ -57,7 +58,12 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     }
     techniques = config.techniques
     training = HistorySpec(
-        layout, exchange, dtype, techniques.snapshot_every, techniques.scale_live_gradients
+        layout,
+        exchange,
+        dtype,
+        techniques.snapshot_every,
+        techniques.scale_live_gradients,
+        techniques.exact_epochs,
     )
     evaluation = replace(training, snapshot_every=1)
 
@@ -86,11 +92,25 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         return total / num_train
 
     stage = Stage(layers, rows, history, criterion if is_last else None)
+    forecaster = None
+    if len(prepared.pilots):
+        is_mine = np.isin(layout.own, prepared.pilots)
+        chosen = layout.own[is_mine]
+        forecaster = Forecaster(
+            layers, stage.histories, lambda layer: structures[layer.aggregation],
+            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device),
+            Rows(
+                keys=row_keys(torch.from_numpy(prepared.chunking.perm[chosen])).to(mesh.device),
+                features=feature_rows(graph.x[chosen], dtype, mesh.device) if first == 0 else None,
+                seed=config.seed,
+            ),
+            len(prepared.pilots), mesh,
+        )  # fmt: skip
     optimizer = torch.optim.Adam(
         [p for layer in layers for p in layer.parameters()],
         lr=config.lr, weight_decay=config.weight_decay,
     )  # fmt: skip
-    executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype)
+    executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype, forecaster)
     return Assembly(executor, evaluation_program(prepared.plan), labels, masks)
 
 

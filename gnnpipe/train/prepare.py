@@ -7,9 +7,10 @@ and ``assemble`` goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import scipy.sparse as sp
 import torch
 
@@ -19,6 +20,7 @@ from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.partition import PARTITIONERS
+from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, cut_quality
 from gnnpipe.models import GNN, MODELS, Layer, LayerSpec
 from gnnpipe.models.feature_linear import FeatureLinear
@@ -44,8 +46,21 @@ class Prepared:
     model_graph: ModelGraph
     plan: Plan
     program: Program
+    exact_program: Program
+    """Of the epochs that are walked layer by layer."""
     report: ProgramReport
     volume: CommVolume
+    pilots: npt.NDArray[np.int64]
+    """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
+
+    def program_of(self, epoch: int) -> Program:
+        """What an epoch (from 0) runs."""
+        return self.exact_program if epoch < self.exact_epochs else self.program
+
+    @property
+    def exact_epochs(self) -> int:
+        """Epochs at the start without stale reads, where others have them."""
+        return 0 if self.report.exact else self.config.techniques.exact_epochs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,15 +109,24 @@ def prepare(
         )  # fmt: skip
     else:
         _check_plan(plan, config, described)
-    program = training_program(plan)
+    pilots = np.empty(0, dtype=np.int64)
+    techniques = config.techniques
+    if techniques.forecast_share and plan.schedule != "layer-sync":
+        width = max(op.push_width for op in described.ops)
+        pilots = choose_pilots(chunking, techniques.forecast_share, width, config.seed)
+    program = training_program(plan, forecast=len(pilots) > 0)
+    exact_program = training_program(replace(plan, schedule="layer-sync"))
     report = check(program)
+    check(exact_program)
+    forecasts = config.epochs > techniques.exact_epochs
     volume = closed_form_volume(
         plan, described, num_vertices=graph.num_vertices, crossings=quality.crossings,
-        number_bytes=8 if dtype == torch.float64 else 4,
+        number_bytes=8 if dtype == torch.float64 else 4, pilots=len(pilots) * forecasts,
     )  # fmt: skip
     return Prepared(
-        config, graph, chunking, quality, model, described, plan, program, report, volume
-    )
+        config, graph, chunking, quality, model, described, plan, program, exact_program, report,
+        volume, pilots,
+    )  # fmt: skip
 
 
 def _check_parts(config: TrainConfig, graph: Graph | None, model: GNN | None) -> None:
@@ -187,7 +211,7 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
             f"plan: its transfers do not carry what the layers hand on; expected {want_transfers}"
         )
     if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.techniques.exact:
-        want = "exact" if plan.schedule == "layer-sync" else "paper or none"
+        want = "exact" if plan.schedule == "layer-sync" else "auto"
         raise InputError(
             f"plan: its schedule {plan.schedule!r} does not go with --staleness "
             f"{config.staleness}; try --staleness {want}"

@@ -19,6 +19,7 @@ from gnnpipe.graph.operators import Block, weighted_rows
 from gnnpipe.models import Layer, Rows, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
+from gnnpipe.runtime.forecast import RIDGE
 from gnnpipe.train.prepare import Prepared, chunk_order
 
 __all__ = ["Reference", "ReferenceEpoch"]
@@ -59,6 +60,7 @@ class Reference:
             torch.zeros(graph.num_vertices, layer.push_width, dtype=dtype) for layer in self.layers
         ]
         self.snapshots = [t.clone() for t in self.tables]
+        self.before = copy.deepcopy(self.layers)
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
@@ -84,7 +86,10 @@ class Reference:
         every = self.techniques.snapshot_every
         if every > 1:
             self.tables = [s.clone() for s in self.snapshots]
-        logits = self._forward(epoch)
+        exact = self.techniques.exact or epoch < self.prepared.exact_epochs
+        if not exact and len(self.prepared.pilots):
+            self._forecast()
+        logits = self._forward(epoch, exact)
         graph = self.prepared.graph
         order = torch.cat([torch.arange(*self._ranges()[c]) for c in logits])
         merged = torch.cat(list(logits.values()))
@@ -98,14 +103,62 @@ class Reference:
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.model.named_parameters()
         }
+        self.before = copy.deepcopy(self.layers)
         self.optimizer.step()
         if every > 1 and (epoch + 1) % every == 0:
             self.snapshots = [t.clone() for t in self.tables]
         return ReferenceEpoch(float(loss.detach()), grads)
 
-    def _forward(self, epoch: int) -> dict[int, Tensor]:
+    @torch.no_grad()
+    def _forecast(self) -> None:
+        """Fit, on the pilot rows, where the rows of every table go with the current weights."""
+        graph, pilots = self.prepared.graph, torch.from_numpy(self.prepared.pilots)
+        dtype = self.prepared.dtype
+        rows = Rows(
+            keys=row_keys(torch.from_numpy(self.prepared.chunking.perm)[pilots]),
+            features=feature_rows(graph.x[pilots.numpy()], dtype, torch.device("cpu")),
+        )
+        old: Values = {}
+        new: Values = {}
+        for index, (before, layer) in enumerate(zip(self.before, self.layers, strict=True)):
+            x, old = before.before(old, rows)
+            y, new = layer.before(new, rows)
+            x, d = x.double(), y.double() - x.double()
+            centred, moved = x - x.mean(0), d - d.mean(0)
+            gram = centred.T @ centred
+            gram += (RIDGE * x.square().sum(0).mean() + 1e-30) * torch.eye(len(gram)).double()
+            slope = torch.linalg.solve(gram, centred.T @ moved)
+            shift = d.mean(0) - x.mean(0) @ slope
+            table = self.tables[index].double()
+            was, now = table.to(dtype), (table + table @ slope + shift).to(dtype)
+            self.tables[index] = now
+            read, block = self._read(index, pilots, x.to(dtype), was)
+            old = before.after(read, old, replace(rows, block=block))
+            read, _ = self._read(index, pilots, y, now)
+            new = layer.after(read, new, replace(rows, block=block))
+
+    def _read(
+        self, index: int, rows: Tensor, own: Tensor, table: Tensor
+    ) -> tuple[Tensor, Block | None]:
+        """What some rows [P] get from a table [N, F], every neighbour read from the table."""
+        layer = self.layers[index]
+        source, target, weight = self.edges[layer.aggregation]
+        place = torch.full((len(table),), -1)
+        place[rows] = torch.arange(len(rows))
+        mine = place[target] >= 0
+        source, target = source[mine], place[target[mine]]
+        if layer.is_linear:
+            received = table.new_zeros(len(rows), table.shape[1])
+            return received.index_add(0, target, table[source] * weight[mine]), None
+        nothing = torch.empty(0, dtype=torch.int64)
+        edges = torch.stack([source + len(rows), target])
+        size = (len(rows) + len(table), len(rows))
+        return torch.cat([own, table]), Block(edges, nothing, nothing.bool()[:, None], size)
+
+    def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
         """Logits [C, classes] by chunk."""
         order = chunk_order(self.prepared.config, epoch)
+        scale = self.techniques.scale_live_gradients
         live: list[dict[int, Tensor]] = [{} for _ in self.layers]
         values: dict[int, Values] = {c: {} for c in order}
         rows = {c: replace(self.rows[c], epoch=epoch, training=True) for c in order}
@@ -115,10 +168,10 @@ class Reference:
             live[index][c] = pushed
 
         def aggregate(index: int, c: int) -> None:
-            received, block = self._received(index, c, live[index])
+            received, block = self._received(index, c, live[index], 1.0 if exact else scale)
             values[c] = self.layers[index].after(received, values[c], replace(rows[c], block=block))
 
-        if self.techniques.exact:
+        if exact:
             for index in range(len(self.layers)):
                 for c in order:
                     push(index, c)
@@ -134,9 +187,10 @@ class Reference:
                 table[slice(*self._ranges()[c])] = value.detach()
         return {c: values[c]["x"] for c in order}
 
-    def _received(self, index: int, c: int, live: dict[int, Tensor]) -> tuple[Tensor, Block | None]:
+    def _received(
+        self, index: int, c: int, live: dict[int, Tensor], scale: float
+    ) -> tuple[Tensor, Block | None]:
         """What chunk c gets: neighbours in ``live`` chunks with gradient, the others without."""
-        scale = self.techniques.scale_live_gradients
         parts = []
         for b, (start, stop) in enumerate(self._ranges()):
             part = live.get(b, self.tables[index][start:stop])

@@ -57,10 +57,15 @@ def head_lines(prepared: Prepared) -> list[str]:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:
         t = config.techniques
-        lines.append(
-            f"staleness: shuffle chunks {'on' if t.shuffle_chunks else 'off'}, snapshot every "
-            f"{t.snapshot_every} epochs, live gradients x {t.scale_live_gradients:g}"
-        )
+        words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]
+        if t.snapshot_every > 1:
+            words.append(f"snapshot every {t.snapshot_every} epochs")
+        words.append(f"live gradients x {t.scale_live_gradients:g}")
+        if len(prepared.pilots):
+            words.append(f"stale rows forecast from {len(prepared.pilots):,} pilot rows")
+        if t.exact_epochs:
+            words.append(f"first {_count(t.exact_epochs, 'epoch')} exact")
+        lines.append(f"staleness {config.staleness}: {', '.join(words)}")
     return lines
 
 
@@ -79,7 +84,7 @@ def result_lines(result: RunResult) -> list[str]:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
             f"(pipeline {counted['pipeline']:,}, graph {counted['graph']:,}, gradient "
-            f"{counted['gradient']:,} bytes; closed form {formula['total']:,}"
+            f"{counted['gradient']:,}, control {counted['control']:,} bytes; closed form {formula['total']:,}"
             f"{', equal' if counted == formula else ', NOT EQUAL'})"
         )
     if result.path is not None:
@@ -141,6 +146,6 @@ def info_lines(prepared: Prepared) -> list[str]:
     v = prepared.volume
     lines.append(
         f"sent per epoch over all ranks: {human_bytes(v.total)} (pipeline {v.pipeline:,}, graph "
-        f"{v.graph:,}, gradient {v.gradient:,} bytes)"
+        f"{v.graph:,}, gradient {v.gradient:,}, control {v.control:,} bytes)"
     )
     return lines

@@ -10,7 +10,7 @@ import math
 import resource
 import statistics
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ class Trainer:
         for epoch in range(config.epochs):
             start = time.perf_counter()
             order = chunk_order(config, epoch)
-            loss = train_epoch(assembly, mesh, prepared.program, order, epoch)
+            loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
             trained = time.perf_counter()
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -218,8 +218,8 @@ class Trainer:
         config, assembly = self.config, self._assembly
         assert assembly is not None
         sent = assembly.executor.epoch_bytes
-        counted = [int(v) for v in mesh.sum([sent.pipeline, sent.graph, sent.gradient])]
-        names = ("pipeline", "graph", "gradient")
+        counted = [int(v) for v in mesh.sum(list(astuple(sent)))]
+        names = [f.name for f in fields(sent)]
         per_epoch = dict(zip(names, counted, strict=True)) | {"total": sum(counted)}
         weights = self._collect(mesh, prepared)
         scored = [(row.epoch, row.scores) for row in rows if row.scores is not None]

@@ -74,7 +74,7 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     found = []
     for epoch in range(epochs):
         order = chunk_order(prepared.config, epoch)
-        loss = train_epoch(assembly, mesh, prepared.program, order, epoch)
+        loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
         weights, grads = kept.gather(mesh)
         if free is not None and led is not None:
             led.take(weights)

@@ -1,0 +1,182 @@
+"""Forecast: what the stale rows would be, had they been computed with today's weights.
+
+Between two epochs the rows of a table move because the weights moved, and they move together: an
+affine map, fitted on a few rows, tells most of where all the others went (on real graphs 80 to 97 %
+of the movement of what a layer aggregates, docs/benchmarks/staleness.md). So before the chunks are
+walked, a small fixed set of PILOT rows passes through all layers twice, with the weights of the
+last epoch and with those of this one. At each layer the map from old to new pilot rows is fitted
+and applied to the whole table. Stale rows stay constants: the forecast changes what is read, not
+where gradients go.
+
+P pilot rows (of all shards), F columns. With frozen weights old and new are the same numbers, the
+map is the identity to the bit, and nothing changes (law 8).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.operators import Block, Blocks, LinearOperator
+from gnnpipe.models import Layer, Rows, Values
+from gnnpipe.runtime.history import History
+from gnnpipe.runtime.mesh import Mesh
+
+__all__ = ["RIDGE", "AffineMap", "Forecaster", "fit_affine", "moments"]
+
+RIDGE = 1e-2
+"""Pull of the fitted slope towards zero, in mean squares of the pilot rows. Taken before the mean
+is removed: where the rows hardly differ from one another, only their common shift can be told."""
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """``row @ (I + slope) + shift``, how far the rows moved and how much of that it misses."""
+
+    factor: Tensor
+    """[F, F], I + slope."""
+    shift: Tensor
+    """[F]."""
+    moved: float
+    """Movement of the pilot rows relative to their size (Frobenius norms)."""
+    missed: float
+    """What the map leaves of it, relative to their size."""
+
+
+def moments(old: Tensor, new: Tensor) -> Tensor:
+    """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
+
+    [2 F F + 2 F + 2]: old^T old, old^T moved, the sums of old and moved, the squares of moved and
+    new.
+    """
+    x, d = old.double(), new.double() - old.double()
+    parts = [x.T @ x, x.T @ d, x.sum(0), d.sum(0), d.square().sum(), new.double().square().sum()]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def fit_affine(sums: Tensor, rows: int, width: int, dtype: torch.dtype) -> AffineMap:
+    """Ridge regression of the movement on the old rows, intercept free, from ``moments``."""
+    square = width * width
+    gram, cross, x, d, moved, size = torch.split(sums, [square, square, width, width, 1, 1])
+    gram = gram.view(width, width)
+    pull = RIDGE * gram.diagonal().mean() + 1e-30  # rows of zeros fit no slope, and must not fail
+    gram = gram - torch.outer(x, x) / rows
+    cross = cross.view(width, width) - torch.outer(x, d) / rows
+    eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
+    slope = torch.linalg.solve(gram + pull * eye, cross)
+    shift = (d - x @ slope) / rows
+    explained = 2 * (slope * cross).sum() - (slope * (gram @ slope)).sum() + (d * d).sum() / rows
+    total = max(float(size), 1e-30)
+    return AffineMap(
+        (eye + slope).to(dtype),
+        shift.to(dtype),
+        (float(moved) / total) ** 0.5,
+        (max(float(moved - explained), 0.0) / total) ** 0.5,
+    )
+
+
+class Forecaster:
+    """The pilot rows of one rank's stage, and the weights of the last epoch."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        histories: Sequence[History],
+        structures: Callable[[Layer], LinearOperator | Blocks],
+        pilots: Tensor,
+        rows: Rows,
+        total: int,
+        mesh: Mesh,
+    ) -> None:
+        """``pilots`` [p]: this shard's own rows among the ``total`` pilot rows of all shards."""
+        self.layers, self.histories, self.mesh = list(layers), list(histories), mesh
+        self.rows, self.num_rows, self.total = rows, len(pilots), total
+        self.sent_bytes = 0
+        self.maps: list[AffineMap] = []
+        """Per layer, of the last pass."""
+        self._before = copy.deepcopy(self.layers)
+        found: dict[str, _Neighbours] = {}
+        for layer in layers:
+            if layer.aggregation not in found:
+                found[layer.aggregation] = _Neighbours(structures(layer), pilots)
+        self._neighbours = [found[layer.aggregation] for layer in layers]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Keep the weights as those of the last epoch; called before they change."""
+        for before, layer in zip(self._before, self.layers, strict=True):
+            for kept, current in zip(before.parameters(), layer.parameters(), strict=True):
+                kept.copy_(current)
+
+    @torch.no_grad()
+    def run(self, values: Values) -> Values:
+        """Carry this stage's tables over; values [p, width] come in and go out as old.* and new.*.
+
+        Dropout is off: its noise, different in each epoch, is not movement.
+        """
+        old, new = _stream(values, "old"), _stream(values, "new")
+        self.maps = []
+        for before, layer, history, neighbours in zip(
+            self._before, self.layers, self.histories, self._neighbours, strict=True
+        ):
+            old_rows, old = before.before(old, self.rows)
+            new_rows, new = layer.before(new, self.rows)
+            sums = self._over_shards(moments(old_rows, new_rows))
+            found = fit_affine(sums, self.total, old_rows.shape[1], old_rows.dtype)
+            self.maps.append(found)
+            was, now = neighbours.read(history.table, old_rows, new_rows, found)
+            history.move(found.factor, found.shift)
+            rows = replace(self.rows, block=neighbours.block)
+            old, new = before.after(was, old, rows), layer.after(now, new, rows)
+        return _named("old", old) | _named("new", new)
+
+    def _over_shards(self, sums: Tensor) -> Tensor:
+        """Added up over the shards in a fixed order, so that all of them fit the same bits."""
+        shards = self.mesh.shards
+        if shards == 1:
+            return sums
+        parts = sums.new_empty(shards, sums.numel())
+        dist.all_gather_into_tensor(parts, sums[None], group=self.mesh.graph_group)
+        self.sent_bytes += (shards - 1) * sums.numel() * sums.element_size()
+        return parts.sum(0)
+
+
+class _Neighbours:
+    """What the pilot rows read of a table, before and after a map, with one product."""
+
+    def __init__(self, structure: LinearOperator | Blocks, pilots: Tensor) -> None:
+        self.block: Block | None = None
+        self._linear: RowCSR | None = None
+        if isinstance(structure, Blocks):
+            self.block = structure.select(pilots)
+        else:
+            self._linear = structure.forward.select(pilots)
+            ones = self._linear.values.new_ones(self._linear.num_columns, 1)
+            self._weights = self._linear.matmul(ones)
+
+    def read(
+        self, table: Tensor, old: Tensor, new: Tensor, found: AffineMap
+    ) -> tuple[Tensor, Tensor]:
+        """What ``after`` gets with the table as it is, and as it will be."""
+        if self._linear is not None:
+            was = self._linear.matmul(table)
+            return was, was @ found.factor + self._weights * found.shift
+        assert self.block is not None
+        halo = table[self.block.halo_rows]
+        moved = torch.addmm(found.shift, halo, found.factor)
+        return torch.cat([old, halo]), torch.cat([new, moved])
+
+
+def _stream(values: Values, name: str) -> Values:
+    start = name + "."
+    return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+
+
+def _named(name: str, values: Values) -> Values:
+    return {f"{name}.{k}": v for k, v in values.items()}
