@@ -1,0 +1,153 @@
+"""Does pipelined training end where exact training ends? Runs the cells, writes the pages.
+
+python scripts/fidelity.py run main single      # cells of these tables that are not there yet
+python scripts/fidelity.py run main --only squirrel gcn --workers 2
+python scripts/fidelity.py report               # docs/benchmarks/fidelity_*.md and plots
+
+For a fixed K and seed the result does not depend on S and G (law 2 of docs/concepts.md), so one
+process with K chunks shows what S ranks show. Every cell that ends is a line of
+docs/benchmarks/data/fidelity.jsonl; what is there is not run again, so the run can be stopped and
+started at will.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from fidelity_cells import Cell, tables  # noqa: E402
+
+DATA = ROOT / "docs" / "benchmarks" / "data" / "fidelity.jsonl"
+TAIL = 20
+"""Last epochs, each of them evaluated: do they oscillate?"""
+
+
+def run_cell(cell: Cell) -> dict[str, Any]:
+    """Train; evaluate every 10th epoch and each of the last 20."""
+    import torch
+
+    from gnnpipe.config import TrainConfig
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.assemble import assemble
+    from gnnpipe.train.metrics import evaluate, train_epoch
+    from gnnpipe.train.prepare import chunk_order, prepare
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    config = TrainConfig(**cell.settings())
+    mesh = Mesh.join(1, 1)
+    prepared = prepare(config, mesh)
+    assembly = assemble(prepared, mesh)
+    forecaster = assembly.executor.forecaster
+    epochs, test, losses, times = [], [], [], []
+    moved, missed = [], []
+    for epoch in range(config.epochs):
+        start = time.perf_counter()
+        order = chunk_order(config, epoch)
+        loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+        times.append(time.perf_counter() - start)
+        if (epoch + 1) % 10 == 0 or epoch >= config.epochs - TAIL:
+            epochs.append(epoch + 1)
+            test.append(round(evaluate(assembly, mesh).test_acc, 6))
+            losses.append(round(loss, 5))
+            if forecaster is not None and forecaster.maps:
+                moved.append(round(statistics.mean(m.moved for m in forecaster.maps), 5))
+                missed.append(round(statistics.mean(m.missed for m in forecaster.maps), 5))
+    graph = prepared.graph
+    into_pilots = int(graph.degrees[prepared.pilots].sum()) if len(prepared.pilots) else 0
+    return {
+        **asdict(cell), "commit": commit(), "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__, "epoch": epochs, "test": test, "loss": losses,
+        "moved": moved, "missed": missed,
+        "epoch_time_s": round(statistics.median(times), 4), "train_s": round(sum(times), 1),
+        "extra_edges": into_pilots / (2 * graph.num_edges),
+        "extra_rows": len(prepared.pilots) / graph.num_vertices,
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """Short hash of the checkout that runs."""
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def done() -> dict[str, dict[str, Any]]:
+    """Finished cells by key."""
+    if not DATA.exists():
+        return {}
+    found = {}
+    for line in DATA.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found[Cell(**{k: row[k] for k in Cell.__dataclass_fields__}).key()] = row
+    return found
+
+
+def attempt(cell: Cell) -> tuple[Cell, dict[str, Any] | str]:
+    """A cell that fails must not end the others."""
+    try:
+        return cell, run_cell(cell)
+    except Exception as error:
+        return cell, repr(error)
+
+
+def run(names: list[str], only: list[str], workers: int) -> int:
+    """Every cell that is not there yet."""
+    have = done()
+    todo: dict[str, Cell] = {}
+    for name in names:
+        for cell in tables()[name]:
+            key = cell.key()
+            if key not in have and all(word in key.split("|") for word in only):
+                todo[key] = cell
+    print(f"{len(todo)} cells to run", flush=True)
+    failed = 0
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        for cell, result in pool.imap_unordered(attempt, todo.values()):
+            if isinstance(result, str):
+                failed += 1
+                print(f"{cell.key()}: {result}", flush=True)
+                continue
+            with open(DATA, "a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            tail = result["test"][-TAIL:]
+            print(
+                f"{cell.key()}: last {tail[-1]:.4f}, deviation {statistics.pstdev(tail):.4f}, "
+                f"{result['train_s']} s",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run", help="run the cells that are not there yet")
+    runner.add_argument("tables", nargs="+", choices=list(tables()))
+    runner.add_argument("--only", nargs="*", default=[], help="cells with all these words")
+    runner.add_argument("--workers", type=int, default=1)
+    commands.add_parser("report", help="write the pages and plots")
+    words = parser.parse_args()
+    if words.command == "run":
+        return run(words.tables, words.only, words.workers)
+    from fidelity_report import write_pages
+
+    write_pages(done())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The cells of the fidelity benchmark: which training runs are held against which.
+
+A cell is one training run. Tables share cells: a run that two tables name is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+MAIN_GRAPHS = ("squirrel", "amazon_photo", "pubmed", "coauthor_cs", "debian")
+MAIN_MODELS = (("gcn", 4), ("gcnii", 16), ("resgcn", 16))
+
+ABLATION = {
+    "exact": {"staleness": "exact"},
+    "auto": {"staleness": "auto"},
+    "paper": {"staleness": "paper"},
+    "paper without shuffle": {"staleness": "paper", "shuffle_chunks": False},
+    "paper without snapshots": {"staleness": "paper", "snapshot_every": 1},
+    "paper without scaling": {"staleness": "paper", "scale_live_gradients": 1.0},
+    "none": {"staleness": "none"},
+}
+"""The four rows of GNNPipe's own ablation (arXiv 2308.10087, section 6) and the two borders."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run; hidden 64, dropout 0.5, no weight decay."""
+
+    dataset: str
+    model: str
+    layers: int
+    policy: str = "auto"
+    seed: int = 0
+    chunks: int = 32
+    lr: float = 0.01
+    epochs: int = 200
+
+    def key(self) -> str:
+        return "|".join(str(v) for v in asdict(self).values())
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of ``TrainConfig``."""
+        name, _, variant = self.dataset.partition("+")
+        if name == "arxiv-like":
+            data = {"dataset": ARXIV_LIKE}
+        elif name == "debian":
+            data = {"dataset": "debian"}
+        else:
+            data = {"dataset": str(SHARED / f"{name}.npz")}
+        if name == "pubmed":
+            data["split"] = "10/20/70"
+        # Layer by layer nothing depends on the cut; one chunk is the fastest way to walk.
+        exact = self.policy == "exact"
+        return {
+            **data, **ABLATION[self.policy], "symmetrize": variant == "symmetrized",
+            "model": self.model, "layers": self.layers, "hidden": 64, "dropout": 0.5,
+            "lr": self.lr, "epochs": self.epochs, "seed": self.seed,
+            "chunks": 1 if exact else self.chunks, "out": "off", "quiet": True,
+        }  # fmt: skip
+
+
+ARXIV_LIKE = "synthetic:planted:n=169343,degree=13.8,classes=40,features=128,homophily=0.65,noise=2"
+"""Size, density and homophily of ogbn-arxiv, which is not to be had without a network."""
+
+
+def pair(dataset: str, model: str, layers: int, **settings: Any) -> list[Cell]:
+    """The run and the exact one it is held against; K has no meaning for the latter."""
+    exact = {k: v for k, v in settings.items() if k != "chunks"}
+    return [
+        Cell(dataset, model, layers, "auto", **settings),
+        Cell(dataset, model, layers, "exact", **exact),
+    ]
+
+
+def tables() -> dict[str, list[Cell]]:
+    """Every table by name, in the order in which it is run."""
+    main = [
+        cell
+        for seed in range(3)
+        for graph in MAIN_GRAPHS
+        for model, layers in MAIN_MODELS
+        for cell in pair(graph, model, layers, seed=seed)
+    ]
+    single = []
+    for graph in MAIN_GRAPHS[:4]:
+        single += pair(graph, "sage", 4) + pair(graph, "gat", 4)
+    for graph in ("cora", "citeseer", "dblp", "coauthor_physics", "squirrel+symmetrized"):
+        single += pair(graph, "gcn", 4) + pair(graph, "gcnii", 16)
+    for graph in ("squirrel", "amazon_photo", "pubmed"):
+        for model, layers in MAIN_MODELS:
+            single += pair(graph, model, layers, chunks=16)
+            single += pair(graph, model, layers, lr=0.001)
+    ablation = [
+        Cell(graph, "gcnii", 16, policy)
+        for graph in ("squirrel", "pubmed", "debian")
+        for policy in ABLATION
+    ]
+    arxiv = pair("arxiv-like", "gcnii", 16, epochs=60)
+    return {"main": main, "single": single, "ablation": ablation, "arxiv": arxiv}
