@@ -84,7 +84,8 @@ def result_lines(result: RunResult) -> list[str]:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
             f"(pipeline {counted['pipeline']:,}, graph {counted['graph']:,}, gradient "
-            f"{counted['gradient']:,}, control {counted['control']:,} bytes; closed form {formula['total']:,}"
+            f"{counted['gradient']:,}, control {counted['control']:,} bytes; closed "
+            f"form {formula['total']:,}"
             f"{', equal' if counted == formula else ', NOT EQUAL'})"
         )
     if result.path is not None:
