@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -115,6 +116,7 @@ def run(names: list[str], only: list[str], workers: int) -> int:
     print(f"{len(todo)} cells to run", flush=True)
     failed = 0
     DATA.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the workers must end too
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
         for cell, result in pool.imap_unordered(attempt, todo.values()):
             if isinstance(result, str):

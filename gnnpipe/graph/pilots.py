@@ -1,7 +1,7 @@
-"""Which vertices are pilots: a fixed, even sample whose rows show how all rows move.
+"""Which vertices are sampled: pilots of the forecast, and rows whose drift is measured.
 
-The sample is drawn among the vertices as the graph was read, so it is the same for every number of
-chunks, shards and stages (law 2).
+Both are fixed, even samples, drawn among the vertices as the graph was read, so they are the same
+for every number of chunks, shards and stages (law 2).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from gnnpipe.graph.chunking import Chunking
 
-__all__ = ["choose_pilots"]
+__all__ = ["choose_drift_rows", "choose_pilots"]
 
-_STREAM = 0x9110
-"""Keeps the draw apart from others with the same seed."""
+# Keep the draws apart from others with the same seed.
+_PILOT_STREAM = 0x9110
+_DRIFT_STREAM = 0xD21F
 
 
 def choose_pilots(chunking: Chunking, share: float, width: int, seed: int) -> npt.NDArray[np.int64]:
@@ -25,8 +26,21 @@ def choose_pilots(chunking: Chunking, share: float, width: int, seed: int) -> np
     At least four for each of the ``width`` + 1 numbers that a column of the map has, so that the
     fit is well determined; all vertices if there are not so many.
     """
+    count = max(math.ceil(share * len(chunking.perm)), 4 * (width + 1))
+    return _sample(chunking, count, [seed, _PILOT_STREAM])
+
+
+def choose_drift_rows(chunking: Chunking, seed: int) -> npt.NDArray[np.int64]:
+    """Rows [s] of the renumbered graph, ascending: every 32nd, at least 256, at most 2,048.
+
+    Enough for a norm to two digits, and next to nothing to copy.
+    """
+    count = min(max(len(chunking.perm) // 32, 256), 2048)
+    return _sample(chunking, count, [seed, _DRIFT_STREAM])
+
+
+def _sample(chunking: Chunking, count: int, seed: list[int]) -> npt.NDArray[np.int64]:
     n = len(chunking.perm)
-    count = min(n, max(math.ceil(share * n), 4 * (width + 1)))
     chosen = np.zeros(n, dtype=bool)
-    chosen[np.random.default_rng([seed, _STREAM]).choice(n, count, replace=False)] = True
+    chosen[np.random.default_rng(seed).choice(n, min(n, count), replace=False)] = True
     return np.flatnonzero(chosen[chunking.perm]).astype(np.int64)

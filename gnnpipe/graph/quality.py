@@ -7,17 +7,19 @@ heaviest chunk or cell sets the pace of the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.sparse as sp
 
 from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import vertex_work
 
-__all__ = ["CutQuality", "cut_quality"]
+__all__ = ["CutQuality", "chunk_edges", "cut_quality", "stale_share"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,28 @@ def cut_quality(graph: Graph, chunking: Chunking) -> CutQuality:
         chunk_balance=_balance(np.bincount(chunk, work)),
         cell_balance=_balance(np.bincount(cell, work)),
     )
+
+
+def chunk_edges(graph: Graph, chunking: Chunking) -> sp.coo_array:
+    """[K, K] edge counts by (reading chunk, chunk read) of a graph renumbered by ``chunking``."""
+    chunk = chunking.chunk_of_row()
+    reading = np.repeat(chunk, graph.degrees)
+    shape = (chunking.chunks, chunking.chunks)
+    counts = sp.coo_array((np.ones(graph.num_edges), (reading, chunk[graph.indices])), shape=shape)
+    counts.sum_duplicates()
+    return counts
+
+
+def stale_share(counts: sp.coo_array, order: Sequence[int]) -> float:
+    """Share of the edges, by ``chunk_edges``, that are read stale when walked in ``order``.
+
+    A chunk reads live what came before it in the walk, and stale what comes after.
+    """
+    position = np.empty(len(order), dtype=np.int64)
+    position[np.asarray(order)] = np.arange(len(order))
+    reading, read = counts.coords
+    stale = counts.data[position[read] > position[reading]].sum()
+    return float(stale / max(counts.data.sum(), 1))
 
 
 def _crossings(

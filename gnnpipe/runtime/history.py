@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import Block, Blocks, LinearOperator
+from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Exchange
 
 __all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory", "open_history"]
@@ -42,6 +43,8 @@ class HistorySpec:
     """Factor on gradients from other chunks."""
     exact_epochs: int = 0
     """Epochs at the start that read nothing stale, and so have nothing to make up for."""
+    sample: Tensor | None = None
+    """[s], own rows whose drift is measured; none where nothing can be stale."""
 
 
 class History(ABC):
@@ -59,6 +62,7 @@ class History(ABC):
         self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
+        self.drift = None if spec.sample is None else Drift(spec.sample)
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""
@@ -73,6 +77,8 @@ class History(ABC):
 
     def end_epoch(self, epoch: int) -> None:
         """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0)."""
+        if self.drift is not None:
+            self.drift.after(self.table)
         if self._snapshot is not None and (epoch + 1) % self.snapshot_every == 0:
             self._snapshot.copy_(self.table)
 
@@ -81,6 +87,8 @@ class History(ABC):
         if self._whole:
             self.table = rows.detach()
             return
+        if self.drift is not None:
+            self.drift.before(self.table)
         start, stop = self.rows(chunk)
         self.table[start:stop] = rows.detach()
         self.exchange.push(chunk, self.table)

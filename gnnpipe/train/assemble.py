@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout
 from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
+from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Layer, Rows
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
@@ -57,6 +58,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         for kind in sorted({layer.aggregation for layer in layers})
     }
     techniques = config.techniques
+    sample = None
+    if not prepared.report.exact:
+        chosen = choose_drift_rows(prepared.chunking, config.seed)
+        sample = torch.from_numpy(np.flatnonzero(np.isin(layout.own, chosen))).to(mesh.device)
     training = HistorySpec(
         layout,
         exchange,
@@ -64,8 +69,9 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         techniques.snapshot_every,
         techniques.scale_live_gradients,
         techniques.exact_epochs,
+        sample,
     )
-    evaluation = replace(training, snapshot_every=1)
+    evaluation = replace(training, snapshot_every=1, sample=None)
 
     def history(layer: Layer, is_training: bool) -> History:
         spec = training if is_training else evaluation

@@ -21,7 +21,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.pilots import choose_pilots
-from gnnpipe.graph.quality import CutQuality, cut_quality
+from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import GNN, MODELS, Layer, LayerSpec
 from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.perf import CommVolume, closed_form_volume
@@ -52,6 +52,8 @@ class Prepared:
     volume: CommVolume
     pilots: npt.NDArray[np.int64]
     """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
+    chunk_edges: sp.coo_array
+    """[K, K] edges by (reading chunk, chunk read)."""
 
     def program_of(self, epoch: int) -> Program:
         """What an epoch (from 0) runs."""
@@ -125,7 +127,7 @@ def prepare(
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, model, described, plan, program, exact_program, report,
-        volume, pilots,
+        volume, pilots, chunk_edges(graph, chunking),
     )  # fmt: skip
 
 

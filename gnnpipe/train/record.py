@@ -28,6 +28,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
 from gnnpipe.train.metrics import Scores
+from gnnpipe.train.staleness import Staleness
 
 __all__ = ["EpochRow", "RunFolder", "run_path", "versions"]
 
@@ -45,6 +46,8 @@ class EpochRow:
     epoch_time_s: float
     """Training alone."""
     eval_time_s: float
+    staleness: Staleness | None = None
+    """Where the shape has stale reads."""
 
     def cells(self) -> dict[str, Any]:
         """The row of metrics.csv; empty cells where the epoch was not evaluated."""
@@ -57,6 +60,7 @@ class EpochRow:
             "test_acc": repr(s.test_acc) if s else "",
             "epoch_time_s": f"{self.epoch_time_s:.6f}",
             "eval_time_s": f"{self.eval_time_s:.6f}" if s else "",
+            **{k: repr(v) for k, v in (self.staleness.cells() if self.staleness else {}).items()},
         }
 
 

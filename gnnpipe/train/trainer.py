@@ -29,6 +29,7 @@ from gnnpipe.train.prepare import Prepared, chunk_order, prepare
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.record import EpochRow, RunFolder, run_path, versions
 from gnnpipe.train.report import head_lines, result_lines
+from gnnpipe.train.staleness import measure_staleness
 
 __all__ = ["RunResult", "Trainer"]
 
@@ -57,6 +58,11 @@ class RunResult:
     best_epoch: int
     epoch_time_s: float
     """Median, without the first epochs (warm-up) where there are others."""
+    stale_reads: float
+    """Share of the edges read stale, mean over the epochs."""
+    drift: list[float]
+    """By layer, of the last epoch: error of the stale rows relative to their size (see
+    ``Staleness``); empty where nothing is stale."""
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
     peak_memory_bytes: list[int]
@@ -197,6 +203,7 @@ class Trainer:
             start = time.perf_counter()
             order = chunk_order(config, epoch)
             loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+            stale = measure_staleness(prepared, assembly, mesh, order, epoch)
             trained = time.perf_counter()
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -205,7 +212,9 @@ class Trainer:
             last = epoch + 1 == config.epochs
             due = config.eval_every and (epoch + 1) % config.eval_every == 0
             scores = evaluate(assembly, mesh) if last or due else None
-            row = EpochRow(epoch + 1, loss, scores, trained - start, time.perf_counter() - trained)
+            row = EpochRow(
+                epoch + 1, loss, scores, trained - start, time.perf_counter() - trained, stale
+            )
             rows.append(row)
             if folder is not None:
                 folder.add(row)
@@ -227,6 +236,7 @@ class Trainer:
         # Ties go to the earlier epoch, as everywhere in this field.
         best_epoch, best = max(scored, key=lambda pair: _rank(pair[1].val_acc))
         times = [r.epoch_time_s for r in rows]
+        stale = [r.staleness for r in rows if r.staleness is not None]
         spec = prepared.model.stack()[0].spec
         result = RunResult(
             dataset=prepared.graph.name, model=prepared.model_graph.name, layers=config.layers,
@@ -236,6 +246,8 @@ class Trainer:
             train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,
             best_val_acc=best.val_acc, test_acc_at_best_val=best.test_acc, best_epoch=best_epoch,
             epoch_time_s=statistics.median(times[min(3, len(times) - 1) :]),
+            stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
+            drift=list(stale[-1].drift) if stale else [],
             comm_bytes_per_epoch=per_epoch, comm_bytes_closed_form=prepared.volume.to_dict(),
             peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
             history=rows, path=folder.path if folder else None,

@@ -1,0 +1,64 @@
+"""How stale an epoch was, in numbers: what metrics.csv and the report say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gnnpipe.graph.quality import stale_share
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import Assembly
+from gnnpipe.train.prepare import Prepared
+
+__all__ = ["Staleness", "measure_staleness"]
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Of one epoch; norms are Frobenius norms over a sample of rows, relative to those rows."""
+
+    stale_reads: float
+    """Share of the edges that were read stale, the same in every layer; 0 in an exact epoch."""
+    drift: tuple[float, ...]
+    """By layer: how far the rows pushed in this epoch are from what stale readers saw. Dropout,
+    drawn anew each epoch, is part of it."""
+    moved: tuple[float, ...]
+    """By layer, where a forecast was made: how far the change of weights moved the pilot rows."""
+    missed: tuple[float, ...]
+    """By layer: what the forecast left of it."""
+
+    def cells(self) -> dict[str, float]:
+        """Columns of metrics.csv."""
+        found = {"stale_reads": self.stale_reads}
+        for name in ("drift", "moved", "missed"):
+            found |= {f"{name}_{i}": v for i, v in enumerate(getattr(self, name))}
+        return found
+
+
+def measure_staleness(
+    prepared: Prepared, assembly: Assembly, mesh: Mesh, order: Sequence[int], epoch: int
+) -> Staleness | None:
+    """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale."""
+    if prepared.report.exact:
+        return None
+    first, last = prepared.plan.stages[mesh.stage]
+    num_layers = prepared.plan.num_layers
+    columns = [[0.0] * num_layers for _ in range(4)]
+    for index, history in zip(range(first, last), assembly.executor.stage.histories, strict=True):
+        assert history.drift is not None
+        columns[0][index], columns[1][index] = history.drift.sums.tolist()
+    forecaster = assembly.executor.forecaster
+    exact = epoch < prepared.exact_epochs
+    if forecaster is not None and not exact and mesh.shard == 0:
+        for index, found in zip(range(first, last), forecaster.maps, strict=True):
+            columns[2][index], columns[3][index] = found.moved, found.missed
+    totals = mesh.sum([value for column in columns for value in column])
+    change, size, moved, missed = (
+        totals[i * num_layers : (i + 1) * num_layers] for i in range(4)
+    )  # fmt: skip
+    return Staleness(
+        0.0 if exact else stale_share(prepared.chunk_edges, order),
+        tuple((c / s) ** 0.5 if s else 0.0 for c, s in zip(change, size, strict=True)),
+        tuple(moved) if forecaster is not None else (),
+        tuple(missed) if forecaster is not None else (),
+    )

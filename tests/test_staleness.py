@@ -1,0 +1,132 @@
+"""What is measured of staleness is what is there, in every shape; and runs repeat to the bit."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+
+from gnnpipe import TrainConfig, Trainer
+from gnnpipe.graph.chunking import make_chunking, renumber
+from gnnpipe.graph.quality import chunk_edges, stale_share
+
+EPOCHS = 4
+
+
+def config(**settings):
+    return TrainConfig(
+        **{
+            "model": "gcnii", "layers": 4, "hidden": 8, "chunks": 6, "epochs": EPOCHS, "lr": 0.05,
+            "dtype": "float64", "cache_dir": "off", "out": "off", "quiet": True,
+        }
+        | settings
+    )  # fmt: skip
+
+
+def measured(shape, **settings):
+    stages, shards = shape
+    result = Trainer(config(stages=stages, shards=shards, **settings), graph=small_graph()).fit()
+    return [row.staleness for row in result.history]
+
+
+def truth(**settings):
+    """Per epoch the drift by layer, from the tables of the one-device reference."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.reference import Reference
+
+    reference = Reference(prepare(config(**settings), Mesh.alone(), small_graph()))
+    seen = []
+    walk = reference._forward
+    reference._forward = lambda *words: (
+        seen.append([t.clone() for t in reference.tables]) or walk(*words)
+    )
+    found = []
+    for epoch in range(EPOCHS):
+        reference.train_epoch(epoch)
+        pairs = zip(seen[-1], reference.tables, strict=True)
+        found.append([float((now - before).norm() / now.norm()) for before, now in pairs])
+    return found
+
+
+SETTINGS = [
+    {},
+    {"staleness": "paper", "snapshot_every": 2},
+    {"staleness": "none", "model": "gat", "heads": 2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_drift_is_the_error_of_the_stale_rows(settings):
+    assert small_graph().num_vertices <= 256, "then every row is in the sample"
+    found = measured((1, 1), **settings)
+    for row, drift in zip(found, truth(**settings), strict=True):
+        assert row.drift == pytest.approx(drift, rel=1e-9)
+        assert len(row.drift) == 4
+
+
+def test_what_is_measured_does_not_depend_on_the_shape():
+    alone = measured((1, 1))
+    for per_rank in run_ranks(measured, 4, (2, 2)):
+        for row, other in zip(alone, per_rank, strict=True):
+            assert other.stale_reads == row.stale_reads
+            for name in ("drift", "moved", "missed"):
+                assert getattr(other, name) == pytest.approx(getattr(row, name), rel=1e-6)
+
+
+def test_the_forecast_misses_less_than_moved():
+    rows = measured((1, 1))
+    assert rows[0].stale_reads == 0.0, "the first epoch is exact"
+    assert set(rows[0].moved) == {0.0}
+    for row in rows[1:]:
+        assert all(0 < missed < moved for missed, moved in zip(row.missed, row.moved, strict=True))
+
+
+def test_nothing_is_measured_where_nothing_can_be_stale():
+    assert measured((1, 1), chunks=1) == [None] * EPOCHS
+    assert measured((1, 1), staleness="exact") == [None] * EPOCHS
+
+
+def test_stale_share_is_counted_edge_by_edge():
+    graph = small_graph(directed=True)
+    chunking = make_chunking(
+        graph, chunks=5, shards=2, seed=0, partitioner="random", cache_dir="off"
+    )
+    graph = renumber(graph, chunking)
+    order = [3, 0, 4, 1, 2]
+    chunk = chunking.chunk_of_row()
+    target = np.repeat(np.arange(graph.num_vertices), graph.degrees)
+    stale = sum(
+        order.index(chunk[u]) > order.index(chunk[v])
+        for u, v in zip(graph.indices, target, strict=True)
+    )
+    assert stale_share(chunk_edges(graph, chunking), order) == stale / graph.num_edges
+
+
+def written(folder, shape):
+    stages, shards = shape
+    Trainer(
+        config(
+            stages=stages, shards=shards, dropout=0.5, dtype="float32", eval_every=2, out=folder
+        ),
+        graph=small_graph(),
+    ).fit()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_same_seed_and_shape_give_the_same_bits(shape, tmp_path):
+    tables = []
+    for name in ("one", "two"):
+        folder = str(tmp_path / name)
+        if shape == (1, 1):
+            written(folder, shape)
+        else:
+            run_ranks(written, 4, folder, shape)
+        with open(tmp_path / name / "metrics.csv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        tables.append([{k: v for k, v in r.items() if not k.endswith("_time_s")} for r in rows])
+        weights = torch.load(tmp_path / name / "model.pt")
+        tables[-1].append({k: v.numpy().tobytes() for k, v in weights.items()})
+    assert tables[0] == tables[1]
+    assert {"stale_reads", "drift_0", "moved_3", "missed_3"} <= set(tables[0][0])
