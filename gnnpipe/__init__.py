@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import InputError
     from gnnpipe.graph.graph import Graph
-    from gnnpipe.train.trainer import RunResult, Trainer
+    from gnnpipe.train.result import RunResult
+    from gnnpipe.train.seeds import SeedsResult, fit_seeds
+    from gnnpipe.train.trainer import Trainer
 
-__all__ = ["Graph", "InputError", "RunResult", "TrainConfig", "Trainer", "__version__"]
+__all__ = [
+    "Graph", "InputError", "RunResult", "SeedsResult", "TrainConfig", "Trainer", "__version__",
+    "fit_seeds",
+]  # fmt: skip
 
 _HOME = {
     "Graph": "gnnpipe.graph.graph", "InputError": "gnnpipe.errors",
-    "RunResult": "gnnpipe.train.trainer", "TrainConfig": "gnnpipe.config",
-    "Trainer": "gnnpipe.train.trainer",
+    "RunResult": "gnnpipe.train.result", "SeedsResult": "gnnpipe.train.seeds",
+    "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
+    "fit_seeds": "gnnpipe.train.seeds",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from gnnpipe.registry import nearest
 
 __all__ = ["main"]
 
-GROUPS = ("data", "model", "training", "shape", "staleness", "ranks", "output")
+GROUPS = ("data", "model", "training", "evaluation", "shape", "staleness", "ranks", "output")
 
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
@@ -73,6 +73,10 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         help="largest relative difference allowed (default 1e-9 in float64, 1e-5 in float32)",
     )  # fmt: skip
 
+    train.add_argument(
+        "--seeds", type=_reader(int), metavar="INT",
+        help="train so many times, from --seed on, and print mean and deviation",
+    )  # fmt: skip
     for command in (train, info, verify):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
@@ -117,11 +121,23 @@ def _config(options: argparse.Namespace, defaults: dict[str, Any]) -> TrainConfi
 
 def _train(options: argparse.Namespace) -> int:
     config = _config(options, {})
+    if options.seeds is not None and options.seeds < 1:
+        raise InputError(f"--seeds {options.seeds}: must be at least 1")
     from gnnpipe.train.trainer import Trainer
 
-    trainer = Trainer(config)
-    trainer.fit()
-    trainer.close()
+    if options.seeds is None:
+        trainer = Trainer(config)
+        trainer.fit()
+        trainer.close()
+        return 0
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.seeds import fit_seeds
+
+    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    found = fit_seeds(config, options.seeds, mesh=mesh)
+    if mesh.rank == 0 and not config.quiet:
+        print("\n".join(found.lines()), flush=True)
+    mesh.leave()
     return 0
 
 

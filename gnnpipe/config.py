@@ -66,9 +66,38 @@ class TrainConfig:
                          group="training", low=0, below=2**32)  # fmt: skip
     dtype: str = setting("float32", "number type of weights and rows", group="training",
                           choices=("float32", "float64"))  # fmt: skip
+    lr_schedule: str = setting(
+        "constant",
+        "learning rate over the epochs: constant, cosine (down to 0 at the last epoch) or plateau "
+        "(halved when the validation metric has not risen for --lr-patience epochs)",
+        group="training", choices=("constant", "cosine", "plateau"),
+    )  # fmt: skip
+    warmup_epochs: int = setting(
+        0, "epochs at the start in which the learning rate rises in equal steps",
+        group="training", low=0,
+    )  # fmt: skip
+    lr_patience: int = setting(50, "see --lr-schedule plateau", group="training", low=1)
+
     eval_every: int = setting(
-        10, "evaluate every n-th epoch and the last (0: only the last)", group="training", low=0
+        10, "evaluate every n-th epoch and the last (0: only the last)", group="evaluation", low=0
     )
+    metric: str = setting(
+        "auto",
+        "what is reported beside accuracy, and chooses the best epoch: accuracy, rocauc, f1-micro "
+        "or f1-macro; auto: f1-micro for several labels, rocauc for two classes with one below "
+        "30 %, else accuracy",
+        group="evaluation", choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro"),
+    )  # fmt: skip
+    patience: int = setting(
+        0, "stop after so many epochs without a better validation metric (0: never)",
+        group="evaluation", low=0,
+    )  # fmt: skip
+    keep: str | None = setting(
+        None,
+        "weights at the end: those of the last epoch or of the best by the validation metric "
+        "(default: best with --patience, else last)",
+        group="evaluation", choices=("last", "best"),
+    )  # fmt: skip
 
     stages: int = setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
     shards: int = setting(1, "shards G: ranks that share one stage", group="shape", low=1)
@@ -144,9 +173,11 @@ class TrainConfig:
                 f"try --stages {self.layers} or more --layers"
             )
         parse_split(self.split)
+        self._check_epochs()
         if self.staleness == "exact" and self.chunks > 1:
             for name, idle in (
                 ("snapshot_every", 1), ("scale_live_gradients", 1), ("forecast_share", 0),
+                ("exact_epochs", 0),
             ):  # fmt: skip
                 if getattr(self, name) not in (None, idle):
                     raise InputError(
@@ -158,6 +189,31 @@ class TrainConfig:
                 f"--snapshot-every {self.techniques.snapshot_every}: a forecast carries rows over "
                 "from the last epoch, not from a snapshot; try --staleness paper"
             )
+
+    def _check_epochs(self) -> None:
+        """What is counted in epochs must fit in with the rest."""
+        if self.warmup_epochs >= self.epochs and self.warmup_epochs:
+            raise InputError(
+                f"--warmup-epochs {self.warmup_epochs}: no shorter than the run; try less than "
+                f"--epochs {self.epochs}"
+            )
+        for name, is_used in (("patience", self.patience > 0),
+                              ("lr_patience", self.lr_schedule == "plateau")):  # fmt: skip
+            value = getattr(self, name)
+            if is_used and not self.eval_every:
+                raise InputError(
+                    f"{flag(name)} {value}: nothing is evaluated on the way; try --eval-every 10"
+                )
+            if is_used and value < self.eval_every:
+                raise InputError(
+                    f"{flag(name)} {value}: shorter than --eval-every {self.eval_every}; "
+                    f"try --eval-every {value}"
+                )
+
+    @property
+    def kept_epoch(self) -> str:
+        """Whose weights remain: 'last' or 'best'."""
+        return self.keep or ("best" if self.patience else "last")
 
     @property
     def world_size(self) -> int:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from gnnpipe.cli import VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.train.record import EpochRow  # noqa: E402
-from gnnpipe.train.trainer import RunResult  # noqa: E402
+from gnnpipe.train.result import RunResult  # noqa: E402
 from gnnpipe.train.verify import TOLERANCE  # noqa: E402
 
 HEAD = """# Reference
@@ -40,8 +40,9 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 | `gnnpipe verify` | train a shape and one device, compare losses and gradients |
 
 All three take `--config FILE` (TOML) and every setting below. Flags win over the file, the file
-wins over the defaults. `verify` also takes `--tolerance` (default {tolerance}). Its own defaults:
-{verify}.
+wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a folder of its
+own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also takes
+`--tolerance` (default {tolerance}). Its own defaults: {verify}.
 
 ## Settings
 
@@ -78,8 +79,21 @@ CELLS = {
     "train_acc": "exact accuracy after the step; empty where the epoch was not evaluated",
     "val_acc": "same",
     "test_acc": "same",
+    "train_metric": "the run's own metric (`metric` in result.json), on the train part",
+    "val_metric": "same",
+    "test_metric": "same",
+    "lr": "learning rate of the epoch's step",
     "epoch_time_s": "training alone",
     "eval_time_s": "evaluation alone; empty where there was none",
+}
+
+STALE_CELLS = {
+    "stale_reads": "share of the edges that were read stale; this and the next only where the "
+    "shape has stale reads",
+    "drift_0, drift_1, ...": "by layer: how far the rows pushed in the epoch are from what stale "
+    "readers saw, relative (Frobenius norms over a sample); dropout noise included",
+    "moved_0, ...": "by layer, with a forecast: how far the change of weights moved the pilot rows",
+    "missed_0, ...": "by layer: what the forecast left of it",
 }
 
 RESULTS = {
@@ -91,11 +105,17 @@ RESULTS = {
     "train_acc": "last epoch",
     "val_acc": "last epoch; null if the split has no such part",
     "test_acc": "last epoch",
-    "best_val_acc": "largest among the evaluated epochs",
+    "best_val_acc": "of the best epoch by the validation metric (which is accuracy unless "
+    "`metric` differs)",
     "test_acc_at_best_val": "test accuracy of that epoch",
     "best_epoch": "that epoch; of equals the earliest",
+    "train_metric": "last epoch, as val_metric and test_metric",
+    "val_metric": "last epoch",
+    "test_metric": "last epoch",
+    "best_val_metric": "largest among the evaluated epochs",
+    "test_metric_at_best_val": "test metric of that epoch",
     "comm_bytes_per_epoch": "bytes counted in the last training epoch over all ranks: pipeline, "
-    "graph, gradient, total",
+    "graph, gradient, control (the forecast of stale rows), total",
     "comm_bytes_closed_form": "the same by formula",
     "versions": "gnnpipe, python, torch, torch_geometric, numpy, scipy",
 }
@@ -158,7 +178,9 @@ def page() -> str:
         "",
         FILES.rstrip(),
     ]
-    lines += [f"| `{name}` | {CELLS[name]} |" for name in EpochRow(1, 0.0, None, 0.0, 0.0).cells()]
+    nothing = EpochRow(1, 0.0, None, 0.0, 0.0, 0.0).cells()
+    lines += [f"| `{name}` | {CELLS[name]} |" for name in nothing]
+    lines += [f"| `{name}` | {text} |" for name, text in STALE_CELLS.items()]
     lines += ["", "## result.json", "", "| field | meaning |", "|---|---|"]
     told = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(TrainConfig)}
     told |= docs_below_fields(RunResult) | RESULTS

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
-from gnnpipe.graph.graph import Features, Graph, IntArray
+from gnnpipe.graph.graph import BoolArray, Features, Graph, IntArray
+from gnnpipe.graph.labels import Labels, clean_labels
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
 __all__ = ["clean"]
@@ -46,12 +47,13 @@ def clean(
         edge_index: [2, E], any integer type; row 0 the sources, row 1 the targets.
         name: the dataset's name, for messages and for the graph.
         x: [N, F], dense of any real type, or scipy sparse.
-        y: [N] or [N, 1], classes from 0; -1 (or NaN) where there is no label.
+        y: [N] or [N, 1], classes from 0; or [N, T], 1 where a label applies and 0 where not; -1
+            (or NaN) where there is no label.
         masks: train, val and test, each bool [N], [N, T] or [T, N] (the first of the T splits is
             taken; 0 and 1 will do for bool) or the indices of its vertices, each once; ``None`` if
             the dataset has none.
         num_vertices: N, if it is not the length of ``y``.
-        num_classes: if it is not the largest label + 1.
+        num_classes: if it is not the largest label + 1; T if y is [N, T].
         split: 'given' for ``masks``, or percentages such as '60/20/20'.
         seed: of the split by percentages.
         symmetrize: add the reverse of every edge.
@@ -64,7 +66,7 @@ def clean(
     Raises:
         InputError: one line naming the dataset and field, the value and what to try.
     """
-    labels = _labels(y, name, num_classes)
+    labels = clean_labels(y, name, num_classes)
     n = len(labels) if num_vertices is None else num_vertices
     if n == 0:
         fail(name, "no vertices", "check that y has one entry for each vertex")
@@ -76,12 +78,13 @@ def clean(
             f"y has {len(labels)} labels for {n} vertices",
             "give one label for each, -1 = none",
         )
-    if not (labels >= 0).any():
+    has_label: BoolArray = np.any(labels.reshape(n, -1) >= 0, axis=1)
+    if not has_label.any():
         fail(name, "y: no vertex is labelled (all are -1)", "give classes 0..C-1 to some")
     features = _features(x, name, n)
     fractions = parse_split(split)
     if fractions is not None:
-        train, val, test = split_masks(labels, fractions, seed)
+        train, val, test = split_masks(has_label, fractions, seed)
     elif masks is None:
         fail(name, "no split (train_mask, val_mask, test_mask)", "--split 60/20/20")
     else:
@@ -91,7 +94,7 @@ def clean(
     if not train.any():
         fail(name, "train_mask: no vertex to train on", "--split 60/20/20")
     for field, mask in zip(SPLIT_NAMES, (train, val, test), strict=True):
-        bad = np.flatnonzero(mask & (labels < 0))
+        bad = np.flatnonzero(mask & ~has_label)
         if len(bad):
             fail(
                 name,
@@ -107,8 +110,14 @@ def clean(
     return Graph(
         name=name, indptr=indptr, indices=indices, x=features, y=labels,
         train_mask=train, val_mask=val, test_mask=test,
-        num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
+        num_classes=_num_classes(labels, num_classes),
     )  # fmt: skip
+
+
+def _num_classes(labels: Labels, given: int | None) -> int:
+    if labels.ndim == 2:
+        return int(labels.shape[1])
+    return int(labels.max()) + 1 if given is None else given
 
 
 def _csr(
@@ -174,42 +183,6 @@ def _removed(keys: npt.NDArray[np.int64]) -> str:
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:
     np.left_shift(target, 32, out=out, dtype=np.int64, casting="unsafe")
     np.bitwise_or(out, source, out=out, dtype=np.int64, casting="unsafe")
-
-
-def _labels(y: Any, name: str, num_classes: int | None) -> npt.NDArray[np.int64]:
-    labels = np.asarray(y)
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1:
-        fail(
-            name,
-            f"y has shape {list(labels.shape)}",
-            "one class for each vertex, [N]; several labels at once are not supported",
-        )
-    if labels.dtype.kind == "f":
-        given = np.where(np.isnan(labels), -1, labels).astype(np.float64)
-        # Beyond 2^53 a float is no exact number, and int64 cannot hold all of them.
-        bad = np.flatnonzero(~(np.abs(given) < 2.0**53) | (given != np.floor(given)))
-        if len(bad):
-            fail(
-                name, f"y[{bad[0]}] = {labels[bad[0]]}", "whole numbers: classes 0..C-1, -1 = none"
-            )
-        labels = given
-    elif labels.dtype.kind not in "iub":
-        fail(name, f"y is of type {labels.dtype}", "whole numbers: classes 0..C-1, -1 = none")
-    labels = labels.astype(np.int64)
-    # Without a stated number of classes there cannot be more of them than vertices: a larger label
-    # is some identifier, and a weight matrix of its size would take all memory.
-    limit = max(len(labels), 2) if num_classes is None else num_classes
-    bad = np.flatnonzero((labels < -1) | (labels >= limit))
-    if len(bad):
-        fail(
-            name,
-            f"y[{bad[0]}] = {labels[bad[0]]} is out of range",
-            f"classes 0..{limit - 1}"
-            + (" numbered without gaps" if num_classes is None else f" (num_classes is {limit})"),
-        )
-    return labels
 
 
 def _features(x: Any, name: str, n: int) -> Features:

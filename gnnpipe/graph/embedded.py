@@ -43,7 +43,7 @@ def read_karate(*, split: str = "given", seed: int = 0, symmetrize: bool = False
     y = np.array([int(c) for c in KARATE_GROUPS])
     return clean(
         np.array(pairs).T, name="karate", x=np.eye(len(y), dtype=np.float32), y=y,
-        masks=split_masks(y, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
+        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def read_debian(*, split: str = "given", seed: int = 0, symmetrize: bool = False
     return clean(
         np.stack([lower, higher]), name="debian", y=y,
         x=sp.csr_array((ones, word, words), shape=(n, num_words)),
-        masks=split_masks(y, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
+        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
     )  # fmt: skip
 
 

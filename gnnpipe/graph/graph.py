@@ -40,12 +40,19 @@ class Graph:
     """[E], int32 or int64, ascending within each row, without duplicates or loops."""
     x: Features
     """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
-    y: npt.NDArray[np.int64]
-    """[N], class of each vertex; -1 = not labelled."""
+    y: npt.NDArray[np.int64] | npt.NDArray[np.int8]
+    """[N] int64, class of each vertex; or, multi-label, [N, T] int8, whether each of T labels
+    applies (1) or not (0). -1 = not labelled."""
     train_mask: BoolArray
     val_mask: BoolArray
     test_mask: BoolArray
     num_classes: int
+    """C; T if multi-label."""
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a vertex has T labels that apply or not, in place of one class of C."""
+        return self.y.ndim == 2
 
     @property
     def num_vertices(self) -> int:
@@ -82,8 +89,13 @@ class Graph:
     def __repr__(self) -> str:
         return (
             f"Graph({self.name!r}, {self.num_vertices:,} vertices, {self.num_edges:,} edges, "
-            f"{self.num_features:,} features, {self.num_classes} classes)"
+            f"{self.num_features:,} features, {self.label_text})"
         )
+
+    @property
+    def label_text(self) -> str:
+        """'7 classes', or '121 labels at once'."""
+        return f"{self.num_classes} {'labels at once' if self.is_multi_label else 'classes'}"
 
     @property
     def edge_index(self) -> npt.NDArray[np.int64]:

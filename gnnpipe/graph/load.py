@@ -79,10 +79,9 @@ def dataset_names() -> list[str]:
         for name, facts in OGB_DATASETS.items()
     ]
     for key, family in PYG_FAMILIES.items():
-        if not family.multi_label:
-            split = "" if family.own_split else ", split 60/20/20 unless --split"
-            name = f"{key}:{'|'.join(family.names)}" if family.names else key
-            lines.append((name, f"PyG's {family.cls}{split}"))
+        split = "" if family.own_split else ", split 60/20/20 unless --split"
+        name = f"{key}:{'|'.join(family.names)}" if family.names else key
+        lines.append((name, f"PyG's {family.cls}{split}"))
     lines.append(("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."))
     width = max(len(name) for name, _ in lines if len(name) < 45)
     return [f"{name:<{width}}  {text}" for name, text in lines]
@@ -91,11 +90,10 @@ def dataset_names() -> list[str]:
 def _hint(dataset: str) -> str:
     """The nearest single name, or else the families, for all single names would fill a page."""
     names = [*EMBEDDED, "synthetic:planted", "synthetic:rmat", *OGB_DATASETS]
-    families = [key for key, family in PYG_FAMILIES.items() if not family.multi_label]
-    for key in families:
+    for key in PYG_FAMILIES:
         names += [f"{key}:{n}" for n in PYG_FAMILIES[key].names] or [key]
         names += PYG_FAMILIES[key].names
     hint = nearest(dataset, set(names))
     if hint.startswith("did you mean"):
         return hint
-    return "known: " + ", ".join([*EMBEDDED, "synthetic", *OGB_DATASETS, *families])
+    return "known: " + ", ".join([*EMBEDDED, "synthetic", *OGB_DATASETS, *PYG_FAMILIES])

@@ -38,9 +38,10 @@ def read_npz(
     """The graph in an .npz file, named after the file.
 
     Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
-    ``x_indptr``, ``x_shape``; ``y`` [N], -1 = no label; ``train_mask``, ``val_mask``, ``test_mask``
-    bool [N] (or the same in plural with T splits in rows or columns: the first is taken), not
-    needed if ``split`` gives percentages; ``num_classes`` if some class has no vertex.
+    ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
+    ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
+    rows or columns: the first is taken), not needed if ``split`` gives percentages; ``num_classes``
+    if some class has no vertex.
 
     Warns:
         UserWarning: loops or duplicate edges, which are removed; masks that overlap.

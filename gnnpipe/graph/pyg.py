@@ -7,6 +7,7 @@ hold is turned into plain arrays here, and ``clean`` judges them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.arrays import array_of, csr_of, shape_of
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
 from gnnpipe.graph.graph import Graph
@@ -41,7 +43,8 @@ class Family:
     cls: str
     names: tuple[str, ...] = ()
     own_split: bool = True
-    multi_label: bool = False
+    parts: tuple[str, ...] = ()
+    """Several graphs, in one dataset for each part of the split: taken as one graph of them all."""
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -72,11 +75,11 @@ PYG_FAMILIES = {
     "facebook": Family("FacebookPagePage", own_split=False),
     "lastfmasia": Family("LastFMAsia", own_split=False),
     "deezereurope": Family("DeezerEurope", own_split=False),
-    "yelp": Family("Yelp", multi_label=True),
-    "amazonproducts": Family("AmazonProducts", multi_label=True),
-    "ppi": Family("PPI", multi_label=True),
+    "yelp": Family("Yelp"),
+    "amazonproducts": Family("AmazonProducts"),
+    "ppi": Family("PPI", parts=("train", "val", "test")),
 }
-"""PyG's datasets of one graph with features and one class for each vertex, by family."""
+"""PyG's datasets with features and a class, or several labels, for each vertex, by family."""
 
 
 def find_pyg(dataset: str) -> tuple[str, str] | None:
@@ -120,26 +123,27 @@ def read_pyg(
     It lies in ``data_dir``/<family>, laid out as PyG does.
 
     Raises:
-        InputError: unknown, multi-label, or absent with no network.
+        InputError: unknown, or absent with no network.
     """
     found = find_pyg(dataset)
     if found is None:
         raise InputError(f"--dataset {dataset!r}: {nearest(dataset, PYG_FAMILIES)}")
     key, name = found
     family = PYG_FAMILIES[key]
-    if family.multi_label:
-        raise InputError(
-            f"--dataset {dataset!r}: its vertices have several labels each, which is not "
-            "supported; try flickr or reddit"
-        )
-    data = _load(dataset, family, name, data_root(data_dir) / key)
-    x = _array(data.x)
+    root = data_root(data_dir) / key
+    if family.parts:
+        data = _joined([_load(dataset, family, name, root, split=part) for part in family.parts])
+    else:
+        data = _load(dataset, family, name, root)[0]
+    x = array_of(data.x)
     if not sp.issparse(x) and np.count_nonzero(x) < SPARSE_BELOW * x.size:
         # PyG unpacks bags of words to dense arrays (1.2 GB for coauthor:Physics).
         data.x = sp.csr_array(x)
     if split == "given" and not family.own_split:
         y = data.y.reshape(-1).numpy().astype(np.int64)
-        for field, mask in zip(SPLIT_NAMES, split_masks(y, STANDARD_SPLIT, seed=0), strict=True):
+        for field, mask in zip(
+            SPLIT_NAMES, split_masks(y >= 0, STANDARD_SPLIT, seed=0), strict=True
+        ):
             data[field] = mask
     title = f"{key}:{name}" if name else key
     return graph_from_data(
@@ -160,7 +164,7 @@ def graph_from_data(
 
     Args:
         data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``);
-            ``x`` [N, F] dense or sparse; ``y`` [N] or [N, 1]; ``train_mask``, ``val_mask``,
+            ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T]; ``train_mask``, ``val_mask``,
             ``test_mask`` as bool [N] or [N, T] or as indices, unless ``split`` is not 'given'.
         name: for messages and for the graph.
         split: 'given' or percentages such as '60/20/20'.
@@ -179,24 +183,27 @@ def graph_from_data(
         raise InputError(f"dataset {name!r}: a HeteroData; try data.to_homogeneous()")
     x, y = data.get("x"), data.get("y")
     if y is None:
-        raise InputError(f"dataset {name!r}: no y; set data.y to a class for each vertex, [N]")
+        raise InputError(
+            f"dataset {name!r}: no y; set data.y to a class for each vertex, [N], or to T labels "
+            "of 0 and 1, [N, T]"
+        )
     adjacency = data.get("adj_t")
     unused = [key for key in ("edge_weight", "edge_attr") if data.get(key) is not None]
     if data.get("edge_index") is not None:
-        edge_index = _array(data.edge_index)
+        edge_index = array_of(data.edge_index)
     elif adjacency is not None:
         # Row i of adj_t lists the sources of target i.
-        rows = _csr(adjacency).tocoo()
+        rows = csr_of(adjacency).tocoo()
         edge_index = np.stack([rows.col, rows.row])
         if not (rows.data == 1).all():
             unused.append("the values of adj_t")
     else:
         raise InputError(f"dataset {name!r}: neither edge_index nor adj_t; set data.edge_index")
-    masks = [None if data.get(m) is None else _array(data[m]) for m in SPLIT_NAMES]
+    masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
     graph = clean(
-        edge_index, name=name, x=None if x is None else _array(x), y=_array(y),
+        edge_index, name=name, x=None if x is None else array_of(x), y=array_of(y),
         masks=None if all(m is None for m in masks) else masks,
-        num_vertices=None if x is None else int(_shape(x)[0]),
+        num_vertices=None if x is None else int(shape_of(x)[0]),
         split=split, seed=seed, symmetrize=symmetrize, report=report,
     )  # fmt: skip
     if unused and report:
@@ -213,11 +220,25 @@ class _AbsentError(Exception):
     """Raised in place of a download, to learn where PyG expects which files."""
 
 
-def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
+def _joined(parts: Sequence[Any]) -> Data:
+    """The graphs of a train, a val and a test dataset side by side, without edges between them."""
+    from torch_geometric.data import Batch
+
+    graphs = [graph for part in parts for graph in part]
+    data = Batch.from_data_list(graphs)
+    which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    for i, field in enumerate(SPLIT_NAMES):
+        data[field] = np.repeat(which == i, [graph.num_nodes for graph in graphs])
+    return data
+
+
+def _load(dataset: str, family: Family, name: str, root: Path, **options: Any) -> Any:
+    """PyG's dataset."""
     import torch_geometric.datasets
 
     cls = getattr(torch_geometric.datasets, family.cls)
     arguments = (str(root), name) if name else (str(root),)
+    options |= dict(family.options)
 
     def absent(self: Any) -> None:
         raise _AbsentError(self.raw_dir, self.raw_file_names)
@@ -226,7 +247,7 @@ def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
     with locked(root):
         try:
             with tidied(root):
-                return probe(*arguments, **dict(family.options))[0]
+                return probe(*arguments, **options)
         except _AbsentError as place:
             folder, files = place.args
         except Exception as error:
@@ -236,7 +257,7 @@ def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
             ) from error
         try:
             with tidied(root):
-                return cls(*arguments, **dict(family.options))[0]
+                return cls(*arguments, **options)
         except Exception as error:
             wanted = files if isinstance(files, str) else ", ".join(files[:8])
             raise InputError(
@@ -248,51 +269,3 @@ def _load(dataset: str, family: Family, name: str, root: Path) -> Any:
 
 def _brief(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    sizes = value.sizes() if _is_sparse_tensor(value) else value.shape
-    return tuple(int(s) for s in sizes)
-
-
-def _array(value: Any) -> Any:
-    """A tensor, ``SparseTensor`` or array-like as numpy, or scipy CSR where it is sparse."""
-    import torch
-
-    if _is_sparse_tensor(value):
-        return _csr(value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if hasattr(value, "as_tensor"):  # torch_geometric.EdgeIndex
-        value = value.as_tensor()
-    if value.layout is not torch.strided:
-        return _csr(value)
-    value = value.detach().cpu()
-    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-
-
-def _csr(value: Any) -> sp.csr_array:
-    """A sparse torch tensor of any layout, or torch_sparse's ``SparseTensor``, as scipy CSR."""
-    import torch
-
-    if _is_sparse_tensor(value):
-        rowptr, col, data = value.csr()
-        data = torch.ones(len(col)) if data is None else data
-        shape = _shape(value)
-    else:
-        value = value.detach().cpu()
-        shape = _shape(value)
-        if value.layout is torch.sparse_coo:
-            value = value.coalesce()
-            index = value.indices().numpy()
-            data = value.values().float().numpy()
-            return sp.csr_array((data, (index[0], index[1])), shape=shape)
-        if value.layout is not torch.sparse_csr:
-            return _csr(value.to_sparse_coo())
-        rowptr, col, data = value.crow_indices(), value.col_indices(), value.values()
-    arrays = (data.detach().cpu().float().numpy(), col.cpu().numpy(), rowptr.cpu().numpy())
-    return sp.csr_array(arrays, shape=shape)
-
-
-def _is_sparse_tensor(value: Any) -> bool:
-    return type(value).__name__ == "SparseTensor" and hasattr(value, "csr")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import BoolArray, IntArray
@@ -24,18 +23,17 @@ STANDARD_SPLIT = (0.6, 0.2, 0.2)
 SPLIT_NAMES = ("train_mask", "val_mask", "test_mask")
 
 
-def split_masks(
-    y: npt.NDArray[np.int64], fractions: tuple[float, float, float], seed: int
-) -> Masks:
+def split_masks(has_label: BoolArray, fractions: tuple[float, float, float], seed: int) -> Masks:
     """Train, val and test masks [N]: a seeded permutation of the labelled vertices, cut in three.
 
-    >>> [int(m.sum()) for m in split_masks(np.zeros(10, np.int64), (0.6, 0.2, 0.2), seed=0)]
+    >>> [int(m.sum()) for m in split_masks(np.ones(10, bool), (0.6, 0.2, 0.2), seed=0)]
     [6, 2, 2]
     """
-    order = np.random.default_rng(seed).permutation(np.flatnonzero(y >= 0))
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(has_label))
     cuts = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
     train, val, test = np.split(order, cuts)
-    return index_mask(train, len(y)), index_mask(val, len(y)), index_mask(test, len(y))
+    n = len(has_label)
+    return index_mask(train, n), index_mask(val, n), index_mask(test, n)
 
 
 def index_mask(index: IntArray, n: int) -> BoolArray:

@@ -108,7 +108,7 @@ def make_synthetic(
     rng = np.random.default_rng(spec.seed)
     edges, x, y = _planted(spec, rng) if isinstance(spec, Planted) else _rmat(spec, rng)
     return clean(
-        edges, name=dataset, x=x, y=y, masks=split_masks(y, STANDARD_SPLIT, spec.seed),
+        edges, name=dataset, x=x, y=y, masks=split_masks(y >= 0, STANDARD_SPLIT, spec.seed),
         num_classes=spec.classes, split=split, seed=seed, symmetrize=True,
     )  # fmt: skip
 

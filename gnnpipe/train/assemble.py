@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout
@@ -28,6 +28,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.task import loss_sum, num_targets
 
 __all__ = ["Assembly", "assemble"]
 
@@ -39,9 +40,13 @@ class Assembly:
     executor: Executor
     evaluation: Program
     labels: list[Tensor]
-    """Per chunk [C] classes of the own rows; last stage only."""
+    """Per chunk [C] classes, or [C, T] labels, of the own rows; last stage only."""
     masks: list[Tensor]
     """Per chunk [3, C] bool: train, val, test; last stage only."""
+    metric: str
+    """What ``evaluate`` gives beside accuracy."""
+    several_labels: bool
+    num_classes: int
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
@@ -90,12 +95,11 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
     split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
     masks = [torch.from_numpy(split[:, part]).to(mesh.device) for part in own] if is_last else []
-    num_train = int(graph.train_mask.sum())
+    total = num_targets(graph)
 
     def criterion(logits: Tensor, chunk: int) -> Tensor:
         chosen = masks[chunk][0].nonzero().squeeze(1)
-        total = nn.functional.cross_entropy(logits[chosen], labels[chunk][chosen], reduction="sum")
-        return total / num_train
+        return loss_sum(logits[chosen], labels[chunk][chosen]) / total
 
     stage = Stage(layers, rows, history, criterion if is_last else None)
     forecaster = None
@@ -117,7 +121,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         lr=config.lr, weight_decay=config.weight_decay,
     )  # fmt: skip
     executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype, forecaster)
-    return Assembly(executor, evaluation_program(prepared.plan), labels, masks)
+    return Assembly(
+        executor, evaluation_program(prepared.plan), labels, masks, prepared.metric,
+        graph.is_multi_label, graph.num_classes,
+    )  # fmt: skip
 
 
 def _structure(

@@ -1,26 +1,23 @@
-"""How good the model is: accuracy on the three parts of the split, and the loss."""
+"""One epoch, and how good the model is after it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
 from gnnpipe.train.assemble import Assembly
+from gnnpipe.train.scoring import Scores, accuracy, f1, margin, roc_auc, tally
 
 __all__ = ["Scores", "evaluate", "logits_by_chunk", "train_epoch"]
 
-
-@dataclass(frozen=True)
-class Scores:
-    """Share of the vertices of each part that are classified rightly; NaN for an empty part."""
-
-    train_acc: float
-    val_acc: float
-    test_acc: float
+PARTS = 3
+"""Train, val and test."""
 
 
 def train_epoch(
@@ -40,14 +37,37 @@ def logits_by_chunk(assembly: Assembly) -> dict[int, Tensor]:
 
 
 def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
-    """Exact accuracies with the current weights, layer by layer, on every rank."""
-    counts = [0.0] * 6
-    for chunk, logits in logits_by_chunk(assembly).items():
-        right = logits.argmax(1) == assembly.labels[chunk]
-        masks = assembly.masks[chunk]
-        for i in range(3):
-            counts[i] += float((right & masks[i]).sum())
-            counts[3 + i] += float(masks[i].sum())
-    totals = mesh.sum(counts)
-    pairs = zip(totals[:3], totals[3:], strict=True)
-    return Scores(*(a / b if b else float("nan") for a, b in pairs))
+    """Exact scores with the current weights, layer by layer, on every rank."""
+    logits = logits_by_chunk(assembly)
+    several, width = assembly.several_labels, assembly.num_classes
+    counts = torch.zeros(PARTS, width, 4, dtype=torch.float64)
+    for chunk, found in logits.items():
+        for part in range(PARTS):
+            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
+            counts[part] += tally(found[chosen], assembly.labels[chunk][chosen]).cpu()
+    totals = np.array(mesh.sum(counts.flatten().tolist())).reshape(PARTS, width, 4)
+    right = [accuracy(part, several) for part in totals]
+    if assembly.metric == "accuracy":
+        return Scores(*right, *right)
+    if assembly.metric == "rocauc":
+        return Scores(*right, *_areas(assembly, mesh, logits))
+    average = assembly.metric.removeprefix("f1-")
+    return Scores(*right, *(f1(part, several, average) for part in totals))
+
+
+def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
+    """ROC AUC of the three parts, from the scores of all ranks in rank order."""
+    mine = []
+    for part in range(PARTS):
+        pieces = []
+        for chunk, found in logits.items():
+            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
+            pieces.append(margin(found[chosen], assembly.labels[chunk][chosen]))
+        mine.append(pieces)
+    everyone = mesh.gather(mine)
+    areas = []
+    for part in range(PARTS):
+        pieces = [piece for of_rank in everyone for piece in of_rank[part]]
+        scores, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        areas.append(roc_auc(scores, labels) if len(scores) else math.nan)
+    return areas

@@ -29,6 +29,7 @@ from gnnpipe.plan import LayerOp, ModelGraph, Plan, Transfer
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.train.task import choose_metric
 
 __all__ = ["Prepared", "chunk_order", "describe", "prepare"]
 
@@ -54,6 +55,8 @@ class Prepared:
     """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
     chunk_edges: sp.coo_array
     """[K, K] edges by (reading chunk, chunk read)."""
+    metric: str
+    """What is reported beside accuracy; never 'auto'."""
 
     def program_of(self, epoch: int) -> Program:
         """What an epoch (from 0) runs."""
@@ -93,6 +96,8 @@ def prepare(
         error = fault
     mesh.agree(error)
     assert graph is not None
+    metric = choose_metric(graph, config.metric)
+    _check_validation(config, graph)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
@@ -127,7 +132,7 @@ def prepare(
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, model, described, plan, program, exact_program, report,
-        volume, pilots, chunk_edges(graph, chunking),
+        volume, pilots, chunk_edges(graph, chunking), metric,
     )  # fmt: skip
 
 
@@ -152,6 +157,21 @@ def _check_parts(config: TrainConfig, graph: Graph | None, model: GNN | None) ->
             "--split and --symmetrize: have no effect on a graph that is passed in; give them to "
             "Graph.from_pyg"
         )
+
+
+def _check_validation(config: TrainConfig, graph: Graph) -> None:
+    """What is steered by the validation metric needs vertices to validate on."""
+    if graph.val_mask.any():
+        return
+    for wish, is_wished in (
+        (f"--patience {config.patience}", config.patience > 0),
+        ("--keep best", config.kept_epoch == "best"),
+        ("--lr-schedule plateau", config.lr_schedule == "plateau"),
+    ):
+        if is_wished:
+            raise InputError(
+                f"{wish}: {graph.name} has no validation vertices; try --split 60/20/20"
+            )
 
 
 def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:

@@ -21,8 +21,9 @@ __all__ = ["Progress"]
 class Progress:
     """Shows epochs as they end; use as a context manager around the loop."""
 
-    def __init__(self, epochs: int, speaks: bool) -> None:
+    def __init__(self, epochs: int, metric: str, speaks: bool) -> None:
         self.epochs = epochs
+        self.metric = "" if metric == "accuracy" else f"{metric}: "
         self.speaks = speaks
         self.console = Console(highlight=False, soft_wrap=True)
         self._live: RichProgress | None = None
@@ -64,7 +65,10 @@ class Progress:
         text = f"loss {row.loss:.4f}"
         if row.scores is not None:
             s = row.scores
-            self._scores = f"  train {s.train_acc:.4f}  val {s.val_acc:.4f}  test {s.test_acc:.4f}"
+            self._scores = (
+                f"  {self.metric}train {s.train_metric:.4f}  val {s.val_metric:.4f}  "
+                f"test {s.test_metric:.4f}"
+            )
         if self._live is not None:
             self._update(text + self._scores)
             return

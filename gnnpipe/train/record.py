@@ -14,7 +14,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
-from gnnpipe.train.metrics import Scores
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.scoring import Scores
 from gnnpipe.train.staleness import Staleness
 
-__all__ = ["EpochRow", "RunFolder", "run_path", "versions"]
+__all__ = ["EpochRow", "RunFolder", "claim_folder", "plain", "run_path", "versions"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class EpochRow:
     epoch_time_s: float
     """Training alone."""
     eval_time_s: float
+    lr: float
+    """Learning rate of its step."""
     staleness: Staleness | None = None
     """Where the shape has stale reads."""
 
@@ -55,9 +58,8 @@ class EpochRow:
         return {
             "epoch": self.epoch,
             "loss": repr(self.loss),
-            "train_acc": repr(s.train_acc) if s else "",
-            "val_acc": repr(s.val_acc) if s else "",
-            "test_acc": repr(s.test_acc) if s else "",
+            **{f.name: repr(getattr(s, f.name)) if s else "" for f in fields(Scores)},
+            "lr": repr(self.lr),
             "epoch_time_s": f"{self.epoch_time_s:.6f}",
             "eval_time_s": f"{self.eval_time_s:.6f}" if s else "",
             **{k: repr(v) for k, v in (self.staleness.cells() if self.staleness else {}).items()},
@@ -128,8 +130,22 @@ class RunFolder:
     def close(self, result: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         """Write result.json and the trained weights, model.pt (a ``state_dict``)."""
         torch.save(dict(weights), self.path / "model.pt")
-        text = json.dumps(_plain(result), indent=1, allow_nan=False)
+        text = json.dumps(plain(result), indent=1, allow_nan=False)
         (self.path / "result.json").write_text(text + "\n", encoding="utf-8")
+
+
+def claim_folder(config: TrainConfig, mesh: Mesh) -> RunFolder | None:
+    """The run's folder on rank 0, checked; an error there ends every rank. ``None`` elsewhere."""
+    folder, error = None, None
+    if mesh.rank == 0 and config.out != "off":
+        try:
+            folder = RunFolder(run_path(config))
+        except InputError as fault:
+            error = str(fault)
+    failed = mesh.share(error)
+    if failed:
+        raise InputError(failed)
+    return folder
 
 
 def _writable(folder: Path) -> bool:
@@ -143,12 +159,12 @@ def _writable(folder: Path) -> bool:
     return True
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN: a figure that does not exist is null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     return value
 
 

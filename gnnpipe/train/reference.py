@@ -20,6 +20,7 @@ from gnnpipe.models import Layer, Rows, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.forecast import RIDGE
+from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.prepare import Prepared, chunk_order
 
 __all__ = ["Reference", "ReferenceEpoch"]
@@ -64,6 +65,7 @@ class Reference:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
+        self.learning_rate = LearningRate(self.optimizer, config)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from these weights, by name."""
@@ -90,13 +92,10 @@ class Reference:
         if not exact and len(self.prepared.pilots):
             self._forecast()
         logits = self._forward(epoch, exact)
-        graph = self.prepared.graph
         order = torch.cat([torch.arange(*self._ranges()[c]) for c in logits])
         merged = torch.cat(list(logits.values()))
         keep = self.train_mask[order]
-        loss = nn.functional.cross_entropy(
-            merged[keep], self.y[order][keep], reduction="sum"
-        ) / int(graph.train_mask.sum())
+        loss = self._loss(merged[keep], self.y[order][keep])
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         grads = {
@@ -105,9 +104,20 @@ class Reference:
         }
         self.before = copy.deepcopy(self.layers)
         self.optimizer.step()
+        self.learning_rate.step(None)
         if every > 1 and (epoch + 1) % every == 0:
             self.snapshots = [t.clone() for t in self.tables]
         return ReferenceEpoch(float(loss.detach()), grads)
+
+    @staticmethod
+    def _loss(logits: Tensor, y: Tensor) -> Tensor:
+        """Mean over what is labelled."""
+        if y.dim() == 1:
+            return nn.functional.cross_entropy(logits, y)
+        known = y >= 0
+        return nn.functional.binary_cross_entropy_with_logits(
+            logits[known], y[known].to(logits.dtype)
+        )
 
     @torch.no_grad()
     def _forecast(self) -> None:

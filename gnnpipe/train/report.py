@@ -5,6 +5,7 @@ Pure text from plain values; nothing is printed here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,8 @@ from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 
 if TYPE_CHECKING:
-    from gnnpipe.train.trainer import RunResult
+    from gnnpipe.train.result import RunResult
+    from gnnpipe.train.staleness import Staleness
 
 __all__ = ["head_lines", "human_bytes", "info_lines", "memory_by_rank", "result_lines"]
 
@@ -44,7 +46,7 @@ def head_lines(prepared: Prepared) -> list[str]:
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
-        f"{graph.num_features:,} features, {graph.num_classes} classes, "
+        f"{graph.num_features:,} features, {graph.label_text}, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
         f"model {prepared.model_graph.name}: {prepared.model_graph.num_layers} layers x "
         f"{prepared.model.stack()[0].spec.hidden}, "
@@ -64,7 +66,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         if len(prepared.pilots):
             words.append(f"stale rows forecast from {len(prepared.pilots):,} pilot rows")
         if t.exact_epochs:
-            words.append(f"first {_count(t.exact_epochs, 'epoch')} exact")
+            words.append(f"exact for the first {_count(t.exact_epochs, 'epoch')}")
         lines.append(f"staleness {config.staleness}: {', '.join(words)}")
     return lines
 
@@ -72,14 +74,19 @@ def head_lines(prepared: Prepared) -> list[str]:
 def result_lines(result: RunResult) -> list[str]:
     """What came out, for a person."""
     counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+    metric = "" if result.metric == "accuracy" else f"{result.metric}: "
     lines = [
-        f"last epoch: loss {result.loss:.4f}  train {result.train_acc:.4f}  "
-        f"val {result.val_acc:.4f}  test {result.test_acc:.4f}",
-        f"best validation {result.best_val_acc:.4f} at epoch {result.best_epoch}: "
-        f"test {result.test_acc_at_best_val:.4f}",
+        f"last epoch: loss {result.loss:.4f}  {metric}train {result.train_metric:.4f}  "
+        f"val {result.val_metric:.4f}  test {result.test_metric:.4f}",
+        f"best validation {result.best_val_metric:.4f} at epoch {result.best_epoch}: "
+        f"test {result.test_metric_at_best_val:.4f}",
         f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank "
         + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
     ]
+    if result.drift:
+        stale = result.history[-1].staleness
+        assert stale is not None
+        lines.append(_staleness_line(result.stale_reads, stale))
     if result.world_size > 1:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
@@ -89,8 +96,22 @@ def result_lines(result: RunResult) -> list[str]:
             f"{', equal' if counted == formula else ', NOT EQUAL'})"
         )
     if result.path is not None:
-        lines.append(f"weights and result: {result.path}")
+        lines.append(f"weights (epoch {result.weights_of_epoch}) and result: {result.path}")
     return lines
+
+
+def _staleness_line(reads: float, last: Staleness) -> str:
+    text = f"stale: {reads:.0%} of the reads; rows drift {_span(last.drift)} in the last epoch"
+    if any(last.moved):
+        text += (
+            f"; weights moved them {_span(last.moved)}, the forecast missed {_span(last.missed)}"
+        )
+    return text
+
+
+def _span(by_layer: Sequence[float]) -> str:
+    low, high = min(by_layer), max(by_layer)
+    return f"{low:.1%}" if low == high else f"{low:.1%} to {high:.1%}"
 
 
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly, assemble
+from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.metrics import train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.reference import Reference
@@ -71,10 +72,13 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     led = Reference(prepared) if speaks else None
     assembly = assemble(prepared, mesh)
     kept = _Kept(prepared, assembly, mesh)
+    assert assembly.executor.optimizer is not None
+    learning_rate = LearningRate(assembly.executor.optimizer, prepared.config)
     found = []
     for epoch in range(epochs):
         order = chunk_order(prepared.config, epoch)
         loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+        learning_rate.step(None)
         weights, grads = kept.gather(mesh)
         if free is not None and led is not None:
             led.take(weights)

@@ -167,7 +167,7 @@ def test_what_is_refused_is_not_commented_on():
 
 def test_split_masks_is_the_documented_cut():
     y = np.where(np.arange(103) % 4 == 0, -1, 0)
-    train, val, test = split_masks(y, (0.6, 0.2, 0.2), seed=3)
+    train, val, test = split_masks(y >= 0, (0.6, 0.2, 0.2), seed=3)
     order = np.random.default_rng(3).permutation(np.flatnonzero(y >= 0))
     cuts = round(0.6 * len(order)), round(0.8 * len(order))
     assert sorted(order[: cuts[0]]) == np.flatnonzero(train).tolist()
@@ -210,7 +210,10 @@ REFUSED = {
     "label huge": ({"y": [0, 1, 1e30, 0, 0, 0]}, r"y\[2\] = 1e\+30; try: whole numbers"),
     "label column": ({"y": [[0], [0.5], [1], [0], [0], [0]]}, r"y\[1\] = 0.5"),
     "label text": ({"y": list("abcdef")}, "y is of type <U1"),
-    "labels many": ({"y": np.ones((N, 3))}, r"y has shape \[6, 3\].*several labels"),
+    "labels cube": ({"y": np.ones((N, 3, 2))}, r"y has shape \[6, 3, 2\].*T labels of 0 and 1"),
+    "labels several": ({"y": np.full((N, 3), 2)}, r"y\[0, 0\] = 2 is out of range"),
+    "labels several half": ({"y": np.full((N, 2), 0.5)}, r"y\[0, 0\] = 0.5; try: 0, 1"),
+    "labels several count": ({"y": np.ones((N, 3)), "num_classes": 4}, "y has 3 labels.*4"),
     "labels short": ({"num_vertices": 7}, "y has 6 labels for 7 vertices"),
     "no label": ({"y": [-1] * N}, r"no vertex is labelled \(all are -1\)"),
     "no vertex": ({"y": [], "x": np.ones((0, 1))}, "no vertices"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_masks_as_columns_and_as_indices():
         ({"edge_index": None}, "neither edge_index nor adj_t"),
         ({"x": None}, "no features x"),
         ({"y": None}, "no y; set data.y"),
-        ({"y": torch.ones(4, 3)}, "several labels at once are not supported"),
+        ({"y": torch.full((4, 3), 2.0)}, r"y\[0, 0\] = 2 is out of range; try: 0, 1, or -1"),
         ({"val_mask": None}, "no val_mask; try: --split 60/20/20"),
         ({"train_mask": None, "val_mask": None, "test_mask": None}, "no split"),
         ({"edge_index": EDGES + 2}, r"edge_index\[:, 2\] = \[4, 5\] names vertex 5"),
@@ -237,3 +238,46 @@ def test_download_through_pyg(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Coauthor, "download", fetched)
     assert load_graph("coauthor:CS", data_dir=str(tmp_path)).num_vertices == 40
+
+
+def test_several_labels_at_once():
+    y = torch.tensor([[1.0, 0, torch.nan], [0, 1, 0], [1, 1, 1], [-1, 0, 0]])
+    g = Graph.from_pyg(data(y=y))
+    assert g.is_multi_label
+    assert g.num_classes == 3
+    assert g.y.dtype == np.int8
+    assert g.y.tolist() == [[1, 0, -1], [0, 1, 0], [1, 1, 1], [-1, 0, 0]]
+    y[3] = torch.nan
+    with pytest.raises(InputError, match=r"train_mask: 1 of its vertices have no label.* 3"):
+        Graph.from_pyg(data(y=y))
+    g = Graph.from_pyg(data(y=y), split="40/30/30")
+    assert not (g.train_mask | g.val_mask | g.test_mask)[3]
+
+
+def raw_ppi(folder, sizes):
+    """Tiny files in the raw format of PyG's PPI: in each part as many graphs as it has sizes."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, counts in sizes.items():
+        n = sum(counts)
+        of_graph = np.repeat(np.arange(len(counts)) + 1, counts)
+        ends = [(i, i + 1) for i in range(n - 1) if of_graph[i] == of_graph[i + 1]]
+        links = [{"source": a, "target": b} for a, b in ends]
+        graph = {
+            "directed": False, "multigraph": False, "graph": {}, "links": links,
+            "nodes": [{"id": i} for i in range(n)],
+        }  # fmt: skip
+        (folder / f"{part}_graph.json").write_text(json.dumps(graph))
+        np.save(folder / f"{part}_feats.npy", rng.random((n, 5)))
+        np.save(folder / f"{part}_labels.npy", rng.integers(0, 2, (n, 4)).astype(float))
+        np.save(folder / f"{part}_graph_id.npy", of_graph)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_ppi_is_one_graph_of_all_its_graphs(tmp_path):
+    raw_ppi(tmp_path / "ppi" / "raw", {"train": [4, 3], "valid": [3], "test": [5]})
+    g = load_graph("ppi", data_dir=str(tmp_path))
+    assert (g.num_vertices, g.num_classes, g.is_multi_label) == (15, 4, True)
+    assert g.num_edges == 2 * (3 + 2 + 2 + 4)
+    parts = [np.flatnonzero(m).tolist() for m in (g.train_mask, g.val_mask, g.test_mask)]
+    assert parts == [list(range(7)), [7, 8, 9], list(range(10, 15))]

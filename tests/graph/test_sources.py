@@ -33,7 +33,6 @@ def test_every_name_has_a_line_of_help():
         ("planetoid", "did you mean 'planetoid:Cora'"),
         ("planetoid:Coro", "planetoid has no 'coro'; did you mean 'Cora'"),
         ("flickr:big", "flickr has no 'big'; use 'flickr'"),
-        ("yelp", "several labels each, which is not supported"),
         ("none.npz", "'none.npz': no such file"),
         ("./folder/none", "'folder/none': no such file"),
     ],

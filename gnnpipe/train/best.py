@@ -1,0 +1,50 @@
+"""The best epoch by the validation metric: its weights, and whether it is long ago."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.train.scoring import Scores
+
+__all__ = ["BestEpoch"]
+
+
+class BestEpoch:
+    """Sees every evaluation; each rank keeps the best weights of its own layers.
+
+    Ties go to the earlier epoch, as everywhere in this field. NaN (no validation vertices) is below
+    everything, so that the first evaluation stays the best.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], keeps: bool, patience: int) -> None:
+        """``keeps`` whether to keep weights; ``patience`` in epochs, 0 = never out of it."""
+        self._layers, self._keeps, self._patience = layers, keeps, patience
+        self._kept: list[Tensor] = []
+        self.epoch = 0
+        """From 1; 0 before the first evaluation."""
+        self.scores: Scores | None = None
+
+    def see(self, epoch: int, scores: Scores) -> bool:
+        """Note the scores of an epoch; whether patience has run out."""
+        if self.scores is None or _height(scores) > _height(self.scores):
+            self.epoch, self.scores = epoch, scores
+            if self._keeps:
+                self._kept = [p.detach().clone() for p in self._parameters()]
+        return bool(self._patience) and epoch - self.epoch >= self._patience
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the kept weights back, if any were kept."""
+        for parameter, kept in zip(self._parameters(), self._kept, strict=self._keeps):
+            parameter.copy_(kept)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for layer in self._layers for p in layer.parameters()]
+
+
+def _height(scores: Scores) -> float:
+    return -math.inf if math.isnan(scores.val_metric) else scores.val_metric

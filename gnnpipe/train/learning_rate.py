@@ -1,0 +1,60 @@
+"""The learning rate over the epochs, by torch's own schedulers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim import lr_scheduler
+
+from gnnpipe.config import TrainConfig
+
+__all__ = ["LearningRate"]
+
+PLATEAU_FACTOR = 0.5
+"""What a plateau does to the learning rate."""
+
+
+class LearningRate:
+    """Steps the learning rate of one optimizer; every rank has one, and all see the same scores.
+
+    Warm-up: up in equal steps, from lr / (warm-up epochs + 1). Then constant; a half cosine down
+    to 0 over the epochs that are left; or half as much whenever the validation metric has not
+    risen for ``lr_patience`` epochs.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        self._optimizer = optimizer
+        self._warmup, self._epoch = config.warmup_epochs, 0
+        self._early: lr_scheduler.LRScheduler | None = None
+        self._late: lr_scheduler.LRScheduler | None = None
+        self._plateau: lr_scheduler.ReduceLROnPlateau | None = None
+        if self._warmup:
+            self._early = lr_scheduler.LinearLR(
+                optimizer, start_factor=1 / (self._warmup + 1), total_iters=self._warmup
+            )
+        left = config.epochs - self._warmup
+        if config.lr_schedule == "cosine":
+            # First stepped when the warm-up is over, from the rate it finds then.
+            self._late = lr_scheduler.CosineAnnealingLR(optimizer, T_max=left)
+        elif config.lr_schedule == "plateau":
+            self._plateau = lr_scheduler.ReduceLROnPlateau(
+                optimizer, mode="max", factor=PLATEAU_FACTOR, threshold=0.0,
+                patience=math.ceil(config.lr_patience / max(config.eval_every, 1)) - 1,
+            )  # fmt: skip
+
+    @property
+    def value(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def step(self, score: float | None) -> None:
+        """Called after every epoch; ``score`` is the validation metric where it was evaluated."""
+        self._epoch += 1
+        if self._epoch <= self._warmup:
+            assert self._early is not None
+            self._early.step()
+        elif self._late is not None:
+            self._late.step()
+        elif self._plateau is not None and score is not None:
+            self._plateau.step(score)

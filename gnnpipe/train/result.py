@@ -1,0 +1,123 @@
+"""What came out of a run: the fields of result.json."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import Assembly
+from gnnpipe.train.best import BestEpoch
+from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.record import EpochRow, versions
+
+__all__ = ["RunResult", "gather_result"]
+
+WARM_UP = 3
+"""Epochs whose time is left out of the median, where there are others."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came out; the fields are those of result.json. Accuracies of the last epoch."""
+
+    dataset: str
+    model: str
+    layers: int
+    hidden: int
+    stages: int
+    shards: int
+    chunks: int
+    world_size: int
+    epochs: int
+    """Epochs trained: fewer than asked for if patience ran out."""
+    seed: int
+    exact: bool
+    loss: float
+    train_acc: float
+    val_acc: float
+    test_acc: float
+    best_val_acc: float
+    """Of the best epoch by the validation metric, which is accuracy unless ``metric`` differs."""
+    test_acc_at_best_val: float
+    best_epoch: int
+    metric: str
+    """accuracy, rocauc, f1-micro or f1-macro."""
+    train_metric: float
+    val_metric: float
+    test_metric: float
+    best_val_metric: float
+    test_metric_at_best_val: float
+    weights_of_epoch: int
+    """The epoch that the weights of the model (and model.pt) are from."""
+    epoch_time_s: float
+    """Median, without the first epochs (warm-up) where there are others."""
+    stale_reads: float
+    """Share of the edges read stale, mean over the epochs."""
+    drift: list[float]
+    """By layer, of the last epoch: error of the stale rows relative to their size (see
+    ``Staleness``); empty where nothing is stale."""
+    comm_bytes_per_epoch: dict[str, int]
+    comm_bytes_closed_form: dict[str, int]
+    peak_memory_bytes: list[int]
+    """Per rank; on a CPU of the whole process, on a GPU of torch's allocations."""
+    versions: dict[str, str]
+    history: list[EpochRow] = field(default_factory=list, repr=False)
+    """The rows of metrics.csv."""
+    path: Path | None = None
+    """The run's folder."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in result.json: without history and path."""
+        return {k: v for k, v in asdict(self).items() if k not in ("history", "path")}
+
+
+def gather_result(
+    mesh: Mesh,
+    prepared: Prepared,
+    assembly: Assembly,
+    rows: Sequence[EpochRow],
+    best: BestEpoch,
+    path: Path | None,
+) -> RunResult:
+    """The result of a run that has ended, on every rank."""
+    config = prepared.config
+    sent = assembly.executor.epoch_bytes
+    counted = [int(v) for v in mesh.sum(list(astuple(sent)))]
+    names = [f.name for f in fields(sent)]
+    last, chosen = rows[-1].scores, best.scores
+    assert last is not None, "the last epoch is always evaluated"
+    assert chosen is not None
+    times = [r.epoch_time_s for r in rows]
+    stale = [r.staleness for r in rows if r.staleness is not None]
+    return RunResult(
+        dataset=prepared.graph.name, model=prepared.model_graph.name, layers=config.layers,
+        hidden=prepared.model.stack()[0].spec.hidden, stages=config.stages,
+        shards=config.shards, chunks=config.chunks, world_size=mesh.world_size, epochs=len(rows),
+        seed=config.seed, exact=prepared.report.exact, loss=rows[-1].loss,
+        train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,
+        best_val_acc=chosen.val_acc, test_acc_at_best_val=chosen.test_acc, best_epoch=best.epoch,
+        metric=prepared.metric, train_metric=last.train_metric, val_metric=last.val_metric,
+        test_metric=last.test_metric, best_val_metric=chosen.val_metric,
+        test_metric_at_best_val=chosen.test_metric,
+        weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
+        epoch_time_s=statistics.median(times[min(WARM_UP, len(times) - 1) :]),
+        stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
+        drift=list(stale[-1].drift) if stale else [],
+        comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
+        comm_bytes_closed_form=prepared.volume.to_dict(),
+        peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
+        history=list(rows), path=path,
+    )  # fmt: skip
+
+
+def _peak_memory(mesh: Mesh) -> int:
+    if mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(mesh.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,100 @@
+"""Scores from logits: accuracy, F1 and ROC AUC on each part of the split.
+
+Accuracy and F1 follow from four counts for each class or label, so ranks add up counts. ROC AUC
+asks for the rank of every vertex among all, so the logits of the scored vertices meet on every
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+__all__ = ["Scores", "accuracy", "f1", "margin", "roc_auc", "tally"]
+
+Counts = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracy, and the run's own metric, on the parts of the split; NaN for an empty part."""
+
+    train_acc: float
+    val_acc: float
+    test_acc: float
+    train_metric: float
+    val_metric: float
+    test_metric: float
+
+
+def tally(logits: Tensor, y: Tensor) -> Tensor:
+    """[C, 4] float64: true positives, false positives, false negatives and labelled rows.
+
+    Of logits [R, C] and classes [R] (the largest logit answers) or labels [R, C] (a logit above 0
+    says yes).
+    """
+    if y.dim() == 1:
+        columns = torch.arange(logits.shape[1], device=y.device)
+        known = (y >= 0)[:, None].expand_as(logits)
+        truth, answer = y[:, None] == columns, logits.argmax(1)[:, None] == columns
+    else:
+        known, truth, answer = y >= 0, y == 1, logits > 0
+    parts = [truth & answer, known & ~truth & answer, truth & ~answer, known]
+    return torch.stack([part.sum(0, dtype=torch.float64) for part in parts], dim=1)
+
+
+def accuracy(counts: Counts, several: bool) -> float:
+    """Share of right answers; of several labels the mean of each one's share, as OGB has it."""
+    right, wrongly, missed, known = counts.T
+    if not several:
+        return float(right.sum() / known[0]) if known[0] else math.nan
+    each = [1 - (a + b) / n for a, b, n in zip(wrongly, missed, known, strict=True) if n]
+    return float(np.mean(each)) if each else math.nan
+
+
+def f1(counts: Counts, several: bool, average: str) -> float:
+    """F1 of all answers together ('micro') or the mean over classes or labels ('macro').
+
+    As scikit-learn's ``f1_score``: of classes only those count that are present or answered; a
+    label without either counts as 0.
+    """
+    right, wrongly, missed, known = counts.T
+    if not known.any():
+        return math.nan
+    if average == "micro":
+        right, wrongly, missed = right.sum(keepdims=True), wrongly.sum(), missed.sum()
+    below = 2 * right + wrongly + missed
+    each = np.divide(2 * right, below, out=np.zeros_like(below), where=below > 0)
+    return float(np.mean(each if several or average == "micro" else each[below > 0]))
+
+
+def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:
+    """What ROC AUC ranks: how far each of T labels [R, T] (of two classes T = 1) is a yes."""
+    logits = logits.detach().cpu()
+    if y.dim() == 1:
+        logits, y = logits[:, 1:] - logits[:, :1], y[:, None]
+    return logits.numpy(), y.cpu().numpy().astype(np.int8)
+
+
+def roc_auc(scores: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> float:
+    """Mean over the labels of the chance that a positive ranks above a negative, ties half.
+
+    As OGB's evaluator: a label counts if it has both a positive and a negative among what is known
+    of it; NaN if none has. scores, labels [R, T].
+    """
+    areas = []
+    for column, truth in zip(scores.T, labels.T, strict=True):
+        known = truth >= 0
+        positive = truth[known] == 1
+        yes, no = int(positive.sum()), int((~positive).sum())
+        if yes and no:
+            ranks = rankdata(column[known].astype(np.float64))
+            areas.append((float(ranks[positive].sum()) - yes * (yes + 1) / 2) / (yes * no))
+    return float(np.mean(areas)) if areas else math.nan

@@ -1,0 +1,60 @@
+"""What the vertices are asked for: one class of C, or T labels that apply or not.
+
+The loss and the metric follow from the labels. OGB's conventions hold: a missing label (-1) takes
+part in nothing, and ROC AUC is a mean over the labels that have both a positive and a negative.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor, nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+
+__all__ = ["RARE", "choose_metric", "loss_sum", "num_targets"]
+
+RARE = 0.3
+"""Share of the rarer of two classes below which accuracy says little: a model that never answers
+with it looks good."""
+
+
+def choose_metric(graph: Graph, wanted: str) -> str:
+    """The metric of a graph: ``wanted``, or the one that befits the labels if that is 'auto'.
+
+    Several labels: F1 (micro). Two classes of which one is rare: ROC AUC. Else accuracy.
+
+    Raises:
+        InputError: ROC AUC of more than two classes.
+    """
+    if graph.is_multi_label:
+        return "f1-micro" if wanted == "auto" else wanted
+    if wanted == "rocauc" and graph.num_classes != 2:
+        raise InputError(
+            f"--metric rocauc: needs two classes or several labels at once, but {graph.name} has "
+            f"{graph.num_classes} classes; try --metric f1-macro"
+        )
+    if wanted != "auto":
+        return wanted
+    if graph.num_classes == 2:
+        counts = np.bincount(graph.y[graph.y >= 0], minlength=2)
+        if counts.min() < RARE * counts.sum():
+            return "rocauc"
+    return "accuracy"
+
+
+def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy of logits [R, C] and classes [R], or binary cross entropy of [R, T] and [R, T].
+
+    Summed over what is labelled, a scalar.
+    """
+    if y.dim() == 1:
+        return nn.functional.cross_entropy(logits, y, reduction="sum")
+    return nn.functional.binary_cross_entropy_with_logits(
+        logits, y.clamp(min=0).to(logits.dtype), weight=(y >= 0).to(logits.dtype), reduction="sum"
+    )
+
+
+def num_targets(graph: Graph) -> int:
+    """How many answers the training part holds: what the loss is a mean over."""
+    return int((graph.y[graph.train_mask] >= 0).sum())

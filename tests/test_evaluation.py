@@ -1,0 +1,202 @@
+"""Metric, early stopping, learning rate and seeds as a user meets them, in every shape."""
+
+import csv
+import json
+import math
+import statistics
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+
+from gnnpipe import InputError, TrainConfig, Trainer, fit_seeds
+from gnnpipe.train.metrics import Scores
+
+
+def several_labels(n=60, labels=5):
+    """Several labels at once, some unknown."""
+    graph = small_graph(n)
+    y = np.random.default_rng(1).integers(-1, 2, (n, labels)).astype(np.int8)
+    y[:, 0] = np.abs(y[:, 0])
+    return replace(graph, y=y, num_classes=labels)
+
+
+def rare_class():
+    graph = small_graph()
+    y = np.where(graph.y >= 0, (graph.y == 0) & (np.arange(60) % 2 == 0), -1)
+    return replace(graph, y=y.astype(np.int64), num_classes=2)
+
+
+def config(**settings):
+    defaults = {
+        "layers": 3, "hidden": 8, "chunks": 4, "epochs": 6, "eval_every": 2, "dtype": "float64",
+        "cache_dir": "off", "out": "off", "quiet": True,
+    }  # fmt: skip
+    return TrainConfig(**(defaults | settings))
+
+
+CASES = [
+    (several_labels, {}, "f1-micro"),
+    (several_labels, {"metric": "rocauc"}, "rocauc"),
+    (several_labels, {"metric": "accuracy"}, "accuracy"),
+    (rare_class, {}, "rocauc"),
+    (rare_class, {"metric": "f1-macro"}, "f1-macro"),
+]
+
+
+def scores_of_cases(stages, shards):
+    found = []
+    for make, settings, metric in CASES:
+        trainer = Trainer(config(stages=stages, shards=shards, **settings), graph=make())
+        assert trainer.fit().metric == metric
+        found.append(trainer.evaluate())
+    return found
+
+
+def test_every_shape_gives_the_same_scores():
+    alone = scores_of_cases(1, 1)
+    ranks = run_ranks(scores_of_cases, 4, 2, 2)
+    for scores in ranks:
+        for mine, other in zip(alone, scores, strict=True):
+            for f in fields(mine):
+                assert 0 < getattr(mine, f.name) <= 1
+                assert getattr(other, f.name) == pytest.approx(getattr(mine, f.name), abs=1e-12)
+
+
+def compare_several(shape, staleness):
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    mesh = Mesh.join(*shape)
+    settings = config(stages=shape[0], shards=shape[1], staleness=staleness, dropout=0.5)
+    return max(c.largest for c in verify(prepare(settings, mesh, several_labels()), mesh, 3))
+
+
+def test_several_labels_have_parity():
+    assert compare_several((1, 1), "auto") < 1e-11
+    assert compare_several((1, 1), "exact") < 1e-11
+    assert max(run_ranks(compare_several, 4, (2, 2), "auto")) < 1e-11
+
+
+def test_a_part_without_vertices_has_no_score():
+    graph = small_graph()
+    graph = replace(graph, val_mask=np.zeros(60, bool))
+    result = Trainer(config(), graph=graph).fit()
+    assert math.isnan(result.val_acc)
+    assert math.isnan(result.val_metric)
+    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau"}):
+        with pytest.raises(InputError, match="no validation vertices; try --split 60/20/20"):
+            Trainer(config(**wish), graph=graph).fit()
+
+
+def falling(monkeypatch, values):
+    """Evaluations whose validation scores are given."""
+    made = iter(values)
+
+    def fake(assembly, mesh):
+        value = next(made)
+        return Scores(value, value, value, value, value, value)
+
+    monkeypatch.setattr("gnnpipe.train.trainer.evaluate", fake)
+
+
+def test_patience_ends_the_run_and_keeps_the_best_weights(monkeypatch, tmp_path):
+    falling(monkeypatch, [0.1, 0.5, 0.3, 0.5, 0.2, 0.9])
+    folder = tmp_path / "run"
+    settings = config(
+        epochs=100, eval_every=1, patience=3, chunks=1, dropout=0.0, lr=0.05, out=str(folder)
+    )
+    trainer = Trainer(settings, graph=small_graph())
+    result = trainer.fit()
+    assert (result.epochs, result.best_epoch, result.weights_of_epoch) == (5, 2, 2)
+    assert (result.test_acc, result.test_acc_at_best_val) == (0.2, 0.5)
+    # Those are the weights after two epochs, here and on disk.
+    falling(monkeypatch, [0.1, 0.2])
+    short = Trainer(replace(settings, epochs=2, patience=0, out="off"), graph=small_graph())
+    short.fit()
+    weights = torch.load(folder / "model.pt")
+    for name, tensor in short.model.state_dict().items():
+        torch.testing.assert_close(trainer.model.state_dict()[name], tensor, rtol=1e-12, atol=0)
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-12, atol=0)
+
+
+def best_weights(shape, keep):
+    stages, shards = shape
+    settings = config(
+        stages=stages, shards=shards, epochs=30, eval_every=1, keep=keep, lr=0.1, chunks=1
+    )
+    trainer = Trainer(settings, graph=small_graph())
+    result = trainer.fit()
+    return result.best_val_acc, result.val_acc, trainer.evaluate().val_acc
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_what_is_kept_is_what_is_scored_in_every_shape(keep):
+    for found in [best_weights((1, 1), keep), *run_ranks(best_weights, 4, (2, 2), keep)]:
+        best, last, after = found
+        assert best > last, "the example must have its best epoch on the way"
+        assert after == (best if keep == "best" else last)
+
+
+def rates(folder, **settings):
+    Trainer(config(out=str(folder), lr=0.4, **settings), graph=small_graph()).fit()
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        return [float(row["lr"]) for row in csv.DictReader(file)]
+
+
+def test_learning_rates(tmp_path, monkeypatch):
+    assert rates(tmp_path / "1") == [0.4] * 6
+    assert rates(tmp_path / "2", warmup_epochs=3) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    half = [0.2 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
+    assert rates(tmp_path / "3", lr_schedule="cosine") == pytest.approx(half)
+    late = [0.2 * (1 + math.cos(math.pi * i / 4)) for i in range(4)]
+    found = rates(tmp_path / "4", lr_schedule="cosine", warmup_epochs=2)
+    assert found == pytest.approx([0.4 / 3, 0.8 / 3, *late])
+    falling(monkeypatch, [0.5, 0.4, 0.6, 0.6, 0.1, 0.1])
+    plateau = {"lr_schedule": "plateau", "lr_patience": 2, "eval_every": 1}
+    # Two evaluations below the best of the third epoch, then half.
+    assert rates(tmp_path / "5", **plateau) == [0.4, 0.4, 0.4, 0.4, 0.4, 0.2]
+
+
+def test_parity_holds_on_a_schedule():
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    settings = config(lr_schedule="cosine", warmup_epochs=2, lr=0.1)
+    prepared = prepare(settings, Mesh.alone(), small_graph())
+    assert max(c.largest for c in verify(prepared, Mesh.alone(), 6)) < 1e-11
+
+
+def seeds_of(shape, folder):
+    stages, shards = shape
+    return fit_seeds(config(stages=stages, shards=shards, out=folder, seed=5), 3, small_graph())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1)])
+def test_several_seeds(shape, tmp_path):
+    folder = tmp_path / "seeds"
+    if shape == (1, 1):
+        found = [seeds_of(shape, str(folder))]
+    else:
+        found = run_ranks(seeds_of, 2, shape, str(folder))
+    for one in found:
+        assert [r.seed for r in one.results] == [5, 6, 7]
+        losses = [r.loss for r in one.results]
+        assert len(set(losses)) == 3
+        assert one.mean["loss"] == pytest.approx(statistics.mean(losses))
+        assert one.deviation["loss"] == pytest.approx(statistics.stdev(losses))
+    alone = Trainer(config(seed=6), graph=small_graph()).fit()
+    assert found[0].results[1].loss == pytest.approx(alone.loss, rel=1e-9)
+    names = {p.name for p in folder.iterdir()}
+    assert names == {"seed-5", "seed-6", "seed-7", "summary.json"}
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["seeds"] == [5, 6, 7]
+    assert written["mean"]["loss"] == found[0].mean["loss"]
+    with pytest.raises(InputError, match="holds another run"):
+        fit_seeds(config(out=str(folder)), 2, small_graph())
+    with pytest.raises(InputError, match="--seeds 0"):
+        fit_seeds(config(), 0)
