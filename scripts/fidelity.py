@@ -45,6 +45,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from gnnpipe.train.assemble import assemble
     from gnnpipe.train.metrics import evaluate, train_epoch
     from gnnpipe.train.prepare import chunk_order, prepare
+    from gnnpipe.train.staleness import measure_staleness
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -52,27 +53,29 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh)
     assembly = assemble(prepared, mesh)
-    forecaster = assembly.executor.forecaster
     epochs, test, losses, times = [], [], [], []
-    moved, missed = [], []
+    drift, moved, missed = [], [], []
     for epoch in range(config.epochs):
         start = time.perf_counter()
         order = chunk_order(config, epoch)
         loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+        stale = measure_staleness(prepared, assembly, mesh, order, epoch)
         times.append(time.perf_counter() - start)
         if (epoch + 1) % 10 == 0 or epoch >= config.epochs - TAIL:
             epochs.append(epoch + 1)
             test.append(round(evaluate(assembly, mesh).test_acc, 6))
             losses.append(round(loss, 5))
-            if forecaster is not None and forecaster.maps:
-                moved.append(round(statistics.mean(m.moved for m in forecaster.maps), 5))
-                missed.append(round(statistics.mean(m.missed for m in forecaster.maps), 5))
+            if stale is not None:
+                for into, values in (
+                    (drift, stale.drift), (moved, stale.moved), (missed, stale.missed),
+                ):  # fmt: skip
+                    into += [round(statistics.mean(values), 5)] if values else []
     graph = prepared.graph
     into_pilots = int(graph.degrees[prepared.pilots].sum()) if len(prepared.pilots) else 0
     return {
         **asdict(cell), "commit": commit(), "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__, "epoch": epochs, "test": test, "loss": losses,
-        "moved": moved, "missed": missed,
+        "drift": drift, "moved": moved, "missed": missed,
         "epoch_time_s": round(statistics.median(times), 4), "train_s": round(sum(times), 1),
         "extra_edges": into_pilots / (2 * graph.num_edges),
         "extra_rows": len(prepared.pilots) / graph.num_vertices,
