@@ -43,6 +43,7 @@ def estimate_memory(
     sparse_features: bool,
     symmetric: bool,
     snapshot: bool,
+    forecast: bool,
     number_bytes: int,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
@@ -67,7 +68,8 @@ def estimate_memory(
     table_rows = 0 if alone else rows * (2 if snapshot else 1)
     history = sum(_history(op, table_rows, own_rows, rows) for op in ops) * number_bytes
     activations = sum(_kept(op, index + first == 0) for index, op in enumerate(ops))
-    weights = sum(op.num_parameters for op in ops) * 4 * number_bytes
+    # Weight, gradient and Adam's two; a forecast remembers the last epoch's.
+    weights = sum(op.num_parameters for op in ops) * (4 + forecast) * number_bytes
     return MemoryEstimate(
         structure, features, history, activations * own_rows * number_bytes, weights
     )

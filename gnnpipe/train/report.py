@@ -139,6 +139,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     sparse_features=sparse,
                     symmetric=symmetric,
                     snapshot=prepared.config.techniques.snapshot_every > 1,
+                    forecast=len(prepared.pilots) > 0,
                     number_bytes=prepared.dtype.itemsize,
                 )
             )
