@@ -66,7 +66,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         if len(prepared.pilots):
             words.append(f"stale rows forecast from {len(prepared.pilots):,} pilot rows")
         if t.exact_epochs:
-            words.append(f"exact for the first {_count(t.exact_epochs, 'epoch')}")
+            many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
+            words.append(f"the first {many} exact")
         lines.append(f"staleness {config.staleness}: {', '.join(words)}")
     return lines
 
@@ -101,12 +102,11 @@ def result_lines(result: RunResult) -> list[str]:
 
 
 def _staleness_line(reads: float, last: Staleness) -> str:
-    text = f"stale: {reads:.0%} of the reads; rows drift {_span(last.drift)} in the last epoch"
+    text = f"stale: {reads:.0%} of the reads; in the last epoch "
     if any(last.moved):
-        text += (
-            f"; weights moved them {_span(last.moved)}, the forecast missed {_span(last.missed)}"
-        )
-    return text
+        text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
+        return text + f"{_span(last.missed)} (drift with dropout's noise: {_span(last.drift)})"
+    return text + f"the rows drifted by {_span(last.drift)}, dropout's noise included"
 
 
 def _span(by_layer: Sequence[float]) -> str:
