@@ -19,9 +19,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gnnpipe.contradictions import check_together
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
-from gnnpipe.settings import check_border, flag, setting, typed
+from gnnpipe.settings import check_border, setting, typed
 from gnnpipe.techniques import PRESETS, Techniques
 
 __all__ = ["Techniques", "TrainConfig", "parse_split"]
@@ -68,8 +69,9 @@ class TrainConfig:
                           choices=("float32", "float64"))  # fmt: skip
     lr_schedule: str = setting(
         "constant",
-        "learning rate over the epochs: constant, cosine (down to 0 at the last epoch) or plateau "
-        "(halved when the validation metric has not risen for --lr-patience epochs)",
+        "learning rate over the epochs: constant, cosine (half a cosine down, 0 after the last "
+        "epoch) or plateau (halved when the validation metric has not risen for --lr-patience "
+        "epochs)",
         group="training", choices=("constant", "cosine", "plateau"),
     )  # fmt: skip
     warmup_epochs: int = setting(
@@ -132,11 +134,11 @@ class TrainConfig:
         None, "factor on gradients that arrive from other chunks (default: by --staleness)",
         group="staleness", above=0,
     )  # fmt: skip
-    forecast_share: float | None = setting(
+    pilots_per_column: int | None = setting(
         None,
-        "share of the vertices that pass ahead each epoch to forecast the stale rows of all "
-        "others; 0: no forecast (default: by --staleness)",
-        group="staleness", low=0, below=1,
+        "vertices that pass ahead each epoch to forecast the stale rows of all others, for each "
+        "column of a row; 0: no forecast (default: by --staleness)",
+        group="staleness", low=0,
     )  # fmt: skip
     exact_epochs: int | None = setting(
         None,
@@ -162,53 +164,8 @@ class TrainConfig:
             value = typed(f.name, getattr(self, f.name), hints[f.name])
             object.__setattr__(self, f.name, value)
             check_border(f.name, value, f.metadata)
-        if self.hidden % self.heads and self.model == "gat":
-            raise InputError(
-                f"--heads {self.heads}: does not divide --hidden {self.hidden}; "
-                f"try --hidden {math.ceil(self.hidden / self.heads) * self.heads}"
-            )
-        if self.stages > self.layers:
-            raise InputError(
-                f"--stages {self.stages}: more stages than layers ({self.layers}); "
-                f"try --stages {self.layers} or more --layers"
-            )
         parse_split(self.split)
-        self._check_epochs()
-        if self.staleness == "exact" and self.chunks > 1:
-            for name, idle in (
-                ("snapshot_every", 1), ("scale_live_gradients", 1), ("forecast_share", 0),
-                ("exact_epochs", 0),
-            ):  # fmt: skip
-                if getattr(self, name) not in (None, idle):
-                    raise InputError(
-                        f"{flag(name)} {getattr(self, name)}: has no meaning with --staleness "
-                        "exact, where nothing is stale; drop one of the two"
-                    )
-        if self.techniques.forecast_share and self.techniques.snapshot_every > 1:
-            raise InputError(
-                f"--snapshot-every {self.techniques.snapshot_every}: a forecast carries rows over "
-                "from the last epoch, not from a snapshot; try --staleness paper"
-            )
-
-    def _check_epochs(self) -> None:
-        """What is counted in epochs must fit in with the rest."""
-        if self.warmup_epochs >= self.epochs and self.warmup_epochs:
-            raise InputError(
-                f"--warmup-epochs {self.warmup_epochs}: no shorter than the run; try less than "
-                f"--epochs {self.epochs}"
-            )
-        for name, is_used in (("patience", self.patience > 0),
-                              ("lr_patience", self.lr_schedule == "plateau")):  # fmt: skip
-            value = getattr(self, name)
-            if is_used and not self.eval_every:
-                raise InputError(
-                    f"{flag(name)} {value}: nothing is evaluated on the way; try --eval-every 10"
-                )
-            if is_used and value < self.eval_every:
-                raise InputError(
-                    f"{flag(name)} {value}: shorter than --eval-every {self.eval_every}; "
-                    f"try --eval-every {value}"
-                )
+        check_together(self)
 
     @property
     def kept_epoch(self) -> str:
@@ -231,12 +188,14 @@ class TrainConfig:
                 "shuffle_chunks",
                 "snapshot_every",
                 "scale_live_gradients",
-                "forecast_share",
+                "pilots_per_column",
                 "exact_epochs",
             )
             if getattr(self, name) is not None
         }
-        return dataclasses.replace(PRESETS[self.staleness], **given)
+        found = dataclasses.replace(PRESETS[self.staleness], **given)
+        # A run of exact epochs alone is an exact run.
+        return PRESETS["exact"] if found.exact_epochs >= self.epochs else found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:

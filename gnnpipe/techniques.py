@@ -18,8 +18,9 @@ class Techniques:
     scale_live_gradients: float
     exact: bool
     """Walk layer by layer, so that nothing is stale."""
-    forecast_share: float = 0.0
-    """Share of the vertices that are pilot rows of the forecast; 0: no forecast."""
+    pilots_per_column: int = 0
+    """Pilot rows of the forecast, for each of the F + 1 numbers in a column of an affine map on
+    rows of width F; 0: no forecast."""
     exact_epochs: int = 0
     """Epochs at the start that are walked layer by layer."""
 
@@ -28,6 +29,6 @@ class Techniques:
 PRESETS = {
     "none": Techniques(False, 1, 1.0, False),
     "paper": Techniques(True, 23, 2.0, False),
-    "auto": Techniques(True, 1, 1.5, False, forecast_share=0.05, exact_epochs=1),
+    "auto": Techniques(True, 1, 1.5, False, pilots_per_column=16, exact_epochs=1),
     "exact": Techniques(False, 1, 1.0, True),
 }

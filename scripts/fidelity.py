@@ -84,7 +84,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 def commit() -> str:
     """Short hash of the checkout that runs."""
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 

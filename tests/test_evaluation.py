@@ -87,7 +87,7 @@ def test_a_part_without_vertices_has_no_score():
     result = Trainer(config(), graph=graph).fit()
     assert math.isnan(result.val_acc)
     assert math.isnan(result.val_metric)
-    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau"}):
+    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau", "lr_patience": 3}):
         with pytest.raises(InputError, match="no validation vertices; try --split 60/20/20"):
             Trainer(config(**wish), graph=graph).fit()
 
@@ -200,3 +200,64 @@ def test_several_seeds(shape, tmp_path):
         fit_seeds(config(out=str(folder)), 2, small_graph())
     with pytest.raises(InputError, match="--seeds 0"):
         fit_seeds(config(), 0)
+
+
+def test_undefined_scores_do_not_end_several_seeds(tmp_path):
+    graph = replace(small_graph(), val_mask=np.zeros(60, bool))
+    folder = tmp_path / "seeds"
+    found = fit_seeds(config(out=str(folder)), 2, graph)
+    assert math.isnan(found.mean["val_acc"])
+    assert math.isnan(found.deviation["val_acc"])
+    assert "test accuracy" in found.lines()[-1]
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["mean"]["val_acc"] is None
+    assert written["runs"]["0"]["test_acc"] == found.results[0].test_acc
+    assert math.isnan(fit_seeds(config(), 1, graph).deviation["loss"])
+    for bad in (True, 2.0, "3"):
+        with pytest.raises(InputError, match="must be a whole number"):
+            fit_seeds(config(), bad, graph)
+
+
+def test_validation_of_one_class_cannot_steer():
+    graph = rare_class()
+    graph = replace(graph, val_mask=graph.val_mask & (graph.y == 0))
+    assert math.isnan(Trainer(config(), graph=graph).fit().val_metric)
+    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau", "lr_patience": 3}):
+        with pytest.raises(InputError, match="ROC AUC needs positive and negative validation"):
+            Trainer(config(**wish), graph=graph).fit()
+        Trainer(config(metric="accuracy", **wish), graph=graph).fit()
+
+
+def stopped(stages, shards):
+    settings = config(
+        stages=stages, shards=shards, epochs=60, eval_every=1, patience=3, lr=0.1, dropout=0.5
+    )
+    trainer = Trainer(settings, graph=small_graph())
+    result = trainer.fit()
+    formula = result.comm_bytes_closed_form == result.comm_bytes_per_epoch
+    weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()}
+    return result.epochs, result.best_epoch, trainer.evaluate().val_acc, formula, weights
+
+
+def test_every_rank_stops_at_the_same_epoch():
+    alone = stopped(1, 1)
+    assert alone[0] == alone[1] + 3 < 60
+    for found in run_ranks(stopped, 4, 2, 2):
+        assert found[:4] == alone[:4]
+        for name, value in alone[4].items():
+            np.testing.assert_allclose(found[4][name], value, rtol=1e-6, atol=1e-9)
+
+
+def early(stages, shards):
+    settings = config(
+        stages=stages, shards=shards, epochs=60, eval_every=1, patience=1, exact_epochs=50, lr=1.0
+    )
+    result = Trainer(settings, graph=small_graph()).fit()
+    return result.epochs, result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+
+
+def test_bytes_of_a_run_that_stops_while_it_is_exact():
+    for epochs, counted, formula in run_ranks(early, 2, 2, 1):
+        assert epochs < 50
+        assert counted == formula
+        assert counted["control"] == 0

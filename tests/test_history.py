@@ -73,7 +73,7 @@ def test_frozen_weights_make_the_tables_exact_on_four_ranks():
 def test_frozen_weights_leave_nothing_to_forecast(model):
     """Old and new pilot rows are the same numbers, so the map is the identity to the bit."""
     losses, _, tables = frozen_run(model, 1, 1, LAYERS + 1)
-    settings = {"staleness": "auto", "exact_epochs": 0, "forecast_share": 0.5}
+    settings = {"staleness": "auto", "exact_epochs": 0, "pilots_per_column": 4}
     same_losses, _, same_tables = frozen_run(model, 1, 1, LAYERS + 1, **settings)
     assert same_losses == losses
     for index, table in tables.items():

@@ -45,7 +45,7 @@ def assert_equal(found, dtype):
         (8, {"staleness": "none", "epochs": 2}),
         (8, {"staleness": "exact", "epochs": 2}),
         (8, {"epochs": 5}),
-        (8, {"exact_epochs": 0, "scale_live_gradients": 1.5, "forecast_share": 0.5}),
+        (8, {"exact_epochs": 0, "scale_live_gradients": 1.5, "pilots_per_column": 4}),
         (8, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
         (8, {"shuffle_chunks": True, "staleness": "none"}),
         (8, {"partitioner": "random", "dropout": 0.3}),

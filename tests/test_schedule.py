@@ -151,3 +151,29 @@ def test_bad_plans_are_refused(text, message):
 def test_stages_must_tile_the_layers():
     with pytest.raises(InputError, match="tile"):
         Plan(((0, 2), (3, 4)), 1, 1, "fill-drain", ())
+
+
+def test_forecast_comes_first_and_the_tables_move_after_the_send():
+    program = training_program(chain(3, 2), forecast=True)
+    assert (
+        program.text()
+        .splitlines()[1]
+        .startswith("stage 1: 1RECV_FP<0 1FORECAST 1SEND_FP>2 1CARRY 1RECV_F0<0")
+    )
+    check(program)
+
+
+FORECAST_FAULTS = {
+    "twice": lambda a: [a[0], a[1], *a[1:]],
+    "missing": lambda a: [x for x in a if x.kind not in ("FORECAST", "CARRY")],
+    "never carried": lambda a: [x for x in a if x.kind != "CARRY"],
+    "late": lambda a: [x for x in a if x.kind != "CARRY"] + [x for x in a if x.kind == "CARRY"],
+    "elsewhere": lambda a: [replace(x, position=0) if x.kind == "CARRY" else x for x in a],
+}
+
+
+@pytest.mark.parametrize("fault", FORECAST_FAULTS)
+def test_wrong_forecasts_are_refused(fault):
+    program = training_program(chain(2, 2), forecast=True)
+    with pytest.raises(ProgramError, match="stage 1: must run FORECAST and then CARRY"):
+        check(changed(program, 1, FORECAST_FAULTS[fault]))

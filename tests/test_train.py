@@ -116,9 +116,12 @@ def test_every_rank_ends_with_all_weights():
 
 def test_techniques_follow_the_preset_unless_set_one_by_one():
     auto = TrainConfig(chunks=4).techniques
-    assert (auto.forecast_share, auto.exact_epochs, auto.snapshot_every) == (0.05, 1, 1)
+    assert (auto.pilots_per_column, auto.exact_epochs, auto.snapshot_every) == (16, 1, 1)
     paper = TrainConfig(chunks=4, staleness="paper").techniques
-    assert paper.forecast_share == 0
+    assert paper.pilots_per_column == 0
+    short = TrainConfig(chunks=4, epochs=3, exact_epochs=3).techniques
+    assert short.exact, "a run of exact epochs alone is an exact run"
+    assert not short.pilots_per_column
     assert (paper.shuffle_chunks, paper.snapshot_every, paper.scale_live_gradients) == (True, 23, 2)
     none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).techniques
     assert (none.shuffle_chunks, none.snapshot_every, none.scale_live_gradients) == (False, 5, 1)

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
 from gnnpipe.graph.graph import BoolArray, Features, Graph, IntArray
-from gnnpipe.graph.labels import Labels, clean_labels
+from gnnpipe.graph.labels import Labels, clean_labels, one_hot
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
 __all__ = ["clean"]
@@ -104,7 +104,7 @@ def clean(
     indptr, indices, removed = _csr(edge_index, name, n, symmetrize, report)
     # Last, so that data which is refused is not commented on as well. The level is the line that
     # calls ``load_graph`` or ``Graph.from_pyg``.
-    for note in (overlap((train, val, test)), removed):
+    for note in (overlap((train, val, test)), removed, one_hot(labels) if report else ""):
         if note:
             warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
     return Graph(

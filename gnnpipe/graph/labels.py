@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gnnpipe.graph.split import fail
 
-__all__ = ["Labels", "clean_labels"]
+__all__ = ["Labels", "clean_labels", "one_hot"]
 
 Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8]
 
@@ -50,6 +50,19 @@ def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
     bad = (labels < -1) | (labels >= limit)
     _refuse(labels, bad, name, " is out of range", f"classes 0..{limit - 1}{hint}")
     return labels
+
+
+def one_hot(labels: Labels) -> str:
+    """A word to the user if [N, T] labels look like classes, one 1 in every known row; else ''."""
+    if labels.ndim == 1:
+        return ""
+    known = labels[(labels >= 0).any(axis=1)]
+    if not ((known >= 0).all() and (known.sum(axis=1, dtype=np.int64) == 1).all()):
+        return ""
+    return (
+        f"y [{len(labels)}, {labels.shape[1]}] has a single 1 in every row and is trained as "
+        "several labels at once; if it means one class for each vertex, give y.argmax(1)"
+    )
 
 
 def _refuse(labels: Any, bad: npt.NDArray[np.bool_], name: str, wrong: str, hint: str) -> None:

@@ -47,6 +47,11 @@ def load_graph(
     >>> load_graph("karate").num_vertices
     34
     """
+    if dataset.startswith("passed-in:"):
+        raise InputError(
+            f"--dataset {dataset!r}: this run's graph was passed in from Python; pass it again: "
+            "Trainer(config, graph=graph)"
+        )
     if dataset in EMBEDDED:
         return EMBEDDED[dataset](split=split, seed=seed, symmetrize=symmetrize)
     if dataset.partition(":")[0] == "synthetic":

@@ -6,8 +6,6 @@ for every number of chunks, shards and stages (law 2).
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
@@ -20,13 +18,8 @@ _PILOT_STREAM = 0x9110
 _DRIFT_STREAM = 0xD21F
 
 
-def choose_pilots(chunking: Chunking, share: float, width: int, seed: int) -> npt.NDArray[np.int64]:
-    """Rows [P] of the renumbered graph, ascending: ``share`` of the vertices.
-
-    At least four for each of the ``width`` + 1 numbers that a column of the map has, so that the
-    fit is well determined; all vertices if there are not so many.
-    """
-    count = max(math.ceil(share * len(chunking.perm)), 4 * (width + 1))
+def choose_pilots(chunking: Chunking, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """``count`` rows of the renumbered graph, ascending; all if there are not so many."""
     return _sample(chunking, count, [seed, _PILOT_STREAM])
 
 

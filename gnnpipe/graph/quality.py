@@ -90,12 +90,17 @@ def cut_quality(graph: Graph, chunking: Chunking) -> CutQuality:
 
 def chunk_edges(graph: Graph, chunking: Chunking) -> sp.coo_array:
     """[K, K] edge counts by (reading chunk, chunk read) of a graph renumbered by ``chunking``."""
-    chunk = chunking.chunk_of_row()
-    reading = np.repeat(chunk, graph.degrees)
-    shape = (chunking.chunks, chunking.chunks)
-    counts = sp.coo_array((np.ones(graph.num_edges), (reading, chunk[graph.indices])), shape=shape)
-    counts.sum_duplicates()
-    return counts
+    chunk, k = chunking.chunk_of_row(), chunking.chunks
+    rows, columns, counts = [], [], []
+    for c in range(k):
+        start, stop = graph.indptr[np.searchsorted(chunk, [c, c + 1])]
+        count = np.bincount(chunk[graph.indices[start:stop]], minlength=k)
+        read = np.flatnonzero(count)
+        rows.append(np.full(len(read), c))
+        columns.append(read)
+        counts.append(count[read])
+    data = np.concatenate(counts)
+    return sp.coo_array((data, (np.concatenate(rows), np.concatenate(columns))), shape=(k, k))
 
 
 def stale_share(counts: sp.coo_array, order: Sequence[int]) -> float:

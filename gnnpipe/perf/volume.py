@@ -46,15 +46,21 @@ def closed_form_volume(
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;
     gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
-    widths of every transfer, and G (G-1) times 2 F F + 2 F + 2 float64 numbers for every layer.
+    widths of every transfer, and for every layer 2 (G-1) times the F (F + 1) / 2 + F F + 2 F + 2
+    float64 numbers of a fit.
     """
     crossing = sum(sum(t.widths.values()) for t in plan.transfers)
     pushed = sum(op.push_width for op in model.ops)
-    moments = sum(2 * op.push_width**2 + 2 * op.push_width + 2 for op in model.ops)
+    fit = sum(_fit_numbers(op.push_width) for op in model.ops)
     return CommVolume(
         pipeline=2 * num_vertices * crossing * number_bytes,
         graph=2 * crossings * pushed * number_bytes,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
         control=2 * pilots * crossing * number_bytes
-        + plan.shards * (plan.shards - 1) * moments * 8 * (pilots > 0),
+        + 2 * (plan.shards - 1) * fit * 8 * (pilots > 0),
     )
+
+
+def _fit_numbers(width: int) -> int:
+    """Sums over the pilot rows that an affine map on rows of ``width`` is fitted from."""
+    return width * (width + 1) // 2 + width * width + 2 * width + 2

@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["Exchange", "GradientSum"]
+__all__ = ["Exchange", "GradientSum", "sum_over_shards"]
 
 
 class Exchange:
@@ -81,24 +81,32 @@ class GradientSum:
 
     def reduce(self) -> None:
         """Replace every ``.grad`` by the sum over the shards; a missing one counts as zero."""
-        shards = self.mesh.shards
-        if shards == 1:
+        if self.mesh.shards == 1:
             return
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         flat = torch.cat([g.reshape(-1) for g in grads])
-        parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards
-                 for g in range(shards)]  # fmt: skip
-        mine = parts[self.mesh.shard]
-        gathered = flat.new_empty(mine * shards)
-        group = self.mesh.graph_group
-        dist.all_to_all_single(gathered, flat, [mine] * shards, parts, group=group)
-        total = gathered.view(shards, mine).sum(0)
-        # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
-        dist.all_to_all_single(flat, total.repeat(shards), parts, [mine] * shards, group=group)
-        sent = flat.numel() - mine + (shards - 1) * mine
-        self.sent_bytes += sent * flat.element_size()
+        self.sent_bytes += sum_over_shards(flat, self.mesh)
         for g, summed in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
             g.copy_(summed.view(g.shape))
+
+
+def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
+    """Replace ``flat`` [n] by its sum over the shards, in a fixed order; the bytes sent from here.
+
+    Over all shards these are 2 (G - 1) n numbers.
+    """
+    shards = mesh.shards
+    if shards == 1:
+        return 0
+    parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards for g in range(shards)]
+    mine = parts[mesh.shard]
+    gathered = flat.new_empty(mine * shards)
+    group = mesh.graph_group
+    dist.all_to_all_single(gathered, flat, [mine] * shards, parts, group=group)
+    total = gathered.view(shards, mine).sum(0)
+    # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
+    dist.all_to_all_single(flat, total.repeat(shards), parts, [mine] * shards, group=group)
+    return (flat.numel() - mine + (shards - 1) * mine) * flat.element_size()

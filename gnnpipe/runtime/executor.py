@@ -72,7 +72,8 @@ class Executor:
             "F": self._forward, "B": self._backward,
             "SEND_F": self._send_forward, "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
-            "FORECAST": self._forecast, "REDUCE_GRAD": self._reduce, "STEP": self._step,
+            "FORECAST": self._forecast, "CARRY": self._carry,
+            "REDUCE_GRAD": self._reduce, "STEP": self._step,
         }  # fmt: skip
 
     def run(
@@ -154,6 +155,10 @@ class Executor:
         for peer in self._widths_in:
             values |= self.mailbox.take("F", peer, PILOT)
         self._leaving[PILOT] = self.forecaster.run(values)
+
+    def _carry(self, action: Action) -> None:
+        assert self.forecaster is not None
+        self.forecaster.carry()
 
     def _send_forward(self, action: Action) -> None:
         before = self.mailbox.sent_bytes

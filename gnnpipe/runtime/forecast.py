@@ -19,18 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import Block, Blocks, LinearOperator
 from gnnpipe.models import Layer, Rows, Values
+from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History
 from gnnpipe.runtime.mesh import Mesh
 
 __all__ = ["RIDGE", "AffineMap", "Forecaster", "fit_affine", "moments"]
 
-RIDGE = 1e-2
+RIDGE = 5e-2
 """Pull of the fitted slope towards zero, in mean squares of the pilot rows. Taken before the mean
 is removed: where the rows hardly differ from one another, only their common shift can be told."""
 
@@ -46,38 +46,52 @@ class AffineMap:
     moved: float
     """Movement of the pilot rows relative to their size (Frobenius norms)."""
     missed: float
-    """What the map leaves of it, relative to their size."""
+    """What the map leaves of it on rows that it was not fitted on, relative to their size."""
 
 
 def moments(old: Tensor, new: Tensor) -> Tensor:
     """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
 
-    [2 F F + 2 F + 2]: old^T old, old^T moved, the sums of old and moved, the squares of moved and
-    new.
+    [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle), old^T moved, the sums of old
+    and moved, the squares of moved and new.
     """
     x, d = old.double(), new.double() - old.double()
-    parts = [x.T @ x, x.T @ d, x.sum(0), d.sum(0), d.square().sum(), new.double().square().sum()]
+    row, column = torch.triu_indices(x.shape[1], x.shape[1], device=x.device)
+    parts = [(x.T @ x)[row, column], x.T @ d, x.sum(0), d.sum(0), d.square().sum(),
+             new.double().square().sum()]  # fmt: skip
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def fit_affine(sums: Tensor, rows: int, width: int, dtype: torch.dtype) -> AffineMap:
-    """Ridge regression of the movement on the old rows, intercept free, from ``moments``."""
-    square = width * width
-    gram, cross, x, d, moved, size = torch.split(sums, [square, square, width, width, 1, 1])
-    gram = gram.view(width, width)
-    pull = RIDGE * gram.diagonal().mean() + 1e-30  # rows of zeros fit no slope, and must not fail
-    gram = gram - torch.outer(x, x) / rows
+def fit_affine(
+    sums: Tensor, rows: int, width: int, dtype: torch.dtype, is_whole: bool = False
+) -> AffineMap:
+    """Ridge regression of the movement on the old rows, intercept free, from ``moments``.
+
+    ``missed`` is the residual over 1 - (degrees of freedom / rows), as generalised
+    cross-validation has it (Golub, Heath and Wahba, Technometrics 1979); if the pilots are all
+    the rows there are (``is_whole``), the residual itself.
+    """
+    half = width * (width + 1) // 2
+    gram, cross, x, d, moved, size = torch.split(sums, [half, width * width, width, width, 1, 1])
+    row, column = torch.triu_indices(width, width, device=sums.device)
+    full = sums.new_empty(width, width)
+    full[row, column] = gram
+    full[column, row] = gram
+    pull = RIDGE * full.diagonal().mean() + 1e-30  # rows of zeros fit no slope, and must not fail
+    full = full - torch.outer(x, x) / rows
     cross = cross.view(width, width) - torch.outer(x, d) / rows
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
-    slope = torch.linalg.solve(gram + pull * eye, cross)
+    both = torch.linalg.solve(full + pull * eye, torch.cat([cross, full], dim=1))
+    slope, freedom = both[:, :width], 1 + float(both[:, width:].diagonal().sum())
     shift = (d - x @ slope) / rows
-    explained = 2 * (slope * cross).sum() - (slope * (gram @ slope)).sum() + (d * d).sum() / rows
+    explained = 2 * (slope * cross).sum() - (slope * (full @ slope)).sum() + (d * d).sum() / rows
     total = max(float(size), 1e-30)
+    left = 1.0 if is_whole else max(1 - freedom / rows, 1 / rows)
     return AffineMap(
         (eye + slope).to(dtype),
         shift.to(dtype),
         (float(moved) / total) ** 0.5,
-        (max(float(moved - explained), 0.0) / total) ** 0.5,
+        (max(float(moved - explained), 0.0) / total) ** 0.5 / left,
     )
 
 
@@ -92,11 +106,16 @@ class Forecaster:
         pilots: Tensor,
         rows: Rows,
         total: int,
+        is_whole: bool,
         mesh: Mesh,
     ) -> None:
-        """``pilots`` [p]: this shard's own rows among the ``total`` pilot rows of all shards."""
+        """``pilots`` [p]: this shard's own rows among the ``total`` pilot rows of all shards.
+
+        ``is_whole``: every vertex is a pilot.
+        """
         self.layers, self.histories, self.mesh = list(layers), list(histories), mesh
         self.rows, self.num_rows, self.total = rows, len(pilots), total
+        self._is_whole = is_whole
         self.sent_bytes = 0
         self.maps: list[AffineMap] = []
         """Per layer, of the last pass."""
@@ -116,9 +135,10 @@ class Forecaster:
 
     @torch.no_grad()
     def run(self, values: Values) -> Values:
-        """Carry this stage's tables over; values [p, width] come in and go out as old.* and new.*.
+        """Fit the maps of this stage; values [p, width] come in and go out as old.* and new.*.
 
-        Dropout is off: its noise, different in each epoch, is not movement.
+        Dropout is off: its noise, different in each epoch, is not movement. The tables stay as they
+        are until ``carry``, so that the next stage need not wait for that.
         """
         old, new = _stream(values, "old"), _stream(values, "new")
         self.maps = []
@@ -127,24 +147,20 @@ class Forecaster:
         ):
             old_rows, old = before.before(old, self.rows)
             new_rows, new = layer.before(new, self.rows)
-            sums = self._over_shards(moments(old_rows, new_rows))
-            found = fit_affine(sums, self.total, old_rows.shape[1], old_rows.dtype)
+            sums = moments(old_rows, new_rows)
+            self.sent_bytes += sum_over_shards(sums, self.mesh)
+            width, dtype = old_rows.shape[1], old_rows.dtype
+            found = fit_affine(sums, self.total, width, dtype, self._is_whole)
             self.maps.append(found)
             was, now = neighbours.read(history.table, old_rows, new_rows, found)
-            history.move(found.factor, found.shift)
             rows = replace(self.rows, block=neighbours.block)
             old, new = before.after(was, old, rows), layer.after(now, new, rows)
         return _named("old", old) | _named("new", new)
 
-    def _over_shards(self, sums: Tensor) -> Tensor:
-        """Added up over the shards in a fixed order, so that all of them fit the same bits."""
-        shards = self.mesh.shards
-        if shards == 1:
-            return sums
-        parts = sums.new_empty(shards, sums.numel())
-        dist.all_gather_into_tensor(parts, sums[None], group=self.mesh.graph_group)
-        self.sent_bytes += (shards - 1) * sums.numel() * sums.element_size()
-        return parts.sum(0)
+    def carry(self) -> None:
+        """Apply the maps to the tables."""
+        for history, found in zip(self.histories, self.maps, strict=True):
+            history.move(found.factor, found.shift)
 
 
 class _Neighbours:

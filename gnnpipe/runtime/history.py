@@ -27,7 +27,7 @@ __all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory", "open_hist
 
 
 _MOVED_AT_ONCE = 8192
-"""Rows; large enough for a fast product, small enough for the cache."""
+"""Rows; enough for a fast product, and few enough that the temporary stays small."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class HistorySpec:
     """Epochs at the start that read nothing stale, and so have nothing to make up for."""
     sample: Tensor | None = None
     """[s], own rows whose drift is measured; none where nothing can be stale."""
+    dropout: bool = False
+    """Whether rows are dropped in part; see ``Drift``."""
 
 
 class History(ABC):
@@ -62,7 +64,7 @@ class History(ABC):
         self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
-        self.drift = None if spec.sample is None else Drift(spec.sample)
+        self.drift = None if spec.sample is None else Drift(spec.sample, spec.dropout)
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""
@@ -76,10 +78,14 @@ class History(ABC):
         self._clear_gradients()
 
     def end_epoch(self, epoch: int) -> None:
-        """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0)."""
+        """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0).
+
+        Also at the end of the exact epochs: what comes next must not read zeros.
+        """
         if self.drift is not None:
             self.drift.after(self.table)
-        if self._snapshot is not None and (epoch + 1) % self.snapshot_every == 0:
+        due = (epoch + 1) % self.snapshot_every == 0 or epoch + 1 == self._exact_epochs
+        if self._snapshot is not None and due:
             self._snapshot.copy_(self.table)
 
     def push(self, chunk: int, rows: Tensor) -> None:

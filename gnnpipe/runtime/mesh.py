@@ -112,6 +112,14 @@ class Mesh:
         dist.all_gather_object(things, thing, group=self.control_group)
         return things
 
+    def collect(self, thing: Any) -> list[Any]:
+        """A picklable thing of every rank, by rank, on rank 0; an empty list elsewhere."""
+        if self.world_size == 1:
+            return [thing]
+        things: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(thing, things, dst=0, group=self.control_group)
+        return things or []
+
     def share(self, thing: Any) -> Any:
         """Rank 0's thing, on every rank."""
         if self.world_size == 1:

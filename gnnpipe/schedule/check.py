@@ -134,14 +134,20 @@ def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> Non
 
 def _check_forecast(program: Program) -> None:
     """Every stage or none carries its stale rows over, once, before any chunk reads one."""
+    forecasts = any(a.kind in ("FORECAST", "CARRY") for s in program.stages for a in s)
+    wanted = ["FORECAST", "CARRY", "F"] if forecasts else ["F"]
     for stage, actions in enumerate(program.stages):
-        found = [i for i, a in enumerate(actions) if a.kind == "FORECAST"]
-        every = any(a.kind == "FORECAST" for a in program.stages[0])
-        first = next(i for i, a in enumerate(actions) if a.kind == "F")
-        if len(found) != every or any(i > first or actions[i].position != PILOT for i in found):
+        found = [a for a in actions if a.kind in ("FORECAST", "CARRY", "F")][: len(wanted)]
+        others = [a for a in actions if a.kind in ("FORECAST", "CARRY")]
+        kinds = [a.kind for a in found]
+        if (
+            kinds != wanted
+            or len(others) != len(wanted) - 1
+            or any(a.position != PILOT for a in others)
+        ):
             raise ProgramError(
-                f"stage {stage}: must run FORECAST once before its first F, as every stage, or "
-                "none does"
+                f"stage {stage}: must run FORECAST and then CARRY, once and before its first F, as "
+                "every stage, or none does"
             )
 
 

@@ -39,6 +39,8 @@ def _forecast(plan: Plan, stage: int) -> list[Action]:
         *(Action("RECV_F", stage, PILOT, peer=t.source) for t in plan.receives(stage)),
         Action("FORECAST", stage, PILOT),
         *(Action("SEND_F", stage, PILOT, peer=t.target) for t in plan.sends(stage)),
+        # After the send: the next stage waits for the pilot rows, not for these tables.
+        Action("CARRY", stage, PILOT),
     ]
 
 

@@ -24,15 +24,15 @@ class Action:
     """One thing a stage does.
 
     ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
-    without waiting), FORECAST (carry the stale rows over to the current weights), REDUCE_GRAD (sum
-    over the shards) or STEP (optimizer).
+    without waiting), FORECAST (find out from the pilot rows where the stale rows go), CARRY (take
+    them there), REDUCE_GRAD (sum over the shards) or STEP (optimizer).
     """
 
     kind: str
     stage: int
     position: int = -1
-    """Place of the chunk in the walk; PILOT for FORECAST and its values, -1 for REDUCE_GRAD and
-    STEP."""
+    """Place of the chunk in the walk; PILOT for FORECAST, CARRY and their values, -1 for
+    REDUCE_GRAD and STEP."""
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last. B runs them from the last to the first."""
     peer: int = -1
@@ -40,7 +40,7 @@ class Action:
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
-        if self.kind in ("FORECAST", "REDUCE_GRAD", "STEP"):
+        if self.kind in ("FORECAST", "CARRY", "REDUCE_GRAD", "STEP"):
             return f"{self.stage}{self.kind}"
         part = ""
         if self.kind in ("F", "B") and self.steps != (0, num_steps):

@@ -75,6 +75,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         techniques.scale_live_gradients,
         techniques.exact_epochs,
         sample,
+        config.dropout > 0,
     )
     evaluation = replace(training, snapshot_every=1, sample=None)
 
@@ -114,7 +115,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
                 features=feature_rows(graph.x[chosen], dtype, mesh.device) if first == 0 else None,
                 seed=config.seed,
             ),
-            len(prepared.pilots), mesh,
+            len(prepared.pilots), len(prepared.pilots) == graph.num_vertices, mesh,
         )  # fmt: skip
     optimizer = torch.optim.Adam(
         [p for layer in layers for p in layer.parameters()],

@@ -56,7 +56,7 @@ def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
 
 
 def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
-    """ROC AUC of the three parts, from the scores of all ranks in rank order."""
+    """ROC AUC of the three parts, which rank 0 finds from the scores of all ranks."""
     mine = []
     for part in range(PARTS):
         pieces = []
@@ -64,10 +64,11 @@ def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[fl
             chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
             pieces.append(margin(found[chosen], assembly.labels[chunk][chosen]))
         mine.append(pieces)
-    everyone = mesh.gather(mine)
+    everyone = mesh.collect(mine)
     areas = []
-    for part in range(PARTS):
+    for part in range(PARTS if mesh.rank == 0 else 0):
         pieces = [piece for of_rank in everyone for piece in of_rank[part]]
         scores, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
         areas.append(roc_auc(scores, labels) if len(scores) else math.nan)
-    return areas
+    shared: list[float] = mesh.share(areas)
+    return shared

@@ -29,7 +29,7 @@ from gnnpipe.plan import LayerOp, ModelGraph, Plan, Transfer
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
-from gnnpipe.train.task import choose_metric
+from gnnpipe.train.task import choose_metric, has_both
 
 __all__ = ["Prepared", "chunk_order", "describe", "prepare"]
 
@@ -53,14 +53,27 @@ class Prepared:
     volume: CommVolume
     pilots: npt.NDArray[np.int64]
     """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
-    chunk_edges: sp.coo_array
-    """[K, K] edges by (reading chunk, chunk read)."""
+    chunk_edges: sp.coo_array | None
+    """[K, K] edges by (reading chunk, chunk read); none where nothing is stale."""
     metric: str
     """What is reported beside accuracy; never 'auto'."""
 
     def program_of(self, epoch: int) -> Program:
         """What an epoch (from 0) runs."""
         return self.exact_program if epoch < self.exact_epochs else self.program
+
+    def volume_of(self, epoch: int) -> CommVolume:
+        """Bytes of an epoch (from 0): an exact one forecasts nothing."""
+        return replace(self.volume, control=0) if epoch < self.exact_epochs else self.volume
+
+    def program_text(self) -> str:
+        """Every program of the run, for a person."""
+        if not self.exact_epochs:
+            return self.program.text()
+        return (
+            f"# epochs 1 to {self.exact_epochs}\n{self.exact_program.text()}"
+            f"# epochs {self.exact_epochs + 1} and on\n{self.program.text()}"
+        )
 
     @property
     def exact_epochs(self) -> int:
@@ -97,7 +110,7 @@ def prepare(
     mesh.agree(error)
     assert graph is not None
     metric = choose_metric(graph, config.metric)
-    _check_validation(config, graph)
+    _check_validation(config, graph, metric)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
@@ -118,21 +131,21 @@ def prepare(
         _check_plan(plan, config, described)
     pilots = np.empty(0, dtype=np.int64)
     techniques = config.techniques
-    if techniques.forecast_share and plan.schedule != "layer-sync":
+    if techniques.pilots_per_column and plan.schedule != "layer-sync":
         width = max(op.push_width for op in described.ops)
-        pilots = choose_pilots(chunking, techniques.forecast_share, width, config.seed)
+        pilots = choose_pilots(chunking, techniques.pilots_per_column * (width + 1), config.seed)
     program = training_program(plan, forecast=len(pilots) > 0)
     exact_program = training_program(replace(plan, schedule="layer-sync"))
     report = check(program)
     check(exact_program)
-    forecasts = config.epochs > techniques.exact_epochs
+    edges = None if report.exact else chunk_edges(graph, chunking)
     volume = closed_form_volume(
         plan, described, num_vertices=graph.num_vertices, crossings=quality.crossings,
-        number_bytes=8 if dtype == torch.float64 else 4, pilots=len(pilots) * forecasts,
+        number_bytes=8 if dtype == torch.float64 else 4, pilots=len(pilots),
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, model, described, plan, program, exact_program, report,
-        volume, pilots, chunk_edges(graph, chunking), metric,
+        volume, pilots, edges, metric,
     )  # fmt: skip
 
 
@@ -159,18 +172,23 @@ def _check_parts(config: TrainConfig, graph: Graph | None, model: GNN | None) ->
         )
 
 
-def _check_validation(config: TrainConfig, graph: Graph) -> None:
-    """What is steered by the validation metric needs vertices to validate on."""
-    if graph.val_mask.any():
+def _check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
+    """What is steered by the validation metric needs vertices that it can be measured on."""
+    if graph.val_mask.any() and (metric != "rocauc" or has_both(graph.y[graph.val_mask])):
         return
     for wish, is_wished in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
-        if is_wished:
+        if is_wished and not graph.val_mask.any():
             raise InputError(
                 f"{wish}: {graph.name} has no validation vertices; try --split 60/20/20"
+            )
+        if is_wished:
+            raise InputError(
+                f"{wish}: ROC AUC needs positive and negative validation vertices, and "
+                f"{graph.name} has not both; try --metric accuracy"
             )
 
 

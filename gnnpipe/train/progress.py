@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 
 from gnnpipe.train.record import EpochRow
+from gnnpipe.train.report import score
 
 __all__ = ["Progress"]
 
@@ -66,8 +67,8 @@ class Progress:
         if row.scores is not None:
             s = row.scores
             self._scores = (
-                f"  {self.metric}train {s.train_metric:.4f}  val {s.val_metric:.4f}  "
-                f"test {s.test_metric:.4f}"
+                f"  {self.metric}train {score(s.train_metric)}  val {score(s.val_metric)}  "
+                f"test {score(s.test_metric)}"
             )
         if self._live is not None:
             self._update(text + self._scores)

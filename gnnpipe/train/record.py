@@ -58,12 +58,17 @@ class EpochRow:
         return {
             "epoch": self.epoch,
             "loss": repr(self.loss),
-            **{f.name: repr(getattr(s, f.name)) if s else "" for f in fields(Scores)},
+            **{f.name: _cell(getattr(s, f.name)) if s else "" for f in fields(Scores)},
             "lr": repr(self.lr),
             "epoch_time_s": f"{self.epoch_time_s:.6f}",
             "eval_time_s": f"{self.eval_time_s:.6f}" if s else "",
-            **{k: repr(v) for k, v in (self.staleness.cells() if self.staleness else {}).items()},
+            **{k: _cell(v) for k, v in (self.staleness.cells() if self.staleness else {}).items()},
         }
+
+
+def _cell(value: float) -> str:
+    """Every digit; nothing where there is no such figure."""
+    return "" if math.isnan(value) else repr(value)
 
 
 def run_path(config: TrainConfig) -> Path:
@@ -165,6 +170,8 @@ def plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
     return value
 
 

@@ -105,7 +105,7 @@ class Reference:
         self.before = copy.deepcopy(self.layers)
         self.optimizer.step()
         self.learning_rate.step(None)
-        if every > 1 and (epoch + 1) % every == 0:
+        if every > 1 and ((epoch + 1) % every == 0 or epoch + 1 == self.prepared.exact_epochs):
             self.snapshots = [t.clone() for t in self.tables]
         return ReferenceEpoch(float(loss.detach()), grads)
 

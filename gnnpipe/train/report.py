@@ -5,6 +5,7 @@ Pure text from plain values; nothing is printed here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gnnpipe.train.result import RunResult
     from gnnpipe.train.staleness import Staleness
 
-__all__ = ["head_lines", "human_bytes", "info_lines", "memory_by_rank", "result_lines"]
+__all__ = ["head_lines", "human_bytes", "info_lines", "memory_by_rank", "result_lines", "score"]
 
 
 def human_bytes(size: float) -> str:
@@ -37,6 +38,15 @@ def human_bytes(size: float) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def score(value: float) -> str:
+    """Four digits, or '-' where there is none.
+
+    >>> score(0.5), score(math.nan)
+    ('0.5000', '-')
+    """
+    return "-" if math.isnan(value) else f"{value:.4f}"
 
 
 def head_lines(prepared: Prepared) -> list[str]:
@@ -75,12 +85,20 @@ def head_lines(prepared: Prepared) -> list[str]:
 def result_lines(result: RunResult) -> list[str]:
     """What came out, for a person."""
     counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
-    metric = "" if result.metric == "accuracy" else f"{result.metric}: "
-    lines = [
-        f"last epoch: loss {result.loss:.4f}  {metric}train {result.train_metric:.4f}  "
-        f"val {result.val_metric:.4f}  test {result.test_metric:.4f}",
-        f"best validation {result.best_val_metric:.4f} at epoch {result.best_epoch}: "
-        f"test {result.test_metric_at_best_val:.4f}",
+    scored = [("accuracy", result.train_acc, result.val_acc, result.test_acc)]
+    if result.metric != "accuracy":
+        name = f"{result.metric}", result.train_metric, result.val_metric, result.test_metric
+        scored.insert(0, name)
+    lines = [f"last epoch: loss {result.loss:.4f}"]
+    for what, train, val, test in scored:
+        words = "" if len(scored) == 1 else f"{what}: "
+        lines[0] += f"  {words}train {score(train)}  val {score(val)}  test {score(test)}"
+    if not math.isnan(result.best_val_metric):
+        lines.append(
+            f"best validation {score(result.best_val_metric)} at epoch {result.best_epoch}: "
+            f"test {score(result.test_metric_at_best_val)}"
+        )
+    lines += [
         f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank "
         + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
     ]
@@ -102,11 +120,12 @@ def result_lines(result: RunResult) -> list[str]:
 
 
 def _staleness_line(reads: float, last: Staleness) -> str:
-    text = f"stale: {reads:.0%} of the reads; in the last epoch "
-    if any(last.moved):
-        text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
-        return text + f"{_span(last.missed)} (drift with dropout's noise: {_span(last.drift)})"
-    return text + f"the rows drifted by {_span(last.drift)}, dropout's noise included"
+    text = f"stale: {reads:.0%} of the edges; in the last epoch the rows that were read stale were "
+    text += f"off by {_span(last.drift)}"
+    if last.moved:
+        text += f" (the weights moved rows by {_span(last.moved)}, and the forecast missed "
+        text += f"{_span(last.missed)})"
+    return text
 
 
 def _span(by_layer: Sequence[float]) -> str:

@@ -61,8 +61,12 @@ class RunResult:
     stale_reads: float
     """Share of the edges read stale, mean over the epochs."""
     drift: list[float]
-    """By layer, of the last epoch: error of the stale rows relative to their size (see
-    ``Staleness``); empty where nothing is stale."""
+    """By layer, of the last epoch: error of the stale rows relative to their size; empty where
+    nothing is stale. This and the next two as in metrics.csv."""
+    moved: list[float]
+    """By layer, of the last epoch, with a forecast: how far the weights moved the rows."""
+    missed: list[float]
+    """By layer, of the last epoch: what the forecast left of it."""
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
     peak_memory_bytes: list[int]
@@ -110,8 +114,10 @@ def gather_result(
         epoch_time_s=statistics.median(times[min(WARM_UP, len(times) - 1) :]),
         stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
         drift=list(stale[-1].drift) if stale else [],
+        moved=list(stale[-1].moved) if stale else [],
+        missed=list(stale[-1].missed) if stale else [],
         comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
-        comm_bytes_closed_form=prepared.volume.to_dict(),
+        comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
         peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
         history=list(rows), path=path,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Scores from logits: accuracy, F1 and ROC AUC on each part of the split.
 
 Accuracy and F1 follow from four counts for each class or label, so ranks add up counts. ROC AUC
-asks for the rank of every vertex among all, so the logits of the scored vertices meet on every
-rank.
+asks for the place of every vertex among all, so the logits of the scored vertices meet on rank 0.
 """
 
 from __future__ import annotations

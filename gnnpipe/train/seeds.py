@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.record import claim_folder, plain
+from gnnpipe.train.report import score
 from gnnpipe.train.result import RunResult
 from gnnpipe.train.trainer import Trainer
 
@@ -27,7 +31,10 @@ SUMMARY = (
 
 @dataclass(frozen=True)
 class SeedsResult:
-    """The runs, and by field the mean and the sample deviation (n - 1; 0 for a single run)."""
+    """The runs, and by field the mean and the sample deviation (n - 1).
+
+    NaN where a run has no such figure, and the deviation of a single run.
+    """
 
     results: tuple[RunResult, ...]
     mean: dict[str, float]
@@ -35,20 +42,30 @@ class SeedsResult:
     path: Path | None = None
     """The folder that holds seed-<n>/ of every run and summary.json."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in summary.json: mean, deviation, and each run's figures by seed."""
+        return {
+            "seeds": [r.seed for r in self.results],
+            "metric": self.results[0].metric,
+            "mean": self.mean,
+            "deviation": self.deviation,
+            "runs": {str(r.seed): {n: getattr(r, n) for n in SUMMARY} for r in self.results},
+        }
+
     def lines(self) -> list[str]:
         """For a person: the metric of every seed, then mean and deviation."""
         metric = self.results[0].metric
         out = [
-            f"seed {r.seed}: test {metric} {r.test_metric:.4f}, at best validation "
-            f"{r.test_metric_at_best_val:.4f} (epoch {r.best_epoch})"
+            f"seed {r.seed}: test {metric} {score(r.test_metric)}, at best validation "
+            f"{score(r.test_metric_at_best_val)} (epoch {r.best_epoch})"
             for r in self.results
         ]
         for name, words in (
             ("test_metric", "last epoch"), ("test_metric_at_best_val", "at best validation"),
         ):  # fmt: skip
             out.append(
-                f"{len(self.results)} seeds, {words}: test {metric} {self.mean[name]:.4f} "
-                f"± {self.deviation[name]:.4f}"
+                f"{len(self.results)} seeds, {words}: test {metric} {score(self.mean[name])} "
+                f"± {score(self.deviation[name])}"
             )
         return out
 
@@ -64,26 +81,39 @@ def fit_seeds(
     Raises:
         InputError: ``count`` < 1, and all that ``Trainer`` raises.
     """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InputError(f"--seeds {count!r}: must be a whole number")
     if count < 1:
         raise InputError(f"--seeds {count}: must be at least 1")
-    mesh = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-    folder = claim_folder(config, mesh)
+    if config.seed + count > 2**32:
+        raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
+    met = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    folder = claim_folder(config, met)
     results: list[RunResult] = []
     for seed in range(config.seed, config.seed + count):
-        if mesh.rank == 0 and not config.quiet:
+        if met.rank == 0 and not config.quiet:
             print(f"seed {seed} ({len(results) + 1} of {count})", flush=True)
         # Only rank 0 writes, so only it needs the path.
         out = str(folder.path / f"seed-{seed}") if folder else "off"
-        results.append(Trainer(replace(config, seed=seed, out=out), graph=graph, mesh=mesh).fit())
+        results.append(Trainer(replace(config, seed=seed, out=out), graph=graph, mesh=met).fit())
+        gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side
+        found = _summary(results, folder.path if folder else None)
+        if found.path is not None:
+            # After every run, so that a later one that fails loses nothing.
+            found.path.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(plain(found.to_dict()), indent=1, allow_nan=False)
+            (found.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+    if mesh is None:
+        met.leave()
+    return found
+
+
+def _summary(results: list[RunResult], path: Path | None) -> SeedsResult:
     mean, deviation = {}, {}
     for name in SUMMARY:
         values = [float(getattr(r, name)) for r in results]
         mean[name] = statistics.fmean(values)
-        deviation[name] = statistics.stdev(values) if count > 1 else 0.0
-    found = SeedsResult(tuple(results), mean, deviation, folder.path if folder else None)
-    if folder is not None:
-        summary = {"seeds": [r.seed for r in results], "mean": mean, "deviation": deviation}
-        text = json.dumps(plain(summary), indent=1, allow_nan=False)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        (folder.path / "summary.json").write_text(text + "\n", encoding="utf-8")
-    return found
+        # A part of the split without vertices has no score, and no deviation either.
+        is_known = len(values) > 1 and all(map(math.isfinite, values))
+        deviation[name] = statistics.stdev(values) if is_known else math.nan
+    return SeedsResult(tuple(results), mean, deviation, path)

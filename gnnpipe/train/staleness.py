@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,11 @@ class Staleness:
     stale_reads: float
     """Share of the edges that were read stale, the same in every layer; 0 in an exact epoch."""
     drift: tuple[float, ...]
-    """By layer: how far the rows pushed in this epoch are from what stale readers saw. Dropout,
-    drawn anew each epoch, is part of it."""
+    """By layer: how far the rows pushed in this epoch are from what stale readers saw; NaN in an
+    exact epoch. Where dropout is on, over the entries that it left in both."""
     moved: tuple[float, ...]
-    """By layer, where a forecast was made: how far the change of weights moved the pilot rows."""
+    """By layer, where a forecast was made: how far the change of weights moved the pilot rows; NaN
+    in an exact epoch."""
     missed: tuple[float, ...]
     """By layer: what the forecast left of it."""
 
@@ -39,7 +41,7 @@ def measure_staleness(
     prepared: Prepared, assembly: Assembly, mesh: Mesh, order: Sequence[int], epoch: int
 ) -> Staleness | None:
     """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale."""
-    if prepared.report.exact:
+    if prepared.chunk_edges is None:
         return None
     first, last = prepared.plan.stages[mesh.stage]
     num_layers = prepared.plan.num_layers
@@ -56,9 +58,12 @@ def measure_staleness(
     change, size, moved, missed = (
         totals[i * num_layers : (i + 1) * num_layers] for i in range(4)
     )  # fmt: skip
+    if exact:
+        moved = missed = [math.nan] * num_layers
+    drift = [(c / s) ** 0.5 if s else 0.0 for c, s in zip(change, size, strict=True)]
     return Staleness(
         0.0 if exact else stale_share(prepared.chunk_edges, order),
-        tuple((c / s) ** 0.5 if s else 0.0 for c, s in zip(change, size, strict=True)),
+        tuple([math.nan] * num_layers if exact else drift),
         tuple(moved) if forecaster is not None else (),
         tuple(missed) if forecaster is not None else (),
     )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.labels import Labels
 
-__all__ = ["RARE", "choose_metric", "loss_sum", "num_targets"]
+__all__ = ["RARE", "choose_metric", "has_both", "loss_sum", "num_targets"]
 
 RARE = 0.3
 """Share of the rarer of two classes below which accuracy says little: a model that never answers
@@ -41,6 +42,12 @@ def choose_metric(graph: Graph, wanted: str) -> str:
         if counts.min() < RARE * counts.sum():
             return "rocauc"
     return "accuracy"
+
+
+def has_both(y: Labels) -> bool:
+    """Whether some label of y [R] or [R, T] has both a positive and a negative."""
+    columns = y.reshape(len(y), -1)
+    return bool(((columns == 1).any(axis=0) & (columns == 0).any(axis=0)).any())
 
 
 def loss_sum(logits: Tensor, y: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Trainer:
             if self._graph is not None:
                 # A name that no reader knows: repeating the run must not train another graph.
                 written = replace(config, dataset=f"passed-in:{prepared.graph.name}")
-            folder.open(written, prepared.plan, prepared.program.text())
+            folder.open(written, prepared.plan, prepared.program_text())
             progress.say(f"run folder: {folder.path}")
         with progress:
             rows, best = self._loop(mesh, prepared, assembly, folder, progress)
