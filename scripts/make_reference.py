@@ -87,13 +87,22 @@ CELLS = {
     "eval_time_s": "evaluation alone; empty where there was none",
 }
 
+SEEDS = """
+## summary.json
+
+Of `train --seeds N`, beside the folders of the runs; written anew after every run. `seeds`;
+`metric`; `mean` and `deviation` (of the sample, n - 1; null for a single run) of the numbers in
+result.json; `runs`, the same numbers by seed. null: a figure that some run does not have.
+"""
+
 STALE_CELLS = {
     "stale_reads": "share of the edges that were read stale; this and the next only where the "
     "shape has stale reads",
     "drift_0, drift_1, ...": "by layer: how far the rows pushed in the epoch are from what stale "
-    "readers saw, relative (Frobenius norms over a sample); dropout noise included",
+    "readers saw, relative (Frobenius norms over a sample); dropout is the larger part of it",
     "moved_0, ...": "by layer, with a forecast: how far the change of weights moved the pilot rows",
-    "missed_0, ...": "by layer: what the forecast left of it",
+    "missed_0, ...": "by layer: what the forecast leaves of it on rows that are no pilots "
+    "(generalised cross-validation)",
 }
 
 RESULTS = {
@@ -189,6 +198,7 @@ def page() -> str:
         for f in dataclasses.fields(RunResult)
         if f.name not in ("history", "path")
     ]
+    lines += ["", SEEDS.strip()]
     return "\n".join(lines) + "\n"
 
 

@@ -45,19 +45,16 @@ def truth(**settings):
     reference._forward = lambda *words: (
         seen.append([t.clone() for t in reference.tables]) or walk(*words)
     )
-    found, drops = [], config(**settings).dropout > 0
+    found = []
     for epoch in range(EPOCHS):
         reference.train_epoch(epoch)
         pairs = zip(seen[-1], reference.tables, strict=True)
-        found.append([relative_change(before, now, drops) for before, now in pairs])
+        found.append([relative_change(before, now) for before, now in pairs])
     return found
 
 
-def relative_change(before, now, drops):
-    if drops:
-        both = (before != 0) & (now != 0)
-        before, now = before[both], now[both]
-    return float((now - before).norm() / now.norm()) if len(now) else 0.0
+def relative_change(before, now):
+    return float((now - before).norm() / now.norm())
 
 
 SETTINGS = [

@@ -16,13 +16,9 @@ __all__ = ["Drift"]
 class Drift:
     """The drift of one layer's table on one rank."""
 
-    def __init__(self, rows: Tensor, dropout: bool) -> None:
-        """``rows`` [s]: local numbers of this shard's sampled own rows.
-
-        With ``dropout`` only entries count that are not zero before and after: which entries are
-        dropped changes with every epoch, for live rows as for stale ones, and is no error.
-        """
-        self._rows, self._dropout = rows, dropout
+    def __init__(self, rows: Tensor) -> None:
+        """``rows`` [s]: local numbers of this shard's sampled own rows."""
+        self._rows = rows
         self._before: Tensor | None = None
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
         """Squares of the change and of the rows, of the last whole epoch, over the sample."""
@@ -37,8 +33,5 @@ class Drift:
         if self._before is None:
             return
         before, now = self._before.double(), table[self._rows].double()
-        if self._dropout:
-            both = (before != 0) & (now != 0)
-            before, now = before * both, now * both
         self.sums = torch.stack([(now - before).square().sum(), now.square().sum()])
         self._before = None

@@ -45,8 +45,6 @@ class HistorySpec:
     """Epochs at the start that read nothing stale, and so have nothing to make up for."""
     sample: Tensor | None = None
     """[s], own rows whose drift is measured; none where nothing can be stale."""
-    dropout: bool = False
-    """Whether rows are dropped in part; see ``Drift``."""
 
 
 class History(ABC):
@@ -64,7 +62,7 @@ class History(ABC):
         self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
-        self.drift = None if spec.sample is None else Drift(spec.sample, spec.dropout)
+        self.drift = None if spec.sample is None else Drift(spec.sample)
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""

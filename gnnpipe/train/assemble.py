@@ -75,7 +75,6 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         techniques.scale_live_gradients,
         techniques.exact_epochs,
         sample,
-        config.dropout > 0,
     )
     evaluation = replace(training, snapshot_every=1, sample=None)
 

@@ -120,12 +120,11 @@ def result_lines(result: RunResult) -> list[str]:
 
 
 def _staleness_line(reads: float, last: Staleness) -> str:
-    text = f"stale: {reads:.0%} of the edges; in the last epoch the rows that were read stale were "
-    text += f"off by {_span(last.drift)}"
+    text = f"stale: {reads:.0%} of the edges; in the last epoch "
     if last.moved:
-        text += f" (the weights moved rows by {_span(last.moved)}, and the forecast missed "
-        text += f"{_span(last.missed)})"
-    return text
+        text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
+        return text + _span(last.missed)
+    return text + f"the rows drifted by {_span(last.drift)}, dropout's noise included"
 
 
 def _span(by_layer: Sequence[float]) -> str:

@@ -22,7 +22,7 @@ class Staleness:
     """Share of the edges that were read stale, the same in every layer; 0 in an exact epoch."""
     drift: tuple[float, ...]
     """By layer: how far the rows pushed in this epoch are from what stale readers saw; NaN in an
-    exact epoch. Where dropout is on, over the entries that it left in both."""
+    exact epoch. Dropout, drawn anew in each epoch, is part of it, and the larger part by far."""
     moved: tuple[float, ...]
     """By layer, where a forecast was made: how far the change of weights moved the pilot rows; NaN
     in an exact epoch."""
