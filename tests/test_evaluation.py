@@ -37,6 +37,22 @@ def config(**settings):
     return TrainConfig(**(defaults | settings))
 
 
+def everything():
+    """What the tests below ask of four ranks, in one start of them."""
+    return {
+        "scores": scores_of_cases(2, 2),
+        "parity": compare_several((2, 2), "auto"),
+        "best": best_weights((2, 2), "best"),
+        "last": best_weights((2, 2), "last"),
+        "stopped": stopped(2, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks():
+    return run_ranks(everything, 4)
+
+
 CASES = [
     (several_labels, {}, "f1-micro"),
     (several_labels, {"metric": "rocauc"}, "rocauc"),
@@ -55,11 +71,10 @@ def scores_of_cases(stages, shards):
     return found
 
 
-def test_every_shape_gives_the_same_scores():
+def test_every_shape_gives_the_same_scores(on_four_ranks):
     alone = scores_of_cases(1, 1)
-    ranks = run_ranks(scores_of_cases, 4, 2, 2)
-    for scores in ranks:
-        for mine, other in zip(alone, scores, strict=True):
+    for found in on_four_ranks:
+        for mine, other in zip(alone, found["scores"], strict=True):
             for f in fields(mine):
                 assert 0 < getattr(mine, f.name) <= 1
                 assert getattr(other, f.name) == pytest.approx(getattr(mine, f.name), abs=1e-12)
@@ -75,10 +90,10 @@ def compare_several(shape, staleness):
     return max(c.largest for c in verify(prepare(settings, mesh, several_labels()), mesh, 3))
 
 
-def test_several_labels_have_parity():
+def test_several_labels_have_parity(on_four_ranks):
     assert compare_several((1, 1), "auto") < 1e-11
     assert compare_several((1, 1), "exact") < 1e-11
-    assert max(run_ranks(compare_several, 4, (2, 2), "auto")) < 1e-11
+    assert max(found["parity"] for found in on_four_ranks) < 1e-11
 
 
 def test_a_part_without_vertices_has_no_score():
@@ -134,8 +149,8 @@ def best_weights(shape, keep):
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
-def test_what_is_kept_is_what_is_scored_in_every_shape(keep):
-    for found in [best_weights((1, 1), keep), *run_ranks(best_weights, 4, (2, 2), keep)]:
+def test_what_is_kept_is_what_is_scored_in_every_shape(keep, on_four_ranks):
+    for found in [best_weights((1, 1), keep), *(found[keep] for found in on_four_ranks)]:
         best, last, after = found
         assert best > last, "the example must have its best epoch on the way"
         assert after == (best if keep == "best" else last)
@@ -239,10 +254,10 @@ def stopped(stages, shards):
     return result.epochs, result.best_epoch, trainer.evaluate().val_acc, formula, weights
 
 
-def test_every_rank_stops_at_the_same_epoch():
+def test_every_rank_stops_at_the_same_epoch(on_four_ranks):
     alone = stopped(1, 1)
     assert alone[0] == alone[1] + 3 < 60
-    for found in run_ranks(stopped, 4, 2, 2):
+    for found in (found["stopped"] for found in on_four_ranks):
         assert found[:4] == alone[:4]
         for name, value in alone[4].items():
             np.testing.assert_allclose(found[4][name], value, rtol=1e-6, atol=1e-9)

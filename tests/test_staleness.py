@@ -158,25 +158,24 @@ def test_stale_share_is_counted_edge_by_edge():
     assert stale_share(chunk_edges(graph, chunking), order) == stale / graph.num_edges
 
 
-def written(folder, shape):
+def written(folders, shape):
     stages, shards = shape
-    Trainer(
-        config(
+    for folder in folders:
+        settings = config(
             stages=stages, shards=shards, dropout=0.5, dtype="float32", eval_every=2, out=folder
-        ),
-        graph=small_graph(),
-    ).fit()
+        )
+        Trainer(settings, graph=small_graph()).fit()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
 def test_same_seed_and_shape_give_the_same_bits(shape, tmp_path):
     tables = []
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    if shape == (1, 1):
+        written(folders, shape)
+    else:
+        run_ranks(written, 4, folders, shape)
     for name in ("one", "two"):
-        folder = str(tmp_path / name)
-        if shape == (1, 1):
-            written(folder, shape)
-        else:
-            run_ranks(written, 4, folder, shape)
         with open(tmp_path / name / "metrics.csv", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         tables.append([{k: v for k, v in r.items() if not k.endswith("_time_s")} for r in rows])
