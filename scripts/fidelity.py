@@ -73,7 +73,8 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     graph = prepared.graph
     into_pilots = int(graph.degrees[prepared.pilots].sum()) if len(prepared.pilots) else 0
     return {
-        **asdict(cell), "commit": commit(), "machine": platform.processor() or platform.machine(),
+        **asdict(cell), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__, "epoch": epochs, "test": test, "loss": losses,
         "drift": drift, "moved": moved, "missed": missed,
         "epoch_time_s": round(statistics.median(times), 4), "train_s": round(sum(times), 1),
@@ -83,9 +84,15 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short hash of the checkout that runs."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    """Short hash of the checkout that runs, marked if its code differs from it."""
+
+    def git(*words: str) -> str:
+        line = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
+    # Results of earlier cells are not code.
+    changed = git("status", "--porcelain", "--untracked-files=no", "gnnpipe", "scripts")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def done() -> dict[str, dict[str, Any]]:

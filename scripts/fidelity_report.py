@@ -37,11 +37,12 @@ def write_pages(rows: Rows) -> None:
 def made_by(rows: Rows, cells: Sequence[Cell], have: Sequence[Cell], name: str) -> list[str]:
     found = [rows[cell.key()] for cell in have]
     commits = ", ".join(sorted({r["commit"] for r in found}))
+    dates = ", ".join(sorted({r["date"] for r in found}))
     machines = ", ".join(sorted({f"{r['machine']}, torch {r['torch']}" for r in found}))
     return [
-        f"Made by `scripts/fidelity.py run {name}` and `report`; commits {commits}; {machines}, "
-        f"one thread. {len(have)} of {len(cells)} runs are in. Hidden 64, dropout 0.5, Adam "
-        "without weight decay. Test accuracy in %; *tail* is the mean of the last 20 epochs, each "
+        f"Made by `scripts/fidelity.py run {name}` and `report`; commits {commits}; {dates}; "
+        f"{machines}, one thread. {len(have)} of {len(cells)} runs are in. Hidden 64, dropout "
+        "0.5, Adam without weight decay. Test accuracy in %; *tail* is the mean of the last 20 epochs, each "
         "of them evaluated, and *dev* their deviation. *exact* walks one chunk; *auto* K chunks, "
         "in one process: for a fixed K and seed the result does not depend on S or G.",
         "",

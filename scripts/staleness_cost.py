@@ -64,7 +64,8 @@ def main() -> None:
     lines = [
         "# What measuring and forecasting staleness cost",
         "",
-        f"Made by `scripts/staleness_cost.py` at commit {commit()}; one process, one thread,"
+        f"Made by `scripts/staleness_cost.py` at commit {commit()}, "
+        f"{time.strftime('%Y-%m-%d')}; one process, one thread,"
         f" K = 32, hidden 64; shares of the epoch's time, median and range of {EPOCHS} epochs."
         " SpMM: edges that the pilot rows read, of those that the epoch reads forward and backward."
         " Rows: what the pilots add to the values that cross a stage boundary.",
