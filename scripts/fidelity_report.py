@@ -42,9 +42,10 @@ def made_by(rows: Rows, cells: Sequence[Cell], have: Sequence[Cell], name: str) 
     return [
         f"Made by `scripts/fidelity.py run {name}` and `report`; commits {commits}; {dates}; "
         f"{machines}, one thread. {len(have)} of {len(cells)} runs are in. Hidden 64, dropout "
-        "0.5, Adam without weight decay. Test accuracy in %; *tail* is the mean of the last 20 epochs, each "
-        "of them evaluated, and *dev* their deviation. *exact* walks one chunk; *auto* K chunks, "
-        "in one process: for a fixed K and seed the result does not depend on S or G.",
+        "0.5, Adam without weight decay. Test accuracy in %; *tail* is the mean of the last 20 "
+        "epochs, each of them evaluated, and *dev* their deviation. *exact* walks one chunk; "
+        "*auto* K chunks, in one process: for a fixed K and seed the result does not depend on S "
+        "or G.",
         "",
     ]
 
