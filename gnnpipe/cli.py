@@ -22,6 +22,7 @@ from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
+from gnnpipe.settings import flag
 
 __all__ = ["main"]
 
@@ -43,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         """Words that are no flag, with the nearest that is one."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        flags = [word for word in self._option_string_actions if word.startswith("--")]
         hint = nearest(unknown[0], flags)
         if hint.startswith("known"):
             hint = f"see `{self.prog} --help`"
@@ -98,7 +99,7 @@ def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) ->
             options["action"] = argparse.BooleanOptionalAction
         else:
             options |= {"type": _reader(kind), "metavar": kind.__name__.upper()}
-        groups[field.metadata["group"]].add_argument("--" + field.name.replace("_", "-"), **options)
+        groups[field.metadata["group"]].add_argument(flag(field.name), **options)
 
 
 def _reader(kind: type) -> Any:
