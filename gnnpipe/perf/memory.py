@@ -2,8 +2,9 @@
 
 Counted per rank: the graph's structure, the features (first stage), history tables with snapshots
 and gradients, what autograd keeps of every own row until backward, weights with their gradients and
-Adam's two moments. Not counted: the interpreter and torch themselves, and what reading the data
-takes before training; ``gnnpipe info`` says so.
+Adam's two moments, the pilot rows of a forecast and the kept weights of a best epoch. Not counted:
+the interpreter and torch themselves, and what reading the data takes before training;
+``gnnpipe info`` says so.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def estimate_memory(
     sparse_features: bool,
     symmetric: bool,
     snapshot: bool,
-    forecast: bool,
+    pilot_edges: int,
+    pilot_feature_entries: int,
+    extra_weights: int,
     number_bytes: int,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
-    ``feature_entries``: stored numbers of the own rows' features.
+    ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
+    ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
+    features; ``extra_weights``: copies of the weights beside those that are trained.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -57,19 +62,20 @@ def estimate_memory(
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + own_rows
     structure = copies * entries * (4 + number_bytes) + 4 * (own_rows + rows) if linear else 0
+    structure += pilot_edges * (4 + number_bytes) if linear else 0
     if not all(op.is_linear for op in ops):
-        structure += 16 * entries
+        structure += 16 * (entries + pilot_edges)
     features = 0
     if stage == 0:
         # Sparse rows are kept with their transpose; both as (index, value).
         each = 2 * (4 + number_bytes) if sparse_features else number_bytes
-        features = feature_entries * each
+        features = (feature_entries + pilot_feature_entries) * each
     alone = plan.chunks == 1 and plan.shards == 1
     table_rows = 0 if alone else rows * (2 if snapshot else 1)
     history = sum(_history(op, table_rows, own_rows, rows) for op in ops) * number_bytes
     activations = sum(_kept(op, index + first == 0) for index, op in enumerate(ops))
-    # Weight, gradient and Adam's two; a forecast remembers the last epoch's.
-    weights = sum(op.num_parameters for op in ops) * (4 + forecast) * number_bytes
+    # Weight, gradient and Adam's two.
+    weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     return MemoryEstimate(
         structure, features, history, activations * own_rows * number_bytes, weights
     )

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import scipy.sparse as sp
 
+from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
@@ -134,17 +136,14 @@ def _span(by_layer: Sequence[float]) -> str:
 
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
-    graph, plan = prepared.graph, prepared.plan
+    graph, plan, config = prepared.graph, prepared.plan, prepared.config
     sparse = isinstance(graph.x, sp.csr_array)
     symmetric = _symmetric(prepared)
     estimates = []
     for stage in range(plan.num_stages):
         for shard in range(plan.shards):
             layout = shard_layout(graph, prepared.chunking, shard)
-            if isinstance(graph.x, sp.csr_array):
-                entries = int(np.diff(graph.x.indptr)[layout.own].sum())
-            else:
-                entries = layout.num_own * graph.num_features
+            pilots = np.intersect1d(layout.own, prepared.pilots)
             estimates.append(
                 estimate_memory(
                     plan,
@@ -153,15 +152,24 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     own_rows=layout.num_own,
                     halo_rows=len(layout.halo),
                     own_edges=int(graph.degrees[layout.own].sum()),
-                    feature_entries=entries,
+                    feature_entries=_feature_entries(graph, layout.own),
                     sparse_features=sparse,
                     symmetric=symmetric,
-                    snapshot=prepared.config.techniques.snapshot_every > 1,
-                    forecast=len(prepared.pilots) > 0,
+                    snapshot=config.techniques.snapshot_every > 1,
+                    pilot_edges=int(graph.degrees[pilots].sum()),
+                    pilot_feature_entries=_feature_entries(graph, pilots),
+                    extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
                     number_bytes=prepared.dtype.itemsize,
                 )
             )
     return estimates
+
+
+def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
+    """Stored numbers of the features of some rows."""
+    if isinstance(graph.x, sp.csr_array):
+        return int(np.diff(graph.x.indptr)[rows].sum())
+    return len(rows) * graph.num_features
 
 
 def _symmetric(prepared: Prepared) -> bool:
