@@ -32,7 +32,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
     stage = assembly.executor.stage
     layout = assembly.executor.layout
     rows = torch.from_numpy(prepared.chunking.perm[list(layout.own) + list(layout.halo)].copy())
-    tables = {layer.index: h.table for layer, h in zip(stage.layers, stage.histories, strict=True)}
+    tables = {name: history.table for name, history in stage.histories.items()}
     return losses, rows, tables
 
 
@@ -57,16 +57,16 @@ def test_frozen_weights_make_the_tables_exact(model):
     losses, rows, tables = frozen_run(model, 1, 1, LAYERS + 1)
     assert abs(losses[0] - loss) > 1e-6, "the first epoch must still be stale"
     assert losses[-1] == pytest.approx(loss, rel=1e-12)
-    for index, table in tables.items():
-        torch.testing.assert_close(table, truth[index][rows], rtol=1e-11, atol=1e-12)
+    for name, table in tables.items():
+        torch.testing.assert_close(table, truth[name][rows], rtol=1e-11, atol=1e-12)
 
 
 def test_frozen_weights_make_the_tables_exact_on_four_ranks():
     loss, truth = exact_tables("gcnii")
     for losses, rows, tables in run_ranks(frozen_run, 4, "gcnii", 2, 2, LAYERS + 1):
         assert losses[-1] == pytest.approx(loss, rel=1e-12)
-        for index, table in tables.items():
-            torch.testing.assert_close(table, truth[index][rows], rtol=1e-11, atol=1e-12)
+        for name, table in tables.items():
+            torch.testing.assert_close(table, truth[name][rows], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", ["gcnii", "gat"])
@@ -76,5 +76,5 @@ def test_frozen_weights_leave_nothing_to_forecast(model):
     settings = {"staleness": "auto", "exact_epochs": 0, "pilots_per_column": 4}
     same_losses, _, same_tables = frozen_run(model, 1, 1, LAYERS + 1, **settings)
     assert same_losses == losses
-    for index, table in tables.items():
-        assert torch.equal(same_tables[index], table)
+    for name, table in tables.items():
+        assert torch.equal(same_tables[name], table)

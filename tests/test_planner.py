@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.planner.uniform import layer_costs, split_evenly
+from gnnpipe.planner.uniform import op_costs, split_evenly
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.report import memory_by_rank
@@ -40,7 +40,7 @@ def prepared(**settings):
 @pytest.mark.parametrize(("model", "encoders"), [("gcn", 1), ("sage", 2)])
 def test_costs_count_stored_features_only(model, encoders):
     graph = prepared(model=model).model_graph
-    few, many = (layer_costs(graph, 60, 300, entries) for entries in (10, 110))
+    few, many = (op_costs(graph, 60, 300, entries) for entries in (10, 110))
     assert many[0] - few[0] == 2 * encoders * 8 * 100
     assert many[1:] == few[1:]
     assert few[1] == few[2]

@@ -43,12 +43,12 @@ def truth(**settings):
     seen = []
     walk = reference._forward
     reference._forward = lambda *words: (
-        seen.append([t.clone() for t in reference.tables]) or walk(*words)
+        seen.append([t.clone() for t in reference.tables.values()]) or walk(*words)
     )
     found = []
     for epoch in range(EPOCHS):
         reference.train_epoch(epoch)
-        pairs = zip(seen[-1], reference.tables, strict=True)
+        pairs = zip(seen[-1], reference.tables.values(), strict=True)
         found.append([relative_change(before, now) for before, now in pairs])
     return found
 
@@ -104,13 +104,13 @@ def distance_to_exact(**settings):
         reference.train_epoch(epoch)
     if len(prepared.pilots):
         reference._forecast()
-    seen = [t.clone() for t in reference.tables]
+    seen = [t.clone() for t in reference.tables.values()]
     with torch.no_grad():
         reference._forward(5, exact=True)
     others = np.ones(graph.num_vertices, dtype=bool)
     others[prepared.pilots] = False
     rows = torch.from_numpy(np.flatnonzero(others))
-    pairs = zip(seen, reference.tables, strict=True)
+    pairs = zip(seen, reference.tables.values(), strict=True)
     return [float((a[rows] - b[rows]).norm() / b[rows].norm()) for a, b in pairs]
 
 

@@ -193,7 +193,7 @@ def test_parts_of_the_wrong_kind_are_refused():
     trainer.fit()
     with pytest.raises(InputError, match="called before"):
         trainer.fit()
-    two = Plan(((0, 1), (1, 3)), 1, 1, "fill-drain", plan.transfers)
+    two = Plan(((0, 1), (1, 3)), (2, 3), 1, 1, "fill-drain", plan.transfers)
     with pytest.raises(InputError, match="try --stages 2"):
         Trainer(config, graph=small_graph(), plan=two).fit()
 

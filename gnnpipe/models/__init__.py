@@ -4,9 +4,11 @@ Importing this folder registers every model by name.
 """
 
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
-from gnnpipe.models.layer import GNN, MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.gnn import GNN
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.piece import Aggregation, Model, Piece, Received
 
 __all__ = [
-    "GNN", "MODELS", "Layer", "LayerSpec", "Rows", "Values",
-    "gat", "gcn", "gcnii", "resgcn", "sage",
+    "GNN", "MODELS", "Aggregation", "Layer", "LayerSpec", "Model", "Piece", "Received", "Rows",
+    "Values", "gat", "gcn", "gcnii", "resgcn", "sage",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.operators import LINEAR_KINDS, Block
@@ -19,7 +18,7 @@ from gnnpipe.models.dropout import keyed_dropout
 from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
 from gnnpipe.registry import Registry
 
-__all__ = ["GNN", "MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
+__all__ = ["MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
 
 Values = dict[str, Tensor]
 """Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary."""
@@ -116,27 +115,6 @@ class Layer(nn.Module, ABC):
 
 
 MODELS: Registry[type[Layer]] = Registry("model")
-
-
-class GNN(nn.Module):
-    """A stack of layers; the first reads the features, the last gives the logits."""
-
-    def __init__(self, layers: list[Layer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    @classmethod
-    def build(cls, name: str, spec: LayerSpec, seed: int, dtype: torch.dtype) -> GNN:
-        """The model ``name`` with weights drawn from ``seed``, the same on every rank."""
-        kind = MODELS[name]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = cls([kind(i, spec) for i in range(spec.num_layers)])
-        return model.to(dtype)
-
-    def stack(self) -> list[Layer]:
-        """The layers in order, typed."""
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
 
 def input_linear(spec: LayerSpec, bias: bool = False) -> FeatureLinear:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnpipe.plan import LayerOp, ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
@@ -58,7 +58,7 @@ def estimate_memory(
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
     rows = own_rows + halo_rows
-    linear = any(op.is_linear for op in ops)
+    linear = any(op.is_linear for op in ops if op.aggregates)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + own_rows
     structure = copies * entries * (4 + number_bytes) + 4 * (own_rows + rows) if linear else 0
@@ -66,14 +66,14 @@ def estimate_memory(
     if not all(op.is_linear for op in ops):
         structure += 16 * (entries + pilot_edges)
     features = 0
-    if stage == 0:
+    if any(op.reads_features for op in ops):
         # Sparse rows are kept with their transpose; both as (index, value).
         each = 2 * (4 + number_bytes) if sparse_features else number_bytes
         features = (feature_entries + pilot_feature_entries) * each
     alone = plan.chunks == 1 and plan.shards == 1
     table_rows = 0 if alone else rows * (2 if snapshot else 1)
     history = sum(_history(op, table_rows, own_rows, rows) for op in ops) * number_bytes
-    activations = sum(_kept(op, index + first == 0) for index, op in enumerate(ops))
+    activations = sum(_kept(op) for op in ops)
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     return MemoryEstimate(
@@ -81,17 +81,17 @@ def estimate_memory(
     )
 
 
-def _history(op: LayerOp, table_rows: int, own_rows: int, rows: int) -> int:
-    """Numbers of one layer's table and its gradients."""
+def _history(op: Op, table_rows: int, own_rows: int, rows: int) -> int:
+    """Numbers of one table and its gradients."""
     return op.push_width * (table_rows + (own_rows if op.is_linear else rows))
 
 
-def _kept(op: LayerOp, is_first: bool) -> int:
-    """Numbers that autograd keeps for a row of a layer.
+def _kept(op: Op) -> int:
+    """Numbers that autograd keeps for a row of an op.
 
     The aggregated row, the norm's input, the activation's output, the row after dropout with its
     mask (a quarter), the values handed on; an estimate that the standard models stay near.
     """
-    dropout = 0.0 if is_first else 1.25
-    wide = op.push_width * (3 + dropout) + sum(op.out_widths.values())
+    dropout = 0.0 if op.reads_features else 1.25
+    wide = op.push_width * (3 + dropout) + sum(op.outputs.values())
     return int(wide if op.is_linear else wide * 2)

@@ -44,14 +44,14 @@ def closed_form_volume(
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
-    width H crosses each boundary; graph: 2 M x the width of every layer's push, 2 L M H in all;
+    width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all;
     gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
-    widths of every transfer, and for every layer 2 (G-1) times the F (F + 1) / 2 + F F + 2 F + 2
-    float64 numbers of a fit.
+    widths of every transfer, and for every aggregation 2 (G-1) times the float64 numbers of a fit,
+    F (F + 1) / 2 + F F + 2 F + 2.
     """
     crossing = sum(sum(t.widths.values()) for t in plan.transfers)
     pushed = sum(op.push_width for op in model.ops)
-    fit = sum(_fit_numbers(op.push_width) for op in model.ops)
+    fit = sum(_fit_numbers(op.push_width) for op in model.aggregations)
     return CommVolume(
         pipeline=2 * num_vertices * crossing * number_bytes,
         graph=2 * crossings * pushed * number_bytes,

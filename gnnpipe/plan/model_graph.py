@@ -1,52 +1,93 @@
-"""The model as planners and cost formulas see it: widths and counts, no tensors.
+"""The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
-One op is one GNN layer. Widths are numbers per row, so multiplying by rows and the size of a number
-gives bytes. The layers form a chain; a value that skips layers (GCNII's h0) is named in every
-``out_widths`` it passes through.
+Widths are numbers per row, so multiplying by rows and the size of a number gives bytes. A hand-made
+layer is one op. Ops stand in the order in which they run, and a stage is a run of consecutive ops:
+where its ops read values of several earlier stages, or of none, the stages form a DAG as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-__all__ = ["LayerOp", "ModelGraph"]
+from gnnpipe.plan.plan import Transfer
+
+__all__ = ["ModelGraph", "Op"]
 
 
 @dataclass(frozen=True)
-class LayerOp:
-    """One layer: row-wise work, one aggregation, row-wise work."""
+class Op:
+    """Row-wise work; or an aggregation, with the row-wise work before and after it."""
 
     name: str
-    push_width: int
-    """Width of the rows it pushes into its history table and aggregates."""
-    kept_widths: Mapping[str, int]
-    """Values it holds for a row while the row's neighbours are aggregated."""
-    out_widths: Mapping[str, int]
-    """Values it returns for a row; what crosses a stage boundary behind it."""
+    inputs: tuple[str, ...]
+    """Values it reads, each made by an earlier op. Features are not among them."""
+    outputs: Mapping[str, int]
+    """Values it makes and their widths; names are unique in the model."""
     num_parameters: int
     flops_per_row: int
     """Multiply-adds x 2 of its dense products for one row, forward, features left out."""
     flops_per_feature: int = 0
     """Multiply-adds x 2 for one stored number of the input features."""
+    push_width: int = 0
+    """Width of the rows it pushes into its history table and aggregates; 0: row-wise."""
+    kept_widths: Mapping[str, int] = field(default_factory=dict)
+    """Values it holds for a row while the row's neighbours are aggregated."""
     is_linear: bool = True
+    """Its aggregation, if it is one, is a product with a fixed matrix."""
+    reads_features: bool = False
+
+    @property
+    def aggregates(self) -> bool:
+        """It pushes rows."""
+        return self.push_width > 0
 
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A chain of L layers over features of ``num_features``."""
+    """Ops over features of ``num_features``; the last one gives the logits."""
 
     name: str
     num_features: int
     num_classes: int
-    ops: tuple[LayerOp, ...]
+    ops: tuple[Op, ...]
+    unit: str = "layer"
+    """What a person calls one of the ops."""
 
     @property
-    def num_layers(self) -> int:
-        """L."""
+    def num_ops(self) -> int:
+        """Length of ``ops``."""
         return len(self.ops)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all layers together."""
+        """Weights of all ops together."""
         return sum(op.num_parameters for op in self.ops)
+
+    @property
+    def aggregations(self) -> tuple[Op, ...]:
+        """The ops that aggregate, in order: each has a history table."""
+        return tuple(op for op in self.ops if op.aggregates)
+
+    def num_steps(self, first: int, last: int) -> int:
+        """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""
+        reached: dict[str, int] = {}
+        most = 0
+        for op in self.ops[first:last]:
+            depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
+            reached |= dict.fromkeys(op.outputs, depth)
+            most = max(most, depth)
+        return most + 1
+
+    def transfers(self, stages: Sequence[tuple[int, int]]) -> tuple[Transfer, ...]:
+        """What the stages must send each other: every value once to every stage that reads it."""
+        source: dict[str, tuple[int, int]] = {}
+        sent: dict[tuple[int, int], dict[str, int]] = {}
+        for stage, (first, last) in enumerate(stages):
+            for op in self.ops[first:last]:
+                for value in op.inputs:
+                    maker, width = source[value]
+                    if maker != stage:
+                        sent.setdefault((maker, stage), {})[value] = width
+                source |= {value: (stage, width) for value, width in op.outputs.items()}
+        return tuple(Transfer(*ends, widths) for ends, widths in sorted(sent.items()))

@@ -1,4 +1,4 @@
-"""The plan: which layers form which stage, how many shards and chunks, in which order.
+"""The plan: which ops form which stage, how many shards and chunks, in which order.
 
 Planners write one and the runtime reads one; nothing else passes between them. A plan is plain data
 and survives JSON, so a run can be repeated from the file in its folder.
@@ -15,7 +15,7 @@ from gnnpipe.errors import InputError
 
 __all__ = ["SCHEDULES", "Plan", "Transfer"]
 
-VERSION = 1
+VERSION = 2
 SCHEDULES = ("fill-drain", "layer-sync")
 
 
@@ -30,23 +30,27 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """S stages x G shards x K chunks of a model with L layers; the mesh has S * G ranks."""
+    """S stages x G shards x K chunks of a model; the mesh has S * G ranks."""
 
     stages: tuple[tuple[int, int], ...]
-    """Per stage its layers as (first, one past the last)."""
+    """Per stage its ops as (first, one past the last)."""
+    steps: tuple[int, ...]
+    """Per stage the number of its steps (see ``schedule.program``)."""
     shards: int
     chunks: int
     schedule: str
-    """'fill-drain': every stage walks a chunk through all its layers; 'layer-sync': all chunks
-    through one layer, then the next (exact for any number of chunks)."""
+    """'fill-drain': every stage walks a chunk through all its steps; 'layer-sync': all chunks
+    through one step, then the next (exact for any number of chunks)."""
     transfers: tuple[Transfer, ...]
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0][0] != 0:
-            raise InputError("plan: the first stage must begin with layer 0")
+            raise InputError("plan: the first stage must begin with op 0")
         for (first, last), following in zip(self.stages, (*self.stages[1:], None), strict=True):
             if first >= last or (following is not None and following[0] != last):
-                raise InputError(f"plan: stages {list(self.stages)} do not tile the layers")
+                raise InputError(f"plan: stages {list(self.stages)} do not tile the ops")
+        if len(self.steps) != len(self.stages) or min(self.steps) < 1:
+            raise InputError(f"plan: steps {list(self.steps)} do not fit {len(self.stages)} stages")
         if self.shards < 1 or self.chunks < 1:
             raise InputError("plan: shards and chunks must be at least 1")
         if self.schedule not in SCHEDULES:
@@ -61,8 +65,8 @@ class Plan:
         return len(self.stages)
 
     @property
-    def num_layers(self) -> int:
-        """L."""
+    def num_ops(self) -> int:
+        """Ops of the model."""
         return self.stages[-1][1]
 
     @property
@@ -90,6 +94,7 @@ class Plan:
             if data.pop("version") != VERSION:
                 raise InputError(f"{source}: written by another version; expected {VERSION}")
             data["stages"] = tuple((int(a), int(b)) for a, b in data["stages"])
+            data["steps"] = tuple(int(n) for n in data["steps"])
             data["transfers"] = tuple(
                 Transfer(int(t["source"]), int(t["target"]), dict(t["widths"]))
                 for t in data["transfers"]

@@ -1,6 +1,6 @@
-"""The plan for equal devices and a chain: consecutive layers, split so that the slowest is least.
+"""The plan for equal devices: runs of consecutive ops, split so that the slowest is least.
 
-The cost of a layer is its multiply-adds: dense products per vertex, one multiply-add per edge and
+The cost of an op is its multiply-adds: dense products per vertex, one multiply-add per edge and
 column, the encoder by the entries of the features. GNNPipe splits layers the same way:
 arXiv 2308.10087, released code.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 
-from gnnpipe.plan import ModelGraph, Plan, Transfer
+from gnnpipe.plan import ModelGraph, Plan
 
-__all__ = ["layer_costs", "plan_uniform", "split_evenly"]
+__all__ = ["op_costs", "plan_uniform", "split_evenly"]
 
 
-def layer_costs(
+def op_costs(
     model: ModelGraph, num_vertices: int, num_edges: int, feature_entries: int
 ) -> list[float]:
-    """Floating-point operations of each layer, forward; ``feature_entries`` are the stored ones."""
+    """Floating-point operations of each op, forward; ``feature_entries`` are the stored ones."""
     return [
         float(
             op.flops_per_row * num_vertices
@@ -41,7 +41,7 @@ def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]
 
     @cache
     def best(last: int, parts: int) -> tuple[float, int]:
-        """Least largest sum over layers 0..last-1 in ``parts`` runs, and where the last begins."""
+        """Least largest sum over ops 0..last-1 in ``parts`` runs, and where the last begins."""
         if parts == 1:
             return total[last], 0
         return min(
@@ -68,15 +68,13 @@ def plan_uniform(
     feature_entries: int,
 ) -> Plan:
     """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale."""
-    costs = layer_costs(model, num_vertices, num_edges, feature_entries)
+    costs = op_costs(model, num_vertices, num_edges, feature_entries)
     runs = split_evenly(costs, stages)
-    transfers = tuple(
-        Transfer(s, s + 1, dict(model.ops[runs[s][1] - 1].out_widths)) for s in range(stages - 1)
-    )
     return Plan(
         stages=runs,
+        steps=tuple(model.num_steps(*run) for run in runs),
         shards=shards,
         chunks=chunks,
         schedule="layer-sync" if exact and chunks > 1 else "fill-drain",
-        transfers=transfers,
+        transfers=model.transfers(runs),
     )

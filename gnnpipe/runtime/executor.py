@@ -57,9 +57,7 @@ class Executor:
         self.optimizer = optimizer
         self.forecaster = forecaster
         self.mailbox = Mailbox(mesh, dtype)
-        self.gradient_sum = GradientSum(
-            [p for layer in stage.layers for p in layer.parameters()], mesh
-        )
+        self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
         self._pilot_bytes = 0

@@ -15,15 +15,15 @@ map is the identity to the bit, and nothing changes (law 8).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import Block, Blocks, LinearOperator
-from gnnpipe.models import Layer, Rows, Values
+from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History
 from gnnpipe.runtime.mesh import Mesh
@@ -100,9 +100,9 @@ class Forecaster:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        histories: Sequence[History],
-        structures: Callable[[Layer], LinearOperator | Blocks],
+        piece: Piece,
+        histories: Mapping[str, History],
+        structures: Callable[[Aggregation], LinearOperator | Blocks],
         pilots: Tensor,
         rows: Rows,
         total: int,
@@ -113,25 +113,24 @@ class Forecaster:
 
         ``is_whole``: every vertex is a pilot.
         """
-        self.layers, self.histories, self.mesh = list(layers), list(histories), mesh
+        self.piece, self.histories, self.mesh = piece, histories, mesh
         self.rows, self.num_rows, self.total = rows, len(pilots), total
         self._is_whole = is_whole
         self.sent_bytes = 0
-        self.maps: list[AffineMap] = []
-        """Per layer, of the last pass."""
-        self._before = copy.deepcopy(self.layers)
+        self.maps: dict[str, AffineMap] = {}
+        """By aggregation, of the last pass."""
+        self._before = copy.deepcopy(piece)
         found: dict[str, _Neighbours] = {}
-        for layer in layers:
-            if layer.aggregation not in found:
-                found[layer.aggregation] = _Neighbours(structures(layer), pilots)
-        self._neighbours = [found[layer.aggregation] for layer in layers]
+        for a in piece.aggregations:
+            if a.structure not in found:
+                found[a.structure] = _Neighbours(structures(a), pilots)
+        self._neighbours = found
 
     @torch.no_grad()
     def remember(self) -> None:
         """Keep the weights as those of the last epoch; called before they change."""
-        for before, layer in zip(self._before, self.layers, strict=True):
-            for kept, current in zip(before.parameters(), layer.parameters(), strict=True):
-                kept.copy_(current)
+        for kept, now in zip(self._before.parameters(), self.piece.parameters(), strict=True):
+            kept.copy_(now)
 
     @torch.no_grad()
     def run(self, values: Values) -> Values:
@@ -141,26 +140,31 @@ class Forecaster:
         are until ``carry``, so that the next stage need not wait for that.
         """
         old, new = _stream(values, "old"), _stream(values, "new")
-        self.maps = []
-        for before, layer, history, neighbours in zip(
-            self._before, self.layers, self.histories, self._neighbours, strict=True
-        ):
-            old_rows, old = before.before(old, self.rows)
-            new_rows, new = layer.before(new, self.rows)
-            sums = moments(old_rows, new_rows)
-            self.sent_bytes += sum_over_shards(sums, self.mesh)
-            width, dtype = old_rows.shape[1], old_rows.dtype
-            found = fit_affine(sums, self.total, width, dtype, self._is_whole)
-            self.maps.append(found)
-            was, now = neighbours.read(history.table, old_rows, new_rows, found)
-            rows = replace(self.rows, block=neighbours.block)
-            old, new = before.after(was, old, rows), layer.after(now, new, rows)
+        was: dict[str, Received] = {}
+        now: dict[str, Received] = {}
+        self.maps = {}
+        for step in range(self.piece.num_steps):
+            old_rows, old = self._before.step(step, old, was, self.rows)
+            new_rows, new = self.piece.step(step, new, now, self.rows)
+            was, now = {}, {}
+            for a in self.piece.rounds[step] if step < self.piece.num_steps - 1 else ():
+                before, after = old_rows[a.name], new_rows[a.name]
+                self.maps[a.name] = found = self._fit(before, after)
+                table = self.histories[a.name].table
+                was[a.name], now[a.name] = self._neighbours[a.structure].read(
+                    table, before, after, found
+                )
         return _named("old", old) | _named("new", new)
+
+    def _fit(self, old: Tensor, new: Tensor) -> AffineMap:
+        sums = moments(old, new)
+        self.sent_bytes += sum_over_shards(sums, self.mesh)
+        return fit_affine(sums, self.total, old.shape[1], old.dtype, self._is_whole)
 
     def carry(self) -> None:
         """Apply the maps to the tables."""
-        for history, found in zip(self.histories, self.maps, strict=True):
-            history.move(found.factor, found.shift)
+        for name, found in self.maps.items():
+            self.histories[name].move(found.factor, found.shift)
 
 
 class _Neighbours:
@@ -178,15 +182,18 @@ class _Neighbours:
 
     def read(
         self, table: Tensor, old: Tensor, new: Tensor, found: AffineMap
-    ) -> tuple[Tensor, Tensor]:
-        """What ``after`` gets with the table as it is, and as it will be."""
+    ) -> tuple[Received, Received]:
+        """What the next step gets with the table as it is, and as it will be."""
         if self._linear is not None:
             was = self._linear.matmul(table)
-            return was, was @ found.factor + self._weights * found.shift
+            return Received(was), Received(was @ found.factor + self._weights * found.shift)
         assert self.block is not None
         halo = table[self.block.halo_rows]
         moved = torch.addmm(found.shift, halo, found.factor)
-        return torch.cat([old, halo]), torch.cat([new, moved])
+        return (
+            Received(torch.cat([old, halo]), self.block),
+            Received(torch.cat([new, moved]), self.block),
+        )
 
 
 def _stream(values: Values, name: str) -> Values:

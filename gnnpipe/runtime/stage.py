@@ -1,4 +1,4 @@
-"""One stage on one rank: its layers, their histories, and the tape that backward walks.
+"""One stage on one rank: its piece of the model, the histories, and the tape that backward walks.
 
 The steps of a stage are cut where rows are pushed. Each step of a chunk is a small autograd graph
 of its own, from leaves (what was aggregated, values from the step before) to the rows it pushes and
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gnnpipe.models import Layer, Rows, Values
+from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.history import BlockHistory, History
 
 __all__ = ["Stage"]
@@ -28,9 +28,9 @@ class _Step:
     """What backward needs of one step of one chunk."""
 
     leaves: Values
-    received: Tensor | None
+    received: dict[str, Received]
     outputs: Values
-    pushed: Tensor | None
+    pushed: Values
 
 
 @dataclass
@@ -43,46 +43,46 @@ class _Walk:
 
 
 class Stage:
-    """n consecutive layers with a history each; n + 1 steps (see ``schedule.program``)."""
+    """A piece of the model, with a history for each of its aggregations."""
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        piece: Piece,
         rows: Sequence[Rows],
-        open_history: Callable[[Layer, bool], History],
+        open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
     ) -> None:
-        """Layers in order, the ``Rows`` of each chunk, and for the last stage the loss.
+        """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
 
-        ``open_history`` makes the history of a layer, for training (True) or evaluation.
+        ``open_history`` makes the history of an aggregation, for training (True) or evaluation.
         """
-        self.layers = list(layers)
+        self.piece = piece
         self.rows = list(rows)
         self.criterion = criterion
         self._open = open_history
-        self.histories: list[History] = [open_history(layer, True) for layer in layers]
-        self._scratch: dict[int, History] = {}
+        self.histories = {a.name: open_history(a, True) for a in piece.aggregations}
+        self._scratch: dict[str, History] = {}
         self._walks: dict[int, _Walk] = {}
         self._epoch = 0
         self._training = False
 
     @property
     def num_steps(self) -> int:
-        """n + 1."""
-        return len(self.layers) + 1
+        """Those of the piece."""
+        return self.piece.num_steps
 
     def begin(self, epoch: int, training: bool) -> None:
         """Start a pass over all chunks."""
         self._epoch, self._training = epoch, training
         self._walks.clear()
         if training:
-            for history in self.histories:
+            for history in self.histories.values():
                 history.begin_epoch(epoch)
 
     def end(self) -> None:
         """Finish the pass: snapshots after training, nothing left after evaluation."""
         if self._training:
-            for history in self.histories:
+            for history in self.histories.values():
                 history.end_epoch(self._epoch)
         self._scratch.clear()
         self._walks.clear()
@@ -100,17 +100,19 @@ class Stage:
         return walk.values
 
     def _forward_step(self, chunk: int, step: int, walk: _Walk) -> Values:
-        values = received = pushed = None
         leaves = {name: _leaf(value, self._training) for name, value in walk.values.items()}
-        values = leaves
+        rows = replace(self.rows[chunk], epoch=self._epoch, training=self._training)
+        received = {}
         if step > 0:
-            history = self._history(step - 1)
-            received = _leaf(history.read(chunk), self._training)
-            rows = self._rows(chunk, history)
-            values = self.layers[step - 1].after(received, values, rows)
-        if step < len(self.layers):
-            pushed, values = self.layers[step].before(values, self._rows(chunk, None))
-            self._history(step).push(chunk, pushed)
+            for aggregation in self.piece.rounds[step - 1]:
+                history = self._history(aggregation, step - 1)
+                block = history.block(chunk) if isinstance(history, BlockHistory) else None
+                leaf = _leaf(history.read(chunk), self._training)
+                received[aggregation.name] = Received(leaf, block)
+        pushed, values = self.piece.step(step, leaves, received, rows)
+        if step < self.num_steps - 1:
+            for aggregation in self.piece.rounds[step]:
+                self._history(aggregation, step).push(chunk, pushed[aggregation.name])
         elif self._training and self.criterion is not None:
             values = {"loss": self.criterion(values["x"], chunk)}
         if self._training:
@@ -127,36 +129,34 @@ class Stage:
         self.seed(chunk, {"loss": torch.ones_like(loss)})
 
     def backward(self, chunk: int, steps: range) -> Values:
-        """Undo steps (from the last to the first); the gradients of the values in front of them."""
+        """Undo steps, the last first; the gradients of the values in front of them."""
         walk = self._walks[chunk]
-        for step in reversed(steps):
+        for _ in steps:
             record = walk.tape.pop()
             outputs, grads = [], []
-            if record.pushed is not None:
-                outputs.append(record.pushed)
-                grads.append(self.histories[step].pull(chunk))
+            for name, pushed in record.pushed.items():
+                outputs.append(pushed)
+                grads.append(self.histories[name].pull(chunk))
             for name, value in record.outputs.items():
                 outputs.append(value)
                 grads.append(walk.grads[name])
             torch.autograd.backward(outputs, grads)
-            if record.received is not None:
-                self.histories[step - 1].record(chunk, _grad(record.received))
+            for name, received in record.received.items():
+                self.histories[name].record(chunk, _grad(received.rows))
             walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
         return walk.grads
 
-    def _history(self, layer: int) -> History:
-        """The table of a layer: the lasting one in training, a passing one in evaluation."""
+    def _history(self, aggregation: Aggregation, round_: int) -> History:
+        """The table of an aggregation: the lasting one in training, a passing one otherwise."""
         if self._training:
-            return self.histories[layer]
-        if layer not in self._scratch:
-            # Layer by layer only the table that is read and the one that is written are needed.
-            self._scratch = {k: h for k, h in self._scratch.items() if k == layer - 1}
-            self._scratch[layer] = self._open(self.layers[layer], False)
-        return self._scratch[layer]
-
-    def _rows(self, chunk: int, history: History | None) -> Rows:
-        block = history.block(chunk) if isinstance(history, BlockHistory) else None
-        return replace(self.rows[chunk], epoch=self._epoch, training=self._training, block=block)
+            return self.histories[aggregation.name]
+        if aggregation.name not in self._scratch:
+            # Step by step only the tables that are read and those that are written are needed.
+            rounds = self.piece.rounds[max(round_ - 1, 0) : round_ + 1]
+            alive = {a.name for one in rounds for a in one}
+            self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
+            self._scratch[aggregation.name] = self._open(aggregation, False)
+        return self._scratch[aggregation.name]
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:

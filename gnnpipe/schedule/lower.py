@@ -45,9 +45,8 @@ def _forecast(plan: Plan, stage: int) -> list[Action]:
 
 
 def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
-    steps = tuple(last - first + 1 for first, last in plan.stages)
     stages = []
-    for stage, num_steps in enumerate(steps):
+    for stage, num_steps in enumerate(plan.steps):
         forward = ORDERS[schedule](stage, num_steps, plan.chunks)
         actions = _with_forward(plan, forward, num_steps)
         if backward:
@@ -57,7 +56,7 @@ def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
                 actions.append(Action("REDUCE_GRAD", stage))
             actions.append(Action("STEP", stage))
         stages.append(tuple(actions))
-    return Program(tuple(stages), steps, plan.chunks, plan.shards)
+    return Program(tuple(stages), plan.steps, plan.chunks, plan.shards)
 
 
 def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:

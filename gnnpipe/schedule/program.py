@@ -4,9 +4,10 @@ A program is a list of actions per stage; the shards of a stage all run the same
 by their POSITION in the walk: which chunk stands there changes with every epoch's order, the
 program does not.
 
-A stage of n layers has n + 1 steps, cut where rows are pushed: step 0 ends with the push of its
-first layer, step j aggregates what layer j - 1 pushed and ends with the push of layer j, step n
-ends with the stage's values. An F or B covers a range of steps.
+A stage whose longest chain of aggregations is n long has n + 1 steps, cut where rows are pushed:
+step 0 ends with the first pushes, step j aggregates what step j - 1 pushed and ends with the next,
+step n ends with the stage's values. A stage of n layers has n + 1. An F or B covers a range of
+steps.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Program:
 
     stages: tuple[tuple[Action, ...], ...]
     num_steps: tuple[int, ...]
-    """Steps of each stage: its layers + 1."""
+    """Steps of each stage."""
     chunks: int
     shards: int = 1
     """Ranks that run each list; more than one add up their gradients."""

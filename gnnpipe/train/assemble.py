@@ -1,23 +1,23 @@
 """From decisions to what runs on one rank: operators, histories, stage, executor, optimizer.
 
-A rank takes its layers from the whole model and its shard's rows from the whole graph; the rest of
+A rank takes its piece of the whole model and its shard's rows from the whole graph; the rest of
 both can then be forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout
-from gnnpipe.graph.operators import Blocks, LinearOperator, weighted_rows
+from gnnpipe.graph.operators import LINEAR_KINDS, Blocks, LinearOperator, weighted_rows
 from gnnpipe.graph.pilots import choose_drift_rows
-from gnnpipe.models import Layer, Rows
+from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.exchange import Exchange
@@ -50,17 +50,16 @@ class Assembly:
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
-    """Allocate this rank's part: its layers, its shard's rows and tables, the optimizer."""
+    """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     layout = shard_layout(graph, prepared.chunking, mesh.shard)
     first, last = prepared.plan.stages[mesh.stage]
-    layers = prepared.model.stack()[first:last]
-    for layer in layers:
-        layer.to(mesh.device)
+    piece = prepared.model.piece(first, last)
+    piece.to(mesh.device)
     exchange = Exchange(layout, mesh)
     structures = {
-        kind: _structure(kind, layers, graph, layout, dtype, mesh.device)
-        for kind in sorted({layer.aggregation for layer in layers})
+        kind: _structure(kind, graph, layout, dtype, mesh.device)
+        for kind in sorted({a.structure for a in piece.aggregations})
     }
     techniques = config.techniques
     sample = None
@@ -78,19 +77,20 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     )
     evaluation = replace(training, snapshot_every=1, sample=None)
 
-    def history(layer: Layer, is_training: bool) -> History:
+    def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = training if is_training else evaluation
-        return open_history(spec, layer.push_width, structures[layer.aggregation])
+        return open_history(spec, aggregation.width, structures[aggregation.structure])
 
     own = [layout.own[a:b] for a, b in zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)]
-    rows = [
-        Rows(
+    reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
+
+    def rows_of(part: npt.NDArray[np.int64]) -> Rows:
+        return Rows(
             keys=row_keys(torch.from_numpy(prepared.chunking.perm[part])).to(mesh.device),
-            features=feature_rows(graph.x[part], dtype, mesh.device) if first == 0 else None,
+            features=feature_rows(graph.x[part], dtype, mesh.device) if reads_features else None,
             seed=config.seed,
         )
-        for part in own
-    ]
+
     is_last = mesh.stage == mesh.stages - 1
     labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
     split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
@@ -101,25 +101,17 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         chosen = masks[chunk][0].nonzero().squeeze(1)
         return loss_sum(logits[chosen], labels[chunk][chosen]) / total
 
-    stage = Stage(layers, rows, history, criterion if is_last else None)
+    stage = Stage(piece, [rows_of(part) for part in own], history, criterion if is_last else None)
     forecaster = None
     if len(prepared.pilots):
         is_mine = np.isin(layout.own, prepared.pilots)
         chosen = layout.own[is_mine]
         forecaster = Forecaster(
-            layers, stage.histories, lambda layer: structures[layer.aggregation],
-            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device),
-            Rows(
-                keys=row_keys(torch.from_numpy(prepared.chunking.perm[chosen])).to(mesh.device),
-                features=feature_rows(graph.x[chosen], dtype, mesh.device) if first == 0 else None,
-                seed=config.seed,
-            ),
+            piece, stage.histories, lambda aggregation: structures[aggregation.structure],
+            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device), rows_of(chosen),
             len(prepared.pilots), len(prepared.pilots) == graph.num_vertices, mesh,
         )  # fmt: skip
-    optimizer = torch.optim.Adam(
-        [p for layer in layers for p in layer.parameters()],
-        lr=config.lr, weight_decay=config.weight_decay,
-    )  # fmt: skip
+    optimizer = torch.optim.Adam(piece.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype, forecaster)
     return Assembly(
         executor, evaluation_program(prepared.plan), labels, masks, prepared.metric,
@@ -129,13 +121,12 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
 
 def _structure(
     kind: str,
-    layers: Sequence[Layer],
     graph: Graph,
     layout: ShardLayout,
     dtype: torch.dtype,
     device: torch.device,
 ) -> LinearOperator | Blocks:
     rows = weighted_rows(graph, kind)
-    if all(layer.is_linear for layer in layers if layer.aggregation == kind):
+    if kind in LINEAR_KINDS:
         return LinearOperator.build(rows, layout, dtype, device)
     return Blocks.build(rows, layout, device)

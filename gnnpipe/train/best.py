@@ -14,15 +14,15 @@ __all__ = ["BestEpoch"]
 
 
 class BestEpoch:
-    """Sees every evaluation; each rank keeps the best weights of its own layers.
+    """Sees every evaluation; each rank keeps the best of its own weights.
 
     Ties go to the earlier epoch, as everywhere in this field. NaN (no validation vertices) is below
     everything, so that the first evaluation stays the best.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], keeps: bool, patience: int) -> None:
+    def __init__(self, weights: Sequence[nn.Parameter], keeps: bool, patience: int) -> None:
         """``keeps`` whether to keep weights; ``patience`` in epochs, 0 = never out of it."""
-        self._layers, self._keeps, self._patience = layers, keeps, patience
+        self._weights, self._keeps, self._patience = weights, keeps, patience
         self._kept: list[Tensor] = []
         self.epoch = 0
         """From 1; 0 before the first evaluation."""
@@ -33,17 +33,14 @@ class BestEpoch:
         if self.scores is None or _height(scores) > _height(self.scores):
             self.epoch, self.scores = epoch, scores
             if self._keeps:
-                self._kept = [p.detach().clone() for p in self._parameters()]
+                self._kept = [p.detach().clone() for p in self._weights]
         return bool(self._patience) and epoch - self.epoch >= self._patience
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the kept weights back, if any were kept."""
-        for parameter, kept in zip(self._parameters(), self._kept, strict=self._keeps):
+        for parameter, kept in zip(self._weights, self._kept, strict=self._keeps):
             parameter.copy_(kept)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for layer in self._layers for p in layer.parameters()]
 
 
 def _height(scores: Scores) -> float:

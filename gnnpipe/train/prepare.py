@@ -22,16 +22,16 @@ from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
-from gnnpipe.models import GNN, MODELS, Layer, LayerSpec
-from gnnpipe.models.feature_linear import FeatureLinear
+from gnnpipe.models import GNN, MODELS, LayerSpec
 from gnnpipe.perf import CommVolume, closed_form_volume
-from gnnpipe.plan import LayerOp, ModelGraph, Plan, Transfer
+from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.train.describe import describe
 from gnnpipe.train.task import choose_metric, has_both
 
-__all__ = ["Prepared", "chunk_order", "describe", "prepare"]
+__all__ = ["Prepared", "chunk_order", "prepare"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def prepare(
     pilots = np.empty(0, dtype=np.int64)
     techniques = config.techniques
     if techniques.pilots_per_column and plan.schedule != "layer-sync":
-        width = max(op.push_width for op in described.ops)
+        width = max(op.push_width for op in described.aggregations)
         pilots = choose_pilots(chunking, techniques.pilots_per_column * (width + 1), config.seed)
     program = training_program(plan, forecast=len(pilots) > 0)
     exact_program = training_program(replace(plan, schedule="layer-sync"))
@@ -231,8 +231,8 @@ def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
 
 
 def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
-    if plan.num_layers != model.num_layers:
-        raise InputError(f"plan: is for {plan.num_layers} layers, not {model.num_layers}")
+    if plan.num_ops != model.num_ops:
+        raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     for name, value in (
         ("stages", plan.num_stages), ("shards", plan.shards), ("chunks", plan.chunks),
     ):  # fmt: skip
@@ -241,46 +241,20 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
                 f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
                 f"try --{name} {value}"
             )
-    boundaries = [last for _, last in plan.stages[:-1]]
-    want_transfers = tuple(
-        Transfer(s, s + 1, dict(model.ops[last - 1].out_widths))
-        for s, last in enumerate(boundaries)
-    )
-    if plan.transfers != want_transfers:
+    transfers = model.transfers(plan.stages)
+    if plan.transfers != transfers:
         raise InputError(
-            f"plan: its transfers do not carry what the layers hand on; expected {want_transfers}"
+            f"plan: its transfers do not carry what the stages read; expected {transfers}"
         )
+    steps = tuple(model.num_steps(*run) for run in plan.stages)
+    if plan.steps != steps:
+        raise InputError(f"plan: its steps are {plan.steps}; its stages have {steps}")
     if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.techniques.exact:
         want = "exact" if plan.schedule == "layer-sync" else "auto"
         raise InputError(
             f"plan: its schedule {plan.schedule!r} does not go with --staleness "
             f"{config.staleness}; try --staleness {want}"
         )
-
-
-def describe(model: GNN, graph: Graph) -> ModelGraph:
-    """The model as plain data for planner and cost formulas."""
-    names = {MODELS[name]: name for name in MODELS}
-    layers = model.stack()
-    name = names.get(type(layers[0]), type(layers[0]).__name__)
-    ops = tuple(_layer_op(f"{name}{layer.index}", layer) for layer in layers)
-    return ModelGraph(name, graph.num_features, graph.num_classes, ops)
-
-
-def _layer_op(name: str, layer: Layer) -> LayerOp:
-    encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
-    reads = sum(m.weight.numel() for m in encoders)
-    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    return LayerOp(
-        name=name,
-        push_width=layer.push_width,
-        kept_widths=dict(layer.kept_widths),
-        out_widths=dict(layer.out_widths),
-        num_parameters=sum(p.numel() for p in layer.parameters()),
-        flops_per_row=2 * (matrices - reads),
-        flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
-        is_linear=layer.is_linear,
-    )
 
 
 def _entries(graph: Graph) -> int:

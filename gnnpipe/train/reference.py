@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.operators import Block, weighted_rows
-from gnnpipe.models import Layer, Rows, Values
+from gnnpipe.models import Aggregation, Received, Rows, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.forecast import RIDGE
@@ -40,7 +40,7 @@ class Reference:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self.model = copy.deepcopy(prepared.model)
-        self.layers: list[Layer] = self.model.stack()
+        self.piece = self.model.piece(0, prepared.plan.num_ops)
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
         self.techniques = config.techniques
         bounds = [prepared.chunking.rows(c, 0)[0] for c in range(config.chunks)]
@@ -56,20 +56,19 @@ class Reference:
         ]
         self.y = torch.from_numpy(graph.y)
         self.train_mask = torch.from_numpy(graph.train_mask)
-        self.edges = {kind: self._edges(kind) for kind in {x.aggregation for x in self.layers}}
-        self.tables = [
-            torch.zeros(graph.num_vertices, layer.push_width, dtype=dtype) for layer in self.layers
-        ]
-        self.snapshots = [t.clone() for t in self.tables]
-        self.before = copy.deepcopy(self.layers)
+        every = self.piece.aggregations
+        self.edges = {kind: self._edges(kind) for kind in {a.structure for a in every}}
+        self.tables = {a.name: torch.zeros(graph.num_vertices, a.width, dtype=dtype) for a in every}
+        self.snapshots = {name: t.clone() for name, t in self.tables.items()}
+        self.before = copy.deepcopy(self.piece)
         self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay
+            self.piece.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
         self.learning_rate = LearningRate(self.optimizer, config)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from these weights, by name."""
-        self.model.load_state_dict(weights)
+        self.model.module.load_state_dict(weights)
 
     def _ranges(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
@@ -87,7 +86,7 @@ class Reference:
         """One epoch with its optimizer step."""
         every = self.techniques.snapshot_every
         if every > 1:
-            self.tables = [s.clone() for s in self.snapshots]
+            self.tables = {name: s.clone() for name, s in self.snapshots.items()}
         exact = self.techniques.exact or epoch < self.prepared.exact_epochs
         if not exact and len(self.prepared.pilots):
             self._forecast()
@@ -100,13 +99,13 @@ class Reference:
         loss.backward()  # type: ignore[no-untyped-call]
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in self.model.named_parameters()
+            for name, p in self.piece.named_parameters()
         }
-        self.before = copy.deepcopy(self.layers)
+        self.before = copy.deepcopy(self.piece)
         self.optimizer.step()
         self.learning_rate.step(None)
         if every > 1 and ((epoch + 1) % every == 0 or epoch + 1 == self.prepared.exact_epochs):
-            self.snapshots = [t.clone() for t in self.tables]
+            self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         return ReferenceEpoch(float(loss.detach()), grads)
 
     @staticmethod
@@ -130,97 +129,101 @@ class Reference:
         )
         old: Values = {}
         new: Values = {}
-        for index, (before, layer) in enumerate(zip(self.before, self.layers, strict=True)):
-            x, old = before.before(old, rows)
-            y, new = layer.before(new, rows)
-            x, d = x.double(), y.double() - x.double()
-            centred, moved = x - x.mean(0), d - d.mean(0)
-            gram = centred.T @ centred
-            gram += (RIDGE * x.square().sum(0).mean() + 1e-30) * torch.eye(len(gram)).double()
-            slope = torch.linalg.solve(gram, centred.T @ moved)
-            shift = d.mean(0) - x.mean(0) @ slope
-            table = self.tables[index].double()
-            was, now = table.to(dtype), (table + table @ slope + shift).to(dtype)
-            self.tables[index] = now
-            read, block = self._read(index, pilots, x.to(dtype), was)
-            old = before.after(read, old, replace(rows, block=block))
-            read, _ = self._read(index, pilots, y, now)
-            new = layer.after(read, new, replace(rows, block=block))
+        read_old: dict[str, Received] = {}
+        read_new: dict[str, Received] = {}
+        for step in range(self.piece.num_steps):
+            before, old = self.before.step(step, old, read_old, rows)
+            after, new = self.piece.step(step, new, read_new, rows)
+            read_old, read_new = {}, {}
+            for a in self._pushed(step):
+                x, y = before[a.name], after[a.name]
+                table = self.tables[a.name]
+                self.tables[a.name] = moved = _moved(table, x.double(), y.double())
+                read_old[a.name] = self._read(a, pilots, x, table)
+                read_new[a.name] = self._read(a, pilots, y, moved)
 
-    def _read(
-        self, index: int, rows: Tensor, own: Tensor, table: Tensor
-    ) -> tuple[Tensor, Block | None]:
+    def _pushed(self, step: int) -> tuple[Aggregation, ...]:
+        """What the end of a step pushes."""
+        return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
+
+    def _read(self, a: Aggregation, rows: Tensor, own: Tensor, table: Tensor) -> Received:
         """What some rows [P] get from a table [N, F], every neighbour read from the table."""
-        layer = self.layers[index]
-        source, target, weight = self.edges[layer.aggregation]
+        source, target, weight = self.edges[a.structure]
         place = torch.full((len(table),), -1)
         place[rows] = torch.arange(len(rows))
         mine = place[target] >= 0
         source, target = source[mine], place[target[mine]]
-        if layer.is_linear:
+        if a.is_linear:
             received = table.new_zeros(len(rows), table.shape[1])
-            return received.index_add(0, target, table[source] * weight[mine]), None
+            return Received(received.index_add(0, target, table[source] * weight[mine]))
         nothing = torch.empty(0, dtype=torch.int64)
         edges = torch.stack([source + len(rows), target])
         size = (len(rows) + len(table), len(rows))
-        return torch.cat([own, table]), Block(edges, nothing, nothing.bool()[:, None], size)
+        block = Block(edges, nothing, nothing.bool()[:, None], size)
+        return Received(torch.cat([own, table]), block)
 
     def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
         """Logits [C, classes] by chunk."""
         order = chunk_order(self.prepared.config, epoch)
-        scale = self.techniques.scale_live_gradients
-        live: list[dict[int, Tensor]] = [{} for _ in self.layers]
+        scale = 1.0 if exact else self.techniques.scale_live_gradients
+        live: dict[str, dict[int, Tensor]] = {name: {} for name in self.tables}
         values: dict[int, Values] = {c: {} for c in order}
         rows = {c: replace(self.rows[c], epoch=epoch, training=True) for c in order}
 
-        def push(index: int, c: int) -> None:
-            pushed, values[c] = self.layers[index].before(values[c], rows[c])
-            live[index][c] = pushed
+        def run(step: int, c: int) -> None:
+            received = {
+                a.name: self._received(a, c, live[a.name], scale)
+                for a in (self._pushed(step - 1) if step else ())
+            }
+            pushed, values[c] = self.piece.step(step, values[c], received, rows[c])
+            for name, value in pushed.items():
+                live[name][c] = value
 
-        def aggregate(index: int, c: int) -> None:
-            received, block = self._received(index, c, live[index], 1.0 if exact else scale)
-            values[c] = self.layers[index].after(received, values[c], replace(rows[c], block=block))
-
-        if exact:
-            for index in range(len(self.layers)):
-                for c in order:
-                    push(index, c)
-                for c in order:
-                    aggregate(index, c)
-        else:
-            for c in order:
-                for index in range(len(self.layers)):
-                    push(index, c)
-                    aggregate(index, c)
-        for table, pushed in zip(self.tables, live, strict=True):
-            for c, value in pushed.items():
+        steps = range(self.piece.num_steps)
+        walk = [(s, c) for s in steps for c in order] if exact else [
+            (s, c) for c in order for s in steps
+        ]  # fmt: skip
+        for step, c in walk:
+            run(step, c)
+        for name, table in self.tables.items():
+            for c, value in live[name].items():
                 table[slice(*self._ranges()[c])] = value.detach()
         return {c: values[c]["x"] for c in order}
 
-    def _received(
-        self, index: int, c: int, live: dict[int, Tensor], scale: float
-    ) -> tuple[Tensor, Block | None]:
+    def _received(self, a: Aggregation, c: int, live: dict[int, Tensor], scale: float) -> Received:
         """What chunk c gets: neighbours in ``live`` chunks with gradient, the others without."""
         parts = []
         for b, (start, stop) in enumerate(self._ranges()):
-            part = live.get(b, self.tables[index][start:stop])
+            part = live.get(b, self.tables[a.name][start:stop])
             if b != c and scale != 1.0:
                 # The same numbers, with `scale` times the gradient.
                 part = part.detach() + scale * (part - part.detach())
             parts.append(part)
         table = torch.cat(parts)
-        layer = self.layers[index]
-        source, target, weight = self.edges[layer.aggregation]
+        source, target, weight = self.edges[a.structure]
         start, stop = self._ranges()[c]
         mine = (target >= start) & (target < stop)
         source, target = source[mine], target[mine] - start
-        if layer.is_linear:
+        if a.is_linear:
             received = table.new_zeros(stop - start, table.shape[1])
-            return received.index_add(0, target, table[source] * weight[mine]), None
+            return Received(received.index_add(0, target, table[source] * weight[mine]))
         own = (source >= start) & (source < stop)
         count = stop - start
         source = torch.where(own, source - start, source + count)
         size = (count + len(table), count)
         nothing = torch.empty(0, dtype=torch.int64)
         block = Block(torch.stack([source, target]), nothing, nothing.bool()[:, None], size)
-        return torch.cat([table[start:stop], table]), block
+        return Received(torch.cat([table[start:stop], table]), block)
+
+
+def _moved(table: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """The table [N, F] after the affine map that ridge regression finds from old to new [P, F]."""
+    d = new - old
+    centred = old - old.mean(0)
+    gram = centred.T @ centred
+    gram += (RIDGE * old.square().sum(0).mean() + 1e-30) * torch.eye(len(gram)).double()
+    slope = torch.linalg.solve(gram, centred.T @ (d - d.mean(0)))
+    shift = d.mean(0) - old.mean(0) @ slope
+    wide = table.double()
+    moved: Tensor = wide + wide @ slope + shift
+    return moved.to(table.dtype)

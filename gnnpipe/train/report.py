@@ -60,8 +60,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
         f"{graph.num_features:,} features, {graph.label_text}, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
-        f"model {prepared.model_graph.name}: {prepared.model_graph.num_layers} layers x "
-        f"{prepared.model.stack()[0].spec.hidden}, "
+        f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} weights",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
@@ -173,8 +172,9 @@ def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
 
 
 def _symmetric(prepared: Prepared) -> bool:
-    """Whether A equals its transpose for every layer, so that one copy serves both."""
-    kinds = {layer.aggregation for layer in prepared.model.stack()}
+    """Whether A equals its transpose everywhere, so that one copy serves both."""
+    whole = prepared.model.piece(0, prepared.plan.num_ops)
+    kinds = {a.structure for a in whole.aggregations}
     return "mean" not in kinds and prepared.graph.is_symmetric
 
 
@@ -186,8 +186,9 @@ def info_lines(prepared: Prepared) -> list[str]:
     )
     for rank, m in enumerate(memory_by_rank(prepared)):
         first, last = prepared.plan.stages[rank // prepared.plan.shards]
+        ops = f"{prepared.model_graph.unit}s {first}-{last - 1}"
         lines.append(
-            f"  rank {rank} (layers {first}-{last - 1}): {human_bytes(m.total)} = structure "
+            f"  rank {rank} ({ops}): {human_bytes(m.total)} = structure "
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
             f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
             f"{human_bytes(m.weights)}"

@@ -101,8 +101,10 @@ def gather_result(
     times = [r.epoch_time_s for r in rows]
     stale = [r.staleness for r in rows if r.staleness is not None]
     return RunResult(
-        dataset=prepared.graph.name, model=prepared.model_graph.name, layers=config.layers,
-        hidden=prepared.model.stack()[0].spec.hidden, stages=config.stages,
+        dataset=prepared.graph.name, model=prepared.model.name,
+        layers=len(prepared.model_graph.aggregations),
+        hidden=max(op.push_width for op in prepared.model_graph.aggregations),
+        stages=config.stages,
         shards=config.shards, chunks=config.chunks, world_size=mesh.world_size, epochs=len(rows),
         seed=config.seed, exact=prepared.report.exact, loss=rows[-1].loss,
         train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,

@@ -43,16 +43,18 @@ def measure_staleness(
     """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale."""
     if prepared.chunk_edges is None:
         return None
-    first, last = prepared.plan.stages[mesh.stage]
-    num_layers = prepared.plan.num_layers
+    places = {op.name: i for i, op in enumerate(prepared.model_graph.aggregations)}
+    num_layers = len(places)
     columns = [[0.0] * num_layers for _ in range(4)]
-    for index, history in zip(range(first, last), assembly.executor.stage.histories, strict=True):
+    for name, history in assembly.executor.stage.histories.items():
+        index = places[name]
         assert history.drift is not None
         columns[0][index], columns[1][index] = history.drift.sums.tolist()
     forecaster = assembly.executor.forecaster
     exact = epoch < prepared.exact_epochs
     if forecaster is not None and not exact and mesh.shard == 0:
-        for index, found in zip(range(first, last), forecaster.maps, strict=True):
+        for name, found in forecaster.maps.items():
+            index = places[name]
             columns[2][index], columns[3][index] = found.moved, found.missed
     totals = mesh.sum([value for column in columns for value in column])
     change, size, moved, missed = (

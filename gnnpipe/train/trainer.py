@@ -166,7 +166,9 @@ class Trainer:
         config, executor = self.config, assembly.executor
         assert executor.optimizer is not None
         learning_rate = LearningRate(executor.optimizer, config)
-        best = BestEpoch(executor.stage.layers, config.kept_epoch == "best", config.patience)
+        best = BestEpoch(
+            executor.stage.piece.parameters(), config.kept_epoch == "best", config.patience
+        )
         rows = []
         for epoch in range(config.epochs):
             start = time.perf_counter()
@@ -200,12 +202,8 @@ class Trainer:
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
         """The weights of all stages, loaded into the model on every rank."""
-        first, last = prepared.plan.stages[mesh.stage]
-        mine = {
-            name: tensor.detach().cpu()
-            for name, tensor in prepared.model.state_dict().items()
-            if first <= int(name.split(".")[1]) < last
-        }
+        piece = prepared.model.piece(*prepared.plan.stages[mesh.stage])
+        mine = {name: tensor.detach().cpu() for name, tensor in piece.named_parameters()}
         if mesh.world_size == 1:
             return mine
         weights: dict[str, Tensor] = {}

@@ -94,12 +94,8 @@ class _Kept:
     """This rank's weights and gradients of an epoch by name, as they are just before its step."""
 
     def __init__(self, prepared: Prepared, assembly: Assembly, mesh: Mesh) -> None:
-        first, last = prepared.plan.stages[mesh.stage]
-        self._parameters = {
-            name: p
-            for name, p in prepared.model.named_parameters()
-            if first <= int(name.split(".")[1]) < last
-        }
+        piece = prepared.model.piece(*prepared.plan.stages[mesh.stage])
+        self._parameters = dict(piece.named_parameters())
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         optimizer = assembly.executor.optimizer

@@ -1,0 +1,98 @@
+"""A chain of hand-made layers as a model: every layer is one op with one aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.piece import Aggregation, Model, Piece, Received
+
+__all__ = ["GNN", "LayerPiece", "layer_name"]
+
+
+def layer_name(layer: Layer) -> str:
+    """Name of a layer's op: 'gcn0'."""
+    names = {MODELS[name]: name for name in MODELS}
+    return f"{names.get(type(layer), type(layer).__name__)}{layer.index}"
+
+
+class GNN(nn.Module, Model):
+    """A stack of layers; the first reads the features, the last gives the logits."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.name = layer_name(layers[0])[:-1]
+
+    @classmethod
+    def build(cls, name: str, spec: LayerSpec, seed: int, dtype: torch.dtype) -> GNN:
+        """The model ``name`` with weights drawn from ``seed``, the same on every rank."""
+        kind = MODELS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = cls([kind(i, spec) for i in range(spec.num_layers)])
+        return model.to(dtype)
+
+    @property
+    def size_text(self) -> str:
+        """Depth and width."""
+        return f"{len(self.layers)} layers x {self.stack()[0].spec.hidden}"
+
+    @property
+    def module(self) -> nn.Module:
+        """Itself."""
+        return self
+
+    def stack(self) -> list[Layer]:
+        """The layers in order, typed."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def piece(self, first: int, last: int) -> LayerPiece:
+        """Layers first..last-1."""
+        return LayerPiece(self.stack()[first:last])
+
+
+class LayerPiece(Piece):
+    """Consecutive layers: step j is what layer j - 1 makes of its aggregate, and j's push.
+
+    Between stages a value is known as 'gcnii7.h0'; inside, as the layers call it.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = list(layers)
+        self._names = [layer_name(layer) for layer in layers]
+        self.rounds = [
+            (Aggregation(name, layer.aggregation, layer.push_width),)
+            for name, layer in zip(self._names, layers, strict=True)
+        ]
+
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Run one step (see ``Piece``)."""
+        if index == 0:
+            values = {name.rpartition(".")[2]: value for name, value in values.items()}
+        else:
+            layer, found = self.layers[index - 1], received[self._names[index - 1]]
+            values = layer.after(found.rows, values, replace(rows, block=found.block))
+        if index < len(self.layers):
+            pushed, values = self.layers[index].before(values, rows)
+            return {self._names[index]: pushed}, values
+        if not layer.is_last:
+            values = {f"{self._names[-1]}.{name}": value for name, value in values.items()}
+        return {}, values
+
+    def to(self, device: torch.device) -> None:
+        """Move the layers."""
+        for layer in self.layers:
+            layer.to(device)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the whole model names them."""
+        for layer in self.layers:
+            for name, parameter in layer.named_parameters():
+                yield f"layers.{layer.index}.{name}", parameter

@@ -1,0 +1,108 @@
+"""A piece of a model: what one stage computes, cut into steps where rows are pushed.
+
+A model is a DAG of ops. Some aggregate over the graph's edges; all others work row by row. The ops
+of a stage are therefore run in steps: step 0 ends with the rows that the first aggregations push,
+step j gets what they aggregated, and ends with the next pushes; aggregations that do not wait for
+each other share a step. The runtime does what lies between two steps, and needs to know no more of
+a model than this. C rows of a chunk, H halo rows, F columns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.graph.operators import LINEAR_KINDS, Block
+from gnnpipe.models.layer import Rows, Values
+
+__all__ = ["Aggregation", "Model", "Piece", "Received"]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """One aggregation of a model; it has a history table of its own."""
+
+    name: str
+    """The op that aggregates, unique in the model."""
+    structure: str
+    """What it aggregates over: 'gcn', 'mean' or 'sum' (fixed weights), or 'loops' (a block)."""
+    width: int
+    """F of the rows that are pushed."""
+
+    @property
+    def is_linear(self) -> bool:
+        """It is a product with a fixed matrix."""
+        return self.structure in LINEAR_KINDS
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """What a step gets of one aggregation."""
+
+    rows: Tensor
+    """[C, F], aggregated; or, not linear, the rows [C + H, F] of the block, the own ones first."""
+    block: Block | None = None
+
+
+class Piece(ABC):
+    """The ops of one stage."""
+
+    rounds: Sequence[tuple[Aggregation, ...]]
+    """By step, what its end pushes; a piece of n rounds has n + 1 steps."""
+
+    @property
+    def aggregations(self) -> tuple[Aggregation, ...]:
+        """Those of all rounds, in order."""
+        return tuple(a for one in self.rounds for a in one)
+
+    @property
+    def num_steps(self) -> int:
+        """Rounds + 1."""
+        return len(self.rounds) + 1
+
+    @abstractmethod
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Run one step.
+
+        ``values``: what the step before (or an earlier stage) handed on, [C, width] by name;
+        ``received``: the last round's aggregations by name. Returns the rows [C, F] to push, by
+        aggregation, and the values that go on.
+        """
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights of these ops, by their names in the whole model."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> None:
+        """Move the weights of these ops."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The weights of these ops."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+
+class Model(ABC):
+    """A whole model, to be cut into pieces. Its ops are numbered from 0 in the order they run."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def size_text(self) -> str:
+        """How large it is, for a person: '4 layers x 64'."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """What holds the weights."""
+
+    @abstractmethod
+    def piece(self, first: int, last: int) -> Piece:
+        """Ops first..last-1 as a stage runs them; the weights stay the model's own."""
