@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
+from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 from gnnpipe.settings import flag
@@ -117,7 +118,9 @@ def _config(options: argparse.Namespace, defaults: dict[str, Any]) -> TrainConfi
         values |= {k.replace("-", "_"): v for k, v in TrainConfig.read_toml(options.config).items()}
     names = {f.name for f in dataclasses.fields(TrainConfig)}
     values |= {k: v for k, v in vars(options).items() if k in names}
-    return TrainConfig.from_dict(values)
+    config = TrainConfig.from_dict(values)
+    check_stages(config)
+    return config
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from gnnpipe.settings import flag
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
 
-__all__ = ["check_together"]
+__all__ = ["check_stages", "check_together"]
 
 
 def check_together(config: TrainConfig) -> None:
@@ -30,6 +30,10 @@ def _check_model(config: TrainConfig) -> None:
             f"--heads {config.heads}: does not divide --hidden {config.hidden}; "
             f"try --hidden {math.ceil(config.hidden / config.heads) * config.heads}"
         )
+
+
+def check_stages(config: TrainConfig) -> None:
+    """A model of the config has a layer for each stage; one that is passed in, its own ops."""
     if config.stages > config.layers:
         raise InputError(
             f"--stages {config.stages}: more stages than layers ({config.layers}); "

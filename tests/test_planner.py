@@ -21,15 +21,21 @@ def slowest(costs, runs):
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.data())
 def test_split_equals_brute_force(costs, data):
-    stages = data.draw(st.integers(1, len(costs)))
-    runs = split_evenly(costs, stages)
+    free = st.sets(st.integers(1, max(len(costs) - 1, 1)), max_size=len(costs) - 1)
+    cuts = sorted(data.draw(free))
+    widths = [data.draw(st.integers(0, 3)) for _ in cuts]
+    stages = data.draw(st.integers(1, len(cuts) + 1))
+    runs = split_evenly(costs, stages, cuts, widths)
     assert [runs[0][0], runs[-1][1], len(runs)] == [0, len(costs), stages]
     assert all(a < b for a, b in runs)
-    best = min(
-        slowest(costs, list(pairwise((0, *cuts, len(costs)))))
-        for cuts in combinations(range(1, len(costs)), stages - 1)
-    )
+    splits = [
+        (list(pairwise((0, *chosen, len(costs)))), sum(widths[cuts.index(c)] for c in chosen))
+        for chosen in combinations(cuts, stages - 1)
+    ]
+    best = min(slowest(costs, split) for split, _ in splits)
     assert slowest(costs, runs) == pytest.approx(best)
+    equal = [width for split, width in splits if slowest(costs, split) <= best * (1 + 1e-12)]
+    assert sum(widths[cuts.index(start)] for start, _ in runs[1:]) <= min(equal)
 
 
 def prepared(**settings):

@@ -22,32 +22,34 @@ from gnnpipe.graph.layout import ShardLayout
 __all__ = ["LINEAR_KINDS", "Block", "Blocks", "LinearOperator", "weighted_rows"]
 
 Int64 = npt.NDArray[np.int64]
-LINEAR_KINDS = ("gcn", "mean", "sum")
+LINEAR_KINDS = ("gcn", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
 
 
 def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     """The aggregation matrix [N, N] of the whole graph, float64.
 
     ``gcn``: D^-1/2 (A + I) D^-1/2 with D the row sums of A + I, as PyG's ``gcn_norm``;
-    ``mean``: D^-1 A; ``sum``: A; ``loops``: A + I, for attention over neighbours and oneself.
+    ``gcn-loopless``: the same of A; ``gcn-outgoing``: of A with D its column sums; ``mean``:
+    D^-1 A; ``mean-looped``: the same of A + I; ``sum``: A; ``edges`` and ``loops``: A and A + I,
+    for what needs both ends of an edge.
     """
     n = graph.num_vertices
     ones = np.ones(graph.num_edges)
     adjacency = sp.csr_array((ones, graph.indices, graph.indptr), shape=(n, n))
-    if kind == "sum":
-        return adjacency
-    degree = graph.degrees.astype(np.float64)
-    if kind == "mean":
-        scale = np.repeat(1.0 / np.maximum(degree, 1.0), graph.degrees)
-        return sp.csr_array((scale, graph.indices, graph.indptr), shape=(n, n))
-    looped = sp.csr_array(adjacency + sp.eye_array(n, format="csr"))
-    looped.sort_indices()
-    if kind == "gcn":
-        root = 1.0 / np.sqrt(degree + 1.0)
-        looped.data = np.repeat(root, np.diff(looped.indptr)) * root[looped.indices]
-    elif kind != "loops":
-        raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS} or 'loops'")
-    return looped
+    if kind in ("gcn", "mean-looped", "loops"):
+        adjacency = sp.csr_array(adjacency + sp.eye_array(n, format="csr"))
+        adjacency.sort_indices()
+    elif kind not in (*LINEAR_KINDS, "edges"):
+        raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS}, 'edges', 'loops'")
+    counts = np.diff(adjacency.indptr)
+    if kind.startswith("mean"):
+        adjacency.data = np.repeat(1.0 / np.maximum(counts, 1.0), counts)
+    elif kind.startswith("gcn"):
+        columns = np.bincount(adjacency.indices, minlength=n)
+        degree = columns if kind == "gcn-outgoing" else counts
+        root = np.where(degree > 0, 1.0 / np.sqrt(np.maximum(degree, 1.0)), 0.0)
+        adjacency.data = np.repeat(root, counts) * root[adjacency.indices]
+    return adjacency
 
 
 def _local(rows: sp.csr_array, layout: ShardLayout) -> sp.csr_array:
@@ -101,6 +103,8 @@ class Block:
     """[H, 1] bool: the halo row belongs to the same chunk (another shard's part of it)."""
     size: tuple[int, int]
     """(C + H, C)."""
+    keys: Tensor | None = None
+    """[C + H] int32, dropout key of each row; pilots have none, for nothing of them is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +116,13 @@ class Blocks:
     """[n, n + h], the shard's own rows of the structure they were cut from."""
 
     @classmethod
-    def build(cls, rows: sp.csr_array, layout: ShardLayout, device: torch.device) -> Blocks:
-        """Cut a shard's blocks out of the whole graph's structure (values are ignored)."""
+    def build(cls, rows: sp.csr_array, layout: ShardLayout, keys: Tensor) -> Blocks:
+        """Cut a shard's blocks out of the whole graph's structure (values are ignored).
+
+        ``keys`` [n + h] int32, on the rank's device: the dropout key of each local row.
+        """
         local = _local(rows, layout)
-        blocks = tuple(_block(local, layout, c, device) for c in range(layout.num_chunks))
-        return cls(blocks, local)
+        return cls(tuple(_block(local, layout, c, keys) for c in range(layout.num_chunks)), local)
 
     def select(self, rows: Tensor) -> Block:
         """The edges into some own rows [P]; every neighbour counts as a halo row of the block."""
@@ -131,7 +137,8 @@ class Blocks:
         )
 
 
-def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, device: torch.device) -> Block:
+def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, keys: Tensor) -> Block:
+    device = keys.device
     start, stop = int(layout.own_ptr[chunk]), int(layout.own_ptr[chunk + 1])
     count = stop - start
     columns = local.indices[local.indptr[start] : local.indptr[stop]].astype(np.int64)
@@ -141,9 +148,11 @@ def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, device: torch.d
     source = np.where(inside, columns - start, count + np.searchsorted(halo, columns))
     low, high = layout.num_own + layout.halo_ptr[chunk : chunk + 2]
     same = (halo >= low) & (halo < high)
+    halo_rows = torch.from_numpy(halo).to(device)
     return Block(
         torch.from_numpy(np.stack([source, target])).to(device),
-        torch.from_numpy(halo).to(device),
+        halo_rows,
         torch.from_numpy(same[:, None]).to(device),
         (count + len(halo), count),
+        torch.cat([keys[start:stop], keys[halo_rows]]),
     )

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["keyed_dropout", "row_keys"]
+__all__ = ["edge_keys", "keyed_dropout", "row_keys"]
 
 # Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio), as
 # signed numbers because torch's int32 is signed.
@@ -40,6 +40,11 @@ def row_keys(vertices: Tensor) -> Tensor:
     folded = (low ^ (high * 0x5BD1E995)) & 0xFFFFFFFF
     signed = torch.where(folded >= 2**31, folded - 2**32, folded).to(torch.int32)
     return _mix(_mix(signed * _GOLDEN + 1))
+
+
+def edge_keys(source: Tensor, target: Tensor) -> Tensor:
+    """Key [E] int32 of each edge, from the row keys [E] of its two ends."""
+    return _mix(_mix(source * _GOLDEN) ^ target)
 
 
 @functools.lru_cache(maxsize=64)

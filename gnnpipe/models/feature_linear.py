@@ -18,7 +18,10 @@ from torch_geometric.nn.inits import glorot
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
 
-__all__ = ["FeatureLinear", "FeatureRows", "SparseRows", "feature_rows"]
+__all__ = [
+    "FeatureLinear", "FeatureRows", "SparseRows", "dense_features", "feature_linear",
+    "feature_rows",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +48,31 @@ class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, rows: SparseRows) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.rows = rows
-        return rows.forward.matmul(weight.t())
+        return rows.forward.matmul(weight.t().contiguous())
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         return ctx.rows.transposed.matmul(grad.contiguous()).t(), None
+
+
+def feature_linear(features: FeatureRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` [C, out] of dense or sparse rows [C, in]; weight [out, in]."""
+    if isinstance(features, Tensor):
+        return nn.functional.linear(features, weight, bias)
+    product: Tensor = _SparseLinear.apply(weight, features)  # type: ignore[no-untyped-call]
+    return product if bias is None else product + bias
+
+
+def dense_features(features: FeatureRows) -> Tensor:
+    """Rows [C, F] as one tensor, for work that sparse rows do not know."""
+    if isinstance(features, Tensor):
+        return features
+    rows = features.forward
+    counts = (rows.indptr[1:] - rows.indptr[:-1]).long()
+    number = torch.repeat_interleave(torch.arange(rows.num_rows, device=counts.device), counts)
+    dense = rows.values.new_zeros(rows.num_rows, rows.num_columns)
+    dense[number, rows.indices.long()] = rows.values
+    return dense
 
 
 class FeatureLinear(nn.Module):
@@ -69,7 +92,4 @@ class FeatureLinear(nn.Module):
         """Features [C, in] to [C, out]."""
         if features is None:
             raise RuntimeError("the first layer got no features: it must sit on the first stage")
-        if isinstance(features, Tensor):
-            return nn.functional.linear(features, self.weight, self.bias)
-        product: Tensor = _SparseLinear.apply(self.weight, features)  # type: ignore[no-untyped-call]
-        return product if self.bias is None else product + self.bias
+        return feature_linear(features, self.weight, self.bias)

@@ -103,6 +103,13 @@ class Model(ABC):
     def module(self) -> nn.Module:
         """What holds the weights."""
 
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, by name; what is not named stays as it is."""
+        own = dict(self.module.named_parameters())
+        for name, value in weights.items():
+            own[name].copy_(value)
+
     @abstractmethod
     def piece(self, first: int, last: int) -> Piece:
         """Ops first..last-1 as a stage runs them; the weights stay the model's own."""

@@ -36,6 +36,8 @@ class Op:
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     reads_features: bool = False
+    weights: tuple[str, ...] = ()
+    """Names of the weights it uses."""
 
     @property
     def aggregates(self) -> bool:
@@ -68,6 +70,23 @@ class ModelGraph:
     def aggregations(self) -> tuple[Op, ...]:
         """The ops that aggregate, in order: each has a history table."""
         return tuple(op for op in self.ops if op.aggregates)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Ops in front of which a stage may begin: no weight is used on both sides."""
+        last = {name: i for i, op in enumerate(self.ops) for name in op.weights}
+        free, reach = [], 0
+        for i, op in enumerate(self.ops):
+            if i > reach:
+                free.append(i)
+            reach = max([reach, *(last[name] for name in op.weights)])
+        return tuple(free)
+
+    def crossing(self, cut: int) -> int:
+        """Width of all values that are made before op ``cut`` and read by it or later ones."""
+        later = {value for op in self.ops[cut:] for value in op.inputs}
+        made = [op.outputs for op in self.ops[:cut]]
+        return sum(w for outputs in made for value, w in outputs.items() if value in later)
 
     def num_steps(self, first: int, last: int) -> int:
         """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""

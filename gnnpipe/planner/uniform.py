@@ -2,14 +2,17 @@
 
 The cost of an op is its multiply-adds: dense products per vertex, one multiply-add per edge and
 column, the encoder by the entries of the features. GNNPipe splits layers the same way:
-arXiv 2308.10087, released code.
+arXiv 2308.10087, released code. Of splits that are as fast, the one that sends least is taken.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
+from gnnpipe.errors import InputError
 from gnnpipe.plan import ModelGraph, Plan
 
 __all__ = ["op_costs", "plan_uniform", "split_evenly"]
@@ -29,31 +32,50 @@ def op_costs(
     ]
 
 
-def split_evenly(costs: list[float], stages: int) -> tuple[tuple[int, int], ...]:
+def split_evenly(
+    costs: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     """Cut the costs into runs, none empty, so that the largest sum is least.
 
-    >>> split_evenly([1.0, 1.0, 1.0, 3.0], 2)
+    ``cuts``: ops in front of which a run may begin, ascending, and the ``widths`` that cross there;
+    of equally good splits the one with the least sum of widths is taken.
+
+    >>> split_evenly([1.0, 1.0, 1.0, 3.0], 2, [1, 2, 3], [8, 8, 8])
     ((0, 3), (3, 4))
     """
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
+    width = dict(zip(cuts, widths, strict=True))
+    # Sums of floats in another order must not make two equal splits differ.
+    slack = 1e-9 * total[-1]
 
     @cache
-    def best(last: int, parts: int) -> tuple[float, int]:
-        """Least largest sum over ops 0..last-1 in ``parts`` runs, and where the last begins."""
+    def least(last: int, parts: int) -> float:
+        """Least largest sum over ops 0..last-1 in ``parts`` runs."""
         if parts == 1:
-            return total[last], 0
+            return total[last]
         return min(
-            (max(best(cut, parts - 1)[0], total[last] - total[cut]), cut)
-            for cut in range(parts - 1, last)
+            (max(least(cut, parts - 1), total[last] - total[cut]) for cut in cuts if cut < last),
+            default=math.inf,
         )
 
-    cuts = [len(costs)]
-    for parts in range(stages, 0, -1):
-        cuts.append(best(cuts[-1], parts)[1])
-    cuts.reverse()
-    return tuple(pairwise(cuts))
+    limit = least(len(costs), stages) + slack
+
+    @cache
+    def narrowest(last: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """Least sum of widths with no run above the limit, and its cuts."""
+        if parts == 1:
+            return (0.0 if total[last] <= limit else math.inf), ()
+        best: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for cut in cuts:
+            if cut < last and total[last] - total[cut] <= limit:
+                crossing, chosen = narrowest(cut, parts - 1)
+                if crossing + width[cut] < best[0]:
+                    best = crossing + width[cut], (*chosen, cut)
+        return best
+
+    return tuple(pairwise((0, *narrowest(len(costs), stages)[1], len(costs))))
 
 
 def plan_uniform(
@@ -67,9 +89,19 @@ def plan_uniform(
     num_edges: int,
     feature_entries: int,
 ) -> Plan:
-    """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale."""
+    """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale.
+
+    ``InputError`` if the model cannot be cut into so many stages.
+    """
+    cuts = model.cuts
+    if stages > len(cuts) + 1:
+        raise InputError(
+            f"--stages {stages}: {model.name} can be cut in {len(cuts)} places (weights that "
+            "several calls share must stay on one stage); "
+            f"try --stages {len(cuts) + 1} or more --shards"
+        )
     costs = op_costs(model, num_vertices, num_edges, feature_entries)
-    runs = split_evenly(costs, stages)
+    runs = split_evenly(costs, stages, cuts, [model.crossing(cut) for cut in cuts])
     return Plan(
         stages=runs,
         steps=tuple(model.num_steps(*run) for run in runs),

@@ -81,7 +81,7 @@ class GradientSum:
 
     def reduce(self) -> None:
         """Replace every ``.grad`` by the sum over the shards; a missing one counts as zero."""
-        if self.mesh.shards == 1:
+        if self.mesh.shards == 1 or not self.parameters:
             return
         for p in self.parameters:
             if p.grad is None:

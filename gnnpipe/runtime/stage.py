@@ -140,7 +140,7 @@ class Stage:
             for name, value in record.outputs.items():
                 outputs.append(value)
                 grads.append(walk.grads[name])
-            torch.autograd.backward(outputs, grads)
+            _backward(outputs, grads)
             for name, received in record.received.items():
                 self.histories[name].record(chunk, _grad(received.rows))
             walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
@@ -157,6 +157,13 @@ class Stage:
             self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
             self._scratch[aggregation.name] = self._open(aggregation, False)
         return self._scratch[aggregation.name]
+
+
+def _backward(outputs: list[Tensor], grads: list[Tensor]) -> None:
+    """From those that depend on a weight or on another row; features alone do not."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:

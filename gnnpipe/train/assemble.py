@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout
 from gnnpipe.graph.operators import LINEAR_KINDS, Blocks, LinearOperator, weighted_rows
 from gnnpipe.graph.pilots import choose_drift_rows
@@ -58,7 +57,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     piece.to(mesh.device)
     exchange = Exchange(layout, mesh)
     structures = {
-        kind: _structure(kind, graph, layout, dtype, mesh.device)
+        kind: _structure(kind, prepared, layout, mesh.device)
         for kind in sorted({a.structure for a in piece.aggregations})
     }
     techniques = config.techniques
@@ -111,7 +110,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
             torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device), rows_of(chosen),
             len(prepared.pilots), len(prepared.pilots) == graph.num_vertices, mesh,
         )  # fmt: skip
-    optimizer = torch.optim.Adam(piece.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    # As a group, which may be empty: a stage need not have weights.
+    optimizer = torch.optim.Adam(
+        [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay
+    )
     executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype, forecaster)
     return Assembly(
         executor, evaluation_program(prepared.plan), labels, masks, prepared.metric,
@@ -120,13 +122,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
 
 
 def _structure(
-    kind: str,
-    graph: Graph,
-    layout: ShardLayout,
-    dtype: torch.dtype,
-    device: torch.device,
+    kind: str, prepared: Prepared, layout: ShardLayout, device: torch.device
 ) -> LinearOperator | Blocks:
-    rows = weighted_rows(graph, kind)
+    rows = weighted_rows(prepared.graph, kind)
     if kind in LINEAR_KINDS:
-        return LinearOperator.build(rows, layout, dtype, device)
-    return Blocks.build(rows, layout, device)
+        return LinearOperator.build(rows, layout, prepared.dtype, device)
+    local = prepared.chunking.perm[np.concatenate([layout.own, layout.halo])]
+    return Blocks.build(rows, layout, row_keys(torch.from_numpy(local)).to(device))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gnnpipe.graph.graph import Graph
-from gnnpipe.models import GNN, Layer
+from gnnpipe.models import GNN, Layer, Model
+from gnnpipe.models.bridge import Captured
 from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.models.gnn import layer_name
 from gnnpipe.plan import ModelGraph, Op
@@ -11,12 +12,45 @@ from gnnpipe.plan import ModelGraph, Op
 __all__ = ["describe"]
 
 
-def describe(model: GNN, graph: Graph) -> ModelGraph:
-    """The DAG of the model's ops; a chain, one op per layer."""
+def describe(model: Model, graph: Graph) -> ModelGraph:
+    """The DAG of the model's ops: of hand-made layers a chain, one op each."""
+    sizes = model.name, graph.num_features, graph.num_classes
+    if isinstance(model, Captured):
+        return ModelGraph(*sizes, _captured_ops(model), unit="op")
+    assert isinstance(model, GNN)
     ops: list[Op] = []
     for layer in model.stack():
         ops.append(_layer_op(layer, tuple(ops[-1].outputs) if ops else ()))
-    return ModelGraph(model.name, graph.num_features, graph.num_classes, tuple(ops))
+    return ModelGraph(*sizes, tuple(ops))
+
+
+def _captured_ops(model: Captured) -> tuple[Op, ...]:
+    """One op per recorded call; weights that several calls share count for the first."""
+    ops: list[Op] = []
+    counted: set[str] = set()
+    aggregations = {a.name: a for a in model.piece(0, len(model.ops)).aggregations}
+    for call in model.ops:
+        weights = dict(model.weights(call))
+        new = [p for name, p in weights.items() if name not in counted]
+        counted |= set(weights)
+        flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2)
+        reads = model.reads_features(call)
+        found = aggregations.get(call.name)
+        ops.append(
+            Op(
+                name=call.name,
+                inputs=tuple(source.name for source in model.inputs(call)),
+                outputs={call.name: model.facts[call].width},
+                num_parameters=sum(p.numel() for p in new),
+                flops_per_row=0 if reads else flops,
+                flops_per_feature=flops // max(model.num_features, 1) if reads else 0,
+                push_width=found.width if found else 0,
+                is_linear=found.is_linear if found else True,
+                reads_features=reads,
+                weights=tuple(weights),
+            )
+        )
+    return tuple(ops)
 
 
 def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
@@ -35,4 +69,5 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
         kept_widths=dict(layer.kept_widths),
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
+        weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )

@@ -13,23 +13,24 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 import torch
+from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.load import load_graph
-from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
-from gnnpipe.models import GNN, MODELS, LayerSpec
+from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.train.choose import check_parts, check_validation, choose_model
 from gnnpipe.train.describe import describe
-from gnnpipe.train.task import choose_metric, has_both
+from gnnpipe.train.task import choose_metric
 
 __all__ = ["Prepared", "chunk_order", "prepare"]
 
@@ -43,7 +44,7 @@ class Prepared:
     """In the order of ``chunking``."""
     chunking: Chunking
     quality: CutQuality
-    model: GNN
+    model: Model
     model_graph: ModelGraph
     plan: Plan
     program: Program
@@ -90,14 +91,14 @@ def prepare(
     config: TrainConfig,
     mesh: Mesh,
     graph: Graph | None = None,
-    model: GNN | None = None,
+    model: nn.Module | None = None,
     plan: Plan | None = None,
 ) -> Prepared:
     """Read, cut, plan and prove. ``InputError`` on every rank if any rank has one.
 
     Rank 0 alone cuts the graph and tells the others.
     """
-    _check_parts(config, graph, model)
+    check_parts(config, graph, model)
     error: InputError | None = None
     try:
         if graph is None:
@@ -110,17 +111,14 @@ def prepare(
     mesh.agree(error)
     assert graph is not None
     metric = choose_metric(graph, config.metric)
-    _check_validation(config, graph, metric)
+    check_validation(config, graph, metric)
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    # Before the cut, which may take long: a model that cannot be used is told of at once.
+    chosen = choose_model(model, config, graph, mesh, dtype)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    if model is None:
-        model = GNN.build(config.model, _spec(config, graph), config.seed, dtype)
-    else:
-        _check_model(model, config, graph)
-        model = model.to(dtype)
-    described = describe(model, graph)
+    described = describe(chosen, graph)
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
@@ -144,52 +142,9 @@ def prepare(
         number_bytes=8 if dtype == torch.float64 else 4, pilots=len(pilots),
     )  # fmt: skip
     return Prepared(
-        config, graph, chunking, quality, model, described, plan, program, exact_program, report,
+        config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
         volume, pilots, edges, metric,
     )  # fmt: skip
-
-
-def _check_parts(config: TrainConfig, graph: Graph | None, model: GNN | None) -> None:
-    """What can be told without reading anything."""
-    PARTITIONERS[config.partitioner]
-    if model is None:
-        MODELS[config.model]
-    elif not isinstance(model, GNN):
-        raise InputError(
-            f"model: is a {type(model).__name__}, not a gnnpipe.models.GNN; other PyTorch modules "
-            f"cannot be cut yet; try --model with one of {', '.join(MODELS)}"
-        )
-    if graph is None:
-        return
-    if not isinstance(graph, Graph):
-        raise InputError(
-            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
-        )
-    if config.split != "given" or config.symmetrize:
-        raise InputError(
-            "--split and --symmetrize: have no effect on a graph that is passed in; give them to "
-            "Graph.from_pyg"
-        )
-
-
-def _check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
-    """What is steered by the validation metric needs vertices that it can be measured on."""
-    if graph.val_mask.any() and (metric != "rocauc" or has_both(graph.y[graph.val_mask])):
-        return
-    for wish, is_wished in (
-        (f"--patience {config.patience}", config.patience > 0),
-        ("--keep best", config.kept_epoch == "best"),
-        ("--lr-schedule plateau", config.lr_schedule == "plateau"),
-    ):
-        if is_wished and not graph.val_mask.any():
-            raise InputError(
-                f"{wish}: {graph.name} has no validation vertices; try --split 60/20/20"
-            )
-        if is_wished:
-            raise InputError(
-                f"{wish}: ROC AUC needs positive and negative validation vertices, and "
-                f"{graph.name} has not both; try --metric accuracy"
-            )
 
 
 def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
@@ -207,27 +162,6 @@ def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
         raise InputError(failed)
     shared: Chunking = mesh.share(chunking)
     return shared
-
-
-def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
-    return LayerSpec(
-        num_features=graph.num_features, num_classes=graph.num_classes,
-        num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
-        heads=config.heads, alpha=config.alpha, theta=config.theta,
-    )  # fmt: skip
-
-
-def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
-    spec = model.stack()[0].spec
-    for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
-        if getattr(spec, name) != want:
-            raise InputError(
-                f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
-            )
-    if spec.num_layers != config.layers:
-        raise InputError(
-            f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"
-        )
 
 
 def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:

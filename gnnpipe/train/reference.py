@@ -54,6 +54,7 @@ class Reference:
             )
             for a, b in self._ranges()
         ]
+        self.keys = row_keys(torch.from_numpy(prepared.chunking.perm))
         self.y = torch.from_numpy(graph.y)
         self.train_mask = torch.from_numpy(graph.train_mask)
         every = self.piece.aggregations
@@ -68,7 +69,7 @@ class Reference:
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from these weights, by name."""
-        self.model.module.load_state_dict(weights)
+        self.model.load(weights)
 
     def _ranges(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
@@ -212,7 +213,9 @@ class Reference:
         source = torch.where(own, source - start, source + count)
         size = (count + len(table), count)
         nothing = torch.empty(0, dtype=torch.int64)
-        block = Block(torch.stack([source, target]), nothing, nothing.bool()[:, None], size)
+        keys = torch.cat([self.keys[start:stop], self.keys])
+        edges = torch.stack([source, target])
+        block = Block(edges, nothing, nothing.bool()[:, None], size, keys)
         return Received(torch.cat([table[start:stop], table]), block)
 
 

@@ -175,7 +175,7 @@ def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
     whole = prepared.model.piece(0, prepared.plan.num_ops)
     kinds = {a.structure for a in whole.aggregations}
-    return "mean" not in kinds and prepared.graph.is_symmetric
+    return not any(k.startswith("mean") for k in kinds) and prepared.graph.is_symmetric
 
 
 def info_lines(prepared: Prepared) -> list[str]:

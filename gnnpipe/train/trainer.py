@@ -11,12 +11,11 @@ import time
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.models import GNN
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly, assemble
@@ -46,11 +45,16 @@ class Trainer:
         self,
         config: TrainConfig,
         graph: Graph | None = None,
-        model: GNN | None = None,
+        model: nn.Module | None = None,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         """Parts that are not given are made from ``config``: graph, model, plan.
+
+        ``model`` is a ``torch_geometric`` model that takes (x, edge_index), or a ``GNN``; its own
+        weights are trained (those of rank 0, if the ranks differ), and ``--model``, ``--layers``
+        and what else describes a model have no meaning then. ``fit`` raises ``InputError`` naming
+        the line of ``forward`` that cannot be cut into chunks.
 
         ``mesh`` if the ranks have met before, for another run of this process.
         """
@@ -62,9 +66,9 @@ class Trainer:
         self._fitted = False
 
     @property
-    def model(self) -> GNN:
+    def model(self) -> nn.Module:
         """The model; after ``fit`` with the trained weights of all stages, on every rank."""
-        return self._setup()[1].model
+        return self._setup()[1].model.module
 
     @property
     def plan(self) -> Plan:
@@ -109,6 +113,8 @@ class Trainer:
             if self._graph is not None:
                 # A name that no reader knows: repeating the run must not train another graph.
                 written = replace(config, dataset=f"passed-in:{prepared.graph.name}")
+            if self._model is not None:
+                written = replace(written, model=f"passed-in:{prepared.model.name}")
             folder.open(written, prepared.plan, prepared.program_text())
             progress.say(f"run folder: {folder.path}")
         with progress:
@@ -202,12 +208,10 @@ class Trainer:
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
         """The weights of all stages, loaded into the model on every rank."""
-        piece = prepared.model.piece(*prepared.plan.stages[mesh.stage])
-        mine = {name: tensor.detach().cpu() for name, tensor in piece.named_parameters()}
-        if mesh.world_size == 1:
-            return mine
-        weights: dict[str, Tensor] = {}
-        for part in mesh.gather(mine if mesh.shard == 0 else {}):
-            weights |= part
-        prepared.model.load_state_dict(weights)
-        return weights
+        model = prepared.model
+        if mesh.world_size > 1:
+            piece = model.piece(*prepared.plan.stages[mesh.stage])
+            mine = {name: tensor.detach().cpu() for name, tensor in piece.named_parameters()}
+            for part in mesh.gather(mine if mesh.shard == 0 else {}):
+                model.load(part)
+        return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}

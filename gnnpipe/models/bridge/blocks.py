@@ -1,0 +1,121 @@
+"""Convolutions that run unchanged, on the block of a chunk: its own rows C, then its halo rows H.
+
+Nothing is known of such a convolution but how it is called. It is given the block in one of two
+forms: as the pair (all rows, own rows), which PyG calls bipartite and which wastes nothing; or, if
+it does not take that, as a graph of C + H vertices of which the own rows are kept. ``probe`` finds
+out which form gives the same rows as the whole graph does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gnnpipe.graph.operators import Block
+from gnnpipe.models.bridge.inner_dropout import KeyedDropout
+from gnnpipe.models.bridge.trace import EDGES
+from gnnpipe.models.layer import Rows
+
+__all__ = ["FORMS", "BlockConv"]
+
+FORMS = ("pair", "square")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in the arguments for the value with this number that was pushed."""
+
+    index: int
+
+
+_EDGES, _OWN = _Slot(-1), _Slot(-2)
+
+
+class BlockConv(nn.Module):
+    """A convolution as the recording calls it, to be run on blocks."""
+
+    def __init__(
+        self,
+        conv: nn.Module,
+        call: fx.Node,
+        shapes: Mapping[fx.Node, tuple[int, ...]],
+        form: str,
+        drops: Sequence[str] = (),
+        site: int = 0,
+    ) -> None:
+        """``shapes``: of one row, for every value that has rows; ``drops``: what each dropout of
+        the convolution drops; ``site`` tells it from others. ``TypeError``: not in this form.
+        """
+        super().__init__()
+        self.conv, self.form, self.drops, self.site = conv, form, tuple(drops), site
+        self.pushed: list[fx.Node] = []
+        """Values whose rows it reads over the edges; they are pushed side by side."""
+        self.own: fx.Node | None = None
+        """A value that it reads of its own rows alone, if there is one: the second of a pair."""
+        args = list(call.args)
+        if args and isinstance(args[0], tuple | list):
+            if form == "square":
+                raise TypeError("it is given a pair of features")
+            source, self.own = args[0]
+            args[0] = source
+
+        def slot(n: fx.Node) -> Any:
+            if n.op == "placeholder" and n.target == EDGES:
+                return _EDGES
+            if n not in shapes:
+                raise TypeError(f"its argument {n} is neither rows nor edges")
+            if n not in self.pushed:
+                self.pushed.append(n)
+            return _Slot(self.pushed.index(n))
+
+        self._args: Any = fx.node.map_arg(tuple(args), slot)
+        self._kwargs: Any = fx.node.map_arg(dict(call.kwargs), slot)
+        self._shapes = [shapes[n] for n in self.pushed]
+        self._widths = [_count(shape) for shape in self._shapes]
+        if form == "pair" and len(self.pushed) != 1:
+            raise TypeError("it reads several values of each vertex")
+
+    @property
+    def width(self) -> int:
+        """Numbers that are pushed for a row."""
+        return sum(self._widths)
+
+    def forward(
+        self, received: Tensor, block: Block, rows: Rows, own: Tensor | None = None
+    ) -> Tensor:
+        """The own rows' results [C, ...] from the block's rows [C + H, F]."""
+        count = block.size[1]
+        parts = torch.split(received, self._widths, dim=1)
+        values: list[Any] = [
+            part.reshape(len(part), *shape) for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+        if self.form == "pair":
+            values[0] = (values[0], values[0][:count] if own is None else own)
+
+        def fill(argument: Any) -> Any:
+            if isinstance(argument, _Slot):
+                return block.edge_index if argument == _EDGES else values[argument.index]
+            if isinstance(argument, tuple | list):
+                return type(argument)(fill(a) for a in argument)
+            return argument
+
+        args = [fill(a) for a in self._args]
+        kwargs = {k: fill(v) for k, v in self._kwargs.items()}
+        mode: AbstractContextManager[Any] = nullcontext()
+        if self.drops:
+            mode = KeyedDropout(self.drops, block, rows, self.site)
+        with mode:
+            out: Tensor = self.conv(*args, **kwargs)
+        return out[:count]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,144 @@
+"""A captured model: the recording as a DAG of ops, cut into pieces.
+
+Three kinds of recorded values are told apart. A value with one row of floating numbers for each
+vertex is an OP's: it can be handed from step to step and sent from stage to stage. What depends on
+weights alone (a gate, a softmax over layers) and what is no such tensor (a shape, a comparison, the
+parts of a split) is computed anew wherever an op needs it, and belongs to that op.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gnnpipe.models.bridge.marks import aggregate
+from gnnpipe.models.bridge.piece import CapturedPiece
+from gnnpipe.models.bridge.probe import Facts, probe
+from gnnpipe.models.bridge.sample import make_sample
+from gnnpipe.models.bridge.trace import FEATURES, OUT_OF_PLACE, attribute, trace
+from gnnpipe.models.piece import Model
+
+__all__ = ["Captured", "capture"]
+
+
+def capture(model: nn.Module, num_features: int) -> Captured:
+    """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way."""
+    sample = make_sample(model, num_features)
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        with torch.no_grad():
+            # Lazy weights take their shape from the first rows they see.
+            model(sample.x.float(), sample.edge_index)
+    recording = trace(model)
+    return Captured(model, recording, probe(model, recording, sample), num_features)
+
+
+class Captured(Model):
+    """A user's model with its recording."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recording: fx.GraphModule,
+        facts: dict[fx.Node, Facts],
+        num_features: int,
+    ) -> None:
+        self.recording, self.facts, self.num_features = recording, facts, num_features
+        self.name = type(model).__name__
+        self._module = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captured:
+        """With weights of its own; the recorded calls are shared."""
+        twin = copy.deepcopy(self._module, memo)
+        root = nn.Module()
+        root.add_module("model", twin)
+        for call in self.recording.graph.nodes:
+            path = str(call.target)
+            if call.op == "call_module" and path.endswith(OUT_OF_PLACE):
+                owner = root.get_submodule(path.rpartition(".")[0])
+                owner.add_module(path.rpartition(".")[2], self.recording.get_submodule(path))
+            elif call.op == "get_attr" and not path.startswith("model."):
+                # A tensor that forward itself made, out of nothing but numbers.
+                setattr(root, path, getattr(self.recording, path))
+        recording = fx.GraphModule(root, self.recording.graph)
+        return Captured(twin, recording, self.facts, self.num_features)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module; its weights are those that are trained."""
+        return self._module
+
+    @property
+    def size_text(self) -> str:
+        """Ops and aggregations."""
+        return f"{len(self.ops)} ops, {sum(map(self.aggregates, self.ops))} aggregations"
+
+    @cached_property
+    def ops(self) -> list[fx.Node]:
+        """The recorded calls whose values are rows, in order; the last one gives the logits."""
+        return [
+            call
+            for call in self.recording.graph.nodes
+            if call.op not in ("placeholder", "output") and self.facts[call].is_rows
+        ]
+
+    @cached_property
+    def result(self) -> fx.Node:
+        """The call that gives the logits."""
+        output = next(n for n in self.recording.graph.nodes if n.op == "output")
+        found: fx.Node = output.args[0]
+        return found
+
+    def aggregates(self, call: fx.Node) -> bool:
+        """The call reads other rows than its own."""
+        return call.target is aggregate or bool(self.facts[call].form)
+
+    def helpers(self, op: fx.Node) -> list[fx.Node]:
+        """Calls that are made anew for an op, in order: they are not ops."""
+        found: dict[fx.Node, None] = {}
+
+        def visit(call: fx.Node) -> None:
+            for source in call.all_input_nodes:
+                if source.op != "placeholder" and not self.facts[source].is_rows:
+                    visit(source)
+                    found[source] = None
+
+        visit(op)
+        return list(found)
+
+    def inputs(self, op: fx.Node) -> list[fx.Node]:
+        """Ops that an op reads, also through its helpers, each once."""
+        found: dict[fx.Node, None] = {}
+        for call in (*self.helpers(op), op):
+            for source in call.all_input_nodes:
+                if source.op != "placeholder" and self.facts[source].is_rows:
+                    found[source] = None
+        return list(found)
+
+    def reads_features(self, op: fx.Node) -> bool:
+        """The op, or a helper of it, reads the input features."""
+        return any(
+            source.op == "placeholder" and source.target == FEATURES
+            for call in (*self.helpers(op), op)
+            for source in call.all_input_nodes
+        )
+
+    def weights(self, op: fx.Node) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that an op uses, by the user's names."""
+        for call in (*self.helpers(op), op):
+            if call.op == "call_module":
+                module = self.recording.get_submodule(str(call.target))
+                for name, parameter in module.named_parameters():
+                    yield f"{call.target}.{name}".removeprefix("model."), parameter
+            elif call.op == "get_attr":
+                value = attribute(self.recording, str(call.target))
+                if isinstance(value, nn.Parameter):
+                    yield str(call.target).removeprefix("model."), value
+
+    def piece(self, first: int, last: int) -> CapturedPiece:
+        """Ops first..last-1."""
+        return CapturedPiece(self, first, last)

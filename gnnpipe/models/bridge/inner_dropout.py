@@ -1,0 +1,93 @@
+"""Dropout inside of a convolution that runs unchanged: of attention, mostly.
+
+It is keyed by what is dropped, as all dropout here (``models.dropout``): a row by its vertex, an
+edge by both its ends, so that no shape changes it. What a tensor has a row for is found out on the
+sample, where the number of vertices and that of edges differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gnnpipe.graph.operators import Block
+from gnnpipe.models.dropout import edge_keys
+from gnnpipe.models.layer import Rows
+
+__all__ = ["DropoutKinds", "KeyedDropout"]
+
+ROWS, EDGES, EDGES_AND_LOOPS = "rows", "edges", "edges and loops"
+
+
+class _Dropout(TorchFunctionMode):
+    """In its reach ``F.dropout`` is what ``drop`` says."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Everything else is left alone."""
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        found = given.arguments
+        if not (found["training"] and found["p"]):
+            return found["input"]
+        return self.drop(found["input"], found["p"])
+
+    def drop(self, x: Tensor, probability: float) -> Tensor:
+        """Of ``x`` [R, ...], in training."""
+        raise NotImplementedError
+
+
+class KeyedDropout(_Dropout):
+    """Every mask belongs to edges or rows, not to the call."""
+
+    def __init__(self, kinds: Sequence[str], block: Block, rows: Rows, site: int) -> None:
+        """``kinds``: of every call in turn; ``site``, and those behind it, tell them apart."""
+        super().__init__()
+        self._kinds, self._block, self._rows = iter(kinds), block, rows
+        self._sites = itertools.count(site)
+
+    def drop(self, x: Tensor, probability: float) -> Tensor:
+        """By the keys of what ``x`` has rows for."""
+        kind, site = next(self._kinds), next(self._sites)
+        if not self._rows.training:
+            return x
+        rows = replace(self._rows, keys=self._keys(kind, len(x)))
+        return rows.dropout(x.reshape(len(x), -1), probability, site).reshape(x.shape)
+
+    def _keys(self, kind: str, count: int) -> Tensor:
+        keys = self._block.keys
+        assert keys is not None, "nothing of the pilots is dropped"
+        if kind == ROWS:
+            return keys[:count]
+        source, target = self._block.edge_index
+        if kind == EDGES_AND_LOOPS:
+            loops = torch.arange(count - len(source), device=keys.device)
+            source, target = torch.cat([source, loops]), torch.cat([target, loops])
+        return edge_keys(keys[source], keys[target])
+
+
+class DropoutKinds(_Dropout):
+    """Notes what every call drops, and lets it do nothing."""
+
+    def __init__(self, num_rows: int, num_edges: int) -> None:
+        super().__init__()
+        self._names = {
+            num_rows: ROWS, num_edges: EDGES, num_edges + num_rows: EDGES_AND_LOOPS,
+        }  # fmt: skip
+        self.found: list[str] = []
+
+    def drop(self, x: Tensor, probability: float) -> Tensor:
+        """``TypeError`` for a tensor that has rows for neither vertices nor edges."""
+        if len(x) not in self._names:
+            raise TypeError(f"its dropout is of {len(x)} rows, neither of vertices nor of edges")
+        self.found.append(self._names[len(x)])
+        return x

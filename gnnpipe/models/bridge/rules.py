@@ -1,0 +1,214 @@
+"""How convolutions with fixed edge weights are taken apart: one short rule each.
+
+A rule is written as the convolution's own ``forward``, with ``aggregate`` in the place of
+``propagate``. It is run while the model is traced, so what it calls is recorded under the user's
+own names, and the weights stay where they are. ``None`` means that this instance is of another
+kind (another reduction, another norm); it then runs unchanged on blocks.
+
+Where the algebra lets one choose, rows are transformed first if that makes them narrower, and
+aggregated first otherwise: the narrower rows are those that are pushed, sent and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe.models.bridge.marks import aggregate
+
+__all__ = ["RULES", "Rule", "lowers"]
+
+Rule = Callable[..., Any]
+"""(convolution, x, further arguments that are not edges) to its result."""
+
+RULES: dict[type[nn.Module], Rule] = {}
+
+
+def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register the rule of a convolution."""
+
+    def add(rule: Rule) -> Rule:
+        RULES[kind] = rule
+        return rule
+
+    return add
+
+
+def _plus_bias(conv: Any, out: Any) -> Any:
+    return out if conv.bias is None else out + conv.bias
+
+
+def _gcn_structure(conv: Any) -> str | None:
+    """What ``gcn_norm`` makes of the edges, if the convolution weighs them so."""
+    if getattr(conv, "improved", False):
+        return None
+    if not getattr(conv, "normalize", True):
+        return "sum"
+    return "gcn" if conv.add_self_loops else None
+
+
+def _reduction(conv: Any) -> str | None:
+    """'sum' or 'mean', if the convolution reduces so."""
+    name = conv.aggr if isinstance(conv.aggr, str) else None
+    return {"mean": "mean", "add": "sum", "sum": "sum"}.get(name or "")
+
+
+def _linear_of_aggregate(lin: Any, x: Any, structure: str) -> Any:
+    """``lin(A x)``; or ``A (x W) + b``, if W makes the rows narrower."""
+    if lin.in_channels <= lin.out_channels:
+        return lin(aggregate(x, structure=structure))
+    out = aggregate(nn.functional.linear(x, lin.weight), structure=structure)
+    return out if lin.bias is None else out + lin.bias
+
+
+@lowers(pyg.GCNConv)
+def gcn(conv: Any, x: Any) -> Any:
+    """``A (x W) + b``."""
+    structure = _gcn_structure(conv)
+    if structure is None:
+        return None
+    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure))
+
+
+@lowers(pyg.SAGEConv)
+def sage(conv: Any, x: Any) -> Any:
+    """``A x W_l + b + x W_r``."""
+    structure = _reduction(conv)
+    if structure is None:
+        return None
+    own = x
+    if conv.project:
+        x = conv.lin(x).relu()
+    out = _linear_of_aggregate(conv.lin_l, x, structure)
+    if conv.root_weight:
+        out = out + conv.lin_r(own)
+    return nn.functional.normalize(out, p=2.0, dim=-1) if conv.normalize else out
+
+
+@lowers(pyg.GraphConv)
+def graph_conv(conv: Any, x: Any) -> Any:
+    """``A x W + b + x W_root``."""
+    structure = _reduction(conv)
+    if structure is None:
+        return None
+    return _linear_of_aggregate(conv.lin_rel, x, structure) + conv.lin_root(x)
+
+
+@lowers(pyg.GINConv)
+def gin(conv: Any, x: Any) -> Any:
+    """``nn(A x + (1 + eps) x)``."""
+    structure = _reduction(conv)
+    if structure is None:
+        return None
+    return conv.nn(aggregate(x, structure=structure) + (1 + conv.eps) * x)
+
+
+@lowers(pyg.GCN2Conv)
+def gcn2(conv: Any, x: Any, x_0: Any) -> Any:
+    """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
+    structure = _gcn_structure(conv)
+    if structure is None:
+        return None
+    m = aggregate(x, structure=structure) * (1 - conv.alpha)
+    first = conv.alpha * x_0
+    if conv.weight2 is None:
+        m = m + first
+        return torch.lerp(m, m @ conv.weight1, conv.beta)
+    return torch.lerp(m, m @ conv.weight1, conv.beta) + torch.lerp(
+        first, first @ conv.weight2, conv.beta
+    )
+
+
+@lowers(pyg.SGConv)
+def sgc(conv: Any, x: Any) -> Any:
+    """``A^K x W + b``: K aggregations."""
+    structure = _gcn_structure(conv)
+    if structure is None or conv.cached:
+        return None
+    for _ in range(conv.K - 1):
+        x = aggregate(x, structure=structure)
+    return _linear_of_aggregate(conv.lin, x, structure) if conv.K else conv.lin(x)
+
+
+@lowers(pyg.SSGConv)
+def ssgc(conv: Any, x: Any) -> Any:
+    """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
+    structure = _gcn_structure(conv)
+    if structure is None or conv.cached:
+        return None
+    h = x * conv.alpha
+    for _ in range(conv.K):
+        x = aggregate(x, structure=structure)
+        h = h + (1 - conv.alpha) / conv.K * x
+    return conv.lin(h)
+
+
+@lowers(pyg.APPNP)
+def appnp(conv: Any, x: Any) -> Any:
+    """K times ``x = (1 - alpha) A x + alpha h``."""
+    structure = _gcn_structure(conv)
+    if structure is None or conv.dropout > 0 or conv.cached:
+        return None
+    h = x
+    for _ in range(conv.K):
+        x = aggregate(x, structure=structure) * (1 - conv.alpha) + conv.alpha * h
+    return x
+
+
+@lowers(pyg.TAGConv)
+def tag(conv: Any, x: Any) -> Any:
+    """``sum A^k x W_k + b``, A without loops."""
+    structure = "gcn-loopless" if conv.normalize else "sum"
+    out = conv.lins[0](x)
+    for lin in list(conv.lins)[1:]:
+        x = aggregate(x, structure=structure)
+        out = out + lin(x)
+    return _plus_bias(conv, out)
+
+
+@lowers(pyg.MixHopConv)
+def mix_hop(conv: Any, x: Any) -> Any:
+    """``[A^p x W_p]`` side by side, p in ``powers``."""
+    structure = _gcn_structure(conv)
+    if structure is None:
+        return None
+    powers = [int(p) for p in conv.powers]
+    outs = [conv.lins[0](x)] if 0 in powers else []
+    for j in range(1, max(powers) + 1):
+        x = aggregate(x, structure=structure)
+        if j in powers:
+            outs.append(conv.lins[j](x))
+    return _plus_bias(conv, torch.cat(outs, dim=-1))
+
+
+@lowers(pyg.LEConv)
+def le(conv: Any, x: Any) -> Any:
+    """``sum (x_j W_1 + b - x_i W_2) + x_i W_3``: A (x W_1 + b) - degree * (x W_2) + x W_3."""
+    degree = aggregate(torch.ones_like(x[:, :1]), structure="sum")
+    return aggregate(conv.lin1(x), structure="sum") - degree * conv.lin2(x) + conv.lin3(x)
+
+
+@lowers(pyg.ClusterGCNConv)
+def cluster_gcn(conv: Any, x: Any) -> Any:
+    """``(D^-1 (A + I) + lambda diag) x W_out + x W_root``."""
+    if not conv.add_self_loops or conv.diag_lambda != 0.0:
+        return None
+    return conv.lin_out(aggregate(x, structure="mean-looped")) + conv.lin_root(x)
+
+
+@lowers(pyg.ChebConv)
+def cheb(conv: Any, x: Any) -> Any:
+    """``sum T_k(L) x W_k + b``; L is -A here, as PyG has it for lambda_max = 2."""
+    if conv.normalization != "sym":
+        return None
+    before, now = x, x
+    out = conv.lins[0](x)
+    for k, lin in enumerate(list(conv.lins)[1:]):
+        spread = -aggregate(now, structure="gcn-outgoing")
+        before, now = now, spread if k == 0 else 2.0 * spread - before
+        out = out + lin(now)
+    return _plus_bias(conv, out)

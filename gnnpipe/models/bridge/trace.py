@@ -1,0 +1,276 @@
+"""Records a PyG model's forward as a graph of calls, without running it on data.
+
+torch.fx does the tracing. Convolutions are taken apart by their rule (``rules``) or kept whole, and
+whatever else PyG or torch ship as one module is kept whole, too; the user's own modules are walked
+through. Everything that would make the recording compute something else than the model is refused
+with the user's own line.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch_geometric import nn as pyg
+
+from gnnpipe.errors import InputError
+from gnnpipe.models.bridge.marks import drop
+from gnnpipe.models.bridge.rules import RULES
+
+__all__ = ["BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "line_of", "trace"]
+
+FEATURES, EDGES = "x", "edge_index"
+"""Names of the recording's inputs, whatever the model calls them."""
+
+BY_HAND = "or declare the layers by hand (docs/guide.md)"
+
+OUT_OF_PLACE = "_out_of_place"
+"""Ends the name of a twin that stands in for a module that would write to its input."""
+
+_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges")
+
+
+class _Root(nn.Module):
+    """Calls the model with features and edges; its other arguments keep their defaults."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        return self.model(x, edge_index)
+
+
+def check_signature(model: nn.Module) -> None:
+    """``InputError`` unless forward takes features, edges and nothing else that is needed."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    name = type(model).__name__
+    if len(parameters) < 2 or parameters[1].name not in _EDGE_NAMES:
+        raise InputError(
+            f"model: {name}.forward({', '.join(p.name for p in parameters)}) should take features "
+            f"and then edge_index (or adj_t); wrap it in a module that does"
+        )
+    for p in parameters[2:]:
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise InputError(
+                f"model: {name}.forward needs {p.name!r}, which the graph has not; give it a "
+                "default, or wrap the model in a module that passes it"
+            )
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """The recording, over the model's own modules under the prefix ``model.``."""
+    check_signature(model)
+    was = {name: module.training for name, module in model.named_modules()}
+    try:
+        model.train()
+        training = _record(model)
+        model.eval()
+        evaluation = _record(model)
+    finally:
+        for name, module in model.named_modules():
+            module.training = was[name]
+    _replace_dropout(training, evaluation)
+    _compare(training, evaluation)
+    _make_out_of_place(training)
+    training.graph.eliminate_dead_code()
+    for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
+        call.kwargs = {**call.kwargs, "site": site}
+    training.recompile()
+    return training
+
+
+def line_of(call: fx.Node) -> str:
+    """The user's line that made a call: ' (model.py, line 12: x = x.mean(0))'."""
+    lines = (call.stack_trace or "").strip().splitlines()
+    own = [i for i, text in enumerate(lines) if text.lstrip().startswith("File") and _is_own(text)]
+    if not own:
+        return ""
+    where = lines[own[-1]].strip().removeprefix("File ").split(", in ")[0].replace('"', "")
+    code = lines[own[-1] + 1].strip() if own[-1] + 1 < len(lines) else ""
+    return f" ({where}: {code})"
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """What a dotted path leads to: a weight, a buffer, a constant."""
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _is_own(text: str) -> bool:
+    return not any(part in text for part in ("/torch/", "/torch_geometric/", "/gnnpipe/models/"))
+
+
+class _Tracer(fx.Tracer):
+    record_stack_traces = True
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whole: convolutions, and what torch and PyG ship but for models of several layers."""
+        kind = type(m).__module__
+        if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge):
+            return True
+        if kind.startswith("torch_geometric.nn.models") or isinstance(m, pyg.Sequential):
+            return False
+        return kind.startswith("torch_geometric.nn") or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Convolutions by their rule; dropout as a mark; the rest as fx does."""
+        if isinstance(m, nn.Dropout):
+            return drop(args[0] if args else kwargs["input"], probability=m.p)
+        if isinstance(m, pyg.Aggregation):
+            raise InputError(
+                f"model: {self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, "
+                "which a chunk cannot; only vertex-wise outputs can be trained"
+            )
+        if isinstance(m, pyg.MessagePassing) and type(m) in RULES:
+            found = self._lower(m, args, kwargs)
+            if found is not None:
+                return found
+        return super().call_module(m, forward, args, kwargs)
+
+    def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The rule's result, or None where the convolution must run unchanged."""
+        given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
+        others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
+        edges = given.get(EDGES, given.get("adj_t"))
+        values = list(others.values())
+        is_plain = isinstance(edges, fx.Proxy) and edges.node.op == "placeholder"
+        if not is_plain or not all(isinstance(v, fx.Proxy) for v in values):
+            return None
+        if getattr(m, "flow", "source_to_target") != "source_to_target":
+            return None
+        if set(others) - {"x", "x_0"}:
+            return None
+        return RULES[type(m)](m, *values)
+
+
+def _record(model: nn.Module) -> fx.GraphModule:
+    root, tracer = _Root(model), _Tracer()
+    try:
+        with _pooling_refused():
+            return fx.GraphModule(root, tracer.trace(root))
+    except InputError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_own(f.filename)]
+        frames = [f for f in frames if "gnnpipe" not in f.filename] or frames
+        where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+        raise InputError(
+            f"model: {type(model).__name__} cannot be traced: {error} ({where}). Make that line "
+            f"independent of the data, {BY_HAND}"
+        ) from None
+
+
+@contextmanager
+def _pooling_refused() -> Iterator[None]:
+    """PyG's aggregations, called outside a convolution, escape fx: they define ``__call__``."""
+    original = pyg.Aggregation.__call__
+
+    def refuse(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, fx.Proxy):
+            tracer: Any = x.tracer
+            return tracer.call_module(self, self.forward, (x, *args), kwargs)
+        return original(self, x, *args, **kwargs)
+
+    pyg.Aggregation.__call__ = refuse
+    try:
+        yield
+    finally:
+        pyg.Aggregation.__call__ = original
+
+
+def _replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
+    """``F.dropout`` becomes a mark where it is on; left on in evaluation, it is refused."""
+    for module, is_training in ((training, True), (evaluation, False)):
+        for call in list(module.graph.nodes):
+            if call.target is not F.dropout:
+                continue
+            settings = inspect.signature(F.dropout).bind(*call.args, **call.kwargs)
+            settings.apply_defaults()
+            given = settings.arguments
+            if given["training"] and not is_training:
+                raise InputError(
+                    f"model: dropout stays on in evaluation{line_of(call)}; pass "
+                    "training=self.training"
+                )
+            on = given["training"] or not is_training
+            with module.graph.inserting_after(call):
+                new = module.graph.call_function(
+                    drop if on else operator.pos,
+                    (given["input"],),
+                    {"probability": given["p"], "site": -1} if on else {},
+                )
+            new.stack_trace = call.stack_trace
+            call.replace_all_uses_with(new)
+            module.graph.erase_node(call)
+
+
+def _compare(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
+    """Both must be the same calls: there is one program for both."""
+
+    def shape(call: fx.Node) -> tuple[str, str]:
+        target = "dropout" if call.target in (drop, operator.pos) else str(call.target)
+        return call.op, target
+
+    calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
+    for a, b in zip(calls, others, strict=False):
+        if shape(a) != shape(b):
+            raise InputError(
+                f"model: forward does other things in training than in evaluation{line_of(a)}; "
+                "only dropout and normalisation may"
+            )
+    if len(calls) != len(others):
+        raise InputError(
+            "model: forward does more in training than in evaluation, or less; only dropout and "
+            "normalisation may"
+        )
+
+
+def _make_out_of_place(recording: fx.GraphModule) -> None:
+    """Calls that change their input return a new value instead, and who reads it later reads that.
+
+    Values that enter a step are leaves of its autograd graph, which must not be written to.
+    """
+    graph = recording.graph
+    for call in list(graph.nodes):
+        name = call.target if isinstance(call.target, str) else ""
+        is_method = call.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        in_place_function = call.op == "call_function" and call.kwargs.get("inplace")
+        module = None
+        if call.op == "call_module":
+            module = recording.get_submodule(name)
+        if not (is_method or in_place_function or getattr(module, "inplace", False)):
+            continue
+        if is_method:
+            if not hasattr(torch.Tensor, name[:-1]):
+                raise InputError(
+                    f"model: {name} changes a value in place{line_of(call)}; use a new one"
+                )
+            call.target = name[:-1]
+        elif in_place_function:
+            call.kwargs = {**call.kwargs, "inplace": False}
+        elif module is not None:
+            twin: Any = copy.copy(module)
+            twin.inplace = False
+            recording.add_submodule(f"{name}{OUT_OF_PLACE}", twin)
+            call.target = f"{name}{OUT_OF_PLACE}"
+        changed = call.args[0] if call.args else None
+        if isinstance(changed, fx.Node):
+            later = False
+            for reader in graph.nodes:
+                if later and reader is not call:
+                    reader.replace_input_with(changed, call)
+                later = later or reader is call

@@ -1,0 +1,111 @@
+"""The model and graph of a run: those of the config or those passed in, and whether they fit."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.contradictions import check_stages
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.partition import PARTITIONERS
+from gnnpipe.models import GNN, MODELS, LayerSpec, Model
+from gnnpipe.models.bridge import capture
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.task import has_both
+
+__all__ = ["check_parts", "check_validation", "choose_model"]
+
+
+def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
+    """What can be told without reading anything."""
+    PARTITIONERS[config.partitioner]
+    if model is None:
+        MODELS[config.model]
+        check_stages(config)
+    elif not isinstance(model, nn.Module):
+        raise InputError(
+            f"model: is a {type(model).__name__}, not a torch.nn.Module; or try --model with one "
+            f"of {', '.join(MODELS)}"
+        )
+    if graph is None:
+        return
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
+        )
+    if config.split != "given" or config.symmetrize:
+        raise InputError(
+            "--split and --symmetrize: have no effect on a graph that is passed in; give them to "
+            "Graph.from_pyg"
+        )
+
+
+def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
+    """What is steered by the validation metric needs vertices that it can be measured on."""
+    if graph.val_mask.any() and (metric != "rocauc" or has_both(graph.y[graph.val_mask])):
+        return
+    for wish, is_wished in (
+        (f"--patience {config.patience}", config.patience > 0),
+        ("--keep best", config.kept_epoch == "best"),
+        ("--lr-schedule plateau", config.lr_schedule == "plateau"),
+    ):
+        if is_wished and not graph.val_mask.any():
+            raise InputError(
+                f"{wish}: {graph.name} has no validation vertices; try --split 60/20/20"
+            )
+        if is_wished:
+            raise InputError(
+                f"{wish}: ROC AUC needs positive and negative validation vertices, and "
+                f"{graph.name} has not both; try --metric accuracy"
+            )
+
+
+def choose_model(
+    model: nn.Module | None, config: TrainConfig, graph: Graph, mesh: Mesh, dtype: torch.dtype
+) -> Model:
+    """The model of the config, or the one given; with the same weights on every rank."""
+    if model is None:
+        return GNN.build(config.model, _spec(config, graph), config.seed, dtype)
+    if isinstance(model, GNN):
+        _check_model(model, config, graph)
+        return model.to(dtype)
+    error, found = None, None
+    try:
+        found = capture(model, graph.num_features)
+        width = found.facts[found.result].width
+        if width != graph.num_classes:
+            raise InputError(
+                f"model: gives {width} numbers for each vertex, but the graph has "
+                f"{graph.label_text}"
+            )
+    except InputError as fault:
+        error = fault
+    mesh.agree(error)
+    assert found is not None
+    model.to(dtype)
+    if mesh.world_size > 1:
+        model.load_state_dict(mesh.share(model.state_dict()))
+    return found
+
+
+def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
+    return LayerSpec(
+        num_features=graph.num_features, num_classes=graph.num_classes,
+        num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
+        heads=config.heads, alpha=config.alpha, theta=config.theta,
+    )  # fmt: skip
+
+
+def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
+    spec = model.stack()[0].spec
+    for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
+        if getattr(spec, name) != want:
+            raise InputError(
+                f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
+            )
+    if spec.num_layers != config.layers:
+        raise InputError(
+            f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"
+        )

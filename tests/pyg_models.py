@@ -1,0 +1,204 @@
+"""Models as PyG's users write them; nothing in here knows of gnnpipe. 7 features, 3 classes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import Linear
+from torch_geometric import nn as pyg
+from torch_geometric.utils import softmax
+
+IN, HIDDEN, OUT = 7, 8, 3
+
+
+class Arxiv(nn.Module):
+    """After PyG's ogbn-arxiv example, with LayerNorm."""
+
+    def __init__(self, conv=pyg.GCNConv):
+        super().__init__()
+        sizes = [IN, HIDDEN, HIDDEN, OUT]
+        self.convs = nn.ModuleList(conv(a, b) for a, b in pairwise(sizes))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+
+    def forward(self, x, adj_t):
+        for i, conv in enumerate(self.convs[:-1]):
+            x = conv(x, adj_t)
+            x = self.norms[i](x)
+            x = F.relu(x, inplace=True)
+            x = F.dropout(x, p=0.5, training=self.training)
+        x = self.convs[-1](x, adj_t)
+        return x.log_softmax(dim=-1)
+
+
+class GCNII(nn.Module):
+    def __init__(self, shared_weights=True):
+        super().__init__()
+        self.lins = nn.ModuleList([Linear(IN, HIDDEN), Linear(HIDDEN, OUT)])
+        self.convs = nn.ModuleList(
+            pyg.GCN2Conv(HIDDEN, 0.1, 0.5, i + 1, shared_weights=shared_weights) for i in range(4)
+        )
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.3, training=self.training)
+        x = x_0 = self.lins[0](x).relu()
+        for conv in self.convs:
+            x = F.dropout(x, 0.3, training=self.training)
+            x = conv(x, x_0, edge_index).relu()
+        return self.lins[1](x)
+
+
+class Deep(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.encode = Linear(IN, HIDDEN)
+        width, layers = HIDDEN, []
+        for _ in range(3):
+            conv = pyg.GENConv(width, HIDDEN, norm="layer")
+            norm = nn.LayerNorm(HIDDEN)
+            layers.append(
+                pyg.DeepGCNLayer(conv, norm, nn.ReLU(inplace=True), block=block, dropout=0.1)
+            )
+            width += HIDDEN if block == "dense" else 0
+        self.layers = nn.ModuleList(layers)
+        self.decode = Linear(width, OUT)
+
+    def forward(self, x, edge_index):
+        x = self.encode(x)
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return self.decode(x)
+
+
+class Appnp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin1, self.lin2 = Linear(IN, HIDDEN), Linear(HIDDEN, OUT)
+        self.prop = pyg.APPNP(3, 0.1)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(self.lin1(x).relu(), training=self.training)
+        return self.prop(self.lin2(x), edge_index)
+
+
+class Sgc(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = pyg.SGConv(IN, OUT, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+class MaxConv(pyg.MessagePassing):
+    """A convolution of the user's own."""
+
+    def __init__(self, size_in, size_out):
+        super().__init__(aggr="max")
+        self.lin = Linear(2 * size_in, size_out)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return self.lin(torch.cat([x_i, x_j - x_i], dim=-1))
+
+
+class SoftConv(pyg.MessagePassing):
+    """Another: attention with a softmax over the edges into a vertex, and dropout of it."""
+
+    def __init__(self, size_in, size_out):
+        super().__init__(aggr="add", node_dim=0)
+        self.lin, self.score = Linear(size_in, size_out), Linear(2 * size_out, 1)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i, x_j, index, ptr, size_i):
+        score = F.leaky_relu(self.score(torch.cat([x_i, x_j], dim=-1)))
+        score = softmax(score, index, ptr, size_i)
+        return F.dropout(score, 0.4, self.training) * x_j
+
+
+class Two(nn.Module):
+    """Two layers of any convolution."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.first, self.second = conv(IN, HIDDEN), conv(HIDDEN, OUT)
+
+    def forward(self, x, edge_index):
+        return self.second(F.elu(self.first(x, edge_index)), edge_index)
+
+
+class Zoo(nn.Module):
+    """Convolutions with a rule that no other model here has."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(
+            [
+                pyg.MixHopConv(IN, 4, powers=[0, 1, 2]), pyg.TAGConv(12, HIDDEN, K=2),
+                pyg.LEConv(HIDDEN, HIDDEN), pyg.ClusterGCNConv(HIDDEN, HIDDEN),
+                pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2), pyg.ChebConv(HIDDEN, HIDDEN, K=3),
+                pyg.GraphConv(HIDDEN, OUT, aggr="mean"),
+            ]
+        )  # fmt: skip
+
+    def forward(self, x, edge_index):
+        for conv in self.convs[:-1]:
+            x = conv(x, edge_index).relu_()
+        return self.convs[-1](x, edge_index)
+
+
+class Branches(nn.Module):
+    """A GNN beside an MLP, mixed by weights of their own and taken apart again."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            Linear(IN, HIDDEN), nn.ReLU(inplace=True), nn.Dropout(0.3), Linear(HIDDEN, HIDDEN)
+        )
+        self.near, self.far = pyg.GCNConv(IN, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)
+        self.mix = nn.Parameter(torch.zeros(2))
+        self.out = Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index):
+        wide = self.far(self.near(x, edge_index).tanh(), edge_index)
+        mix = self.mix.softmax(0)
+        low, high = (mix[0] * self.mlp(x) + mix[1] * wide).chunk(2, dim=-1)
+        heads = torch.cat([high, low], dim=1).view(x.size(0), 2, -1)
+        return self.out((heads * heads.sum(-1, keepdim=True)).flatten(1))
+
+
+def basic(kind, **settings):
+    return lambda: kind(IN, HIDDEN, 3, out_channels=OUT, dropout=0.2, **settings)
+
+
+DEGREES = torch.tensor([1, 5, 9, 4, 2])
+MODELS = {
+    **{f"GCN jk {jk}": basic(pyg.GCN, jk=jk) for jk in (None, "cat", "max", "lstm")},
+    "GraphSAGE": basic(pyg.GraphSAGE),
+    "GIN": basic(pyg.GIN, jk="cat"),
+    "GAT": basic(pyg.GAT, heads=2),
+    "GATv2": basic(pyg.GAT, heads=2, v2=True, jk="max"),
+    "PNA": basic(pyg.PNA, aggregators=["mean", "max", "std"], scalers=["identity", "amplification"],
+                 deg=DEGREES),
+    "EdgeCNN": basic(pyg.EdgeCNN),
+    "arxiv": Arxiv,
+    "products": lambda: Arxiv(pyg.SAGEConv),
+    "gcnii": GCNII,
+    "gcnii, two weights": lambda: GCNII(False),
+    **{f"deep {block}": (lambda block=block: Deep(block)) for block in ("res+", "dense", "plain")},
+    "appnp": Appnp,
+    "sgc": Sgc,
+    "own max": lambda: Two(MaxConv),
+    "own softmax": lambda: Two(SoftConv),
+    "transformer": lambda: Two(lambda a, b: pyg.TransformerConv(a, b, dropout=0.2, beta=True)),
+    "SAGE max": lambda: Two(lambda a, b: pyg.SAGEConv(a, b, aggr="max")),
+    "gated": lambda: Two(pyg.ResGatedGraphConv),
+    "zoo": Zoo,
+    "branches": Branches,
+}  # fmt: skip

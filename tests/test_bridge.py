@@ -1,0 +1,263 @@
+"""Law 1 for models of the user's own: unmodified PyG modules, on any shape."""
+
+import copy
+
+import numpy as np
+import pyg_models
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import run_ranks, small_graph
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe import TrainConfig, Trainer
+from gnnpipe.errors import InputError
+
+EPOCHS = 3
+
+
+def made(name, seed=0):
+    torch.manual_seed(seed)
+    return pyg_models.MODELS[name]()
+
+
+def config(**settings):
+    return TrainConfig(
+        **{"epochs": EPOCHS, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
+        | settings
+    )
+
+
+class NoDropout(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.dropout:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", pyg_models.MODELS)
+def test_equals_plain_pyg_step_by_step(name, monkeypatch):
+    """Losses, predictions and every entry of the state dict, by the user's own names."""
+    from gnnpipe.models.layer import Rows
+
+    monkeypatch.setattr(Rows, "dropout", lambda self, x, probability, site: x)
+    graph, model = small_graph(directed=True), made(name)
+    plain = copy.deepcopy(model).double()
+    trainer = Trainer(config(epochs=4), graph=graph, model=model)
+    losses = [row.loss for row in trainer.fit().history]
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=trainer.config.lr)
+    truth = []
+    with NoDropout():
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(plain(x, edges)[train], y[train])
+            loss.backward()
+            optimizer.step()
+            truth.append(loss.item())
+    np.testing.assert_allclose(losses, truth, rtol=1e-8)
+    plain.eval()
+    torch.testing.assert_close(trainer.predict(), plain(x, edges).detach(), rtol=1e-6, atol=1e-8)
+    assert trainer.model is model
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=1e-8)
+    model.eval()
+    torch.testing.assert_close(model(x, edges), plain(x, edges), rtol=1e-6, atol=1e-8)
+
+
+def largest_difference(shapes, names, **settings):
+    """Against one autograd graph that walks the same chunks; runs on every rank."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for name in names:
+            run = config(stages=stages, shards=shards, chunks=chunks, **settings)
+            # Every rank has weights of its own; those of rank 0 must win.
+            model = made(name, seed=mesh.rank)
+            prepared = prepare(run, mesh, small_graph(directed=True, sparse=chunks > 1), model)
+            worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
+            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
+    return found
+
+
+def assert_equal(found):
+    largest = max(found)
+    assert largest[0] <= 1e-10, largest[1]
+
+
+@pytest.mark.parametrize("staleness", ["auto", "exact"])
+@pytest.mark.parametrize("name", pyg_models.MODELS)
+def test_chunks_on_one_process(name, staleness):
+    """With dropout on."""
+    assert_equal(largest_difference([(1, 1, 6)], [name], staleness=staleness))
+
+
+# One of each kind; what the others differ in is seen on one process.
+ON_RANKS = (
+    "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN", "gcnii", "deep dense", "appnp", "own softmax",
+    "zoo", "branches",
+)  # fmt: skip
+
+
+def test_two_ranks():
+    shapes = [(2, 1, 1), (1, 2, 1), (2, 1, 6)]
+    assert_equal(run_ranks(largest_difference, 2, shapes, ON_RANKS)[0])
+
+
+def test_four_ranks():
+    assert_equal(run_ranks(largest_difference, 4, [(2, 2, 6)], ON_RANKS)[0])
+
+
+def trained(name):
+    """A run's result and the state dict that every rank ends with."""
+    graph = small_graph()
+    trainer = Trainer(config(stages=2, chunks=4), graph=graph, model=made(name))
+    result = trainer.fit()
+    return result, {k: v.numpy() for k, v in trainer.model.state_dict().items()}
+
+
+def test_bytes_and_weights_after_two_stages():
+    for result, weights in run_ranks(trained, 2, "branches"):
+        assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
+        assert result.comm_bytes_per_epoch["pipeline"] > 0
+        assert weights.keys() == made("branches").state_dict().keys()
+        alone = Trainer(config(chunks=4), graph=small_graph(), model=made("branches"))
+        np.testing.assert_allclose(result.loss, alone.fit().loss, rtol=1e-9)
+        for key, value in alone.model.state_dict().items():
+            np.testing.assert_allclose(weights[key], value.numpy(), rtol=1e-6, atol=1e-9)
+
+
+def test_lazy_weights_take_their_shape():
+    model = pyg_models.Two(lambda a, b: pyg.SAGEConv(-1, b))
+    assert Trainer(config(), graph=small_graph(), model=model).fit().loss > 0
+
+
+class Wrong(nn.Module):
+    """One fault each."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.conv, self.lin = pyg.GCNConv(7, 3), nn.Linear(3, 3)
+        self.pool = pyg.MeanAggregation()
+        self.lstm = pyg.SAGEConv(3, 3, aggr="lstm")
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return getattr(self, self.fault)(x, edge_index)
+
+    def branch(self, x, edge_index):
+        return x if x.sum() > 0 else -x
+
+    def mean(self, x, edge_index):
+        return x - x.mean(dim=0)
+
+    def softmax(self, x, edge_index):
+        return x * x.softmax(dim=0)
+
+    def noise(self, x, edge_index):
+        return x + torch.randn_like(x)
+
+    def count(self, x, edge_index):
+        return x * x.size(0)
+
+    def reduced(self, x, edge_index):
+        return x + self.lin(x.sum(0))
+
+    def pooled(self, x, edge_index):
+        return self.pool(x, torch.zeros(60, dtype=torch.int64))
+
+    def edges(self, x, edge_index):
+        return x + edge_index.sum()
+
+    def two(self, x, edge_index):
+        return x, self.lin(x)
+
+    def wide(self, x, edge_index):
+        return torch.cat([x, x], dim=1)
+
+    def always(self, x, edge_index):
+        return F.dropout(x, 0.5)
+
+    def only_training(self, x, edge_index):
+        return self.lin(x) if self.training else x
+
+    def ordered(self, x, edge_index):
+        return self.lstm(x, edge_index)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("branch", r"cannot be traced.*test_bridge\.py, line \d+: return x if x.sum"),
+        ("mean", r"mean does not keep one row.*x - x\.mean"),
+        ("softmax", r"softmax mixes vertices.*x\.softmax"),
+        ("noise", "randn_like mixes vertices or draws random numbers"),
+        ("count", r"mul mixes vertices.*x \* x\.size\(0\)"),
+        ("reduced", "sum does not keep one row for each vertex"),
+        ("pooled", "pool.*pools over all vertices"),
+        ("edges", "sum works on the edges outside of a convolution"),
+        ("two", r"must return one tensor \[N, classes\]"),
+        ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
+        ("always", r"dropout stays on in evaluation.*training=self\.training"),
+        ("only_training", "other things in training than in evaluation"),
+        ("ordered", r"lstm \(SAGEConv\) does not give the same rows"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name_and_line(fault, message):
+    with pytest.raises(InputError, match=message):
+        Trainer(config(), graph=small_graph(), model=Wrong(fault)).fit()
+
+
+class Needs(nn.Module):
+    def forward(self, x, edge_index, batch):
+        return x
+
+
+class NoEdges(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_forward_must_take_features_and_edges():
+    for model, message in ((Needs(), "needs 'batch'"), (NoEdges(), "then edge_index")):
+        with pytest.raises(InputError, match=message):
+            Trainer(config(), graph=small_graph(), model=model).fit()
+
+
+class Tied(nn.Module):
+    """One convolution, three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.conv = nn.Linear(7, 3), pyg.GCNConv(3, 3)
+
+    def forward(self, x, edge_index):
+        x = self.encode(x)
+        for _ in range(3):
+            x = self.conv(x, edge_index).relu()
+        return x
+
+
+def test_shared_weights_stay_on_one_stage():
+    torch.manual_seed(0)
+    model = Tied()
+    graph = small_graph()
+    trainer = Trainer(config(chunks=4), graph=graph, model=model)
+    assert trainer.fit().loss > 0
+    from gnnpipe.plan import ModelGraph, Op
+
+    def op(name, inputs, weights):
+        return Op(name, inputs, {name: 4}, 0, 1, push_width=4, weights=weights)
+
+    ops = (op("a", (), ("w",)), op("b", ("a",), ("v",)), op("c", ("b",), ("w",)),
+           op("d", ("c",), ("u",)))  # fmt: skip
+    assert ModelGraph("m", 1, 1, ops).cuts == (3,)
