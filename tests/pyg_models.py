@@ -173,6 +173,21 @@ class Branches(nn.Module):
         return self.out((heads * heads.sum(-1, keepdim=True)).flatten(1))
 
 
+class Normed(nn.Module):
+    """Two layers with a normalisation between them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm, self.second = (
+            pyg.GCNConv(IN, HIDDEN),
+            norm,
+            pyg.SAGEConv(HIDDEN, OUT),
+        )
+
+    def forward(self, x, edge_index):
+        return self.second(self.norm(self.first(x, edge_index)).relu(), edge_index)
+
+
 def basic(kind, **settings):
     return lambda: kind(IN, HIDDEN, 3, out_channels=OUT, dropout=0.2, **settings)
 
@@ -199,6 +214,15 @@ MODELS = {
     "transformer": lambda: Two(lambda a, b: pyg.TransformerConv(a, b, dropout=0.2, beta=True)),
     "SAGE max": lambda: Two(lambda a, b: pyg.SAGEConv(a, b, aggr="max")),
     "gated": lambda: Two(pyg.ResGatedGraphConv),
+    "GCN batch norm": basic(pyg.GCN, norm="batch"),
+    "GIN batch norm": basic(pyg.GIN, norm="batch", jk="cat"),
+    "GraphSAGE layer norm": basic(pyg.GraphSAGE, norm="layer"),
+    "batch norm, no statistics": lambda: Normed(nn.BatchNorm1d(HIDDEN, track_running_stats=False)),
+    "batch norm, mean": lambda: Normed(nn.BatchNorm1d(HIDDEN, momentum=None, affine=False)),
+    "graph norm": lambda: Normed(pyg.GraphNorm(HIDDEN)),
+    "pair norm": lambda: Normed(pyg.PairNorm()),
+    "pair norm, each": lambda: Normed(pyg.PairNorm(scale_individually=True)),
+    "mean subtraction": lambda: Normed(pyg.MeanSubtractionNorm()),
     "zoo": Zoo,
     "branches": Branches,
 }  # fmt: skip

@@ -93,6 +93,7 @@ def assert_equal(found):
     assert largest[0] <= 1e-10, largest[1]
 
 
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 @pytest.mark.parametrize("name", pyg_models.MODELS)
 def test_chunks_on_one_process(name, staleness):
@@ -103,7 +104,7 @@ def test_chunks_on_one_process(name, staleness):
 # One of each kind; what the others differ in is seen on one process.
 ON_RANKS = (
     "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN", "gcnii", "deep dense", "appnp", "own softmax",
-    "zoo", "branches",
+    "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches",
 )  # fmt: skip
 
 
@@ -124,15 +125,35 @@ def trained(name):
     return result, {k: v.numpy() for k, v in trainer.model.state_dict().items()}
 
 
-def test_bytes_and_weights_after_two_stages():
-    for result, weights in run_ranks(trained, 2, "branches"):
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("name", ["branches", "GCN batch norm"])
+def test_bytes_and_weights_after_two_stages(name):
+    for result, weights in run_ranks(trained, 2, name):
         assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
         assert result.comm_bytes_per_epoch["pipeline"] > 0
-        assert weights.keys() == made("branches").state_dict().keys()
-        alone = Trainer(config(chunks=4), graph=small_graph(), model=made("branches"))
+        assert weights.keys() == made(name).state_dict().keys()
+        alone = Trainer(config(chunks=4), graph=small_graph(), model=made(name))
         np.testing.assert_allclose(result.loss, alone.fit().loss, rtol=1e-9)
         for key, value in alone.model.state_dict().items():
             np.testing.assert_allclose(weights[key], value.numpy(), rtol=1e-6, atol=1e-9)
+
+
+def bytes_on_two_shards():
+    run = config(shards=2, chunks=4, epochs=2)
+    result = Trainer(run, graph=small_graph(), model=made("GCN batch norm")).fit()
+    return result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+
+
+def test_the_bytes_of_a_mean_are_the_closed_form():
+    for counted, formula in run_ranks(bytes_on_two_shards, 2):
+        assert counted == formula
+        # Two norms of 8 columns, means of rows and squares, 4 chunks, there and back, 2 shards.
+        assert counted["graph"] > 2 * 16 * 4 * 2 * 2 * 8
+
+
+def test_stale_statistics_are_warned_of():
+    with pytest.warns(UserWarning, match="normalises over all vertices.*--chunks 1"):
+        Trainer(config(chunks=4), graph=small_graph(), model=made("graph norm")).fit()
 
 
 def test_lazy_weights_take_their_shape():

@@ -19,10 +19,16 @@ from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
 
-__all__ = ["LINEAR_KINDS", "Block", "Blocks", "LinearOperator", "weighted_rows"]
+__all__ = [
+    "EVERYONE", "LINEAR_KINDS", "Block", "Blocks", "Everyone", "LinearOperator", "weighted_rows",
+]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
 LINEAR_KINDS = ("gcn", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
+
+
+EVERYONE = "everyone"
+"""Every vertex reads the mean over all vertices: no matrix is made of it."""
 
 
 def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
@@ -89,6 +95,15 @@ class LinearOperator:
             and np.array_equal(local.data, turned.data)
         )
         return cls(forward, forward if same else RowCSR.from_scipy(turned, dtype, device))
+
+
+@dataclass(frozen=True, eq=False)
+class Everyone:
+    """All vertices, for a mean over them."""
+
+    num_vertices: int
+    shares: Tensor
+    """[K] float64, the share of the vertices that is in each chunk."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,8 @@ class Rows:
     seed: int = 0
     epoch: int = 0
     training: bool = False
+    pilot: bool = False
+    """Of a forecast: as in training, but for dropout."""
     block: Block | None = None
     """Edges into these rows, for layers that aggregate by themselves (not linear)."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import LINEAR_KINDS, Block
+from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, Block
 from gnnpipe.models.layer import Rows, Values
 
 __all__ = ["Aggregation", "Model", "Piece", "Received"]
@@ -29,7 +29,8 @@ class Aggregation:
     name: str
     """The op that aggregates, unique in the model."""
     structure: str
-    """What it aggregates over: 'gcn', 'mean' or 'sum' (fixed weights), or 'loops' (a block)."""
+    """What it aggregates over: a matrix ('gcn', 'mean', 'sum' and others, see ``graph.operators``),
+    blocks ('edges', 'loops') or all vertices ('everyone')."""
     width: int
     """F of the rows that are pushed."""
 
@@ -37,6 +38,11 @@ class Aggregation:
     def is_linear(self) -> bool:
         """It is a product with a fixed matrix."""
         return self.structure in LINEAR_KINDS
+
+    @property
+    def is_mean(self) -> bool:
+        """It is the mean over all vertices."""
+        return self.structure == EVERYONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +85,17 @@ class Piece(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights of these ops, by their names in the whole model."""
 
+    def observe(self, name: str, mean: Tensor, count: int) -> None:
+        """The mean [F] of what an aggregation pushed of ``count`` vertices in an epoch of training.
+
+        For pieces that keep moving statistics of it.
+        """
+        del name, mean, count  # Hand-made layers keep none.
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights, and what else a checkpoint holds of these ops, by their names in the model."""
+        yield from self.named_parameters()
+
     @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move the weights of these ops."""
@@ -106,7 +123,7 @@ class Model(ABC):
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take these weights, by name; what is not named stays as it is."""
-        own = dict(self.module.named_parameters())
+        own = self.module.state_dict(keep_vars=True)
         for name, value in weights.items():
             own[name].copy_(value)
 

@@ -58,12 +58,12 @@ def estimate_memory(
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
     rows = own_rows + halo_rows
-    linear = any(op.is_linear for op in ops if op.aggregates)
+    linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + own_rows
     structure = copies * entries * (4 + number_bytes) + 4 * (own_rows + rows) if linear else 0
     structure += pilot_edges * (4 + number_bytes) if linear else 0
-    if not all(op.is_linear for op in ops):
+    if not all(op.is_linear or op.is_mean for op in ops):
         structure += 16 * (entries + pilot_edges)
     features = 0
     if any(op.reads_features for op in ops):
@@ -83,6 +83,8 @@ def estimate_memory(
 
 def _history(op: Op, table_rows: int, own_rows: int, rows: int) -> int:
     """Numbers of one table and its gradients."""
+    if op.is_mean:
+        return 0  # A row for each chunk.
     return op.push_width * (table_rows + (own_rows if op.is_linear else rows))
 
 
@@ -94,4 +96,4 @@ def _kept(op: Op) -> int:
     """
     dropout = 0.0 if op.reads_features else 1.25
     wide = op.push_width * (3 + dropout) + sum(op.outputs.values())
-    return int(wide if op.is_linear else wide * 2)
+    return int(wide if op.is_linear or op.is_mean else wide * 2)

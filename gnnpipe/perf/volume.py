@@ -44,17 +44,23 @@ def closed_form_volume(
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
-    width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all;
+    width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
+    and for a mean over all vertices 4 K (G-1) x its width in float64;
     gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
     widths of every transfer, and for every aggregation 2 (G-1) times the float64 numbers of a fit,
-    F (F + 1) / 2 + F F + 2 F + 2.
+    F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
     """
     crossing = sum(sum(t.widths.values()) for t in plan.transfers)
-    pushed = sum(op.push_width for op in model.ops)
-    fit = sum(_fit_numbers(op.push_width) for op in model.aggregations)
+    pushed = sum(op.push_width for op in model.ops if not op.is_mean)
+    means = sum(op.push_width for op in model.ops if op.is_mean)
+    fit = sum(
+        op.push_width + 2 if op.is_mean else _fit_numbers(op.push_width)
+        for op in model.aggregations
+    )
     return CommVolume(
         pipeline=2 * num_vertices * crossing * number_bytes,
-        graph=2 * crossings * pushed * number_bytes,
+        graph=2 * crossings * pushed * number_bytes
+        + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
         control=2 * pilots * crossing * number_bytes
         + 2 * (plan.shards - 1) * fit * 8 * (pilots > 0),

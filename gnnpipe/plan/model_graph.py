@@ -35,9 +35,11 @@ class Op:
     """Values it holds for a row while the row's neighbours are aggregated."""
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
+    is_mean: bool = False
+    """It aggregates to the mean over all vertices."""
     reads_features: bool = False
     weights: tuple[str, ...] = ()
-    """Names of the weights it uses."""
+    """Names of the weights and buffers it uses."""
 
     @property
     def aggregates(self) -> bool:

@@ -26,7 +26,7 @@ def op_costs(
         float(
             op.flops_per_row * num_vertices
             + op.flops_per_feature * feature_entries
-            + 2 * op.push_width * num_edges
+            + 2 * op.push_width * (num_vertices if op.is_mean else num_edges)
         )
         for op in model.ops
     ]

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.operators import Block, Blocks, LinearOperator
+from gnnpipe.graph.operators import Block, Blocks, Everyone, LinearOperator
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["RIDGE", "AffineMap", "Forecaster", "fit_affine", "moments"]
+__all__ = [
+    "RIDGE", "AffineMap", "Forecaster", "fit_affine", "fit_shift", "mean_moments", "moments",
+]  # fmt: skip
 
 RIDGE = 5e-2
 """Pull of the fitted slope towards zero, in mean squares of the pilot rows. Taken before the mean
@@ -95,6 +97,23 @@ def fit_affine(
     )
 
 
+def mean_moments(old: Tensor, new: Tensor) -> Tensor:
+    """What ``fit_shift`` needs of pilot rows old, new [P, F]: [F + 2] float64."""
+    d = new.double() - old.double()
+    return torch.cat([d.sum(0), d.square().sum()[None], new.double().square().sum()[None]])
+
+
+def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
+    """Of a mean over all vertices only the shift is asked for, and few pilots tell it."""
+    d, moved, size = torch.split(sums, [len(sums) - 2, 1, 1])
+    total = max(float(size), 1e-30)
+    left = max(float(moved - d.square().sum() / rows), 0.0)
+    eye = torch.eye(len(d), dtype=dtype, device=sums.device)
+    return AffineMap(
+        eye, (d / rows).to(dtype), (float(moved) / total) ** 0.5, (left / total) ** 0.5
+    )
+
+
 class Forecaster:
     """The pilot rows of one rank's stage, and the weights of the last epoch."""
 
@@ -102,7 +121,7 @@ class Forecaster:
         self,
         piece: Piece,
         histories: Mapping[str, History],
-        structures: Callable[[Aggregation], LinearOperator | Blocks],
+        structures: Callable[[Aggregation], LinearOperator | Blocks | Everyone],
         pilots: Tensor,
         rows: Rows,
         total: int,
@@ -149,14 +168,18 @@ class Forecaster:
             was, now = {}, {}
             for a in self.piece.rounds[step] if step < self.piece.num_steps - 1 else ():
                 before, after = old_rows[a.name], new_rows[a.name]
-                self.maps[a.name] = found = self._fit(before, after)
+                self.maps[a.name] = found = self._fit(before, after, a.is_mean)
                 table = self.histories[a.name].table
                 was[a.name], now[a.name] = self._neighbours[a.structure].read(
                     table, before, after, found
                 )
         return _named("old", old) | _named("new", new)
 
-    def _fit(self, old: Tensor, new: Tensor) -> AffineMap:
+    def _fit(self, old: Tensor, new: Tensor, is_mean: bool) -> AffineMap:
+        if is_mean:
+            sums = mean_moments(old, new)
+            self.sent_bytes += sum_over_shards(sums, self.mesh)
+            return fit_shift(sums, self.total, old.dtype)
         sums = moments(old, new)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         return fit_affine(sums, self.total, old.shape[1], old.dtype, self._is_whole)
@@ -170,9 +193,11 @@ class Forecaster:
 class _Neighbours:
     """What the pilot rows read of a table, before and after a map, with one product."""
 
-    def __init__(self, structure: LinearOperator | Blocks, pilots: Tensor) -> None:
+    def __init__(self, structure: LinearOperator | Blocks | Everyone, pilots: Tensor) -> None:
         self.block: Block | None = None
         self._linear: RowCSR | None = None
+        if isinstance(structure, Everyone):
+            return
         if isinstance(structure, Blocks):
             self.block = structure.select(pilots)
         else:
@@ -187,7 +212,9 @@ class _Neighbours:
         if self._linear is not None:
             was = self._linear.matmul(table)
             return Received(was), Received(was @ found.factor + self._weights * found.shift)
-        assert self.block is not None
+        if self.block is None:
+            mean = table.sum(0).to(old.dtype).expand(len(old), -1)
+            return Received(mean), Received(mean + found.shift)
         halo = table[self.block.halo_rows]
         moved = torch.addmm(found.shift, halo, found.factor)
         return (

@@ -23,7 +23,7 @@ from gnnpipe.graph.operators import Block, Blocks, LinearOperator
 from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Exchange
 
-__all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory", "open_history"]
+__all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory"]
 
 
 _MOVED_AT_ONCE = 8192
@@ -50,19 +50,28 @@ class HistorySpec:
 class History(ABC):
     """One layer's table on one rank, and the gradients that belong to it. F = ``width``."""
 
-    def __init__(self, spec: HistorySpec, width: int) -> None:
+    def __init__(self, spec: HistorySpec, width: int, num_rows: int | None = None) -> None:
+        """``num_rows`` of a table that is kept in float64 and has none of the layout's rows."""
         self.layout, self.exchange = spec.layout, spec.exchange
         self.snapshot_every, self.scale = spec.snapshot_every, 1.0
         self._late_scale, self._exact_epochs = spec.scale, spec.exact_epochs
         self._ptr: list[int] = spec.layout.own_ptr.tolist()
         mesh = spec.exchange.mesh
         # A single chunk on a single shard IS the table; it then needs no copy and no memory.
-        self._whole = spec.layout.num_chunks == 1 and mesh.shards == 1
-        size = (0 if self._whole else spec.layout.num_rows, width)
-        self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
+        self._whole = num_rows is None and spec.layout.num_chunks == 1 and mesh.shards == 1
+        self._dtype = spec.dtype
+        if num_rows is None:
+            size = (0 if self._whole else spec.layout.num_rows, width)
+            self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
+        else:
+            size = (num_rows, width)
+            self.table = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
-        self.drift = None if spec.sample is None else Drift(spec.sample)
+        sample = spec.sample
+        if sample is not None and num_rows is not None:
+            sample = torch.arange(num_rows, device=mesh.device)
+        self.drift = None if sample is None else Drift(sample)
 
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""
@@ -200,10 +209,3 @@ def _zeroed(grads: Tensor, rows: int) -> Tensor:
     if len(grads) == rows:
         return grads.zero_()
     return grads.new_zeros(rows, grads.shape[1])
-
-
-def open_history(spec: HistorySpec, width: int, structure: LinearOperator | Blocks) -> History:
-    """A history for rows of ``width`` over what the layer aggregates with."""
-    if isinstance(structure, Blocks):
-        return BlockHistory(spec, width, structure)
-    return LinearHistory(spec, width, structure)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.history import BlockHistory, History
+from gnnpipe.runtime.mean_history import MeanHistory
 
 __all__ = ["Stage"]
 
@@ -82,8 +83,10 @@ class Stage:
     def end(self) -> None:
         """Finish the pass: snapshots after training, nothing left after evaluation."""
         if self._training:
-            for history in self.histories.values():
+            for name, history in self.histories.items():
                 history.end_epoch(self._epoch)
+                if isinstance(history, MeanHistory):
+                    self.piece.observe(name, history.mean, history.num_vertices)
         self._scratch.clear()
         self._walks.clear()
 

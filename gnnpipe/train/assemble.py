@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout, shard_layout
-from gnnpipe.graph.operators import LINEAR_KINDS, Blocks, LinearOperator, weighted_rows
+from gnnpipe.graph.operators import (
+    EVERYONE,
+    LINEAR_KINDS,
+    Blocks,
+    Everyone,
+    LinearOperator,
+    weighted_rows,
+)  # fmt: skip
 from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.dropout import row_keys
@@ -22,7 +29,8 @@ from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.exchange import Exchange
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.runtime.forecast import Forecaster
-from gnnpipe.runtime.history import History, HistorySpec, open_history
+from gnnpipe.runtime.history import History, HistorySpec
+from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
@@ -107,7 +115,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         chosen = layout.own[is_mine]
         forecaster = Forecaster(
             piece, stage.histories, lambda aggregation: structures[aggregation.structure],
-            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device), rows_of(chosen),
+            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device),
+            replace(rows_of(chosen), pilot=True),
             len(prepared.pilots), len(prepared.pilots) == graph.num_vertices, mesh,
         )  # fmt: skip
     # As a group, which may be empty: a stage need not have weights.
@@ -123,7 +132,12 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
 
 def _structure(
     kind: str, prepared: Prepared, layout: ShardLayout, device: torch.device
-) -> LinearOperator | Blocks:
+) -> LinearOperator | Blocks | Everyone:
+    if kind == EVERYONE:
+        sizes = np.bincount(prepared.chunking.chunk_of_row(), minlength=layout.num_chunks)
+        return Everyone(
+            prepared.graph.num_vertices, torch.from_numpy(sizes / prepared.graph.num_vertices)
+        )
     rows = weighted_rows(prepared.graph, kind)
     if kind in LINEAR_KINDS:
         return LinearOperator.build(rows, layout, prepared.dtype, device)

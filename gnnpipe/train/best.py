@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnnpipe.train.scoring import Scores
 
@@ -20,7 +20,7 @@ class BestEpoch:
     everything, so that the first evaluation stays the best.
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], keeps: bool, patience: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], keeps: bool, patience: int) -> None:
         """``keeps`` whether to keep weights; ``patience`` in epochs, 0 = never out of it."""
         self._weights, self._keeps, self._patience = weights, keeps, patience
         self._kept: list[Tensor] = []

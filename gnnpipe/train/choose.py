@@ -72,6 +72,8 @@ def choose_model(
         _check_model(model, config, graph)
         return model.to(dtype)
     error, found = None, None
+    # Before it is recorded: this makes new buffers, which the recording must share.
+    model.to(dtype)
     try:
         found = capture(model, graph.num_features)
         width = found.facts[found.result].width
@@ -84,7 +86,6 @@ def choose_model(
         error = fault
     mesh.agree(error)
     assert found is not None
-    model.to(dtype)
     if mesh.world_size > 1:
         model.load_state_dict(mesh.share(model.state_dict()))
     return found

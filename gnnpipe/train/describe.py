@@ -46,8 +46,9 @@ def _captured_ops(model: Captured) -> tuple[Op, ...]:
                 flops_per_feature=flops // max(model.num_features, 1) if reads else 0,
                 push_width=found.width if found else 0,
                 is_linear=found.is_linear if found else True,
+                is_mean=found.is_mean if found else False,
                 reads_features=reads,
-                weights=tuple(weights),
+                weights=(*weights, *(name for name, _ in model.buffers(call))),
             )
         )
     return tuple(ops)

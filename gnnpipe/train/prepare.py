@@ -6,6 +6,7 @@ and ``assemble`` goes on.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -130,12 +131,21 @@ def prepare(
     pilots = np.empty(0, dtype=np.int64)
     techniques = config.techniques
     if techniques.pilots_per_column and plan.schedule != "layer-sync":
-        width = max(op.push_width for op in described.aggregations)
+        widths = [op.push_width for op in described.aggregations if not op.is_mean]
+        width = max(widths, default=0)
         pilots = choose_pilots(chunking, techniques.pilots_per_column * (width + 1), config.seed)
     program = training_program(plan, forecast=len(pilots) > 0)
     exact_program = training_program(replace(plan, schedule="layer-sync"))
     report = check(program)
     check(exact_program)
+    if not report.exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
+        warnings.warn(
+            f"model: {chosen.name} normalises over all vertices: chunks that come later in the "
+            "walk count with their rows of the last epoch, forecast by --staleness auto; exact "
+            "with --chunks 1 or --staleness exact",
+            UserWarning,
+            stacklevel=2,
+        )
     edges = None if report.exact else chunk_edges(graph, chunking)
     volume = closed_form_volume(
         plan, described, num_vertices=graph.num_vertices, crossings=quality.crossings,

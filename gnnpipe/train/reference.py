@@ -58,7 +58,8 @@ class Reference:
         self.y = torch.from_numpy(graph.y)
         self.train_mask = torch.from_numpy(graph.train_mask)
         every = self.piece.aggregations
-        self.edges = {kind: self._edges(kind) for kind in {a.structure for a in every}}
+        kinds = {a.structure for a in every if not a.is_mean}
+        self.edges = {kind: self._edges(kind) for kind in kinds}
         self.tables = {a.name: torch.zeros(graph.num_vertices, a.width, dtype=dtype) for a in every}
         self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         self.before = copy.deepcopy(self.piece)
@@ -127,6 +128,7 @@ class Reference:
         rows = Rows(
             keys=row_keys(torch.from_numpy(self.prepared.chunking.perm)[pilots]),
             features=feature_rows(graph.x[pilots.numpy()], dtype, torch.device("cpu")),
+            pilot=True,
         )
         old: Values = {}
         new: Values = {}
@@ -139,7 +141,7 @@ class Reference:
             for a in self._pushed(step):
                 x, y = before[a.name], after[a.name]
                 table = self.tables[a.name]
-                self.tables[a.name] = moved = _moved(table, x.double(), y.double())
+                self.tables[a.name] = moved = _moved(table, x.double(), y.double(), a.is_mean)
                 read_old[a.name] = self._read(a, pilots, x, table)
                 read_new[a.name] = self._read(a, pilots, y, moved)
 
@@ -149,6 +151,8 @@ class Reference:
 
     def _read(self, a: Aggregation, rows: Tensor, own: Tensor, table: Tensor) -> Received:
         """What some rows [P] get from a table [N, F], every neighbour read from the table."""
+        if a.is_mean:
+            return Received(table.mean(0).expand(len(rows), -1))
         source, target, weight = self.edges[a.structure]
         place = torch.full((len(table),), -1)
         place[rows] = torch.arange(len(rows))
@@ -201,8 +205,10 @@ class Reference:
                 part = part.detach() + scale * (part - part.detach())
             parts.append(part)
         table = torch.cat(parts)
-        source, target, weight = self.edges[a.structure]
         start, stop = self._ranges()[c]
+        if a.is_mean:
+            return Received(table.mean(0).expand(stop - start, -1))
+        source, target, weight = self.edges[a.structure]
         mine = (target >= start) & (target < stop)
         source, target = source[mine], target[mine] - start
         if a.is_linear:
@@ -219,9 +225,11 @@ class Reference:
         return Received(torch.cat([table[start:stop], table]), block)
 
 
-def _moved(table: Tensor, old: Tensor, new: Tensor) -> Tensor:
+def _moved(table: Tensor, old: Tensor, new: Tensor, is_mean: bool) -> Tensor:
     """The table [N, F] after the affine map that ridge regression finds from old to new [P, F]."""
     d = new - old
+    if is_mean:
+        return (table.double() + d.mean(0)).to(table.dtype)
     centred = old - old.mean(0)
     gram = centred.T @ centred
     gram += (RIDGE * old.square().sum(0).mean() + 1e-30) * torch.eye(len(gram)).double()

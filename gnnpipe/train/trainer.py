@@ -172,9 +172,8 @@ class Trainer:
         config, executor = self.config, assembly.executor
         assert executor.optimizer is not None
         learning_rate = LearningRate(executor.optimizer, config)
-        best = BestEpoch(
-            executor.stage.piece.parameters(), config.kept_epoch == "best", config.patience
-        )
+        state = [tensor for _, tensor in executor.stage.piece.named_state()]
+        best = BestEpoch(state, config.kept_epoch == "best", config.patience)
         rows = []
         for epoch in range(config.epochs):
             start = time.perf_counter()
@@ -211,7 +210,7 @@ class Trainer:
         model = prepared.model
         if mesh.world_size > 1:
             piece = model.piece(*prepared.plan.stages[mesh.stage])
-            mine = {name: tensor.detach().cpu() for name, tensor in piece.named_parameters()}
+            mine = {name: tensor.detach().cpu() for name, tensor in piece.named_state()}
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}

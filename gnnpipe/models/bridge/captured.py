@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
@@ -27,14 +27,21 @@ __all__ = ["Captured", "capture"]
 
 
 def capture(model: nn.Module, num_features: int) -> Captured:
-    """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way."""
+    """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way.
+
+    Weights and buffers are shared with the recording from here on.
+    """
     sample = make_sample(model, num_features)
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         with torch.no_grad():
             # Lazy weights take their shape from the first rows they see.
-            model(sample.x.float(), sample.edge_index)
+            model(sample.x.to(_dtype(model)), sample.edge_index)
     recording = trace(model)
     return Captured(model, recording, probe(model, recording, sample), num_features)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters()), torch.get_default_dtype())
 
 
 class Captured(Model):
@@ -138,6 +145,18 @@ class Captured(Model):
                 value = attribute(self.recording, str(call.target))
                 if isinstance(value, nn.Parameter):
                     yield str(call.target).removeprefix("model."), value
+
+    def buffers(self, op: fx.Node) -> Iterator[tuple[str, Tensor]]:
+        """What else a checkpoint holds that an op reads, or keeps (moving statistics)."""
+        calls = (*self.helpers(op), op)
+        modules = [str(c.target) for c in calls if c.op == "call_module"]
+        modules += [str(op.kwargs["observed_by"])] if op.kwargs.get("observed_by") else []
+        read = {str(c.target) for c in calls if c.op == "get_attr"}
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            path = f"model.{name}"
+            of_op = path in read or any(path.startswith(f"{module}.") for module in modules)
+            if of_op and not isinstance(value, nn.Parameter):
+                yield name, value
 
     def piece(self, first: int, last: int) -> CapturedPiece:
         """Ops first..last-1."""

@@ -10,17 +10,20 @@ from typing import Any
 
 from torch import Tensor, fx
 
-__all__ = ["aggregate", "drop"]
+__all__ = ["aggregate", "drop", "in_training"]
 
 
 def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
     return x.tracer.create_proxy("call_function", function, (x,), settings)
 
 
-def aggregate(x: Any, *, structure: str) -> Any:
-    """The rows x [N, ...] aggregated over a structure with fixed weights."""
+def aggregate(x: Any, *, structure: str, observed_by: str = "") -> Any:
+    """The rows x [N, ...] aggregated over a structure with fixed weights.
+
+    ``observed_by``: path of the module that keeps statistics of it.
+    """
     if isinstance(x, fx.Proxy):
-        return _mark(aggregate, x, structure=structure)
+        return _mark(aggregate, x, structure=structure, observed_by=observed_by)
     raise RuntimeError("an aggregation is done by the runtime")
 
 
@@ -30,3 +33,10 @@ def drop(x: Any, *, probability: float, site: int = -1) -> Any:
         return _mark(drop, x, probability=probability, site=site)
     found: Tensor = x
     return found
+
+
+def in_training(now: Any, kept: Any) -> Any:
+    """``now`` [N, F] in training, and ``kept`` [F] for every row in evaluation."""
+    if isinstance(now, fx.Proxy):
+        return now.tracer.create_proxy("call_function", in_training, (now, kept), {})
+    return now

@@ -1,26 +1,18 @@
-"""The ops of one stage of a captured model, every step of them one generated function.
-
-A step's function takes the values that were handed on, what was aggregated, and the chunk's
-``Rows``; it returns the rows to push and the values that go on. Inside a stage values keep their
-shape; between stages, and where they are pushed, a row is flat.
-"""
+"""The ops of one stage of a captured model: its steps, its weights and its moving statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch_geometric.nn.dense.linear import Linear
+from torch import Tensor, nn
 
-from gnnpipe.models.bridge.blocks import BlockConv
-from gnnpipe.models.bridge.marks import drop
-from gnnpipe.models.bridge.trace import FEATURES, attribute
-from gnnpipe.models.feature_linear import dense_features, feature_linear
+from gnnpipe.models.bridge.cut import Cut
+from gnnpipe.models.bridge.norms import move_statistics
+from gnnpipe.models.bridge.step import StepFunction
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.piece import Aggregation, Piece, Received
+from gnnpipe.models.piece import Piece, Received
 
 if TYPE_CHECKING:
     from gnnpipe.models.bridge.captured import Captured
@@ -32,12 +24,19 @@ class CapturedPiece(Piece):
     """Ops first..last-1 of a captured model."""
 
     def __init__(self, model: Captured, first: int, last: int) -> None:
-        cut = _Cut(model, first, last)
+        cut = Cut(model, first, last)
         self.rounds = cut.rounds
         self._weights: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
         for op in model.ops[first:last]:
             self._weights |= dict(model.weights(op))
-        self._steps = [_StepFunction(cut, step) for step in range(cut.num_steps)]
+            self._buffers |= dict(model.buffers(op))
+        self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
+        self._observers = {
+            op.name: model.module.get_submodule(path.removeprefix("model."))
+            for op in model.ops[first:last]
+            if (path := str(op.kwargs.get("observed_by", "")))
+        }
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
@@ -47,234 +46,22 @@ class CapturedPiece(Piece):
 
     def to(self, device: torch.device) -> None:
         """Move the weights and buffers of these ops."""
+        for kept in self._buffers.values():
+            # In place, as torch moves weights: the user's module and the steps share them.
+            kept.data = kept.data.to(device)
         for step in self._steps:
             step.function.to(device)
+
+    def observe(self, name: str, mean: Tensor, count: int) -> None:
+        """Move the statistics of a normalisation (see ``Piece``)."""
+        if name in self._observers:
+            move_statistics(self._observers[name], mean, count)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers, by the user's names."""
+        yield from self._weights.items()
+        yield from self._buffers.items()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """By the user's names."""
         yield from self._weights.items()
-
-
-class _Cut:
-    """Which step each op of a stage runs in, and which values pass from step to step."""
-
-    def __init__(self, model: Captured, first: int, last: int) -> None:
-        self.model = model
-        self.ops = model.ops[first:last]
-        self.depth: dict[fx.Node, int] = {}
-        for op in self.ops:
-            reached = max((self.depth.get(s, 0) for s in model.inputs(op)), default=0)
-            self.depth[op] = reached + model.aggregates(op)
-        self.num_steps = max(self.depth.values()) + 1
-        self.blocks = {op: self._block(op) for op in self.ops if model.facts[op].form}
-        self.rounds = [
-            tuple(self._aggregation(op) for op in self.pushing(step))
-            for step in range(self.num_steps - 1)
-        ]
-        used: dict[fx.Node, int] = {}
-        for op in self.ops:
-            for source, when in self._uses(op):
-                used[source] = max(used.get(source, 0), when)
-        self._used = used
-        later = {s for op in model.ops[last:] for s in model.inputs(op)}
-        self.leaving = [op for op in self.ops if op in later or op is model.result]
-        self.entering = [s for s in used if s not in self.depth]
-
-    def pushing(self, step: int) -> list[fx.Node]:
-        """Aggregations whose rows are pushed at the end of a step."""
-        aggregates = self.model.aggregates
-        return [op for op in self.ops if aggregates(op) and self.depth[op] == step + 1]
-
-    def running(self, step: int) -> list[fx.Node]:
-        """Ops whose value is made in a step."""
-        return [op for op in self.ops if self.depth[op] == step]
-
-    def carried(self, step: int) -> list[fx.Node]:
-        """Values handed on from a step to the next; behind the last one, out of the stage."""
-        if step == self.num_steps - 1:
-            return self.leaving
-        made = [*self.entering, *(op for op in self.ops if self.depth[op] <= step)]
-        return [v for v in made if self._used.get(v, -1) > step or v in self.leaving]
-
-    def pushed(self, op: fx.Node) -> list[fx.Node]:
-        """The values whose rows an aggregation pushes."""
-        return self.blocks[op].pushed if op in self.blocks else [op.all_input_nodes[0]]
-
-    def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-        """The values that an op reads, and the step in which it does."""
-        if not self.model.aggregates(op):
-            for source in self.model.inputs(op):
-                yield source, self.depth[op]
-            return
-        for source in self.pushed(op):
-            if source.op != "placeholder":
-                yield source, self.depth[op] - 1
-        own = self.blocks[op].own if op in self.blocks else None
-        if own is not None and own.op != "placeholder":
-            yield own, self.depth[op]
-
-    def _block(self, op: fx.Node) -> BlockConv:
-        facts, conv = self.model.facts, self.model.recording.get_submodule(str(op.target))
-        shapes = {call: fact.shape for call, fact in facts.items() if fact.depends}
-        # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
-        site = (self.model.ops.index(op) + 1) << 16
-        return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site)
-
-    def _aggregation(self, op: fx.Node) -> Aggregation:
-        if op in self.blocks:
-            return Aggregation(op.name, "edges", self.blocks[op].width)
-        return Aggregation(op.name, str(op.kwargs["structure"]), self.model.facts[op].width)
-
-
-class _StepFunction:
-    """One step as a function; the stage's modules are its submodules."""
-
-    def __init__(self, cut: _Cut, step: int) -> None:
-        self._cut_facts = cut.model.facts
-        self._modules: dict[str, Any] = {}
-        graph = fx.Graph()
-        self._rows = graph.placeholder("rows")
-        self._graph, self._made = graph, {}
-        before = cut.entering if step == 0 else cut.carried(step - 1)
-        arrived = [op for op in cut.running(step) if cut.model.aggregates(op)]
-        for value in before:
-            held = graph.placeholder(value.name)
-            self._made[value] = self._shaped(held, value) if step == 0 else held
-        inputs = [
-            (graph.placeholder(f"{op.name}_rows"), graph.placeholder(f"{op.name}_block"))
-            for op in arrived
-        ]
-        for op, (found, block) in zip(arrived, inputs, strict=True):
-            self._made[op] = self._arrive(cut, op, found, block)
-        for op in cut.running(step):
-            self._make(cut.model.recording, op)
-        pushing = cut.pushing(step)
-        pushed = tuple(self._flat(cut.model.recording, cut.pushed(op)) for op in pushing)
-        leaving = cut.carried(step)
-        ends = step == cut.num_steps - 1
-        handed = tuple(self._call(_flat, self._made[v]) if ends else self._made[v] for v in leaving)
-        graph.output((pushed, handed))
-        self.function = fx.GraphModule(self._modules, graph)
-        self._before = [v.name for v in before]
-        self._arrived = [op.name for op in arrived]
-        self._pushing = [op.name for op in pushing]
-        result = cut.model.result
-        self._leaving = ["x" if ends and v is result else v.name for v in leaving]
-        # Nodes of the whole recording would be copied along with the piece.
-        del self._graph, self._made, self._rows, self._cut_facts, self._modules
-
-    def __call__(
-        self, values: Values, received: Mapping[str, Received], rows: Rows
-    ) -> tuple[Values, Values]:
-        given: list[Any] = [rows, *(values[name] for name in self._before)]
-        for name in self._arrived:
-            given += [received[name].rows, received[name].block]
-        pushed, handed = self.function(*given)
-        return (
-            dict(zip(self._pushing, pushed, strict=True)),
-            dict(zip(self._leaving, handed, strict=True)),
-        )
-
-    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self._graph.call_function(function, args, kwargs)
-
-    def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
-        shape = self._cut_facts[value].shape
-        return held if len(shape) == 1 else self._call(_shaped, held, shape)
-
-    def _arrive(self, cut: _Cut, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
-        if op not in cut.blocks:
-            return self._shaped(found, op)
-        path = f"{op.name}_on_block"
-        self._modules[path] = cut.blocks[op]
-        own = cut.blocks[op].own
-        args = [found, block, self._rows] + ([] if own is None else [self._value(own)])
-        return self._graph.call_module(path, tuple(args))
-
-    def _flat(self, recording: fx.GraphModule, values: list[fx.Node]) -> fx.Node:
-        flat = [self._call(_flat, self._make(recording, value)) for value in values]
-        return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
-
-    def _value(self, call: fx.Node) -> fx.Node:
-        """A value that is there already; features as a dense tensor."""
-        if call.op == "placeholder":
-            return self._call(_dense_features, self._rows)
-        return self._made[call]
-
-    def _make(self, recording: fx.GraphModule, call: fx.Node) -> fx.Node:
-        """The value of a call in this step, made if it is not there."""
-        if call in self._made or call.op == "placeholder":
-            return self._value(call)
-        if call.op == "get_attr":
-            self._modules[str(call.target)] = attribute(recording, str(call.target))
-            self._made[call] = self._graph.get_attr(str(call.target))
-        elif self._is_feature_linear(recording, call):
-            self._made[call] = self._linear_of_features(recording, call)
-        else:
-            for source in call.all_input_nodes:
-                self._made_or_features(recording, source)
-            if call.op == "call_module":
-                self._modules[str(call.target)] = recording.get_submodule(str(call.target))
-            copied = self._graph.node_copy(call, self._value)
-            if call.target is drop:
-                copied.target, copied.args = _drop, (self._rows, *copied.args)
-            self._made[call] = copied
-        return self._made[call]
-
-    def _made_or_features(self, recording: fx.GraphModule, call: fx.Node) -> None:
-        if call.op != "placeholder":
-            self._make(recording, call)
-
-    def _is_feature_linear(self, recording: fx.GraphModule, call: fx.Node) -> bool:
-        """A linear map of the features themselves, which may be sparse."""
-        first = call.args[0] if call.args else None
-        if not (isinstance(first, fx.Node) and first.target == FEATURES):
-            return False
-        if call.op == "call_module":
-            module = recording.get_submodule(str(call.target))
-            return isinstance(module, nn.Linear | Linear) and len(call.args) == 1
-        return call.target is F.linear
-
-    def _linear_of_features(self, recording: fx.GraphModule, call: fx.Node) -> fx.Node:
-        if call.op == "call_module":
-            path = f"{call.target}_of_features"
-            self._modules[path] = _FeatureLinear(recording.get_submodule(str(call.target)))
-            return self._graph.call_module(path, (self._rows,))
-        for source in call.all_input_nodes[1:]:
-            self._make(recording, source)
-        rest = fx.node.map_arg(call.args[1:], self._value)
-        kwargs = fx.node.map_arg(call.kwargs, self._value)
-        return self._call(_linear_of_features, self._rows, *rest, **kwargs)
-
-
-class _FeatureLinear(nn.Module):
-    """The user's linear layer on the input features."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, rows: Rows) -> Tensor:
-        return _linear_of_features(rows, self.linear.weight, self.linear.bias)
-
-
-def _linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    assert rows.features is not None
-    return feature_linear(rows.features, weight, bias)
-
-
-def _dense_features(rows: Rows) -> Tensor:
-    assert rows.features is not None
-    return dense_features(rows.features)
-
-
-def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:
-    return rows.dropout(x.flatten(1), probability, site).reshape(x.shape)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(1)
-
-
-def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(len(x), *shape)

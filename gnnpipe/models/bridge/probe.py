@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.operators import Block, weighted_rows
+from gnnpipe.graph.operators import EVERYONE, Block, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
 from gnnpipe.models.bridge.marks import aggregate
@@ -93,9 +93,7 @@ class _Run:
         elif any(n.op == "placeholder" and n.target == EDGES for n in call.all_input_nodes):
             value, form, drops = self._convolve(call)
         elif call.target is aggregate:
-            matrix = weighted_rows(sample.graph, str(call.kwargs["structure"])).toarray()
-            x = self.whole[call.all_input_nodes[0]]
-            value = (torch.from_numpy(matrix) @ x.flatten(1)).reshape(x.shape)
+            value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
         else:
             value = self._call(call, self.whole)
             pieces = [self._call(call, part) for part in self.parts]
@@ -106,6 +104,13 @@ class _Run:
         is_edges = call.op == "placeholder" and call.target == EDGES
         self._keep(call, value, [None if is_edges else value[half] for half in sample.halves])
         return form, drops
+
+    def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
+        kind = str(call.kwargs["structure"])
+        if kind == EVERYONE:
+            return x.mean(0, keepdim=True).expand_as(x)
+        matrix = torch.from_numpy(weighted_rows(self.sample.graph, kind).toarray())
+        return (matrix @ x.flatten(1)).reshape(x.shape)
 
     def _keep(self, call: fx.Node, value: Any, pieces: list[Any]) -> None:
         self.whole[call] = value

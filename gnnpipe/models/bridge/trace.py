@@ -23,6 +23,7 @@ from torch_geometric import nn as pyg
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import drop
+from gnnpipe.models.bridge.norms import NORMS
 from gnnpipe.models.bridge.rules import RULES
 
 __all__ = ["BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "line_of", "trace"]
@@ -130,6 +131,10 @@ class _Tracer(fx.Tracer):
         """Convolutions by their rule; dropout as a mark; the rest as fx does."""
         if isinstance(m, nn.Dropout):
             return drop(args[0] if args else kwargs["input"], probability=m.p)
+        if type(m) in NORMS and not any(a is not None for a in (*args[1:], *kwargs.values())):
+            found = NORMS[type(m)](m, args[0], self.path_of_module(m))
+            if found is not None:
+                return found
         if isinstance(m, pyg.Aggregation):
             raise InputError(
                 f"model: {self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, "

@@ -1,0 +1,79 @@
+"""The history of a mean over all vertices: what BatchNorm and its like read.
+
+It is an aggregation in which every chunk reads every chunk, and it is live and stale in the same
+way; but all that is kept of a chunk is the sum of its rows. With one chunk, or walked layer by
+layer, the mean is that of the whole graph; otherwise chunks that come later in the walk count with
+their rows of the last epoch, or with their forecast. K chunks, F columns, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.operators import Blocks, Everyone, LinearOperator
+from gnnpipe.runtime.exchange import sum_over_shards
+from gnnpipe.runtime.history import BlockHistory, History, HistorySpec, LinearHistory
+
+__all__ = ["MeanHistory", "open_history"]
+
+
+class MeanHistory(History):
+    """Table [K, F] float64: every chunk's part of the mean, over all shards."""
+
+    def __init__(self, spec: HistorySpec, width: int, everyone: Everyone) -> None:
+        super().__init__(spec, width, num_rows=spec.layout.num_chunks)
+        self.num_vertices = everyone.num_vertices
+        self._shares = everyone.shares.to(self.table.device)[:, None]
+
+    @property
+    def mean(self) -> Tensor:
+        """[F] float64."""
+        return self.table.sum(0)
+
+    def push(self, chunk: int, rows: Tensor) -> None:
+        """The chunk's rows [C, F] of this shard; those of the other shards are added."""
+        if self.drift is not None:
+            self.drift.before(self.table)
+        part = rows.detach().sum(0, dtype=torch.float64) / self.num_vertices
+        self.table[chunk] = self._summed(part)
+
+    def read(self, chunk: int) -> Tensor:
+        """The mean, once for each own row: [C, F]."""
+        start, stop = self.rows(chunk)
+        return self.mean.to(self._dtype).expand(stop - start, -1).contiguous()
+
+    def record(self, chunk: int, grad: Tensor) -> None:
+        """Gradient [C, F] of what ``read`` gave."""
+        self._grads[chunk] = self._summed(grad.sum(0, dtype=torch.float64))
+
+    def pull(self, chunk: int) -> Tensor:
+        """Gradient [C, F] of the rows that the chunk pushed."""
+        start, stop = self.rows(chunk)
+        found = self._grads.sum(0) / self.num_vertices
+        # From here on this chunk's gradients are only read by other chunks.
+        self._grads[chunk] *= self.scale
+        return found.to(self._dtype).expand(stop - start, -1)
+
+    def move(self, factor: Tensor, shift: Tensor) -> None:
+        """Every row becomes ``row @ factor + shift``, and every part of the mean with them."""
+        moved = self.table @ factor.double() + self._shares * shift.double()
+        self.table.copy_(moved)
+
+    def _summed(self, part: Tensor) -> Tensor:
+        self.exchange.sent_bytes += sum_over_shards(part, self.exchange.mesh)
+        return part
+
+    def _clear_gradients(self) -> None:
+        self._grads = torch.zeros_like(self.table)
+
+
+def open_history(
+    spec: HistorySpec, width: int, structure: LinearOperator | Blocks | Everyone
+) -> History:
+    """A history for rows of ``width`` over what the layer aggregates with."""
+    if isinstance(structure, Everyone):
+        return MeanHistory(spec, width, structure)
+    if isinstance(structure, Blocks):
+        return BlockHistory(spec, width, structure)
+    return LinearHistory(spec, width, structure)
