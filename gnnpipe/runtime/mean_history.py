@@ -1,4 +1,4 @@
-"""The history of a mean over all vertices: what BatchNorm and its like read.
+"""The history of a mean over all vertices: what a normalisation over all of them reads.
 
 It is an aggregation in which every chunk reads every chunk, and it is live and stale in the same
 way; but all that is kept of a chunk is the sum of its rows. With one chunk, or walked layer by
