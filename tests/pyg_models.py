@@ -143,6 +143,7 @@ class Zoo(nn.Module):
                 pyg.MixHopConv(IN, 4, powers=[0, 1, 2]), pyg.TAGConv(12, HIDDEN, K=2),
                 pyg.LEConv(HIDDEN, HIDDEN), pyg.ClusterGCNConv(HIDDEN, HIDDEN),
                 pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2), pyg.ChebConv(HIDDEN, HIDDEN, K=3),
+                pyg.GatedGraphConv(HIDDEN, 2), pyg.LGConv(), pyg.AntiSymmetricConv(HIDDEN),
                 pyg.GraphConv(HIDDEN, OUT, aggr="mean"),
             ]
         )  # fmt: skip

@@ -1,6 +1,9 @@
 """Law 1 for models of the user's own: unmodified PyG modules, on any shape."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyg_models
@@ -282,3 +285,9 @@ def test_shared_weights_stay_on_one_stage():
     ops = (op("a", (), ("w",)), op("b", ("a",), ("v",)), op("c", ("b",), ("w",)),
            op("d", ("c",), ("u",)))  # fmt: skip
     assert ModelGraph("m", 1, 1, ops).cuts == (3,)
+
+
+def test_the_table_of_convolutions_is_what_the_script_writes():
+    script = Path(__file__).resolve().parents[1] / "scripts" / "conv_table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], timeout=120, check=False)
+    assert done.returncode == 0, "python scripts/conv_table.py"

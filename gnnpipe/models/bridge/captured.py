@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
@@ -33,9 +34,12 @@ def capture(model: nn.Module, num_features: int) -> Captured:
     """
     sample = make_sample(model, num_features)
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        with torch.no_grad():
-            # Lazy weights take their shape from the first rows they see.
-            model(sample.x.to(_dtype(model)), sample.edge_index)
+        try:
+            with torch.no_grad():
+                # Lazy weights take their shape from the first rows they see.
+                model(sample.x.to(_dtype(model)), sample.edge_index)
+        except Exception as error:
+            raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
     recording = trace(model)
     return Captured(model, recording, probe(model, recording, sample), num_features)
 

@@ -212,3 +212,34 @@ def cheb(conv: Any, x: Any) -> Any:
         before, now = now, spread if k == 0 else 2.0 * spread - before
         out = out + lin(now)
     return _plus_bias(conv, out)
+
+
+@lowers(pyg.SimpleConv)
+def simple(conv: Any, x: Any) -> Any:
+    """``A x``, with x itself added or beside it."""
+    structure = _reduction(conv)
+    if structure is None or conv.combine_root == "self_loop":
+        return None
+    out = aggregate(x, structure=structure)
+    if conv.combine_root is None:
+        return out
+    return out + x if conv.combine_root == "sum" else torch.cat([x, out], dim=-1)
+
+
+@lowers(pyg.LGConv)
+def light_gcn(conv: Any, x: Any) -> Any:
+    """``A x``, A without loops."""
+    return aggregate(x, structure="gcn-loopless" if conv.normalize else "sum")
+
+
+@lowers(pyg.GatedGraphConv)
+def gated_graph(conv: Any, x: Any) -> Any:
+    """``x = GRU(A x W_i, x)``, as often as it has layers."""
+    structure = _reduction(conv)
+    if structure is None:
+        return None
+    # As wide as the states, from the left; the width of x is known when it runs.
+    x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
+    for i in range(conv.num_layers):
+        x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure), x)
+    return x

@@ -121,7 +121,9 @@ class _Tracer(fx.Tracer):
         kind = type(m).__module__
         if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge):
             return True
-        if kind.startswith("torch_geometric.nn.models") or isinstance(m, pyg.Sequential):
+        # Some of PyG's convolutions are made of others, and pass messages through them alone.
+        several = ("torch_geometric.nn.models", "torch_geometric.nn.conv")
+        if kind.startswith(several) or isinstance(m, pyg.Sequential):
             return False
         return kind.startswith("torch_geometric.nn") or super().is_leaf_module(
             m, module_qualified_name

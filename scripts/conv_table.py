@@ -1,0 +1,178 @@
+"""How every convolution of the installed torch_geometric runs here: docs/convolutions.md.
+
+python scripts/conv_table.py            # write the page
+python scripts/conv_table.py --check    # exit code 1 if the page is not what would be written
+
+Each convolution is put into a small model between two linear layers and captured, which compares
+it with plain PyG; what cannot be captured is listed with the reason that a user would be given.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric
+from torch import nn
+from torch_geometric.nn import conv as convs
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gnnpipe.errors import InputError  # noqa: E402
+from gnnpipe.models.bridge import capture  # noqa: E402
+
+PAGE = ROOT / "docs" / "convolutions.md"
+WIDTH = 8
+
+EDGE_FEATURES = "needs edge features, which a `Graph` does not hold yet"
+EDGE_TYPES = "needs edge types, which a `Graph` does not hold yet"
+HETERO = "takes several kinds of vertices or edges, which a `Graph` does not hold yet"
+NOT_ASKED = {
+    "MessagePassing": "the base class: a subclass of your own runs unchanged",
+    "CuGraphSAGEConv": "needs the cugraph library and its own graph format",
+    "CuGraphGATConv": "needs the cugraph library and its own graph format",
+    "CuGraphRGCNConv": "needs the cugraph library and its own graph format",
+    "FusedGATConv": "needs the dgNN library and its own graph format; GATConv is the same",
+    "GravNetConv": "builds its graph from the features of all vertices",
+    "DynamicEdgeConv": "builds its graph from the features of all vertices",
+    "XConv": "builds its graph from the positions of all vertices",
+    "PANConv": "needs torch_sparse, and works on powers of the whole adjacency",
+    "HypergraphConv": "takes a hypergraph",
+    "SignedConv": "takes two edge lists",
+    "GINEConv": EDGE_FEATURES,
+    "GMMConv": EDGE_FEATURES,
+    "SplineConv": EDGE_FEATURES,
+    "NNConv": EDGE_FEATURES,
+    "PDNConv": EDGE_FEATURES,
+    "RGCNConv": EDGE_TYPES,
+    "FastRGCNConv": EDGE_TYPES,
+    "RGATConv": EDGE_TYPES,
+    "HEATConv": HETERO,
+    "HGTConv": HETERO,
+    "HeteroConv": HETERO,
+    "HANConv": HETERO,
+    "WLConv": "counts colours of vertices; nothing to train",
+    "PPFConv": "takes positions and normals; pass them as features and split them in `forward`",
+    "MeshCNNConv": "takes the edges of a mesh as its vertices, four neighbours each in order",
+}
+"""Not tried, and why."""
+
+
+def linear(inside: int, outside: int = WIDTH) -> nn.Module:
+    return nn.Linear(inside, outside)
+
+
+DEGREES = torch.tensor([1, 5, 9, 4, 2])
+MAKE: dict[str, Callable[[Any], nn.Module]] = {
+    "SimpleConv": lambda c: c("mean"),
+    "ChebConv": lambda c: c(WIDTH, WIDTH, K=3),
+    "GatedGraphConv": lambda c: c(WIDTH, num_layers=2),
+    "AGNNConv": lambda c: c(),
+    "GINConv": lambda c: c(linear(WIDTH)),
+    "SSGConv": lambda c: c(WIDTH, WIDTH, alpha=0.1),
+    "APPNP": lambda c: c(K=2, alpha=0.1),
+    "DNAConv": lambda c: c(WIDTH),
+    "PointNetConv": lambda c: c(linear(WIDTH + 3), linear(WIDTH)),
+    "CGConv": lambda c: c(WIDTH),
+    "EdgeConv": lambda c: c(linear(2 * WIDTH)),
+    "PointTransformerConv": lambda c: c(WIDTH, WIDTH),
+    "PNAConv": lambda c: c(
+        WIDTH, WIDTH, aggregators=["mean", "std"], scalers=["amplification"], deg=DEGREES
+    ),
+    "GENConv": lambda c: c(WIDTH, WIDTH, norm="layer"),
+    "GCN2Conv": lambda c: c(WIDTH, alpha=0.1),
+    "WLConvContinuous": lambda c: c(),
+    "FAConv": lambda c: c(WIDTH),
+    "EGConv": lambda c: c(WIDTH, WIDTH, num_heads=2),
+    "LGConv": lambda c: c(),
+    "PointGNNConv": lambda c: c(linear(WIDTH, 3), linear(WIDTH + 3), linear(WIDTH)),
+    "GPSConv": lambda c: c(WIDTH, None, heads=2),
+    "AntiSymmetricConv": lambda c: c(WIDTH),
+    "DirGNNConv": lambda c: c(convs.SAGEConv(WIDTH, WIDTH)),
+}
+
+
+class Host(nn.Module):
+    """A convolution between two linear layers."""
+
+    def __init__(self, name: str, conv: nn.Module) -> None:
+        super().__init__()
+        self.name, self.conv = name, conv
+        self.encode, self.place = nn.Linear(7, WIDTH), nn.Linear(7, 3)
+        self.decode = nn.LazyLinear(3)
+
+    def forward(self, x: Any, edge_index: Any) -> Any:
+        h = self.encode(x).relu()
+        if self.name in ("GCN2Conv", "FAConv"):
+            h = self.conv(h, h, edge_index)
+        elif self.name in ("PointNetConv", "PointTransformerConv", "PointGNNConv"):
+            h = self.conv(h, self.place(x), edge_index)
+        elif self.name == "DNAConv":
+            h = self.conv(torch.stack([h, h.tanh()], dim=1), edge_index)
+        else:
+            h = self.conv(h, edge_index)
+        return self.decode(h)
+
+
+def row(name: str) -> tuple[str, str]:
+    """How a convolution runs, and what there is to say of it."""
+    if name in NOT_ASKED:
+        return "not yet" if "yet" in NOT_ASKED[name] else "no", NOT_ASKED[name]
+    kind = getattr(convs, name)
+    torch.manual_seed(0)
+    try:
+        model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
+        found = capture(model, 7)
+    except InputError as error:
+        return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
+    forms = {found.facts[op].form for op in found.ops} - {""}
+    many = sum(map(found.aggregates, found.ops))
+    hops = "1 aggregation" if many == 1 else f"{many} aggregations"
+    if not forms:
+        return "lowered", hops
+    form = forms.pop()
+    words = {"pair": "as (all rows, own rows)", "square": "on all rows, the own ones kept"}[form]
+    return "unchanged", f"{hops}, {words}"
+
+
+def page() -> str:
+    """The whole page."""
+    version = ".".join(torch_geometric.__version__.split(".")[:2])
+    lines = [
+        "# How each convolution runs",
+        "",
+        f"Every convolution of torch_geometric {version}, captured in a small model and compared "
+        "with plain PyG there. Written by `scripts/conv_table.py`; `tests/test_bridge.py` wants "
+        "the page to be what it writes.",
+        "",
+        "*Lowered*: row-wise work and products with a fixed matrix. *Unchanged*: the convolution "
+        "itself, on the rows of a chunk and their neighbours. *Refused*: it would give another "
+        "result chunk by chunk, and says so. Settings matter: SAGEConv with `max`, for example, "
+        "runs unchanged, and with LSTM it is refused, for it pads to the largest degree.",
+        "",
+        "| convolution | how | |",
+        "|---|---|---|",
+    ]
+    for name in sorted(convs.__all__):
+        how, note = row(name)
+        lines.append(f"| {name} | {how} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    text = page()
+    if "--check" in sys.argv[1:]:
+        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
