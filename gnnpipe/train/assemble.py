@@ -106,7 +106,11 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
 
     def criterion(logits: Tensor, chunk: int) -> Tensor:
         chosen = masks[chunk][0].nonzero().squeeze(1)
-        return loss_sum(logits[chosen], labels[chunk][chosen]) / total
+        if prepared.loss_fn is not None and not len(chosen):
+            # Not every loss knows what to make of no rows.
+            return logits.sum() * 0.0
+        loss = prepared.loss_fn or loss_sum
+        return loss(logits[chosen], labels[chunk][chosen]) / total
 
     stage = Stage(piece, [rows_of(part) for part in own], history, criterion if is_last else None)
     forecaster = None

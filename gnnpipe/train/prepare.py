@@ -31,7 +31,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
 from gnnpipe.train.choose import check_parts, check_validation, choose_model
 from gnnpipe.train.describe import describe
-from gnnpipe.train.task import choose_metric
+from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
 __all__ = ["Prepared", "chunk_order", "prepare"]
 
@@ -59,6 +59,8 @@ class Prepared:
     """[K, K] edges by (reading chunk, chunk read); none where nothing is stale."""
     metric: str
     """What is reported beside accuracy; never 'auto'."""
+    loss_fn: LossFn | None = None
+    """The user's own; none: cross entropy, of classes or of labels."""
 
     def program_of(self, epoch: int) -> Program:
         """What an epoch (from 0) runs."""
@@ -94,6 +96,7 @@ def prepare(
     graph: Graph | None = None,
     model: nn.Module | None = None,
     plan: Plan | None = None,
+    loss_fn: LossFn | None = None,
 ) -> Prepared:
     """Read, cut, plan and prove. ``InputError`` on every rank if any rank has one.
 
@@ -114,6 +117,8 @@ def prepare(
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    if loss_fn is not None:
+        check_loss(loss_fn, graph, dtype)
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
     chunking = _cut(config, graph, mesh)
@@ -153,7 +158,7 @@ def prepare(
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
-        volume, pilots, edges, metric,
+        volume, pilots, edges, metric, loss_fn,
     )  # fmt: skip
 
 

@@ -110,9 +110,10 @@ class Reference:
             self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         return ReferenceEpoch(float(loss.detach()), grads)
 
-    @staticmethod
-    def _loss(logits: Tensor, y: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over what is labelled."""
+        if self.prepared.loss_fn is not None:
+            return self.prepared.loss_fn(logits, y) / int((y >= 0).sum())
         if y.dim() == 1:
             return nn.functional.cross_entropy(logits, y)
         known = y >= 0

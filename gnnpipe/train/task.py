@@ -6,14 +6,22 @@ part in nothing, and ROC AUC is a mean over the labels that have both a positive
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.labels import Labels
 
-__all__ = ["RARE", "choose_metric", "has_both", "loss_sum", "num_targets"]
+__all__ = [
+    "RARE", "LossFn", "check_loss", "choose_metric", "has_both", "loss_sum", "num_targets",
+]  # fmt: skip
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses."""
 
 RARE = 0.3
 """Share of the rarer of two classes below which accuracy says little: a model that never answers
@@ -60,6 +68,29 @@ def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(
         logits, y.clamp(min=0).to(logits.dtype), weight=(y >= 0).to(logits.dtype), reduction="sum"
     )
+
+
+def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
+    """``InputError`` unless a loss of the user's own is a sum over rows, as chunks need it."""
+    rows = np.flatnonzero(graph.train_mask)[:6]
+    y = torch.from_numpy(graph.y[rows])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(rows), graph.num_classes, dtype=dtype, generator=generator)
+    logits.requires_grad_(True)
+    try:
+        whole = loss_fn(logits, y)
+    except Exception as error:
+        raise InputError(f"loss_fn: fails on logits {list(logits.shape)}: {error}") from None
+    if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
+        raise InputError("loss_fn: must return one number with a gradient; try reduction='sum'")
+    if len(rows) < 2:
+        return
+    parts = float(loss_fn(logits[:1], y[:1]).detach() + loss_fn(logits[1:], y[1:]).detach())
+    if abs(parts - float(whole.detach())) > 1e-4 * abs(parts):
+        raise InputError(
+            f"loss_fn: of {len(rows)} rows it is {float(whole.detach()):.4f}, of the same in two "
+            f"parts {parts:.4f}; it must be a sum over rows: try reduction='sum'"
+        )
 
 
 def num_targets(graph: Graph) -> int:

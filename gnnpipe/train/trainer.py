@@ -28,6 +28,7 @@ from gnnpipe.train.record import EpochRow, RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
 from gnnpipe.train.result import RunResult, gather_result
 from gnnpipe.train.staleness import measure_staleness
+from gnnpipe.train.task import LossFn
 
 __all__ = ["Trainer"]
 
@@ -48,6 +49,7 @@ class Trainer:
         model: nn.Module | None = None,
         plan: Plan | None = None,
         mesh: Mesh | None = None,
+        loss_fn: LossFn | None = None,
     ) -> None:
         """Parts that are not given are made from ``config``: graph, model, plan.
 
@@ -56,11 +58,13 @@ class Trainer:
         and what else describes a model have no meaning then. ``fit`` raises ``InputError`` naming
         the line of ``forward`` that cannot be cut into chunks.
 
-        ``mesh`` if the ranks have met before, for another run of this process.
+        ``mesh`` if the ranks have met before, for another run of this process. ``loss_fn`` maps
+        logits [R, C] and labels [R] of some training vertices to the SUM of their losses; it is
+        divided by the number of training labels.
         """
         self.config = config
         self._graph, self._model, self._plan = graph, model, plan
-        self._mesh = mesh
+        self._mesh, self._loss_fn = mesh, loss_fn
         self._prepared: Prepared | None = None
         self._assembly: Assembly | None = None
         self._fitted = False
@@ -86,7 +90,9 @@ class Trainer:
         """Read, cut and plan; done once."""
         mesh = self._join()
         if self._prepared is None:
-            self._prepared = prepare(self.config, mesh, self._graph, self._model, self._plan)
+            self._prepared = prepare(
+                self.config, mesh, self._graph, self._model, self._plan, self._loss_fn
+            )
         return mesh, self._prepared
 
     def fit(self) -> RunResult:

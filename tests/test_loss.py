@@ -1,0 +1,57 @@
+"""A loss of the user's own: the same on every shape, and refused where it is no sum over rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import run_ranks, small_graph
+
+from gnnpipe import InputError, TrainConfig, Trainer
+
+
+def weighted(logits, y):
+    """Classes of different weight, and labels smoothed."""
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=logits.dtype)
+    return F.cross_entropy(logits, y, weight=weight, reduction="sum", label_smoothing=0.1)
+
+
+def own_loss(shapes):
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        run = TrainConfig(
+            layers=3, hidden=8, stages=stages, shards=shards, chunks=chunks, epochs=3,
+            dtype="float64", cache_dir="off",
+        )  # fmt: skip
+        prepared = prepare(run, mesh, small_graph(), loss_fn=weighted)
+        found += [c.largest for c in verify(prepared, mesh, 3)]
+    return max(found)
+
+
+def test_a_loss_of_ones_own():
+    assert own_loss([(1, 1, 1), (1, 1, 20)]) < 1e-11
+    assert run_ranks(own_loss, 2, [(2, 1, 6), (1, 2, 6)])[0] < 1e-11
+    graph = small_graph()
+    run = TrainConfig(layers=3, hidden=8, dropout=0.0, epochs=1, out="off", cache_dir="off")
+    trainer = Trainer(run, graph=graph, loss_fn=weighted)
+    y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    truth = weighted(trainer.predict()[train], y[train]) / int(train.sum())
+    assert trainer.fit().loss == pytest.approx(float(truth), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (F.cross_entropy, r"of 6 rows it is .* try reduction='sum'"),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none"), "must return one number"),
+        (lambda x, y: 3.0, "must return one number"),
+        (lambda x, y: F.mse_loss(x, y), "fails on logits"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_refused(loss, message):
+    with pytest.raises(InputError, match=message):
+        Trainer(TrainConfig(out="off"), graph=small_graph(), loss_fn=loss).fit()
