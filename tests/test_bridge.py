@@ -172,6 +172,7 @@ class Wrong(nn.Module):
         self.fault = fault
         self.conv, self.lin = pyg.GCNConv(7, 3), nn.Linear(3, 3)
         self.pool = pyg.MeanAggregation()
+        self.register_buffer("scale", torch.ones(1))
         self.lstm = pyg.SAGEConv(3, 3, aggr="lstm")
 
     def forward(self, x, edge_index):
@@ -214,6 +215,27 @@ class Wrong(nn.Module):
     def only_training(self, x, edge_index):
         return self.lin(x) if self.training else x
 
+    def held_back(self, x, edge_index):
+        with torch.no_grad():
+            h = self.lin(x)
+        return h + x
+
+    def depth(self, x, edge_index):
+        return self.lin(x) if torch.rand(1).item() < 0.5 else x
+
+    def in_place(self, x, edge_index):
+        return F.relu_(self.lin(x))
+
+    def state(self, x, edge_index):
+        self.scale.mul_(0.5)
+        return x * self.scale
+
+    def argument(self, x, edge_index):
+        return x * (2.0 if self.training else 1.0)
+
+    def dropped_weight(self, x, edge_index):
+        return x @ F.dropout(self.lin.weight, 0.5, training=self.training)
+
     def ordered(self, x, edge_index):
         return self.lstm(x, edge_index)
 
@@ -233,6 +255,12 @@ class Wrong(nn.Module):
         ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
         ("always", r"dropout stays on in evaluation.*training=self\.training"),
         ("only_training", "other things in training than in evaluation"),
+        ("held_back", r"the gradient of \w+\.\w+ is another in its recording"),
+        ("depth", r"decides by random numbers|cannot be traced"),
+        ("in_place", r"relu_ changes a value in place.*use relu"),
+        ("state", r"mul_? changes scale in place"),
+        ("argument", "other things in training than in evaluation"),
+        ("dropped_weight", "dropout of a weight"),
         ("ordered", r"lstm \(SAGEConv\) does not give the same rows"),
     ],
 )
@@ -271,20 +299,89 @@ class Tied(nn.Module):
         return x
 
 
-def test_shared_weights_stay_on_one_stage():
+def plain_losses(model, graph, epochs, dtype=torch.float64, weight_decay=0.0):
+    model = copy.deepcopy(model).to(dtype)
+    x, edges = torch.from_numpy(graph.x).to(dtype), torch.from_numpy(graph.edge_index)
+    y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=0.01, weight_decay=weight_decay)
+    losses = []
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, edges)[train], y[train])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class TwoNames(Tied):
+    """Two linear layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.conv.lin.weight
+
+    def forward(self, x, edge_index):
+        return self.last(super().forward(x, edge_index).tanh())
+
+
+@pytest.mark.parametrize("kind", [Tied, TwoNames])
+def test_shared_weights_are_one_weight_on_one_stage(kind):
+    from gnnpipe.models.bridge import capture
+    from gnnpipe.train.describe import describe
+
     torch.manual_seed(0)
-    model = Tied()
+    model, graph = kind(), small_graph()
+    truth = plain_losses(model, graph, 4)
+    described = describe(capture(copy.deepcopy(model), 7), graph)
+    assert described.num_parameters == sum(p.numel() for p in model.parameters())
+    using = [i for i, op in enumerate(described.ops) if "conv.lin.weight" in op.weights]
+    assert len(using) > 1
+    assert not set(described.cuts) & set(range(using[0] + 1, using[-1] + 1))
+    found = Trainer(config(epochs=4), graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+def frozen_on_two_shards():
+    torch.manual_seed(0)
+    model = pyg_models.Sgc()
+    model.conv.lin.bias.requires_grad_(False)
+    before = model.conv.lin.bias.detach().clone()
+    Trainer(config(shards=2, weight_decay=0.1), graph=small_graph(), model=model).fit()
+    return float((model.conv.lin.bias - before).abs().max())
+
+
+def test_frozen_weights_stay():
+    assert run_ranks(frozen_on_two_shards, 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("offset", [10.0, 1000.0])
+def test_batch_norm_of_rows_far_from_zero_in_float32(offset):
+    """The mean of the squares minus the square of the mean would be all rounding."""
     graph = small_graph()
-    trainer = Trainer(config(chunks=4), graph=graph, model=model)
-    assert trainer.fit().loss > 0
-    from gnnpipe.plan import ModelGraph, Op
+    graph.x[:] += np.float32(offset)
+    torch.manual_seed(0)
+    model = pyg_models.Normed(nn.BatchNorm1d(8))
+    truth = plain_losses(model, graph, 4, torch.float32)
+    found = Trainer(config(epochs=4, dtype="float32"), graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-4)
 
-    def op(name, inputs, weights):
-        return Op(name, inputs, {name: 4}, 0, 1, push_width=4, weights=weights)
 
-    ops = (op("a", (), ("w",)), op("b", ("a",), ("v",)), op("c", ("b",), ("w",)),
-           op("d", ("c",), ("u",)))  # fmt: skip
-    assert ModelGraph("m", 1, 1, ops).cuts == (3,)
+def test_the_mode_in_which_a_model_is_given_does_not_matter():
+    losses = []
+    for mode in (True, False):
+        model = made("GAT").train(mode)
+        found = Trainer(config(), graph=small_graph(), model=model).fit()
+        losses.append([r.loss for r in found.history])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["transformer", "GAT"])
+def test_a_chunk_may_have_no_edges(name):
+    run = config(chunks=60, epochs=2, partitioner="range")
+    assert Trainer(run, graph=small_graph(), model=made(name)).fit().loss > 0
 
 
 def test_the_table_of_convolutions_is_what_the_script_writes():

@@ -101,7 +101,7 @@ def keyed_dropout(
 
     ``site`` tells the dropouts of one model apart. Zero probability returns ``x`` itself.
     """
-    if probability == 0.0:
+    if probability == 0.0 or not x.numel():
         return x
     mask, kept = _keep_mask(keys, x.shape[1], probability, _scalar_key(seed, epoch, site))
     result: Tensor = _Dropout.apply(x, mask, 1.0 / kept)  # type: ignore[no-untyped-call]

@@ -101,8 +101,8 @@ class Piece(ABC):
         """Move the weights of these ops."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """The weights of these ops."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The weights of these ops that are trained: frozen ones are not."""
+        return [p for _, p in self.named_parameters() if p.requires_grad]
 
 
 class Model(ABC):

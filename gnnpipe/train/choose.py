@@ -73,7 +73,7 @@ def choose_model(
         return model.to(dtype)
     error, found = None, None
     # Before it is recorded: this makes new buffers, which the recording must share.
-    model.to(dtype)
+    model.to(dtype).train()
     try:
         found = capture(model, graph.num_features)
         width = found.facts[found.result].width
@@ -82,10 +82,13 @@ def choose_model(
                 f"model: gives {width} numbers for each vertex, but the graph has "
                 f"{graph.label_text}"
             )
+        digest = found.digest
     except InputError as fault:
         error = fault
     mesh.agree(error)
     assert found is not None
+    if len(set(mesh.gather(digest))) > 1:
+        raise InputError("model: its forward is another on every rank; build it in the same way")
     if mesh.world_size > 1:
         model.load_state_dict(mesh.share(model.state_dict()))
     return found

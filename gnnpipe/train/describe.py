@@ -31,7 +31,7 @@ def _captured_ops(model: Captured) -> tuple[Op, ...]:
     aggregations = {a.name: a for a in model.piece(0, len(model.ops)).aggregations}
     for call in model.ops:
         weights = dict(model.weights(call))
-        new = [p for name, p in weights.items() if name not in counted]
+        new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
         counted |= set(weights)
         flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2)
         reads = model.reads_features(call)

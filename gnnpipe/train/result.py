@@ -103,7 +103,7 @@ def gather_result(
     return RunResult(
         dataset=prepared.graph.name, model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
-        hidden=max(op.push_width for op in prepared.model_graph.aggregations),
+        hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
         stages=config.stages,
         shards=config.shards, chunks=config.chunks, world_size=mesh.world_size, epochs=len(rows),
         seed=config.seed, exact=prepared.report.exact, loss=rows[-1].loss,

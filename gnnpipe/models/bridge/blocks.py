@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.graph.operators import Block
 from gnnpipe.models.bridge.inner_dropout import KeyedDropout
-from gnnpipe.models.bridge.trace import EDGES
+from gnnpipe.models.bridge.recording import EDGES
 from gnnpipe.models.layer import Rows
 
 __all__ = ["FORMS", "BlockConv"]

@@ -20,8 +20,9 @@ from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
+from gnnpipe.models.bridge.recording import FEATURES, OUT_OF_PLACE, attribute
 from gnnpipe.models.bridge.sample import make_sample
-from gnnpipe.models.bridge.trace import FEATURES, OUT_OF_PLACE, attribute, trace
+from gnnpipe.models.bridge.trace import trace
 from gnnpipe.models.piece import Model
 
 __all__ = ["Captured", "capture"]
@@ -88,6 +89,11 @@ class Captured(Model):
         """Ops and aggregations."""
         return f"{len(self.ops)} ops, {sum(map(self.aggregates, self.ops))} aggregations"
 
+    @property
+    def digest(self) -> str:
+        """The same on two ranks if and only if they recorded the same calls."""
+        return str(self.recording.graph) + str(list(self.facts.values()))
+
     @cached_property
     def ops(self) -> list[fx.Node]:
         """The recorded calls whose values are rows, in order; the last one gives the logits."""
@@ -139,22 +145,23 @@ class Captured(Model):
         )
 
     def weights(self, op: fx.Node) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that an op uses, by the user's names."""
+        """The weights that an op uses, by the user's names; one that has several, by the first."""
+        first = {id(p): name for name, p in self._module.named_parameters()}
         for call in (*self.helpers(op), op):
             if call.op == "call_module":
                 module = self.recording.get_submodule(str(call.target))
-                for name, parameter in module.named_parameters():
-                    yield f"{call.target}.{name}".removeprefix("model."), parameter
+                for parameter in module.parameters():
+                    yield first[id(parameter)], parameter
             elif call.op == "get_attr":
                 value = attribute(self.recording, str(call.target))
                 if isinstance(value, nn.Parameter):
-                    yield str(call.target).removeprefix("model."), value
+                    yield first[id(value)], value
 
     def buffers(self, op: fx.Node) -> Iterator[tuple[str, Tensor]]:
         """What else a checkpoint holds that an op reads, or keeps (moving statistics)."""
         calls = (*self.helpers(op), op)
         modules = [str(c.target) for c in calls if c.op == "call_module"]
-        modules += [str(op.kwargs["observed_by"])] if op.kwargs.get("observed_by") else []
+        modules += [str(op.kwargs.get("observed_by") or "-").partition(":")[0]]
         read = {str(c.target) for c in calls if c.op == "get_attr"}
         for name, value in self._module.state_dict(keep_vars=True).items():
             path = f"model.{name}"

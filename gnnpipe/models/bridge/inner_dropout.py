@@ -61,7 +61,8 @@ class KeyedDropout(_Dropout):
         if not self._rows.training:
             return x
         rows = replace(self._rows, keys=self._keys(kind, len(x)))
-        return rows.dropout(x.reshape(len(x), -1), probability, site).reshape(x.shape)
+        flat = x.flatten(1) if x.dim() > 1 else x[:, None]
+        return rows.dropout(flat, probability, site).reshape(x.shape)
 
     def _keys(self, kind: str, count: int) -> Tensor:
         keys = self._block.keys

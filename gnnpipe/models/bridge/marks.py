@@ -20,7 +20,7 @@ def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
 def aggregate(x: Any, *, structure: str, observed_by: str = "") -> Any:
     """The rows x [N, ...] aggregated over a structure with fixed weights.
 
-    ``observed_by``: path of the module that keeps statistics of it.
+    ``observed_by``: path of the module that keeps statistics of it, a colon, and which.
     """
     if isinstance(x, fx.Proxy):
         return _mark(aggregate, x, structure=structure, observed_by=observed_by)

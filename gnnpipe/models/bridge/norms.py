@@ -1,7 +1,8 @@
 """Normalisations over all vertices, taken apart: a mean over all vertices and row-wise work.
 
 The mean is an aggregation like any other (``runtime.mean_history``): exact with one chunk or walked
-layer by layer, and otherwise partly of the last epoch. Variances come from the mean of the squares.
+layer by layer, and otherwise partly of the last epoch. A variance is a second one, of the squares
+of what was centred: the mean of the squares alone would cancel where the mean is large.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ from gnnpipe.models.bridge.marks import aggregate, in_training
 __all__ = ["NORMS", "move_statistics"]
 
 
-def _means(x: Any, path: str = "") -> tuple[Any, Any]:
-    """Means of x and of its squares over all vertices, for every row."""
-    both = aggregate(torch.cat([x, x * x], dim=-1), structure=EVERYONE, observed_by=path)
-    mean, square = both.chunk(2, dim=-1)
-    return mean, square
+def _mean(x: Any, path: str = "", what: str = "") -> Any:
+    """The mean of x over all vertices, for every row; the module at ``path`` keeps ``what``."""
+    return aggregate(x, structure=EVERYONE, observed_by=path and f"{path}:{what}")
+
+
+def _square(x: Any) -> Any:
+    return x * x
+
+
+def _positive(variance: Any) -> Any:
+    """A forecast of the stale part may come out below zero."""
+    return torch.clamp(variance, min=0.0)
 
 
 def _affine(module: Any, x: Any) -> Any:
@@ -36,44 +44,42 @@ def batch_norm(module: Any, x: Any, path: str) -> Any:
         module, path = module.module, f"{path}.module"
     if not module.track_running_stats:
         path = ""
-    mean, square = _means(x, path)
-    variance = square - mean * mean
+    mean = _mean(x, path, "mean")
+    variance = _mean(_square(x - mean), path, "variance")
     if path:
         mean = in_training(mean, module.running_mean)
         variance = in_training(variance, module.running_var)
-    return _affine(module, (x - mean) * torch.rsqrt(variance + module.eps))
+    return _affine(module, (x - mean) * torch.rsqrt(_positive(variance) + module.eps))
 
 
 def layer_norm(module: Any, x: Any, path: str) -> Any:
     """PyG's, over all entries of all vertices (mode 'graph')."""
     if module.mode != "graph":
         return None
-    mean, square = (m.mean(dim=-1, keepdim=True) for m in _means(x))
-    deviation = torch.sqrt(torch.clamp(square - mean * mean, min=0.0))
-    return _affine(module, (x - mean) / (deviation + module.eps))
+    centred = x - _mean(x.mean(dim=-1, keepdim=True))
+    variance = _mean(_square(centred).mean(dim=-1, keepdim=True))
+    return _affine(module, centred / (torch.sqrt(_positive(variance)) + module.eps))
 
 
 def graph_norm(module: Any, x: Any, path: str) -> Any:
     """With a share of the mean that is learned."""
-    mean, square = _means(x)
-    part = mean * module.mean_scale
-    variance = square - 2.0 * part * mean + part * part
-    return module.weight * (x - part) / torch.sqrt(variance + module.eps) + module.bias
+    centred = x - _mean(x) * module.mean_scale
+    variance = _positive(_mean(_square(centred)))
+    return module.weight * centred / torch.sqrt(variance + module.eps) + module.bias
 
 
 def pair_norm(module: Any, x: Any, path: str) -> Any:
     """Centred, then scaled by the mean length or each row by its own."""
-    mean, square = _means(x)
-    centred = x - mean
+    centred = x - _mean(x)
     if module.scale_individually:
         return module.scale * centred / (module.eps + centred.norm(2, -1, keepdim=True))
-    length = (square - mean * mean).sum(-1, keepdim=True)
-    return module.scale * centred / torch.sqrt(module.eps + length)
+    length = _mean(_square(centred).sum(-1, keepdim=True))
+    return module.scale * centred / torch.sqrt(module.eps + _positive(length))
 
 
 def mean_subtraction(module: Any, x: Any, path: str) -> Any:
     """Centred."""
-    return x - aggregate(x, structure=EVERYONE)
+    return x - _mean(x)
 
 
 NORMS: dict[type[nn.Module], Callable[[Any, Any, str], Any]] = {
@@ -88,20 +94,22 @@ NORMS: dict[type[nn.Module], Callable[[Any, Any, str], Any]] = {
 
 
 @torch.no_grad()
-def move_statistics(module: nn.Module, means: Tensor, count: int) -> None:
-    """A BatchNorm's moving statistics after an epoch, as torch moves them.
+def move_statistics(module: nn.Module, what: str, now: Tensor, count: int) -> None:
+    """A BatchNorm's moving 'mean' or 'variance' [F] after an epoch, as torch moves them.
 
-    ``means`` [2 F]: of the rows and of their squares, over ``count`` vertices.
+    ``now``: over ``count`` vertices. The mean comes first.
     """
     assert isinstance(module, nn.BatchNorm1d)
     assert module.running_mean is not None
     assert module.running_var is not None
     assert module.num_batches_tracked is not None
-    module.num_batches_tracked += 1
+    if what == "mean":
+        module.num_batches_tracked += 1
     step = module.momentum
     if step is None:
         step = 1.0 / float(module.num_batches_tracked)
-    mean, square = means.chunk(2)
-    variance = (square - mean * mean) * (count / max(count - 1, 1))
-    for kept, now in ((module.running_mean, mean), (module.running_var, variance)):
-        kept.lerp_(now.to(kept.dtype), step)
+    if what == "mean":
+        module.running_mean.lerp_(now.to(module.running_mean.dtype), step)
+    else:
+        unbiased = now * (count / max(count - 1, 1))
+        module.running_var.lerp_(unbiased.to(module.running_var.dtype), step)

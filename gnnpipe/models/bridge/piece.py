@@ -33,9 +33,10 @@ class CapturedPiece(Piece):
             self._buffers |= dict(model.buffers(op))
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
         self._observers = {
-            op.name: model.module.get_submodule(path.removeprefix("model."))
+            op.name: (model.module.get_submodule(path.removeprefix("model.")), what)
             for op in model.ops[first:last]
-            if (path := str(op.kwargs.get("observed_by", "")))
+            for path, _, what in [str(op.kwargs.get("observed_by", "")).partition(":")]
+            if path
         }
 
     def step(
@@ -55,7 +56,7 @@ class CapturedPiece(Piece):
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """Move the statistics of a normalisation (see ``Piece``)."""
         if name in self._observers:
-            move_statistics(self._observers[name], mean, count)
+            move_statistics(*self._observers[name], mean, count)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and buffers, by the user's names."""

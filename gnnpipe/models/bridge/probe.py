@@ -21,9 +21,9 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.operators import EVERYONE, Block, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
-from gnnpipe.models.bridge.marks import aggregate
+from gnnpipe.models.bridge.marks import aggregate, drop
+from gnnpipe.models.bridge.recording import BY_HAND, EDGES, FEATURES, attribute, line_of
 from gnnpipe.models.bridge.sample import Sample
-from gnnpipe.models.bridge.trace import BY_HAND, EDGES, FEATURES, attribute, line_of
 from gnnpipe.models.layer import Rows
 
 __all__ = ["Facts", "probe"]
@@ -66,6 +66,11 @@ def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[f
             depends = call.op == "placeholder" or any(
                 found[source].depends for source in own.all_input_nodes
             )
+            if call.target is drop and not depends:
+                raise InputError(
+                    f"model: dropout of a weight{line_of(call)}; only that of vertices has a mask "
+                    "that belongs to what is dropped"
+                )
             form, drops = run.make(call, depends)
             value = run.whole[call]
             is_rows = isinstance(value, Tensor) and depends and value.is_floating_point()
@@ -104,6 +109,17 @@ class _Run:
         is_edges = call.op == "placeholder" and call.target == EDGES
         self._keep(call, value, [None if is_edges else value[half] for half in sample.halves])
         return form, drops
+
+    def follow(self, call: fx.Node) -> None:
+        """Find a call's value in the run on all rows alone; unchanged convolutions run whole."""
+        if call.op == "placeholder":
+            of_rows = call.target == FEATURES
+            self.whole[call] = self.sample.x if of_rows else self.sample.edge_index
+        elif call.target is aggregate:
+            self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        else:
+            with DropoutKinds(self.sample.num_rows, self.sample.num_edges):
+                self.whole[call] = self._call(call, self.whole)
 
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
@@ -236,12 +252,25 @@ def _check_output(call: fx.Node, run: _Run) -> None:
 
 
 def _check_whole(model: nn.Module, call: fx.Node, run: _Run) -> None:
-    """The recording gives what the model gives, run by plain PyG."""
+    """The recording gives what the model gives, run by plain PyG, and the same gradients."""
     result: Any = call.args[0]
+    sample = run.sample
     plain = copy.deepcopy(model).double().train()
-    with DropoutKinds(run.sample.num_rows, run.sample.num_edges):
-        truth = plain(run.sample.x, run.sample.edge_index)
-    found = run.whole[result]
+    with torch.enable_grad():
+        try:
+            with DropoutKinds(sample.num_rows, sample.num_edges):
+                truth = plain(sample.x, sample.edge_index)
+        except Exception as error:
+            raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
+        again = _Run(run.module, sample)
+        for other in run.module.graph.nodes:
+            if other.op != "output":
+                again.follow(other)
+        found = again.whole[result]
+        towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
+        for out in (truth, found):
+            if out.requires_grad:
+                (out * towards).sum().backward()
     # Some of PyG's convolutions find their edge weights in float32, whatever the rows are.
     if not torch.allclose(truth, found, 1e-6, 1e-6):
         raise InputError(
@@ -249,3 +278,17 @@ def _check_whole(model: nn.Module, call: fx.Node, run: _Run) -> None:
             f"{float((truth - found).abs().max()):.1e}); forward depends on something that a "
             f"recording cannot hold, {BY_HAND}"
         )
+    recorded = dict(run.module.named_parameters(remove_duplicate=False))
+    for name, parameter in plain.named_parameters():
+        twin = recorded.get(f"model.{name}")
+        if not _same_gradient(parameter, twin):
+            raise InputError(
+                f"model: the gradient of {name} is another in its recording; forward holds "
+                f"gradients back or makes its own (no_grad, autograd.Function), {BY_HAND}"
+            )
+
+
+def _same_gradient(truth: Tensor, found: Tensor | None) -> bool:
+    a = torch.zeros_like(truth) if truth.grad is None else truth.grad
+    b = torch.zeros_like(truth) if found is None or found.grad is None else found.grad
+    return torch.allclose(a, b, 1e-5, 1e-5 * float(a.abs().max() + 1e-6))

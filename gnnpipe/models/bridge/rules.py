@@ -48,7 +48,7 @@ def _gcn_structure(conv: Any) -> str | None:
         return None
     if not getattr(conv, "normalize", True):
         return "sum"
-    return "gcn" if conv.add_self_loops else None
+    return "gcn" if conv.add_self_loops else "gcn-loopless"
 
 
 def _reduction(conv: Any) -> str | None:

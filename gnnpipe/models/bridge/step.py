@@ -17,7 +17,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.marks import drop, in_training
-from gnnpipe.models.bridge.trace import FEATURES, attribute
+from gnnpipe.models.bridge.recording import FEATURES, attribute
 from gnnpipe.models.feature_linear import dense_features, feature_linear
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received

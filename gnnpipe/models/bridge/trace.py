@@ -8,33 +8,26 @@ with the user's own line.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import operator
+import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import drop
 from gnnpipe.models.bridge.norms import NORMS
+from gnnpipe.models.bridge.recording import BY_HAND, EDGES, is_own
+from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
 from gnnpipe.models.bridge.rules import RULES
 
-__all__ = ["BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "line_of", "trace"]
-
-FEATURES, EDGES = "x", "edge_index"
-"""Names of the recording's inputs, whatever the model calls them."""
-
-BY_HAND = "or declare the layers by hand (docs/guide.md)"
-
-OUT_OF_PLACE = "_out_of_place"
-"""Ends the name of a twin that stands in for a module that would write to its input."""
+__all__ = ["trace"]
 
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges")
 
@@ -79,37 +72,14 @@ def trace(model: nn.Module) -> fx.GraphModule:
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
-    _replace_dropout(training, evaluation)
-    _compare(training, evaluation)
-    _make_out_of_place(training)
+    replace_dropout(training, evaluation)
+    compare(training, evaluation)
+    make_out_of_place(training)
     training.graph.eliminate_dead_code()
     for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
         call.kwargs = {**call.kwargs, "site": site}
     training.recompile()
     return training
-
-
-def line_of(call: fx.Node) -> str:
-    """The user's line that made a call: ' (model.py, line 12: x = x.mean(0))'."""
-    lines = (call.stack_trace or "").strip().splitlines()
-    own = [i for i, text in enumerate(lines) if text.lstrip().startswith("File") and _is_own(text)]
-    if not own:
-        return ""
-    where = lines[own[-1]].strip().removeprefix("File ").split(", in ")[0].replace('"', "")
-    code = lines[own[-1] + 1].strip() if own[-1] + 1 < len(lines) else ""
-    return f" ({where}: {code})"
-
-
-def attribute(module: nn.Module, path: str) -> Any:
-    """What a dotted path leads to: a weight, a buffer, a constant."""
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _is_own(text: str) -> bool:
-    return not any(part in text for part in ("/torch/", "/torch_geometric/", "/gnnpipe/models/"))
 
 
 class _Tracer(fx.Tracer):
@@ -166,19 +136,33 @@ class _Tracer(fx.Tracer):
 
 def _record(model: nn.Module) -> fx.GraphModule:
     root, tracer = _Root(model), _Tracer()
+    before = _random_state()
     try:
         with _pooling_refused():
-            return fx.GraphModule(root, tracer.trace(root))
+            recording = fx.GraphModule(root, tracer.trace(root))
+        if _random_state() != before:
+            raise InputError(
+                f"model: {type(model).__name__}.forward decides by random numbers what it calls "
+                "(stochastic depth?); a recording holds one decision for ever"
+            )
+        return recording
     except InputError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_own(f.filename)]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
         frames = [f for f in frames if "gnnpipe" not in f.filename] or frames
-        where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+        where = "in PyG's own code"
+        if frames:
+            where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
         raise InputError(
             f"model: {type(model).__name__} cannot be traced: {error} ({where}). Make that line "
             f"independent of the data, {BY_HAND}"
         ) from None
+
+
+def _random_state() -> tuple[bytes, str, str]:
+    state = torch.random.get_rng_state().numpy().tobytes()
+    return state, str(random.getstate()), str(np.random.get_state())
 
 
 @contextmanager
@@ -197,87 +181,3 @@ def _pooling_refused() -> Iterator[None]:
         yield
     finally:
         pyg.Aggregation.__call__ = original
-
-
-def _replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """``F.dropout`` becomes a mark where it is on; left on in evaluation, it is refused."""
-    for module, is_training in ((training, True), (evaluation, False)):
-        for call in list(module.graph.nodes):
-            if call.target is not F.dropout:
-                continue
-            settings = inspect.signature(F.dropout).bind(*call.args, **call.kwargs)
-            settings.apply_defaults()
-            given = settings.arguments
-            if given["training"] and not is_training:
-                raise InputError(
-                    f"model: dropout stays on in evaluation{line_of(call)}; pass "
-                    "training=self.training"
-                )
-            on = given["training"] or not is_training
-            with module.graph.inserting_after(call):
-                new = module.graph.call_function(
-                    drop if on else operator.pos,
-                    (given["input"],),
-                    {"probability": given["p"], "site": -1} if on else {},
-                )
-            new.stack_trace = call.stack_trace
-            call.replace_all_uses_with(new)
-            module.graph.erase_node(call)
-
-
-def _compare(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """Both must be the same calls: there is one program for both."""
-
-    def shape(call: fx.Node) -> tuple[str, str]:
-        target = "dropout" if call.target in (drop, operator.pos) else str(call.target)
-        return call.op, target
-
-    calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
-    for a, b in zip(calls, others, strict=False):
-        if shape(a) != shape(b):
-            raise InputError(
-                f"model: forward does other things in training than in evaluation{line_of(a)}; "
-                "only dropout and normalisation may"
-            )
-    if len(calls) != len(others):
-        raise InputError(
-            "model: forward does more in training than in evaluation, or less; only dropout and "
-            "normalisation may"
-        )
-
-
-def _make_out_of_place(recording: fx.GraphModule) -> None:
-    """Calls that change their input return a new value instead, and who reads it later reads that.
-
-    Values that enter a step are leaves of its autograd graph, which must not be written to.
-    """
-    graph = recording.graph
-    for call in list(graph.nodes):
-        name = call.target if isinstance(call.target, str) else ""
-        is_method = call.op == "call_method" and name.endswith("_") and not name.endswith("__")
-        in_place_function = call.op == "call_function" and call.kwargs.get("inplace")
-        module = None
-        if call.op == "call_module":
-            module = recording.get_submodule(name)
-        if not (is_method or in_place_function or getattr(module, "inplace", False)):
-            continue
-        if is_method:
-            if not hasattr(torch.Tensor, name[:-1]):
-                raise InputError(
-                    f"model: {name} changes a value in place{line_of(call)}; use a new one"
-                )
-            call.target = name[:-1]
-        elif in_place_function:
-            call.kwargs = {**call.kwargs, "inplace": False}
-        elif module is not None:
-            twin: Any = copy.copy(module)
-            twin.inplace = False
-            recording.add_submodule(f"{name}{OUT_OF_PLACE}", twin)
-            call.target = f"{name}{OUT_OF_PLACE}"
-        changed = call.args[0] if call.args else None
-        if isinstance(changed, fx.Node):
-            later = False
-            for reader in graph.nodes:
-                if later and reader is not call:
-                    reader.replace_input_with(changed, call)
-                later = later or reader is call
