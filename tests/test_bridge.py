@@ -280,7 +280,10 @@ class NoEdges(nn.Module):
 
 
 def test_forward_must_take_features_and_edges():
-    for model, message in ((Needs(), "needs 'batch'"), (NoEdges(), "then edge_index")):
+    wrong = (
+        (Needs(), "needs 'batch'"), (NoEdges(), "then edge_index"), (Needs, "is the class Needs"),
+    )  # fmt: skip
+    for model, message in wrong:
         with pytest.raises(InputError, match=message):
             Trainer(config(), graph=small_graph(), model=model).fit()
 

@@ -50,6 +50,7 @@ def test_a_loss_of_ones_own():
         (lambda x, y: F.cross_entropy(x, y, reduction="none"), "must return one number"),
         (lambda x, y: 3.0, "must return one number"),
         (lambda x, y: F.mse_loss(x, y), "fails on logits"),
+        ("ce", "'ce' is no function"),
     ],
 )
 def test_a_loss_that_is_no_sum_is_refused(loss, message):

@@ -24,6 +24,8 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
     if model is None:
         MODELS[config.model]
         check_stages(config)
+    elif isinstance(model, type):
+        raise InputError(f"model: is the class {model.__name__}; make one of it, and pass that")
     elif not isinstance(model, nn.Module):
         raise InputError(
             f"model: is a {type(model).__name__}, not a torch.nn.Module; or try --model with one "

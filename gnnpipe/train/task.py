@@ -72,6 +72,8 @@ def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
 
 def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     """``InputError`` unless a loss of the user's own is a sum over rows, as chunks need it."""
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn: {loss_fn!r} is no function of logits and labels")
     rows = np.flatnonzero(graph.train_mask)[:6]
     y = torch.from_numpy(graph.y[rows])
     generator = torch.Generator().manual_seed(0)
