@@ -15,7 +15,6 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 from gnnpipe import TrainConfig, Trainer
-from gnnpipe.errors import InputError
 
 EPOCHS = 3
 
@@ -162,130 +161,6 @@ def test_stale_statistics_are_warned_of():
 def test_lazy_weights_take_their_shape():
     model = pyg_models.Two(lambda a, b: pyg.SAGEConv(-1, b))
     assert Trainer(config(), graph=small_graph(), model=model).fit().loss > 0
-
-
-class Wrong(nn.Module):
-    """One fault each."""
-
-    def __init__(self, fault):
-        super().__init__()
-        self.fault = fault
-        self.conv, self.lin = pyg.GCNConv(7, 3), nn.Linear(3, 3)
-        self.pool = pyg.MeanAggregation()
-        self.register_buffer("scale", torch.ones(1))
-        self.lstm = pyg.SAGEConv(3, 3, aggr="lstm")
-
-    def forward(self, x, edge_index):
-        x = self.conv(x, edge_index)
-        return getattr(self, self.fault)(x, edge_index)
-
-    def branch(self, x, edge_index):
-        return x if x.sum() > 0 else -x
-
-    def mean(self, x, edge_index):
-        return x - x.mean(dim=0)
-
-    def softmax(self, x, edge_index):
-        return x * x.softmax(dim=0)
-
-    def noise(self, x, edge_index):
-        return x + torch.randn_like(x)
-
-    def count(self, x, edge_index):
-        return x * x.size(0)
-
-    def reduced(self, x, edge_index):
-        return x + self.lin(x.sum(0))
-
-    def pooled(self, x, edge_index):
-        return self.pool(x, torch.zeros(60, dtype=torch.int64))
-
-    def edges(self, x, edge_index):
-        return x + edge_index.sum()
-
-    def two(self, x, edge_index):
-        return x, self.lin(x)
-
-    def wide(self, x, edge_index):
-        return torch.cat([x, x], dim=1)
-
-    def always(self, x, edge_index):
-        return F.dropout(x, 0.5)
-
-    def only_training(self, x, edge_index):
-        return self.lin(x) if self.training else x
-
-    def held_back(self, x, edge_index):
-        with torch.no_grad():
-            h = self.lin(x)
-        return h + x
-
-    def depth(self, x, edge_index):
-        return self.lin(x) if torch.rand(1).item() < 0.5 else x
-
-    def in_place(self, x, edge_index):
-        return F.relu_(self.lin(x))
-
-    def state(self, x, edge_index):
-        self.scale.mul_(0.5)
-        return x * self.scale
-
-    def argument(self, x, edge_index):
-        return x * (2.0 if self.training else 1.0)
-
-    def dropped_weight(self, x, edge_index):
-        return x @ F.dropout(self.lin.weight, 0.5, training=self.training)
-
-    def ordered(self, x, edge_index):
-        return self.lstm(x, edge_index)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("branch", r"cannot be traced.*test_bridge\.py, line \d+: return x if x.sum"),
-        ("mean", r"mean does not keep one row.*x - x\.mean"),
-        ("softmax", r"softmax mixes vertices.*x\.softmax"),
-        ("noise", "randn_like mixes vertices or draws random numbers"),
-        ("count", r"mul mixes vertices.*x \* x\.size\(0\)"),
-        ("reduced", "sum does not keep one row for each vertex"),
-        ("pooled", "pool.*pools over all vertices"),
-        ("edges", "sum works on the edges outside of a convolution"),
-        ("two", r"must return one tensor \[N, classes\]"),
-        ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
-        ("always", r"dropout stays on in evaluation.*training=self\.training"),
-        ("only_training", "other things in training than in evaluation"),
-        ("held_back", r"the gradient of \w+\.\w+ is another in its recording"),
-        ("depth", r"decides by random numbers|cannot be traced"),
-        ("in_place", r"relu_ changes a value in place.*use relu"),
-        ("state", r"mul_? changes scale in place"),
-        ("argument", "other things in training than in evaluation"),
-        ("dropped_weight", "dropout of a weight"),
-        ("ordered", r"lstm \(SAGEConv\) does not give the same rows"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name_and_line(fault, message):
-    with pytest.raises(InputError, match=message):
-        Trainer(config(), graph=small_graph(), model=Wrong(fault)).fit()
-
-
-class Needs(nn.Module):
-    def forward(self, x, edge_index, batch):
-        return x
-
-
-class NoEdges(nn.Module):
-    def forward(self, x):
-        return x
-
-
-def test_forward_must_take_features_and_edges():
-    wrong = (
-        (Needs(), "needs 'batch'"), (NoEdges(), "then edge_index"), (Needs, "is the class Needs"),
-    )  # fmt: skip
-    for model, message in wrong:
-        with pytest.raises(InputError, match=message):
-            Trainer(config(), graph=small_graph(), model=model).fit()
 
 
 class Tied(nn.Module):

@@ -7,8 +7,8 @@ sample, where the number of vertices and that of edges differ.
 
 from __future__ import annotations
 
-import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gnnpipe.graph.operators import Block
+from gnnpipe.models.bridge.recording import dropout_arguments
 from gnnpipe.models.dropout import edge_keys
 from gnnpipe.models.layer import Rows
 
@@ -27,23 +28,21 @@ __all__ = ["DropoutKinds", "KeyedDropout"]
 ROWS, EDGES, EDGES_AND_LOOPS = "rows", "edges", "edges and loops"
 
 
-class _Dropout(TorchFunctionMode):
+class _Dropout(TorchFunctionMode, ABC):
     """In its reach ``F.dropout`` is what ``drop`` says."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Everything else is left alone."""
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
-        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
-        given.apply_defaults()
-        found = given.arguments
+        found = dropout_arguments(args, kwargs or {})
         if not (found["training"] and found["p"]):
             return found["input"]
         return self.drop(found["input"], found["p"])
 
+    @abstractmethod
     def drop(self, x: Tensor, probability: float) -> Tensor:
         """Of ``x`` [R, ...], in training."""
-        raise NotImplementedError
 
 
 class KeyedDropout(_Dropout):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx, nn
 
 __all__ = [
-    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "is_own", "line_of",
+    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "is_own",
+    "line_of",
 ]  # fmt: skip
 
 FEATURES, EDGES = "x", "edge_index"
@@ -36,6 +40,13 @@ def attribute(module: nn.Module, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def dropout_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``F.dropout`` by name, its defaults among them."""
+    given = inspect.signature(F.dropout).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
 
 
 def is_own(text: str) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import drop
-from gnnpipe.models.bridge.recording import OUT_OF_PLACE, line_of
+from gnnpipe.models.bridge.recording import OUT_OF_PLACE, dropout_arguments, line_of
 
 __all__ = ["compare", "make_out_of_place", "replace_dropout"]
 
@@ -24,9 +24,7 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
         for call in list(module.graph.nodes):
             if call.target is not F.dropout:
                 continue
-            settings = inspect.signature(F.dropout).bind(*call.args, **call.kwargs)
-            settings.apply_defaults()
-            given = settings.arguments
+            given = dropout_arguments(call.args, call.kwargs)
             if given["training"] and not is_training:
                 raise InputError(
                     f"model: dropout stays on in evaluation{line_of(call)}; pass "

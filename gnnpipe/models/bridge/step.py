@@ -29,38 +29,22 @@ class StepFunction:
     """One step as a function; the stage's modules are its submodules."""
 
     def __init__(self, cut: Cut, step: int) -> None:
-        self._cut_facts = cut.model.facts
-        self._modules: dict[str, Any] = {}
-        graph = fx.Graph()
-        self._rows = graph.placeholder("rows")
-        self._graph, self._made = graph, {}
         before = cut.entering if step == 0 else cut.carried(step - 1)
         arrived = [op for op in cut.running(step) if cut.model.aggregates(op)]
-        for value in before:
-            held = graph.placeholder(value.name)
-            self._made[value] = self._shaped(held, value) if step == 0 else held
-        inputs = [
-            (graph.placeholder(f"{op.name}_rows"), graph.placeholder(f"{op.name}_block"))
-            for op in arrived
-        ]
-        for op, (found, block) in zip(arrived, inputs, strict=True):
-            self._made[op] = self._arrive(cut, op, found, block)
-        for op in cut.running(step):
-            self._make(cut.model.recording, op)
-        pushing = cut.pushing(step)
-        pushed = tuple(self._flat(cut.model.recording, cut.pushed(op)) for op in pushing)
-        leaving = cut.carried(step)
+        pushing, leaving = cut.pushing(step), cut.carried(step)
         ends = step == cut.num_steps - 1
-        handed = tuple(self._call(_flat, self._made[v]) if ends else self._made[v] for v in leaving)
-        graph.output((pushed, handed))
-        self.function = fx.GraphModule(self._modules, graph)
+        writer = _Writer(cut)
+        writer.take(before, flat=step == 0)
+        writer.arrive(arrived)
+        for op in cut.running(step):
+            writer.make(op)
+        pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
+        self.function = writer.finish(pushed, leaving, flat=ends)
         self._before = [v.name for v in before]
         self._arrived = [op.name for op in arrived]
         self._pushing = [op.name for op in pushing]
         result = cut.model.result
         self._leaving = ["x" if ends and v is result else v.name for v in leaving]
-        # Nodes of the whole recording would be copied along with the piece.
-        del self._graph, self._made, self._rows, self._cut_facts, self._modules
 
     def __call__(
         self, values: Values, received: Mapping[str, Received], rows: Rows
@@ -75,25 +59,79 @@ class StepFunction:
             dict(zip(self._leaving, handed, strict=True)),
         )
 
+
+class _Writer:
+    """Writes a step's function call by call, out of the calls of the whole recording."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._blocks, self._facts = cut.blocks, cut.model.facts
+        self._recording = cut.model.recording
+        self._graph = fx.Graph()
+        self._modules: dict[str, Any] = {}
+        self._rows = self._graph.placeholder("rows")
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def take(self, values: list[fx.Node], flat: bool) -> None:
+        """Values that were handed on; ``flat`` if they come from another stage."""
+        for value in values:
+            held = self._graph.placeholder(value.name)
+            self._made[value] = self._shaped(held, value) if flat else held
+
+    def arrive(self, ops: list[fx.Node]) -> None:
+        """What was aggregated: for each op its rows and its block."""
+        inputs = [
+            (
+                self._graph.placeholder(f"{op.name}_rows"),
+                self._graph.placeholder(f"{op.name}_block"),
+            )
+            for op in ops
+        ]
+        for op, (found, block) in zip(ops, inputs, strict=True):
+            self._made[op] = self._arrive(op, found, block)
+
+    def make(self, call: fx.Node) -> fx.Node:
+        """The value of a call in this step, made if it is not there."""
+        if call in self._made or call.op == "placeholder":
+            return self._value(call)
+        if call.op == "get_attr":
+            self._modules[str(call.target)] = attribute(self._recording, str(call.target))
+            self._made[call] = self._graph.get_attr(str(call.target))
+        elif self._is_feature_linear(call):
+            self._made[call] = self._linear_of_features(call)
+        else:
+            self._made[call] = self._copy(call)
+        return self._made[call]
+
+    def side_by_side(self, values: list[fx.Node]) -> fx.Node:
+        """The rows [C, F] of several values as one."""
+        flat = [self._call(_flat, self.make(value)) for value in values]
+        return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
+
+    def finish(
+        self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool
+    ) -> fx.GraphModule:
+        """The function; ``flat`` if its values go to another stage."""
+        handed = (self._made[value] for value in leaving)
+        self._graph.output(
+            (pushed, tuple(self._call(_flat, value) if flat else value for value in handed))
+        )
+        return fx.GraphModule(self._modules, self._graph)
+
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._graph.call_function(function, args, kwargs)
 
     def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
-        shape = self._cut_facts[value].shape
+        shape = self._facts[value].shape
         return held if len(shape) == 1 else self._call(_shaped, held, shape)
 
-    def _arrive(self, cut: Cut, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
-        if op not in cut.blocks:
+    def _arrive(self, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
+        if op not in self._blocks:
             return self._shaped(found, op)
         path = f"{op.name}_on_block"
-        self._modules[path] = cut.blocks[op]
-        own = cut.blocks[op].own
+        self._modules[path] = self._blocks[op]
+        own = self._blocks[op].own
         args = [found, block, self._rows] + ([] if own is None else [self._value(own)])
         return self._graph.call_module(path, tuple(args))
-
-    def _flat(self, recording: fx.GraphModule, values: list[fx.Node]) -> fx.Node:
-        flat = [self._call(_flat, self._make(recording, value)) for value in values]
-        return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
 
     def _value(self, call: fx.Node) -> fx.Node:
         """A value that is there already; features as a dense tensor."""
@@ -101,49 +139,37 @@ class StepFunction:
             return self._call(_dense_features, self._rows)
         return self._made[call]
 
-    def _make(self, recording: fx.GraphModule, call: fx.Node) -> fx.Node:
-        """The value of a call in this step, made if it is not there."""
-        if call in self._made or call.op == "placeholder":
-            return self._value(call)
-        if call.op == "get_attr":
-            self._modules[str(call.target)] = attribute(recording, str(call.target))
-            self._made[call] = self._graph.get_attr(str(call.target))
-        elif self._is_feature_linear(recording, call):
-            self._made[call] = self._linear_of_features(recording, call)
-        else:
-            for source in call.all_input_nodes:
-                self._made_or_features(recording, source)
-            if call.op == "call_module":
-                self._modules[str(call.target)] = recording.get_submodule(str(call.target))
-            copied = self._graph.node_copy(call, self._value)
-            if call.target in _OF_ROWS:
-                target: Any = _OF_ROWS[call.target]
-                copied.target = target
-                copied.args = (self._rows, *copied.args)
-            self._made[call] = copied
-        return self._made[call]
+    def _copy(self, call: fx.Node) -> fx.Node:
+        """The call itself, with its sources made."""
+        for source in call.all_input_nodes:
+            if source.op != "placeholder":
+                self.make(source)
+        if call.op == "call_module":
+            self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+        copied = self._graph.node_copy(call, self._value)
+        if call.target in _OF_ROWS:
+            target: Any = _OF_ROWS[call.target]
+            copied.target = target
+            copied.args = (self._rows, *copied.args)
+        return copied
 
-    def _made_or_features(self, recording: fx.GraphModule, call: fx.Node) -> None:
-        if call.op != "placeholder":
-            self._make(recording, call)
-
-    def _is_feature_linear(self, recording: fx.GraphModule, call: fx.Node) -> bool:
+    def _is_feature_linear(self, call: fx.Node) -> bool:
         """A linear map of the features themselves, which may be sparse."""
         first = call.args[0] if call.args else None
         if not (isinstance(first, fx.Node) and first.target == FEATURES):
             return False
         if call.op == "call_module":
-            module = recording.get_submodule(str(call.target))
+            module = self._recording.get_submodule(str(call.target))
             return isinstance(module, nn.Linear | Linear) and len(call.args) == 1
         return call.target is F.linear
 
-    def _linear_of_features(self, recording: fx.GraphModule, call: fx.Node) -> fx.Node:
+    def _linear_of_features(self, call: fx.Node) -> fx.Node:
         if call.op == "call_module":
             path = f"{call.target}_of_features"
-            self._modules[path] = _FeatureLinear(recording.get_submodule(str(call.target)))
+            self._modules[path] = _FeatureLinear(self._recording.get_submodule(str(call.target)))
             return self._graph.call_module(path, (self._rows,))
         for source in call.all_input_nodes[1:]:
-            self._make(recording, source)
+            self.make(source)
         rest = fx.node.map_arg(call.args[1:], self._value)
         kwargs = fx.node.map_arg(call.kwargs, self._value)
         return self._call(_linear_of_features, self._rows, *rest, **kwargs)

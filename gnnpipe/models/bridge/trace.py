@@ -43,7 +43,7 @@ class _Root(nn.Module):
         return self.model(x, edge_index)
 
 
-def check_signature(model: nn.Module) -> None:
+def _check_signature(model: nn.Module) -> None:
     """``InputError`` unless forward takes features, edges and nothing else that is needed."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     name = type(model).__name__
@@ -62,7 +62,7 @@ def check_signature(model: nn.Module) -> None:
 
 def trace(model: nn.Module) -> fx.GraphModule:
     """The recording, over the model's own modules under the prefix ``model.``."""
-    check_signature(model)
+    _check_signature(model)
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
