@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch_geometric
 from torch import nn
@@ -24,13 +25,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gnnpipe.errors import InputError  # noqa: E402
+from gnnpipe.graph.graph import Graph  # noqa: E402
 from gnnpipe.models.bridge import capture  # noqa: E402
 
 PAGE = ROOT / "docs" / "convolutions.md"
-WIDTH = 8
+WIDTH, DIM, TYPES = 8, 2, 3
+NEEDS = {
+    **dict.fromkeys(("GINEConv", "GMMConv", "NNConv", "PDNConv"), "edge_attr"),
+    **dict.fromkeys(("RGCNConv", "FastRGCNConv", "RGATConv"), "edge_type"),
+}
+"""Convolutions that cannot do without what edges carry."""
+GRAPH = Graph(
+    "edges", np.array([0, 1]), np.zeros(1, np.int32), np.zeros((1, 7), np.float32),
+    np.zeros(1, np.int64), *[np.ones(1, bool)] * 3, 1,
+    edge_attr=np.zeros((1, DIM), np.float32), edge_type=np.array([TYPES - 1]),
+)  # fmt: skip
+"""What kinds of numbers its vertices and edges carry is all that matters."""
 
-EDGE_FEATURES = "needs edge features, which a `Graph` does not hold yet"
-EDGE_TYPES = "needs edge types, which a `Graph` does not hold yet"
 HETERO = "takes several kinds of vertices or edges, which a `Graph` does not hold yet"
 NOT_ASKED = {
     "MessagePassing": "the base class: a subclass of your own runs unchanged",
@@ -44,19 +55,12 @@ NOT_ASKED = {
     "PANConv": "needs torch_sparse, and works on powers of the whole adjacency",
     "HypergraphConv": "takes a hypergraph",
     "SignedConv": "takes two edge lists",
-    "GINEConv": EDGE_FEATURES,
-    "GMMConv": EDGE_FEATURES,
-    "SplineConv": EDGE_FEATURES,
-    "NNConv": EDGE_FEATURES,
-    "PDNConv": EDGE_FEATURES,
-    "RGCNConv": EDGE_TYPES,
-    "FastRGCNConv": EDGE_TYPES,
-    "RGATConv": EDGE_TYPES,
     "HEATConv": HETERO,
     "HGTConv": HETERO,
     "HeteroConv": HETERO,
     "HANConv": HETERO,
     "WLConv": "counts colours of vertices; nothing to train",
+    "SplineConv": "needs the pyg-lib library",
     "PPFConv": "takes positions and normals; pass them as features and split them in `forward`",
     "MeshCNNConv": "takes the edges of a mesh as its vertices, four neighbours each in order",
 }
@@ -93,6 +97,13 @@ MAKE: dict[str, Callable[[Any], nn.Module]] = {
     "PointGNNConv": lambda c: c(linear(WIDTH, 3), linear(WIDTH + 3), linear(WIDTH)),
     "GPSConv": lambda c: c(WIDTH, None, heads=2),
     "AntiSymmetricConv": lambda c: c(WIDTH),
+    "GINEConv": lambda c: c(linear(WIDTH), edge_dim=DIM),
+    "GMMConv": lambda c: c(WIDTH, WIDTH, dim=DIM, kernel_size=2),
+    "NNConv": lambda c: c(WIDTH, WIDTH, linear(DIM, WIDTH * WIDTH)),
+    "PDNConv": lambda c: c(WIDTH, WIDTH, edge_dim=DIM, hidden_channels=WIDTH),
+    "RGCNConv": lambda c: c(WIDTH, WIDTH, TYPES),
+    "FastRGCNConv": lambda c: c(WIDTH, WIDTH, TYPES),
+    "RGATConv": lambda c: c(WIDTH, WIDTH, TYPES),
     "DirGNNConv": lambda c: c(convs.SAGEConv(WIDTH, WIDTH)),
 }
 
@@ -106,12 +117,15 @@ class Host(nn.Module):
         self.encode, self.place = nn.Linear(7, WIDTH), nn.Linear(7, 3)
         self.decode = nn.LazyLinear(3)
 
-    def forward(self, x: Any, edge_index: Any) -> Any:
+    def forward(self, x: Any, edge_index: Any, edge_attr: Any, edge_type: Any) -> Any:
         h = self.encode(x).relu()
         if self.name in ("GCN2Conv", "FAConv"):
             h = self.conv(h, h, edge_index)
         elif self.name in ("PointNetConv", "PointTransformerConv", "PointGNNConv"):
             h = self.conv(h, self.place(x), edge_index)
+        elif self.name in NEEDS:
+            carried = edge_attr if NEEDS[self.name] == "edge_attr" else edge_type
+            h = self.conv(h, edge_index, carried)
         elif self.name == "DNAConv":
             h = self.conv(torch.stack([h, h.tanh()], dim=1), edge_index)
         else:
@@ -127,7 +141,7 @@ def row(name: str) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
-        found = capture(model, 7)
+        found = capture(model, GRAPH)
     except InputError as error:
         return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
     forms = {found.facts[op].form for op in found.ops} - {""}

@@ -44,6 +44,31 @@ def small_graph(n=60, degree=5, features=7, classes=3, *, seed=0, directed=False
     )
 
 
+def carrying(graph, name, seed=0):
+    """The same vertices; every edge has a weight, attributes [4] or one of three types.
+
+    Some edges are there twice; none if ``name`` is None.
+    """
+    if name is None:
+        return graph
+    rng = np.random.default_rng(seed)
+    twice = 1 + (rng.random(graph.num_edges) < 0.2)
+    counts = np.repeat(np.arange(graph.num_vertices), graph.degrees)
+    per_row = np.bincount(np.repeat(counts, twice), minlength=graph.num_vertices)
+    edges = int(twice.sum())
+    made = {
+        "edge_weight": lambda: rng.uniform(0.5, 2.0, edges).astype(np.float32),
+        "edge_attr": lambda: rng.standard_normal((edges, 4)).astype(np.float32),
+        "edge_type": lambda: rng.integers(0, 3, edges),
+    }
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(per_row)]),
+        indices=np.repeat(graph.indices, twice),
+        **{name: made[name]()},
+    )
+
+
 def one_way_graph(n=40, seed=0):
     """Every edge leads from a low vertex to a higher one: the first shard of a run reads nobody."""
     g = small_graph(n, seed=seed)

@@ -189,6 +189,60 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x, edge_index)).relu(), edge_index)
 
 
+class Weighted(nn.Module):
+    """Every convolution that takes edge weights and has a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = pyg.GCNConv(IN, HIDDEN)
+        self.second = pyg.GCN2Conv(HIDDEN, 0.1)
+        self.convs = nn.ModuleList(
+            [
+                pyg.GraphConv(HIDDEN, HIDDEN, aggr="mean"), pyg.GraphConv(HIDDEN, HIDDEN),
+                pyg.MixHopConv(HIDDEN, 4, powers=[0, 2]), pyg.TAGConv(HIDDEN, HIDDEN, K=2),
+                pyg.LEConv(HIDDEN, HIDDEN), pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2),
+                pyg.ChebConv(HIDDEN, HIDDEN, K=3), pyg.GatedGraphConv(HIDDEN, 2), pyg.LGConv(),
+                pyg.SimpleConv("mean"), pyg.APPNP(2, 0.1), pyg.SGConv(HIDDEN, OUT, K=2),
+            ]
+        )  # fmt: skip
+
+    def forward(self, x, edge_index, edge_weight=None):
+        x = h = self.first(x, edge_index, edge_weight).relu()
+        x = self.second(x, h, edge_index, edge_weight)
+        for conv in self.convs:
+            x = conv(x.tanh(), edge_index, edge_weight)
+        return x
+
+
+class Attributed(nn.Module):
+    """Edge features, read as they are, and encoded in forward."""
+
+    def __init__(self, conv=None):
+        super().__init__()
+        self.first = conv or pyg.TransformerConv(IN, HIDDEN, heads=2, concat=False, edge_dim=4)
+        self.encode = nn.ModuleList(Linear(4, HIDDEN) for _ in range(2))
+        self.second = pyg.GINEConv(Linear(HIDDEN, HIDDEN))
+        self.third = pyg.GENConv(HIDDEN, OUT, norm="layer", edge_dim=HIDDEN)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = F.dropout(self.first(x, edge_index, edge_attr).relu(), 0.3, self.training)
+        x = self.second(x, edge_index, self.encode[0](edge_attr).relu_())
+        scale = 2.0
+        return self.third(x, edge_index, edge_attr=F.relu(self.encode[1](edge_attr) * scale))
+
+
+class Typed(nn.Module):
+    """An R-GCN: edges of three types, also several between the same two vertices."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.first = pyg.RGCNConv(IN, HIDDEN, 3, **settings)
+        self.second = pyg.RGCNConv(HIDDEN, OUT, 3, **settings)
+
+    def forward(self, x, edge_index, edge_type):
+        return self.second(self.first(x, edge_index, edge_type).relu(), edge_index, edge_type)
+
+
 def basic(kind, **settings):
     return lambda: kind(IN, HIDDEN, 3, out_channels=OUT, dropout=0.2, **settings)
 
@@ -226,4 +280,17 @@ MODELS = {
     "mean subtraction": lambda: Normed(pyg.MeanSubtractionNorm()),
     "zoo": Zoo,
     "branches": Branches,
+    "GCN weighted": basic(pyg.GCN, jk="cat"),
+    "weighted": Weighted,
+    "attributed": Attributed,
+    "GAT attributed": basic(pyg.GAT, heads=2, edge_dim=4),
+    "NNConv": lambda: Attributed(pyg.NNConv(IN, HIDDEN, Linear(4, IN * HIDDEN), aggr="mean")),
+    "rgcn": Typed,
+    "rgcn bases": lambda: Typed(num_bases=2),
 }  # fmt: skip
+CARRIED = {
+    "GCN weighted": "edge_weight", "weighted": "edge_weight", "attributed": "edge_attr",
+    "GAT attributed": "edge_attr", "NNConv": "edge_attr", "rgcn": "edge_type",
+    "rgcn bases": "edge_type",
+}  # fmt: skip
+"""What the edges of the graph must carry for a model."""

@@ -10,7 +10,7 @@ import pyg_models
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_ranks, small_graph
+from helpers import carrying, run_ranks, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -44,31 +44,38 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     from gnnpipe.models.layer import Rows
 
     monkeypatch.setattr(Rows, "dropout", lambda self, x, probability, site: x)
-    graph, model = small_graph(directed=True), made(name)
+    graph = carrying(small_graph(directed=True), pyg_models.CARRIED.get(name))
+    model = made(name)
     plain = copy.deepcopy(model).double()
     trainer = Trainer(config(epochs=4), graph=graph, model=model)
     losses = [row.loss for row in trainer.fit().history]
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    found = {k: torch.from_numpy(v) for k, v in graph.edge_data.items()}
+    carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     optimizer = torch.optim.Adam(plain.parameters(), lr=trainer.config.lr)
     truth = []
     with NoDropout():
         for _ in range(4):
             optimizer.zero_grad()
-            loss = F.cross_entropy(plain(x, edges)[train], y[train])
+            loss = F.cross_entropy(plain(x, edges, **carried)[train], y[train])
             loss.backward()
             optimizer.step()
             truth.append(loss.item())
     np.testing.assert_allclose(losses, truth, rtol=1e-8)
     plain.eval()
-    torch.testing.assert_close(trainer.predict(), plain(x, edges).detach(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        trainer.predict(), plain(x, edges, **carried).detach(), rtol=1e-6, atol=1e-8
+    )
     assert trainer.model is model
     ours, theirs = model.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=1e-8)
     model.eval()
-    torch.testing.assert_close(model(x, edges), plain(x, edges), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        model(x, edges, **carried), plain(x, edges, **carried), rtol=1e-6, atol=1e-8
+    )
 
 
 def largest_difference(shapes, names, **settings):
@@ -84,7 +91,9 @@ def largest_difference(shapes, names, **settings):
             run = config(stages=stages, shards=shards, chunks=chunks, **settings)
             # Every rank has weights of its own; those of rank 0 must win.
             model = made(name, seed=mesh.rank)
-            prepared = prepare(run, mesh, small_graph(directed=True, sparse=chunks > 1), model)
+            graph = small_graph(directed=True, sparse=chunks > 1)
+            graph = carrying(graph, pyg_models.CARRIED.get(name))
+            prepared = prepare(run, mesh, graph, model)
             worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
@@ -106,7 +115,7 @@ def test_chunks_on_one_process(name, staleness):
 # One of each kind; what the others differ in is seen on one process.
 ON_RANKS = (
     "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN", "gcnii", "deep dense", "appnp", "own softmax",
-    "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches",
+    "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches", "weighted", "attributed", "rgcn",
 )  # fmt: skip
 
 
@@ -213,7 +222,7 @@ def test_shared_weights_are_one_weight_on_one_stage(kind):
     torch.manual_seed(0)
     model, graph = kind(), small_graph()
     truth = plain_losses(model, graph, 4)
-    described = describe(capture(copy.deepcopy(model), 7), graph)
+    described = describe(capture(copy.deepcopy(model), graph), graph)
     assert described.num_parameters == sum(p.numel() for p in model.parameters())
     using = [i for i, op in enumerate(described.ops) if "conv.lin.weight" in op.weights]
     assert len(using) > 1

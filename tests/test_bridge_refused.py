@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import small_graph
+from helpers import carrying, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -121,6 +121,64 @@ class Wrong(nn.Module):
 def test_what_cannot_be_cut_is_refused_by_name_and_line(fault, message):
     with pytest.raises(InputError, match=message):
         Trainer(config(), graph=small_graph(), model=Wrong(fault)).fit()
+
+
+class WrongOnEdges(nn.Module):
+    """One fault each, with what edges carry."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault, self.first = fault, pyg.GCNConv(7, 3)
+        self.conv = pyg.TransformerConv(3, 3, edge_dim=4)
+        self.norm, self.lin = nn.BatchNorm1d(4), nn.Linear(3, 4)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.first(x, edge_index)
+        return self.conv(x, edge_index, getattr(self, self.fault)(x, edge_index, edge_attr))
+
+    def dropped(self, x, edge_index, edge_attr):
+        return F.dropout(edge_attr, 0.5, training=self.training)
+
+    def normed(self, x, edge_index, edge_attr):
+        return self.norm(edge_attr)
+
+    def mixed(self, x, edge_index, edge_attr):
+        return edge_attr + self.lin(x[edge_index[0]])
+
+    def scaled(self, x, edge_index, edge_attr):
+        return edge_attr / edge_attr.sum()
+
+    def shuffled(self, x, edge_index, edge_attr):
+        return edge_attr.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("dropped", "dropout or normalisation works on the edges"),
+        ("normed", "dropout or normalisation works on the edges"),
+        ("mixed", "works on the edges outside of a convolution"),
+        ("scaled", r"sum does not keep one row for each edge.*edge_attr\.sum"),
+        ("shuffled", "flip mixes edges"),
+    ],
+)
+def test_what_mixes_edges_is_refused(fault, message):
+    graph = carrying(small_graph(), "edge_attr")
+    with pytest.raises(InputError, match=message):
+        Trainer(config(), graph=graph, model=WrongOnEdges(fault)).fit()
+
+
+def test_what_edges_do_not_carry_is_asked_for_in_vain():
+    with pytest.raises(InputError, match="needs 'edge_attr', which the graph has not"):
+        Trainer(config(), graph=small_graph(), model=WrongOnEdges("normed")).fit()
+
+
+def test_what_edges_carry_and_nobody_reads_is_told_of():
+    graph = carrying(small_graph(), "edge_weight")
+    with pytest.warns(UserWarning, match="SAGEConv does not read its edge_weight"):
+        Trainer(config(), graph=graph, model=pyg.SAGEConv(7, 3)).fit()
+    with pytest.warns(UserWarning, match="gcn does not read its edge_weight"):
+        Trainer(config(), graph=graph).fit()
 
 
 class Needs(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -115,11 +116,12 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         raise ValueError(f"a chunking of {len(perm)} vertices does not fit a graph of {n}")
     if np.array_equal(perm, np.arange(n)):
         return graph
-    ones = np.ones(graph.num_edges, dtype=np.int8)
-    rows = sp.csr_array((ones, graph.indices, graph.indptr), shape=(n, n))[perm]
+    numbers = np.arange(graph.num_edges)
+    rows = sp.csr_array((numbers, graph.indices, graph.indptr), shape=(n, n))[perm]
     moved = chunking.inverse.astype(graph.indices.dtype)[rows.indices]
     a = sp.csr_array((rows.data, moved, rows.indptr), shape=(n, n))
     a.sort_indices()
+    edge_data: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
     x: Features = sp.csr_array(graph.x[perm]) if sp.issparse(graph.x) else graph.x[perm]
     return Graph(
         name=graph.name,
@@ -131,6 +133,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         val_mask=graph.val_mask[perm],
         test_mask=graph.test_mask[perm],
         num_classes=graph.num_classes,
+        **edge_data,
     )
 
 

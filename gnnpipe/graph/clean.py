@@ -9,7 +9,7 @@ what comes out satisfies the contract of ``Graph``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,14 +17,12 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
-from gnnpipe.graph.graph import BoolArray, Features, Graph, IntArray
+from gnnpipe.graph.edges import MAX_VERTICES, clean_edge_data, sorted_edges
+from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.graph.labels import Labels, clean_labels, one_hot
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
 __all__ = ["clean"]
-
-MAX_VERTICES = 1 << 31
-"""Two vertex numbers share one int64 sort key."""
 
 
 def clean(
@@ -40,8 +38,9 @@ def clean(
     seed: int = 0,
     symmetrize: bool = False,
     report: bool = False,
+    edge_data: Mapping[str, Any] | None = None,
 ) -> Graph:
-    """A ``Graph`` from raw arrays, checked, without loops or duplicate edges.
+    """A ``Graph`` from raw arrays, checked, without loops, and without duplicates of bare edges.
 
     Args:
         edge_index: [2, E], any integer type; row 0 the sources, row 1 the targets.
@@ -59,6 +58,9 @@ def clean(
         symmetrize: add the reverse of every edge.
         report: warn of loops and duplicate edges, as befits data of the user's own. The reverse
             edges that ``symmetrize`` adds are never reported.
+        edge_data: 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E], as far as there
+            are such. Edges that carry data are kept each for itself, and ``symmetrize`` adds the
+            reverse, with the same data, only where no edge leads back.
 
     Warns:
         UserWarning: masks that overlap; edges removed, if ``report``.
@@ -101,16 +103,18 @@ def clean(
                 f"{field}: {len(bad)} of its vertices have no label, the first is {bad[0]}",
                 "take them out of the mask, or --split 60/20/20",
             )
-    indptr, indices, removed = _csr(edge_index, name, n, symmetrize, report)
+    edges = sorted_edges(
+        edge_index, name, n, symmetrize, report, clean_edge_data(edge_data or {}, name, edge_index)
+    )
     # Last, so that data which is refused is not commented on as well. The level is the line that
     # calls ``load_graph`` or ``Graph.from_pyg``.
-    for note in (overlap((train, val, test)), removed, one_hot(labels) if report else ""):
+    for note in (overlap((train, val, test)), edges.removed, one_hot(labels) if report else ""):
         if note:
             warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
     return Graph(
-        name=name, indptr=indptr, indices=indices, x=features, y=labels,
+        name=name, indptr=edges.indptr, indices=edges.indices, x=features, y=labels,
         train_mask=train, val_mask=val, test_mask=test,
-        num_classes=_num_classes(labels, num_classes),
+        num_classes=_num_classes(labels, num_classes), **edges.data,
     )  # fmt: skip
 
 
@@ -118,71 +122,6 @@ def _num_classes(labels: Labels, given: int | None) -> int:
     if labels.ndim == 2:
         return int(labels.shape[1])
     return int(labels.max()) + 1 if given is None else given
-
-
-def _csr(
-    edge_index: Any, name: str, n: int, symmetrize: bool, report: bool
-) -> tuple[npt.NDArray[np.int64], IntArray, str]:
-    """Row pointers and column indices by target, ascending, without loops and duplicates.
-
-    Third, if ``report``, what was removed in words; '' if nothing.
-    """
-    edges = np.asarray(edge_index)
-    if edges.ndim != 2 or edges.shape[0] != 2:
-        fail(name, f"edge_index has shape {list(edges.shape)}", "[2, E], sources above targets")
-    if edges.dtype.kind not in "iu":
-        fail(name, f"edge_index is of type {edges.dtype}", "whole numbers such as int64")
-    e = edges.shape[1]
-    if e:
-        for end in (int(edges.min()), int(edges.max())):
-            if not 0 <= end < n:
-                at = int(np.flatnonzero((edges == end).any(axis=0))[0])
-                fail(
-                    name,
-                    f"edge_index[:, {at}] = {edges[:, at].tolist()} names vertex {end}, "
-                    f"but the {n} vertices are 0..{n - 1}",
-                    "drop the edge, or give y and x a row for every vertex",
-                )
-    source, target = edges
-    # One int64 per edge, target above source, sorted in place: 30 M edges take half a second, and
-    # there are no further arrays of that size (ogbn-papers100M has 1.6 billion edges).
-    keys = np.empty(2 * e if symmetrize else e, dtype="<i8")
-    _pack(source, target, keys[:e])
-    removed = ""
-    if report:
-        keys[:e].sort()
-        removed = _removed(keys[:e])
-    if symmetrize:
-        _pack(target, source, keys[e:])
-    keys.sort()
-    pair = keys.view("<i4").reshape(-1, 2)
-    keep = pair[:, 0] != pair[:, 1]
-    keep[1:] &= keys[1:] != keys[:-1]
-    keys = keys[keep]
-    pair = keys.view("<i4").reshape(-1, 2)
-    indptr = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(np.bincount(pair[:, 1], minlength=n), out=indptr[1:])
-    return indptr, np.ascontiguousarray(pair[:, 0], dtype=np.int32), removed
-
-
-def _removed(keys: npt.NDArray[np.int64]) -> str:
-    """What ``_csr`` removes of the sorted keys, in words; a loop given twice is two loops."""
-    pair = keys.view("<i4").reshape(-1, 2)
-    loop = pair[:, 0] == pair[:, 1]
-    again = (keys[1:] == keys[:-1]) & ~loop[1:]
-    counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
-    parts = [f"{k} {what}{'s' * (k > 1)}" for what, k in counts.items() if k]
-    if not parts:
-        return ""
-    return (
-        f"removed {' and '.join(parts)} of {len(keys)} edges (aggregations count each neighbour "
-        "once; gcn and gat add their own loops)"
-    )
-
-
-def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:
-    np.left_shift(target, 32, out=out, dtype=np.int64, casting="unsafe")
-    np.bitwise_or(out, source, out=out, dtype=np.int64, casting="unsafe")
 
 
 def _features(x: Any, name: str, n: int) -> Features:

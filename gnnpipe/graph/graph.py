@@ -7,7 +7,8 @@ that a graph can be hashed, sliced per rank and memory-mapped before any tensor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,11 +19,15 @@ import scipy.sparse as sp
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["BoolArray", "Features", "Graph", "IntArray"]
+__all__ = ["EDGE_DATA", "BoolArray", "Features", "Graph", "IntArray"]
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array
+
+
+EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
+"""Fields of ``Graph`` that say something of every edge, named as PyG's ``Data`` names them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +42,8 @@ class Graph:
     indptr: npt.NDArray[np.int64]
     """[N + 1], start of each row in ``indices``."""
     indices: IntArray
-    """[E], int32 or int64, ascending within each row, without duplicates or loops."""
+    """[E], int32 or int64, ascending within each row, without loops; and, where edges carry no
+    data, without duplicates."""
     x: Features
     """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
     y: npt.NDArray[np.int64] | npt.NDArray[np.int8]
@@ -48,6 +54,33 @@ class Graph:
     test_mask: BoolArray
     num_classes: int
     """C; T if multi-label."""
+    edge_weight: npt.NDArray[np.float32] | None = None
+    """[E], in the order of ``indices``; read by PyG models whose forward takes ``edge_weight``."""
+    edge_attr: npt.NDArray[np.float32] | None = None
+    """[E, D], likewise."""
+    edge_type: npt.NDArray[np.int64] | None = None
+    """[E] from 0, the relation of each edge, likewise."""
+
+    @property
+    def edge_data(self) -> dict[str, npt.NDArray[Any]]:
+        """What the edges carry, by field, in the order of ``EDGE_DATA``."""
+        found = {field: getattr(self, field) for field in EDGE_DATA}
+        return {field: values for field, values in found.items() if values is not None}
+
+    def reduced_to(self, edge_data: Collection[str]) -> Graph:
+        """Without what edges carry beyond these fields; bare edges are then there but once."""
+        unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - set(edge_data))
+        if not unread:
+            return self
+        found = replace(self, **unread)
+        if found.edge_data:
+            return found
+        source, target = self.edge_index
+        is_first = np.ones(self.num_edges, dtype=bool)
+        is_first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+        counts = np.bincount(target[is_first], minlength=self.num_vertices)
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        return replace(found, indptr=indptr, indices=self.indices[is_first])
 
     @property
     def is_multi_label(self) -> bool:

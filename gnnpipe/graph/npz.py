@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.clean import clean
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.split import SPLIT_NAMES
 from gnnpipe.registry import nearest
 
@@ -41,7 +41,8 @@ def read_npz(
     ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
     ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
     rows or columns: the first is taken), not needed if ``split`` gives percentages; ``num_classes``
-    if some class has no vertex.
+    if some class has no vertex; ``edge_weight`` [E], ``edge_attr`` [E, D], ``edge_type`` [E] if the
+    edges carry such.
 
     Warns:
         UserWarning: loops or duplicate edges, which are removed; masks that overlap.
@@ -61,12 +62,13 @@ def read_npz(
         arrays["edge_index"], name=path.stem, x=_features(arrays, path), y=arrays["y"],
         masks=_masks(arrays), num_classes=_num_classes(arrays, path),
         split=split, seed=seed, symmetrize=symmetrize, report=True,
+        edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
     )  # fmt: skip
 
 
 def _load(path: Path) -> Arrays:
     wanted = {"edge_index", "x", "x_data", "x_indices", "x_indptr", "x_shape", "y", "num_classes"}
-    wanted |= {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
+    wanted |= {*EDGE_DATA} | {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
     try:
         # Opened here, for numpy leaves a broken file open.
         with open(path, "rb") as file:

@@ -7,7 +7,9 @@ by it; one shard of a symmetric graph needs only one of the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +22,17 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
 
 __all__ = [
-    "EVERYONE", "LINEAR_KINDS", "Block", "Blocks", "Everyone", "LinearOperator", "weighted_rows",
+    "EVERYONE", "LINEAR_KINDS", "WEIGHTED", "Block", "Blocks", "EdgeData", "Everyone",
+    "LinearOperator", "edge_data_of", "weighted_rows",
 ]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
-LINEAR_KINDS = ("gcn", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
-
+EdgeData: TypeAlias = Mapping[str, Tensor]
+"""What edges carry, [E, ...] each, by the field of ``Graph``."""
+_KINDS = ("gcn", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
+WEIGHTED = "-weighted"
+"""Ends the name of a matrix that is made of the graph's edge weights in place of ones."""
+LINEAR_KINDS = (*_KINDS, *(kind + WEIGHTED for kind in _KINDS))
 
 EVERYONE = "everyone"
 """Every vertex reads the mean over all vertices: no matrix is made of it."""
@@ -36,26 +43,49 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
 
     ``gcn``: D^-1/2 (A + I) D^-1/2 with D the row sums of A + I, as PyG's ``gcn_norm``;
     ``gcn-loopless``: the same of A; ``gcn-outgoing``: of A with D its column sums; ``mean``:
-    D^-1 A; ``mean-looped``: the same of A + I; ``sum``: A; ``edges`` and ``loops``: A and A + I,
-    for what needs both ends of an edge.
+    A over the number of neighbours; ``mean-looped``: the same of A + I; ``sum``: A; ``edges`` and
+    ``loops``: A and A + I, for what needs both ends of an edge. A holds ones; with ``WEIGHTED``
+    behind the name, the edge weights. The values of ``edges`` are the edges' numbers.
     """
     n = graph.num_vertices
-    ones = np.ones(graph.num_edges)
-    adjacency = sp.csr_array((ones, graph.indices, graph.indptr), shape=(n, n))
-    if kind in ("gcn", "mean-looped", "loops"):
-        adjacency = sp.csr_array(adjacency + sp.eye_array(n, format="csr"))
-        adjacency.sort_indices()
+    base = kind.removesuffix(WEIGHTED)
+    values = np.ones(graph.num_edges)
+    if kind == "edges":
+        values = np.arange(graph.num_edges, dtype=np.float64)
+    elif kind != base:
+        assert graph.edge_weight is not None, "the model was recorded with edge weights"
+        values = graph.edge_weight.astype(np.float64)
+    adjacency = sp.csr_array((values, graph.indices, graph.indptr), shape=(n, n))
+    if base in ("gcn", "mean-looped", "loops"):
+        adjacency = _with_loops(adjacency)
     elif kind not in (*LINEAR_KINDS, "edges"):
         raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS}, 'edges', 'loops'")
     counts = np.diff(adjacency.indptr)
-    if kind.startswith("mean"):
-        adjacency.data = np.repeat(1.0 / np.maximum(counts, 1.0), counts)
-    elif kind.startswith("gcn"):
-        columns = np.bincount(adjacency.indices, minlength=n)
-        degree = columns if kind == "gcn-outgoing" else counts
-        root = np.where(degree > 0, 1.0 / np.sqrt(np.maximum(degree, 1.0)), 0.0)
-        adjacency.data = np.repeat(root, counts) * root[adjacency.indices]
+    if base.startswith("mean"):
+        adjacency.data /= np.repeat(np.maximum(counts, 1.0), counts)
+    elif base.startswith("gcn"):
+        axis = 0 if base == "gcn-outgoing" else 1
+        degree = np.asarray(adjacency.sum(axis=axis))
+        root = np.where(degree > 0, 1.0 / np.sqrt(np.where(degree > 0, degree, 1.0)), 0.0)
+        adjacency.data *= np.repeat(root, counts) * root[adjacency.indices]
     return adjacency
+
+
+def _with_loops(adjacency: sp.csr_array) -> sp.csr_array:
+    """A + I; scipy's sum would merge parallel edges."""
+    n = adjacency.shape[0]
+    counts = np.diff(adjacency.indptr)
+    own = np.arange(n)
+    looped = sp.csr_array(
+        (
+            np.insert(adjacency.data, adjacency.indptr[1:], 1.0),
+            np.insert(adjacency.indices, adjacency.indptr[1:], own),
+            np.concatenate([[0], np.cumsum(counts + 1)]),
+        ),
+        shape=(n, n),
+    )
+    looped.sort_indices()
+    return looped
 
 
 def _local(rows: sp.csr_array, layout: ShardLayout) -> sp.csr_array:
@@ -120,6 +150,8 @@ class Block:
     """(C + H, C)."""
     keys: Tensor | None = None
     """[C + H] int32, dropout key of each row; pilots have none, for nothing of them is dropped."""
+    edge_data: EdgeData = field(default_factory=dict)
+    """[E_c, ...] what the edges carry, by the field of ``Graph``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,16 +160,23 @@ class Blocks:
 
     chunks: tuple[Block, ...]
     local: sp.csr_array
-    """[n, n + h], the shard's own rows of the structure they were cut from."""
+    """[n, n + h], the shard's own rows of the structure they were cut from; its values are the
+    edges' numbers where edges carry data."""
+    edge_data: EdgeData
+    """What all edges of the graph carry, in the number type of the run."""
 
     @classmethod
-    def build(cls, rows: sp.csr_array, layout: ShardLayout, keys: Tensor) -> Blocks:
-        """Cut a shard's blocks out of the whole graph's structure (values are ignored).
+    def build(
+        cls, rows: sp.csr_array, layout: ShardLayout, keys: Tensor, edge_data: EdgeData
+    ) -> Blocks:
+        """Cut a shard's blocks out of the whole graph's structure.
 
         ``keys`` [n + h] int32, on the rank's device: the dropout key of each local row.
         """
         local = _local(rows, layout)
-        return cls(tuple(_block(local, layout, c, keys) for c in range(layout.num_chunks)), local)
+        chunks = range(layout.num_chunks)
+        blocks = (_block(local, layout, c, keys, edge_data) for c in chunks)
+        return cls(tuple(blocks), local, edge_data)
 
     def select(self, rows: Tensor) -> Block:
         """The edges into some own rows [P]; every neighbour counts as a halo row of the block."""
@@ -149,14 +188,31 @@ class Blocks:
             torch.from_numpy(halo).to(rows.device),
             torch.zeros(len(halo), 1, dtype=torch.bool, device=rows.device),
             (len(rows) + len(halo), len(rows)),
+            edge_data=_of_edges(self.edge_data, part.data, rows.device),
         )
 
 
-def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, keys: Tensor) -> Block:
+def edge_data_of(graph: Graph, dtype: torch.dtype) -> EdgeData:
+    """What the edges of a graph carry, as tensors: floating numbers in ``dtype``."""
+    found = {name: torch.from_numpy(values) for name, values in graph.edge_data.items()}
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in found.items()}
+
+
+def _of_edges(
+    edge_data: EdgeData, numbers: npt.NDArray[np.float64], device: torch.device
+) -> EdgeData:
+    chosen = torch.from_numpy(numbers.astype(np.int64))
+    return {name: values[chosen].to(device) for name, values in edge_data.items()}
+
+
+def _block(
+    local: sp.csr_array, layout: ShardLayout, chunk: int, keys: Tensor, edge_data: EdgeData
+) -> Block:
     device = keys.device
     start, stop = int(layout.own_ptr[chunk]), int(layout.own_ptr[chunk + 1])
     count = stop - start
-    columns = local.indices[local.indptr[start] : local.indptr[stop]].astype(np.int64)
+    entries = slice(local.indptr[start], local.indptr[stop])
+    columns = local.indices[entries].astype(np.int64)
     target = np.repeat(np.arange(count), np.diff(local.indptr[start : stop + 1]))
     inside = (columns >= start) & (columns < stop)
     halo = np.unique(columns[~inside])
@@ -170,4 +226,5 @@ def _block(local: sp.csr_array, layout: ShardLayout, chunk: int, keys: Tensor) -
         torch.from_numpy(same[:, None]).to(device),
         (count + len(halo), count),
         torch.cat([keys[start:stop], keys[halo_rows]]),
+        _of_edges(edge_data, local.data[entries], device),
     )

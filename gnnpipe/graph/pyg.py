@@ -19,7 +19,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.arrays import array_of, csr_of, shape_of
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.split import SPLIT_NAMES, STANDARD_SPLIT, split_masks
 from gnnpipe.registry import nearest
 
@@ -160,12 +160,14 @@ def graph_from_data(
     symmetrize: bool = False,
     report: bool = True,
 ) -> Graph:
-    """A cleaned ``Graph`` from a PyG ``Data``; edge weights and attributes are not used.
+    """A cleaned ``Graph`` from a PyG ``Data``.
 
     Args:
-        data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``);
-            ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T]; ``train_mask``, ``val_mask``,
-            ``test_mask`` as bool [N] or [N, T] or as indices, unless ``split`` is not 'given'.
+        data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``,
+            whose values are not read); ``edge_weight`` [E], ``edge_attr`` [E, D] and ``edge_type``
+            [E] as far as there are such; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
+            ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices, unless
+            ``split`` is not 'given'.
         name: for messages and for the graph.
         split: 'given' or percentages such as '60/20/20'.
         seed: of that split.
@@ -173,8 +175,7 @@ def graph_from_data(
         report: warn of what ``data`` holds and the graph does not.
 
     Warns:
-        UserWarning: masks that overlap; edge weights or attributes, loops and duplicate edges, if
-            ``report``.
+        UserWarning: masks that overlap; loops, duplicate edges and values of adj_t, if ``report``.
 
     Raises:
         InputError: naming the attribute that is missing or wrong.
@@ -188,15 +189,20 @@ def graph_from_data(
             "of 0 and 1, [N, T]"
         )
     adjacency = data.get("adj_t")
-    unused = [key for key in ("edge_weight", "edge_attr") if data.get(key) is not None]
+    has_values = False
+    edge_data = {k: array_of(data[k]) for k in EDGE_DATA if data.get(k) is not None}
     if data.get("edge_index") is not None:
         edge_index = array_of(data.edge_index)
     elif adjacency is not None:
         # Row i of adj_t lists the sources of target i.
         rows = csr_of(adjacency).tocoo()
         edge_index = np.stack([rows.col, rows.row])
-        if not (rows.data == 1).all():
-            unused.append("the values of adj_t")
+        if edge_data:
+            raise InputError(
+                f"dataset {name!r}: {', '.join(edge_data)} beside adj_t, whose edges may be in "
+                "another order; set data.edge_index"
+            )
+        has_values = not (rows.data == 1).all()
     else:
         raise InputError(f"dataset {name!r}: neither edge_index nor adj_t; set data.edge_index")
     masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
@@ -204,12 +210,12 @@ def graph_from_data(
         edge_index, name=name, x=None if x is None else array_of(x), y=array_of(y),
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(shape_of(x)[0]),
-        split=split, seed=seed, symmetrize=symmetrize, report=report,
+        split=split, seed=seed, symmetrize=symmetrize, report=report, edge_data=edge_data,
     )  # fmt: skip
-    if unused and report:
+    if has_values and report:
         warnings.warn(
-            f"graph {name!r}: {' and '.join(unused)} not used: every edge counts the same; weights "
-            "are not supported yet",
+            f"graph {name!r}: the values of adj_t are not used; set data.edge_index and "
+            "data.edge_weight",
             UserWarning,
             stacklevel=3,
         )

@@ -111,6 +111,11 @@ class Model(ABC):
     name: str
 
     @property
+    def edge_inputs(self) -> frozenset[str]:
+        """What it reads of what edges carry, by the field of ``Graph``; hand-made layers none."""
+        return frozenset()
+
+    @property
     @abstractmethod
     def size_text(self) -> str:
         """How large it is, for a person: '4 layers x 64'."""

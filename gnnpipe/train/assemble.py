@@ -20,6 +20,7 @@ from gnnpipe.graph.operators import (
     Blocks,
     Everyone,
     LinearOperator,
+    edge_data_of,
     weighted_rows,
 )  # fmt: skip
 from gnnpipe.graph.pilots import choose_drift_rows
@@ -146,4 +147,6 @@ def _structure(
     if kind in LINEAR_KINDS:
         return LinearOperator.build(rows, layout, prepared.dtype, device)
     local = prepared.chunking.perm[np.concatenate([layout.own, layout.halo])]
-    return Blocks.build(rows, layout, row_keys(torch.from_numpy(local)).to(device))
+    # Loops have no data, and the layer that asks for them reads none.
+    data = edge_data_of(prepared.graph, prepared.dtype) if kind == "edges" else {}
+    return Blocks.build(rows, layout, row_keys(torch.from_numpy(local)).to(device), data)

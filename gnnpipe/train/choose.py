@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from gnnpipe.models.bridge import capture
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.task import has_both
 
-__all__ = ["check_parts", "check_validation", "choose_model"]
+__all__ = ["check_parts", "check_validation", "choose_model", "without_unread"]
 
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
@@ -77,7 +79,7 @@ def choose_model(
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
     try:
-        found = capture(model, graph.num_features)
+        found = capture(model, graph)
         width = found.facts[found.result].width
         if width != graph.num_classes:
             raise InputError(
@@ -93,6 +95,23 @@ def choose_model(
         raise InputError("model: its forward is another on every rank; build it in the same way")
     if mesh.world_size > 1:
         model.load_state_dict(mesh.share(model.state_dict()))
+    return found
+
+
+def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
+    """The graph without what its edges carry and the model does not read, which is told once."""
+    unread = [field for field in graph.edge_data if field not in model.edge_inputs]
+    found = graph.reduced_to(model.edge_inputs)
+    if unread and mesh.rank == 0:
+        how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
+        merged = graph.num_edges - found.num_edges
+        counted = f", and {merged} parallel edges count once with the first" if merged else ""
+        warnings.warn(
+            f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}{counted};"
+            f" a PyG model whose {how} asks for it gets it",
+            UserWarning,
+            stacklevel=2,
+        )
     return found
 
 

@@ -29,7 +29,7 @@ from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
-from gnnpipe.train.choose import check_parts, check_validation, choose_model
+from gnnpipe.train.choose import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.train.describe import describe
 from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
@@ -121,6 +121,7 @@ def prepare(
         check_loss(loss_fn, graph, dtype)
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
+    graph = without_unread(graph, chosen, mesh)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import Block, weighted_rows
+from gnnpipe.graph.operators import Block, EdgeData, edge_data_of, weighted_rows
 from gnnpipe.models import Aggregation, Received, Rows, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.models.feature_linear import feature_rows
@@ -60,6 +60,7 @@ class Reference:
         every = self.piece.aggregations
         kinds = {a.structure for a in every if not a.is_mean}
         self.edges = {kind: self._edges(kind) for kind in kinds}
+        self.edge_data = edge_data_of(graph, dtype)
         self.tables = {a.name: torch.zeros(graph.num_vertices, a.width, dtype=dtype) for a in every}
         self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         self.before = copy.deepcopy(self.piece)
@@ -83,6 +84,10 @@ class Reference:
             torch.from_numpy(target.astype(np.int64)),
             torch.from_numpy(matrix.data).to(self.prepared.dtype)[:, None],
         )
+
+    def _data_of(self, structure: str, mine: Tensor) -> EdgeData:
+        """What some edges of a structure carry."""
+        return {k: v[mine] for k, v in self.edge_data.items()} if structure == "edges" else {}
 
     def train_epoch(self, epoch: int) -> ReferenceEpoch:
         """One epoch with its optimizer step."""
@@ -165,7 +170,8 @@ class Reference:
         nothing = torch.empty(0, dtype=torch.int64)
         edges = torch.stack([source + len(rows), target])
         size = (len(rows) + len(table), len(rows))
-        block = Block(edges, nothing, nothing.bool()[:, None], size)
+        data = self._data_of(a.structure, mine)
+        block = Block(edges, nothing, nothing.bool()[:, None], size, edge_data=data)
         return Received(torch.cat([own, table]), block)
 
     def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
@@ -222,7 +228,8 @@ class Reference:
         nothing = torch.empty(0, dtype=torch.int64)
         keys = torch.cat([self.keys[start:stop], self.keys])
         edges = torch.stack([source, target])
-        block = Block(edges, nothing, nothing.bool()[:, None], size, keys)
+        data = self._data_of(a.structure, mine)
+        block = Block(edges, nothing, nothing.bool()[:, None], size, keys, data)
         return Received(torch.cat([table[start:stop], table]), block)
 
 

@@ -51,24 +51,24 @@ def test_what_is_not_used_is_told():
         g = Graph.from_pyg(
             data(
                 edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]]),
-                edge_weight=torch.rand(5),
-                edge_attr=torch.rand(5, 2),
             )
         )
     assert g.edge_index.tolist() == EDGES.tolist()
     assert [str(w.message) for w in told] == [
         "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges (aggregations count each "
         "neighbour once; gcn and gat add their own loops)",
-        "graph 'pyg': edge_weight and edge_attr not used: every edge counts the same; weights are "
-        "not supported yet",
     ]
     assert {w.filename for w in told} == {__file__}
-    loops = data(edge_index=EDGES[:, [0, 1, 2, 2]], edge_weight=torch.rand(4))
+    loops = data(edge_index=EDGES[:, [0, 1, 2, 2]])
     assert graph_from_data(loops, name="by name", report=False).num_edges == 3  # without a word
     dense = torch.zeros(4, 4)
     dense[EDGES[1], EDGES[0]] = 0.5
-    with pytest.warns(UserWarning, match="the values of adj_t not used"):
+    with pytest.warns(UserWarning, match="the values of adj_t are not used"):
         Graph.from_pyg(data(edge_index=None, adj_t=dense.to_sparse_csr()))
+    with pytest.raises(InputError, match="edge_weight beside adj_t"):
+        Graph.from_pyg(
+            data(edge_index=None, adj_t=dense.to_sparse_csr(), edge_weight=torch.rand(3))
+        )
 
 
 def test_masks_as_whole_numbers():

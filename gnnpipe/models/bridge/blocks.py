@@ -8,7 +8,7 @@ out which form gives the same rows as the whole graph does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,14 @@ class _Slot:
     index: int
 
 
-_EDGES, _OWN = _Slot(-1), _Slot(-2)
+@dataclass(frozen=True)
+class _EdgeSlot:
+    """Stands for the value with this number that edges carry."""
+
+    index: int
+
+
+_EDGES = _Slot(-1)
 
 
 class BlockConv(nn.Module):
@@ -47,9 +54,11 @@ class BlockConv(nn.Module):
         form: str,
         drops: Sequence[str] = (),
         site: int = 0,
+        of_edges: Collection[fx.Node] = (),
     ) -> None:
         """``shapes``: of one row, for every value that has rows; ``drops``: what each dropout of
-        the convolution drops; ``site`` tells it from others. ``TypeError``: not in this form.
+        the convolution drops; ``site`` tells it from others; ``of_edges``: values that have a row
+        for each edge. ``TypeError``: not in this form.
         """
         super().__init__()
         self.conv, self.form, self.drops, self.site = conv, form, tuple(drops), site
@@ -57,6 +66,8 @@ class BlockConv(nn.Module):
         """Values whose rows it reads over the edges; they are pushed side by side."""
         self.own: fx.Node | None = None
         """A value that it reads of its own rows alone, if there is one: the second of a pair."""
+        self.carried: list[fx.Node] = []
+        """Values of the edges that it reads."""
         args = list(call.args)
         if args and isinstance(args[0], tuple | list):
             if form == "square":
@@ -67,6 +78,10 @@ class BlockConv(nn.Module):
         def slot(n: fx.Node) -> Any:
             if n.op == "placeholder" and n.target == EDGES:
                 return _EDGES
+            if n in of_edges:
+                if n not in self.carried:
+                    self.carried.append(n)
+                return _EdgeSlot(self.carried.index(n))
             if n not in shapes:
                 raise TypeError(f"its argument {n} is neither rows nor edges")
             if n not in self.pushed:
@@ -86,9 +101,17 @@ class BlockConv(nn.Module):
         return sum(self._widths)
 
     def forward(
-        self, received: Tensor, block: Block, rows: Rows, own: Tensor | None = None
+        self,
+        received: Tensor,
+        block: Block,
+        rows: Rows,
+        own: Tensor | None = None,
+        carried: Sequence[Any] = (),
     ) -> Tensor:
-        """The own rows' results [C, ...] from the block's rows [C + H, F]."""
+        """The own rows' results [C, ...] from the block's rows [C + H, F].
+
+        ``carried`` [E_c, ...]: the values of the block's edges.
+        """
         count = block.size[1]
         parts = torch.split(received, self._widths, dim=1)
         values: list[Any] = [
@@ -100,6 +123,8 @@ class BlockConv(nn.Module):
         def fill(argument: Any) -> Any:
             if isinstance(argument, _Slot):
                 return block.edge_index if argument == _EDGES else values[argument.index]
+            if isinstance(argument, _EdgeSlot):
+                return carried[argument.index]
             if isinstance(argument, tuple | list):
                 return type(argument)(fill(a) for a in argument)
             return argument

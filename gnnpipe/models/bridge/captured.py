@@ -17,32 +17,41 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.operators import WEIGHTED
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
-from gnnpipe.models.bridge.recording import FEATURES, OUT_OF_PLACE, attribute
+from gnnpipe.models.bridge.recording import FEATURES, OUT_OF_PLACE, attribute, is_input
 from gnnpipe.models.bridge.sample import make_sample
-from gnnpipe.models.bridge.trace import trace
+from gnnpipe.models.bridge.trace import edge_inputs, trace
 from gnnpipe.models.piece import Model
 
 __all__ = ["Captured", "capture"]
 
 
-def capture(model: nn.Module, num_features: int) -> Captured:
+def capture(model: nn.Module, graph: Graph) -> Captured:
     """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way.
 
-    Weights and buffers are shared with the recording from here on.
+    What the edges of ``graph`` carry is passed to a forward that asks for it by name. Weights and
+    buffers are shared with the recording from here on.
     """
-    sample = make_sample(model, num_features)
+    names = edge_inputs(model, graph.edge_data)
+    sample = make_sample(model, graph.reduced_to(names))
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         try:
             with torch.no_grad():
                 # Lazy weights take their shape from the first rows they see.
-                model(sample.x.to(_dtype(model)), sample.edge_index)
+                dtype = _dtype(model)
+                carried = {
+                    k: v.to(dtype) if v.is_floating_point() else v
+                    for k, v in sample.edge_data.items()
+                }
+                model(sample.x.to(dtype), sample.edge_index, **carried)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
-    recording = trace(model)
-    return Captured(model, recording, probe(model, recording, sample), num_features)
+    recording = trace(model, names)
+    return Captured(model, recording, probe(model, recording, sample), graph.num_features)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -109,6 +118,14 @@ class Captured(Model):
         output = next(n for n in self.recording.graph.nodes if n.op == "output")
         found: fx.Node = output.args[0]
         return found
+
+    @property
+    def edge_inputs(self) -> frozenset[str]:
+        """What it reads of what edges carry, by the field of ``Graph``."""
+        calls = self.recording.graph.nodes
+        weighted = any(str(c.kwargs.get("structure", "")).endswith(WEIGHTED) for c in calls)
+        read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
+        return frozenset(read | ({"edge_weight"} if weighted else set()))
 
     def aggregates(self, call: fx.Node) -> bool:
         """The call reads other rows than its own."""

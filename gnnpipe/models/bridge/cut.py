@@ -76,10 +76,11 @@ class Cut:
 
     def _block(self, op: fx.Node) -> BlockConv:
         facts, conv = self.model.facts, self.model.recording.get_submodule(str(op.target))
-        shapes = {call: fact.shape for call, fact in facts.items() if fact.depends}
+        of_edges = {call for call, fact in facts.items() if fact.of_edges}
+        shapes = {c: fact.shape for c, fact in facts.items() if fact.depends and c not in of_edges}
         # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
         site = (self.model.ops.index(op) + 1) << 16
-        return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site)
+        return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
 
     def _aggregation(self, op: fx.Node) -> Aggregation:
         if op in self.blocks:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from gnnpipe.graph.operators import WEIGHTED
+
 __all__ = ["aggregate", "drop", "in_training"]
 
 
@@ -17,13 +19,15 @@ def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
     return x.tracer.create_proxy("call_function", function, (x,), settings)
 
 
-def aggregate(x: Any, *, structure: str, observed_by: str = "") -> Any:
+def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: str = "") -> Any:
     """The rows x [N, ...] aggregated over a structure with fixed weights.
 
+    ``edge_weight``: the recording's input of that name; none: every edge weighs one.
     ``observed_by``: path of the module that keeps statistics of it, a colon, and which.
     """
     if isinstance(x, fx.Proxy):
-        return _mark(aggregate, x, structure=structure, observed_by=observed_by)
+        name = structure if edge_weight is None else structure + WEIGHTED
+        return _mark(aggregate, x, structure=name, observed_by=observed_by)
     raise RuntimeError("an aggregation is done by the runtime")
 
 

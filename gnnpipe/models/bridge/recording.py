@@ -10,17 +10,22 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 __all__ = [
-    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "is_own",
-    "line_of",
+    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "is_input",
+    "is_own", "line_of",
 ]  # fmt: skip
 
 FEATURES, EDGES = "x", "edge_index"
-"""Names of the recording's inputs, whatever the model calls them."""
+"""Names of the recording's inputs, whatever the model calls them; others are ``EDGE_DATA``."""
 
 BY_HAND = "or declare the layers by hand (docs/guide.md)"
 
 OUT_OF_PLACE = "_out_of_place"
 """Ends the name of a twin that stands in for a module that would write to its input."""
+
+
+def is_input(call: fx.Node, *names: str) -> bool:
+    """Whether a call is one of these inputs of the recording."""
+    return call.op == "placeholder" and call.target in names
 
 
 def line_of(call: fx.Node) -> str:

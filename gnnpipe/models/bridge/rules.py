@@ -23,7 +23,8 @@ from gnnpipe.models.bridge.marks import aggregate
 __all__ = ["RULES", "Rule", "lowers"]
 
 Rule = Callable[..., Any]
-"""(convolution, x, further arguments that are not edges) to its result."""
+"""(convolution, its arguments by name, edges left out) to its result; ``edge_weight`` is none, or
+the recording's input of that name."""
 
 RULES: dict[type[nn.Module], Rule] = {}
 
@@ -57,21 +58,22 @@ def _reduction(conv: Any) -> str | None:
     return {"mean": "mean", "add": "sum", "sum": "sum"}.get(name or "")
 
 
-def _linear_of_aggregate(lin: Any, x: Any, structure: str) -> Any:
+def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = None) -> Any:
     """``lin(A x)``; or ``A (x W) + b``, if W makes the rows narrower."""
+    over = {"structure": structure, "edge_weight": edge_weight}
     if lin.in_channels <= lin.out_channels:
-        return lin(aggregate(x, structure=structure))
-    out = aggregate(nn.functional.linear(x, lin.weight), structure=structure)
+        return lin(aggregate(x, **over))
+    out = aggregate(nn.functional.linear(x, lin.weight), **over)
     return out if lin.bias is None else out + lin.bias
 
 
 @lowers(pyg.GCNConv)
-def gcn(conv: Any, x: Any) -> Any:
+def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A (x W) + b``."""
     structure = _gcn_structure(conv)
     if structure is None:
         return None
-    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure))
+    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure, edge_weight))
 
 
 @lowers(pyg.SAGEConv)
@@ -90,12 +92,12 @@ def sage(conv: Any, x: Any) -> Any:
 
 
 @lowers(pyg.GraphConv)
-def graph_conv(conv: Any, x: Any) -> Any:
+def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x W + b + x W_root``."""
     structure = _reduction(conv)
     if structure is None:
         return None
-    return _linear_of_aggregate(conv.lin_rel, x, structure) + conv.lin_root(x)
+    return _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight) + conv.lin_root(x)
 
 
 @lowers(pyg.GINConv)
@@ -108,12 +110,12 @@ def gin(conv: Any, x: Any) -> Any:
 
 
 @lowers(pyg.GCN2Conv)
-def gcn2(conv: Any, x: Any, x_0: Any) -> Any:
+def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
     structure = _gcn_structure(conv)
     if structure is None:
         return None
-    m = aggregate(x, structure=structure) * (1 - conv.alpha)
+    m = aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
     first = conv.alpha * x_0
     if conv.weight2 is None:
         m = m + first
@@ -124,54 +126,57 @@ def gcn2(conv: Any, x: Any, x_0: Any) -> Any:
 
 
 @lowers(pyg.SGConv)
-def sgc(conv: Any, x: Any) -> Any:
+def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
     structure = _gcn_structure(conv)
     if structure is None or conv.cached:
         return None
     for _ in range(conv.K - 1):
-        x = aggregate(x, structure=structure)
-    return _linear_of_aggregate(conv.lin, x, structure) if conv.K else conv.lin(x)
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+    return _linear_of_aggregate(conv.lin, x, structure, edge_weight) if conv.K else conv.lin(x)
 
 
 @lowers(pyg.SSGConv)
-def ssgc(conv: Any, x: Any) -> Any:
+def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
     structure = _gcn_structure(conv)
     if structure is None or conv.cached:
         return None
     h = x * conv.alpha
     for _ in range(conv.K):
-        x = aggregate(x, structure=structure)
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
         h = h + (1 - conv.alpha) / conv.K * x
     return conv.lin(h)
 
 
 @lowers(pyg.APPNP)
-def appnp(conv: Any, x: Any) -> Any:
+def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """K times ``x = (1 - alpha) A x + alpha h``."""
     structure = _gcn_structure(conv)
     if structure is None or conv.dropout > 0 or conv.cached:
         return None
     h = x
     for _ in range(conv.K):
-        x = aggregate(x, structure=structure) * (1 - conv.alpha) + conv.alpha * h
+        x = (
+            aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
+            + conv.alpha * h
+        )
     return x
 
 
 @lowers(pyg.TAGConv)
-def tag(conv: Any, x: Any) -> Any:
+def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum A^k x W_k + b``, A without loops."""
     structure = "gcn-loopless" if conv.normalize else "sum"
     out = conv.lins[0](x)
     for lin in list(conv.lins)[1:]:
-        x = aggregate(x, structure=structure)
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
         out = out + lin(x)
     return _plus_bias(conv, out)
 
 
 @lowers(pyg.MixHopConv)
-def mix_hop(conv: Any, x: Any) -> Any:
+def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``[A^p x W_p]`` side by side, p in ``powers``."""
     structure = _gcn_structure(conv)
     if structure is None:
@@ -179,17 +184,21 @@ def mix_hop(conv: Any, x: Any) -> Any:
     powers = [int(p) for p in conv.powers]
     outs = [conv.lins[0](x)] if 0 in powers else []
     for j in range(1, max(powers) + 1):
-        x = aggregate(x, structure=structure)
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
         if j in powers:
             outs.append(conv.lins[j](x))
     return _plus_bias(conv, torch.cat(outs, dim=-1))
 
 
 @lowers(pyg.LEConv)
-def le(conv: Any, x: Any) -> Any:
+def le(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum (x_j W_1 + b - x_i W_2) + x_i W_3``: A (x W_1 + b) - degree * (x W_2) + x W_3."""
-    degree = aggregate(torch.ones_like(x[:, :1]), structure="sum")
-    return aggregate(conv.lin1(x), structure="sum") - degree * conv.lin2(x) + conv.lin3(x)
+    degree = aggregate(torch.ones_like(x[:, :1]), structure="sum", edge_weight=edge_weight)
+    return (
+        aggregate(conv.lin1(x), structure="sum", edge_weight=edge_weight)
+        - degree * conv.lin2(x)
+        + conv.lin3(x)
+    )
 
 
 @lowers(pyg.ClusterGCNConv)
@@ -201,39 +210,41 @@ def cluster_gcn(conv: Any, x: Any) -> Any:
 
 
 @lowers(pyg.ChebConv)
-def cheb(conv: Any, x: Any) -> Any:
+def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum T_k(L) x W_k + b``; L is -A here, as PyG has it for lambda_max = 2."""
     if conv.normalization != "sym":
         return None
     before, now = x, x
     out = conv.lins[0](x)
     for k, lin in enumerate(list(conv.lins)[1:]):
-        spread = -aggregate(now, structure="gcn-outgoing")
+        spread = -aggregate(now, structure="gcn-outgoing", edge_weight=edge_weight)
         before, now = now, spread if k == 0 else 2.0 * spread - before
         out = out + lin(now)
     return _plus_bias(conv, out)
 
 
 @lowers(pyg.SimpleConv)
-def simple(conv: Any, x: Any) -> Any:
+def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, with x itself added or beside it."""
     structure = _reduction(conv)
     if structure is None or conv.combine_root == "self_loop":
         return None
-    out = aggregate(x, structure=structure)
+    out = aggregate(x, structure=structure, edge_weight=edge_weight)
     if conv.combine_root is None:
         return out
     return out + x if conv.combine_root == "sum" else torch.cat([x, out], dim=-1)
 
 
 @lowers(pyg.LGConv)
-def light_gcn(conv: Any, x: Any) -> Any:
+def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, A without loops."""
-    return aggregate(x, structure="gcn-loopless" if conv.normalize else "sum")
+    return aggregate(
+        x, structure="gcn-loopless" if conv.normalize else "sum", edge_weight=edge_weight
+    )
 
 
 @lowers(pyg.GatedGraphConv)
-def gated_graph(conv: Any, x: Any) -> Any:
+def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``x = GRU(A x W_i, x)``, as often as it has layers."""
     structure = _reduction(conv)
     if structure is None:
@@ -241,5 +252,5 @@ def gated_graph(conv: Any, x: Any) -> Any:
     # As wide as the states, from the left; the width of x is known when it runs.
     x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
     for i in range(conv.num_layers):
-        x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure), x)
+        x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure, edge_weight=edge_weight), x)
     return x

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.graph.operators import Block
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.marks import drop, in_training
 from gnnpipe.models.bridge.recording import FEATURES, attribute
@@ -129,9 +130,28 @@ class _Writer:
             return self._shaped(found, op)
         path = f"{op.name}_on_block"
         self._modules[path] = self._blocks[op]
-        own = self._blocks[op].own
-        args = [found, block, self._rows] + ([] if own is None else [self._value(own)])
-        return self._graph.call_module(path, tuple(args))
+        conv = self._blocks[op]
+        own = None if conv.own is None else self._value(conv.own)
+        made: dict[fx.Node, fx.Node] = {}
+        carried = tuple(self._of_edges(value, block, made) for value in conv.carried)
+        return self._graph.call_module(path, (found, block, self._rows, own, carried))
+
+    def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A value of the edges of an op's block; what is ``made`` for the op is made once."""
+        if call not in made:
+            if call.op == "placeholder":
+                made[call] = self._call(_carried, block, str(call.target))
+                return made[call]
+            sources = {
+                source: self._of_edges(source, block, made)
+                if self._facts[source].of_edges
+                else self.make(source)
+                for source in call.all_input_nodes
+            }
+            if call.op == "call_module":
+                self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+            made[call] = self._graph.node_copy(call, sources.__getitem__)
+        return made[call]
 
     def _value(self, call: fx.Node) -> fx.Node:
         """A value that is there already; features as a dense tensor."""
@@ -184,6 +204,10 @@ class _FeatureLinear(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         return _linear_of_features(rows, self.linear.weight, self.linear.bias)
+
+
+def _carried(block: Block, name: str) -> Tensor:
+    return block.edge_data[name]
 
 
 def _linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,30 +21,37 @@ from torch import fx, nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.bridge.marks import drop
 from gnnpipe.models.bridge.norms import NORMS
-from gnnpipe.models.bridge.recording import BY_HAND, EDGES, is_own
+from gnnpipe.models.bridge.recording import BY_HAND, EDGES, is_input, is_own
 from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
 from gnnpipe.models.bridge.rules import RULES
 
-__all__ = ["trace"]
+__all__ = ["edge_inputs", "trace"]
 
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges")
 
 
 class _Root(nn.Module):
-    """Calls the model with features and edges; its other arguments keep their defaults."""
+    """Calls the model with features, edges and what edges carry; the rest keeps its defaults."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.names = model, frozenset(names)
 
-    def forward(self, x: Any, edge_index: Any) -> Any:
-        return self.model(x, edge_index)
+    def forward(
+        self, x: Any, edge_index: Any, edge_weight: Any, edge_attr: Any, edge_type: Any
+    ) -> Any:
+        every = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
+        return self.model(x, edge_index, **{k: v for k, v in every.items() if k in self.names})
 
 
-def _check_signature(model: nn.Module) -> None:
-    """``InputError`` unless forward takes features, edges and nothing else that is needed."""
+def edge_inputs(model: nn.Module, known: Collection[str]) -> list[str]:
+    """What edges carry, of ``known``, that forward asks for by name.
+
+    ``InputError`` unless it takes features, edges and nothing else that is needed.
+    """
     parameters = list(inspect.signature(model.forward).parameters.values())
     name = type(model).__name__
     if len(parameters) < 2 or parameters[1].name not in _EDGE_NAMES:
@@ -52,23 +59,28 @@ def _check_signature(model: nn.Module) -> None:
             f"model: {name}.forward({', '.join(p.name for p in parameters)}) should take features "
             f"and then edge_index (or adj_t); wrap it in a module that does"
         )
-    for p in parameters[2:]:
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+    named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in named:
+        if p.default is p.empty and p.name not in known:
             raise InputError(
                 f"model: {name}.forward needs {p.name!r}, which the graph has not; give it a "
                 "default, or wrap the model in a module that passes it"
             )
+    return [p.name for p in named if p.name in known]
 
 
-def trace(model: nn.Module) -> fx.GraphModule:
-    """The recording, over the model's own modules under the prefix ``model.``."""
-    _check_signature(model)
+def trace(model: nn.Module, names: Collection[str] = ()) -> fx.GraphModule:
+    """The recording, over the model's own modules under the prefix ``model.``.
+
+    ``names``: what edges carry and forward is to be given (``edge_inputs``). An input of the
+    recording that nothing reads is left out.
+    """
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
-        training = _record(model)
+        training = _record(model, names)
         model.eval()
-        evaluation = _record(model)
+        evaluation = _record(model, names)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
@@ -76,6 +88,9 @@ def trace(model: nn.Module) -> fx.GraphModule:
     compare(training, evaluation)
     make_out_of_place(training)
     training.graph.eliminate_dead_code()
+    for call in list(training.graph.nodes):
+        if is_input(call, *EDGE_DATA) and not call.users:
+            training.graph.erase_node(call)
     for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
         call.kwargs = {**call.kwargs, "site": site}
     training.recompile()
@@ -123,19 +138,20 @@ class _Tracer(fx.Tracer):
         given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
         others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
         edges = given.get(EDGES, given.get("adj_t"))
-        values = list(others.values())
-        is_plain = isinstance(edges, fx.Proxy) and edges.node.op == "placeholder"
-        if not is_plain or not all(isinstance(v, fx.Proxy) for v in values):
+        is_plain = isinstance(edges, fx.Proxy) and is_input(edges.node, EDGES)
+        if not is_plain or not all(isinstance(v, fx.Proxy) for v in others.values()):
+            return None
+        if "edge_weight" in others and not is_input(others["edge_weight"].node, "edge_weight"):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        if set(others) - {"x", "x_0"}:
+        if set(others) - {"x", "x_0", "edge_weight"}:
             return None
-        return RULES[type(m)](m, *values)
+        return RULES[type(m)](m, **others)
 
 
-def _record(model: nn.Module) -> fx.GraphModule:
-    root, tracer = _Root(model), _Tracer()
+def _record(model: nn.Module, names: Collection[str]) -> fx.GraphModule:
+    root, tracer = _Root(model, names), _Tracer()
     before = _random_state()
     try:
         with _pooling_refused():

@@ -1,0 +1,59 @@
+"""A recording against the model itself, run by plain PyG: results and gradients on the sample."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.models.bridge.inner_dropout import DropoutKinds
+from gnnpipe.models.bridge.recording import BY_HAND
+from gnnpipe.models.bridge.run import SampleRun
+
+__all__ = ["check_likeness"]
+
+
+def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
+    """The recording gives what the model gives, run by plain PyG, and the same gradients."""
+    result: Any = call.args[0]
+    sample = run.sample
+    plain = copy.deepcopy(model).double().train()
+    with torch.enable_grad():
+        try:
+            with DropoutKinds(sample.num_rows, sample.num_edges):
+                truth = plain(sample.x, sample.edge_index, **sample.edge_data)
+        except Exception as error:
+            raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
+        again = SampleRun(run.module, sample)
+        for other in run.module.graph.nodes:
+            if other.op != "output":
+                again.follow(other)
+        found = again.whole[result]
+        towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
+        for out in (truth, found):
+            if out.requires_grad:
+                (out * towards).sum().backward()
+    # Some of PyG's convolutions find their edge weights in float32, whatever the rows are.
+    if not torch.allclose(truth, found, 1e-6, 1e-6):
+        raise InputError(
+            f"model: its recording gives other numbers than the model on a sample (by "
+            f"{float((truth - found).abs().max()):.1e}); forward depends on something that a "
+            f"recording cannot hold, {BY_HAND}"
+        )
+    recorded = dict(run.module.named_parameters(remove_duplicate=False))
+    for name, parameter in plain.named_parameters():
+        twin = recorded.get(f"model.{name}")
+        if not _same_gradient(parameter, twin):
+            raise InputError(
+                f"model: the gradient of {name} is another in its recording; forward holds "
+                f"gradients back or makes its own (no_grad, autograd.Function), {BY_HAND}"
+            )
+
+
+def _same_gradient(truth: Tensor, found: Tensor | None) -> bool:
+    a = torch.zeros_like(truth) if truth.grad is None else truth.grad
+    b = torch.zeros_like(truth) if found is None or found.grad is None else found.grad
+    return torch.allclose(a, b, 1e-5, 1e-5 * float(a.abs().max() + 1e-6))

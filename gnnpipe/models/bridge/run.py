@@ -1,0 +1,161 @@
+"""A recording run on the sample: on all rows of it, and on either half of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch_geometric.nn import MessagePassing
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.operators import EVERYONE, Block, weighted_rows
+from gnnpipe.models.bridge.blocks import FORMS, BlockConv
+from gnnpipe.models.bridge.inner_dropout import DropoutKinds
+from gnnpipe.models.bridge.marks import aggregate
+from gnnpipe.models.bridge.recording import EDGES, attribute, is_input, line_of
+from gnnpipe.models.bridge.rowwise import check_rows, name_of
+from gnnpipe.models.bridge.sample import Sample
+from gnnpipe.models.layer import Rows
+
+__all__ = ["SampleRun"]
+
+Found = dict[fx.Node, Any]
+"""Values by the call that made them."""
+
+
+class SampleRun:
+    """The three runs of a recording side by side."""
+
+    def __init__(self, module: fx.GraphModule, sample: Sample) -> None:
+        self.module, self.sample = module, sample
+        self.whole: Found = {}
+        self.parts: tuple[Found, Found] = ({}, {})
+        self.of_edges: list[fx.Node] = []
+        """Calls whose values have a row for each edge."""
+
+    def make(self, call: fx.Node, depends: bool, of_edges: bool) -> tuple[str, tuple[str, ...]]:
+        """Find a call's value in all runs; form and dropouts if it is an unchanged convolution.
+
+        ``of_edges``: it is made of what edges carry.
+        """
+        sample = self.sample
+        halves = sample.edge_halves if of_edges else sample.halves
+        if of_edges:
+            self.of_edges.append(call)
+        form = ""
+        drops: tuple[str, ...] = ()
+        value: Any
+        if call.op == "placeholder":
+            value = sample.inputs[str(call.target)]
+        elif any(is_input(source, EDGES) for source in call.all_input_nodes):
+            value, form, drops = self._convolve(call)
+        elif call.target is aggregate:
+            value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        else:
+            value = self._call(call, self.whole)
+            pieces = [self._call(call, part) for part in self.parts]
+            if depends:
+                count = sample.num_edges if of_edges else sample.num_rows
+                check_rows(call, value, pieces, count, of_edges)
+            self._keep(call, value, pieces)
+            return form, drops
+        is_index = is_input(call, EDGES)
+        self._keep(call, value, [None if is_index else value[half] for half in halves])
+        return form, drops
+
+    def follow(self, call: fx.Node) -> None:
+        """Find a call's value in the run on all rows alone; unchanged convolutions run whole."""
+        if call.op == "placeholder":
+            self.whole[call] = self.sample.inputs[str(call.target)]
+        elif call.target is aggregate:
+            self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        else:
+            with DropoutKinds(self.sample.num_rows, self.sample.num_edges):
+                self.whole[call] = self._call(call, self.whole)
+
+    def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
+        kind = str(call.kwargs["structure"])
+        if kind == EVERYONE:
+            return x.mean(0, keepdim=True).expand_as(x)
+        matrix = torch.from_numpy(weighted_rows(self.sample.graph, kind).toarray())
+        return (matrix @ x.flatten(1)).reshape(x.shape)
+
+    def _keep(self, call: fx.Node, value: Any, pieces: list[Any]) -> None:
+        self.whole[call] = value
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part[call] = piece
+
+    def _call(self, call: fx.Node, values: Found) -> Any:
+        args: Any = fx.node.map_arg(call.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
+        target: Any = call.target
+        try:
+            if call.op == "call_function":
+                return target(*args, **kwargs)
+            if call.op == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            if call.op == "call_module":
+                return self.module.get_submodule(target)(*args, **kwargs)
+            return attribute(self.module, target)
+        except Exception as error:
+            raise InputError(
+                f"model: {name_of(call)} fails on a sample: {error}{line_of(call)}"
+            ) from None
+
+    def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:
+        """The result, the form in which blocks give the same rows of it, and its dropouts."""
+        is_module = call.op == "call_module"
+        conv = self.module.get_submodule(str(call.target)) if is_module else None
+        if not isinstance(conv, MessagePassing):
+            raise InputError(
+                f"model: {name_of(call)} works on the edges outside of a convolution{line_of(call)}"
+                "; prepare the edges before the graph is made, or put this into a MessagePassing"
+            )
+        n = self.sample.num_rows
+        with DropoutKinds(n, self.sample.num_edges) as kinds:
+            whole = self._call(call, self.whole)
+        if not isinstance(whole, Tensor):
+            raise InputError(f"model: {name_of(call)} returns more than its rows{line_of(call)}")
+        rows = {
+            k: v
+            for k, v in self.whole.items()
+            if isinstance(v, Tensor) and v.shape[:1] == (n,) and k not in self.of_edges
+        }
+        shapes = {k: tuple(v.shape[1:]) for k, v in rows.items()}
+        reason = ""
+        for form in FORMS:
+            try:
+                block_conv = BlockConv(
+                    conv, call, shapes, form, kinds.found, of_edges=self.of_edges
+                )
+                if all(self._agrees(block_conv, rows, whole, half) for half in (0, 1)):
+                    return whole, form, tuple(kinds.found)
+                reason = "its rows come out otherwise"
+            except Exception as error:
+                reason = reason or str(error)
+        raise InputError(
+            f"model: {name_of(call)} ({type(conv).__name__}) does not give the same rows when it "
+            f"is shown only the edges into them: {reason}{line_of(call)}. It may read degrees or "
+            "statistics of the whole graph, or draw random numbers"
+        )
+
+    def _agrees(
+        self, block_conv: BlockConv, rows: dict[fx.Node, Tensor], whole: Tensor, half: int
+    ) -> bool:
+        """Run on one half of the vertices, with the others as its halo, in another order."""
+        halves, n = self.sample.halves, self.sample.num_rows
+        own = torch.arange(n)[halves[half]]
+        order = torch.cat([own, torch.arange(n)[halves[1 - half]].flip(0)])
+        number = torch.empty_like(order)
+        number[order] = torch.arange(n)
+        edges = self.sample.edge_index
+        into = torch.isin(edges[1], own)
+        edges = number[edges[:, into]]
+        nothing = torch.empty(0, dtype=torch.int64)
+        block = Block(edges, nothing, nothing.bool()[:, None], (n, len(own)))
+        received = torch.cat([rows[k][order].flatten(1) for k in block_conv.pushed], dim=1)
+        mine = rows[block_conv.own][own] if block_conv.own is not None else None
+        carried = tuple(self.whole[value][into] for value in block_conv.carried)
+        found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)
+        return torch.allclose(found, whole[own], 1e-9, 1e-12)
