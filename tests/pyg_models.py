@@ -243,6 +243,20 @@ class Typed(nn.Module):
         return self.second(self.first(x, edge_index, edge_type).relu(), edge_index, edge_type)
 
 
+class Embedded(nn.Module):
+    """A row of its own for each vertex, beside the features; N = 60."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(60, 4)
+        self.place = nn.Parameter(torch.randn(60, 1) / 10)
+        self.first, self.second = pyg.SAGEConv(IN + 4, HIDDEN), pyg.GATConv(HIDDEN, OUT)
+
+    def forward(self, x, edge_index):
+        x = torch.cat([x, F.dropout(self.table.weight, 0.2, self.training)], dim=-1)
+        return self.second(self.first(x, edge_index).relu() + self.place, edge_index)
+
+
 def basic(kind, **settings):
     return lambda: kind(IN, HIDDEN, 3, out_channels=OUT, dropout=0.2, **settings)
 
@@ -280,6 +294,9 @@ MODELS = {
     "mean subtraction": lambda: Normed(pyg.MeanSubtractionNorm()),
     "zoo": Zoo,
     "branches": Branches,
+    "LINKX": lambda: pyg.LINKX(60, IN, HIDDEN, OUT, 2, dropout=0.2),
+    "LINKX weighted": lambda: pyg.LINKX(60, IN, HIDDEN, OUT, 2, 2, 2),
+    "embedded": Embedded,
     "GCN weighted": basic(pyg.GCN, jk="cat"),
     "weighted": Weighted,
     "attributed": Attributed,
@@ -291,6 +308,6 @@ MODELS = {
 CARRIED = {
     "GCN weighted": "edge_weight", "weighted": "edge_weight", "attributed": "edge_attr",
     "GAT attributed": "edge_attr", "NNConv": "edge_attr", "rgcn": "edge_type",
-    "rgcn bases": "edge_type",
+    "rgcn bases": "edge_type", "LINKX weighted": "edge_weight",
 }  # fmt: skip
 """What the edges of the graph must carry for a model."""

@@ -116,6 +116,7 @@ def test_chunks_on_one_process(name, staleness):
 ON_RANKS = (
     "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN", "gcnii", "deep dense", "appnp", "own softmax",
     "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches", "weighted", "attributed", "rgcn",
+    "LINKX", "embedded",
 )  # fmt: skip
 
 

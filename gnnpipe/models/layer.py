@@ -37,6 +37,8 @@ class Rows:
     training: bool = False
     pilot: bool = False
     """Of a forecast: as in training, but for dropout."""
+    vertices: Tensor | None = None
+    """[C] int64, the number of each vertex in the graph as it was read."""
     block: Block | None = None
     """Edges into these rows, for layers that aggregate by themselves (not linear)."""
 

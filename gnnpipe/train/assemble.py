@@ -93,8 +93,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
 
     def rows_of(part: npt.NDArray[np.int64]) -> Rows:
+        vertices = torch.from_numpy(prepared.chunking.perm[part])
         return Rows(
-            keys=row_keys(torch.from_numpy(prepared.chunking.perm[part])).to(mesh.device),
+            keys=row_keys(vertices).to(mesh.device),
+            vertices=vertices.to(mesh.device),
             features=feature_rows(graph.x[part], dtype, mesh.device) if reads_features else None,
             seed=config.seed,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN, Layer, Model
 from gnnpipe.models.bridge import Captured
+from gnnpipe.models.bridge.marks import of_vertices
 from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.models.gnn import layer_name
 from gnnpipe.plan import ModelGraph, Op
@@ -33,7 +34,8 @@ def _captured_ops(model: Captured) -> tuple[Op, ...]:
         weights = dict(model.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
         counted |= set(weights)
-        flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2)
+        is_product = call.target is not of_vertices
+        flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2 and is_product)
         reads = model.reads_features(call)
         found = aggregations.get(call.name)
         ops.append(

@@ -49,6 +49,7 @@ class Reference:
         self.rows = [
             Rows(
                 keys=row_keys(torch.from_numpy(prepared.chunking.perm[a:b])),
+                vertices=torch.from_numpy(prepared.chunking.perm[a:b]),
                 features=feature_rows(graph.x[a:b], dtype, device),
                 seed=config.seed,
             )
@@ -133,6 +134,7 @@ class Reference:
         dtype = self.prepared.dtype
         rows = Rows(
             keys=row_keys(torch.from_numpy(self.prepared.chunking.perm)[pilots]),
+            vertices=torch.from_numpy(self.prepared.chunking.perm)[pilots],
             features=feature_rows(graph.x[pilots.numpy()], dtype, torch.device("cpu")),
             pilot=True,
         )

@@ -50,7 +50,7 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
                 model(sample.x.to(dtype), sample.edge_index, **carried)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
-    recording = trace(model, names)
+    recording = trace(model, names, graph.num_vertices)
     return Captured(model, recording, probe(model, recording, sample), graph.num_features)
 
 

@@ -12,6 +12,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
 from gnnpipe.models.bridge.recording import BY_HAND
 from gnnpipe.models.bridge.run import SampleRun
+from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
 __all__ = ["check_likeness"]
 
@@ -21,6 +22,8 @@ def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
     result: Any = call.args[0]
     sample = run.sample
     plain = copy.deepcopy(model).double().train()
+    paths = [path.removeprefix("model.") for path in vertex_weights(run.module)]
+    cut_vertex_weights(plain, paths, sample.num_rows)
     with torch.enable_grad():
         try:
             with DropoutKinds(sample.num_rows, sample.num_edges):

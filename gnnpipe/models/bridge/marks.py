@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from gnnpipe.graph.operators import WEIGHTED
 
-__all__ = ["aggregate", "drop", "in_training"]
+__all__ = ["aggregate", "drop", "in_training", "of_vertices"]
 
 
 def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
@@ -37,6 +37,13 @@ def drop(x: Any, *, probability: float, site: int = -1) -> Any:
         return _mark(drop, x, probability=probability, site=site)
     found: Tensor = x
     return found
+
+
+def of_vertices(weight: Any) -> Any:
+    """The rows of a weight [N, ...] that has one for each vertex, in the order of the rows."""
+    if isinstance(weight, fx.Proxy):
+        return _mark(of_vertices, weight)
+    return weight
 
 
 def in_training(now: Any, kept: Any) -> Any:

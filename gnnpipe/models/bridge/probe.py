@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.bridge.likeness import check_likeness
-from gnnpipe.models.bridge.marks import aggregate, drop
+from gnnpipe.models.bridge.marks import aggregate, drop, of_vertices
 from gnnpipe.models.bridge.recording import EDGES, is_input, line_of
 from gnnpipe.models.bridge.rowwise import name_of
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.sample import Sample
+from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
 __all__ = ["Facts", "probe"]
 
@@ -53,7 +54,9 @@ class Facts:
 
 def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[fx.Node, Facts]:
     """What every call does; ``InputError`` for what cannot run chunk by chunk."""
-    run = SampleRun(copy.deepcopy(recording).double().train(), sample)
+    module = copy.deepcopy(recording).double().train()
+    cut_vertex_weights(module, vertex_weights(recording), sample.num_rows)
+    run = SampleRun(module, sample)
     found: dict[fx.Node, Facts] = {}
     with torch.no_grad():
         for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
@@ -62,7 +65,8 @@ def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[f
                 check_likeness(model, call, run)
                 continue
             sources = [found[source] for source in own.all_input_nodes]
-            depends = call.op == "placeholder" or any(s.depends for s in sources)
+            is_source = call.op == "placeholder" or call.target is of_vertices
+            depends = is_source or any(s.depends for s in sources)
             of_edges = _is_of_edges(call, sources)
             if call.target is drop and not depends:
                 raise InputError(

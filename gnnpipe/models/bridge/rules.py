@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn.models.linkx import SparseLinear
 
-from gnnpipe.models.bridge.marks import aggregate
+from gnnpipe.models.bridge.marks import aggregate, of_vertices
 
 __all__ = ["RULES", "Rule", "lowers"]
 
@@ -241,6 +242,13 @@ def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return aggregate(
         x, structure="gcn-loopless" if conv.normalize else "sum", edge_weight=edge_weight
     )
+
+
+@lowers(SparseLinear)
+def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
+    """``A W + b``: LINKX's map of the adjacency itself, W with a row for each vertex."""
+    rows = of_vertices(conv.weight)
+    return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
 
 
 @lowers(pyg.GatedGraphConv)

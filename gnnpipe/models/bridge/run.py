@@ -12,7 +12,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.operators import EVERYONE, Block, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
-from gnnpipe.models.bridge.marks import aggregate
+from gnnpipe.models.bridge.marks import aggregate, of_vertices
 from gnnpipe.models.bridge.recording import EDGES, attribute, is_input, line_of
 from gnnpipe.models.bridge.rowwise import check_rows, name_of
 from gnnpipe.models.bridge.sample import Sample
@@ -52,6 +52,8 @@ class SampleRun:
             value, form, drops = self._convolve(call)
         elif call.target is aggregate:
             value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        elif call.target is of_vertices:
+            value = self.whole[call.all_input_nodes[0]]
         else:
             value = self._call(call, self.whole)
             pieces = [self._call(call, part) for part in self.parts]

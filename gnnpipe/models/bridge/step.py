@@ -17,7 +17,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.graph.operators import Block
 from gnnpipe.models.bridge.cut import Cut
-from gnnpipe.models.bridge.marks import drop, in_training
+from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
 from gnnpipe.models.bridge.recording import FEATURES, attribute
 from gnnpipe.models.feature_linear import dense_features, feature_linear
 from gnnpipe.models.layer import Rows, Values
@@ -228,7 +228,12 @@ def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
     return now if rows.training or rows.pilot else kept.to(now.dtype).expand_as(now)
 
 
-_OF_ROWS = {drop: _drop, in_training: _in_training}
+def _of_vertices(rows: Rows, weight: Tensor) -> Tensor:
+    assert rows.vertices is not None
+    return weight[rows.vertices]
+
+
+_OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
 """Marks that must know which rows they work on, and what they do."""
 
 

@@ -27,6 +27,7 @@ from gnnpipe.models.bridge.norms import NORMS
 from gnnpipe.models.bridge.recording import BY_HAND, EDGES, is_input, is_own
 from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
 from gnnpipe.models.bridge.rules import RULES
+from gnnpipe.models.bridge.vertex_weights import mark_vertex_weights
 
 __all__ = ["edge_inputs", "trace"]
 
@@ -69,11 +70,12 @@ def edge_inputs(model: nn.Module, known: Collection[str]) -> list[str]:
     return [p.name for p in named if p.name in known]
 
 
-def trace(model: nn.Module, names: Collection[str] = ()) -> fx.GraphModule:
+def trace(model: nn.Module, names: Collection[str], num_vertices: int) -> fx.GraphModule:
     """The recording, over the model's own modules under the prefix ``model.``.
 
-    ``names``: what edges carry and forward is to be given (``edge_inputs``). An input of the
-    recording that nothing reads is left out.
+    ``names``: what edges carry and forward is to be given (``edge_inputs``); an input of the
+    recording that nothing reads is left out. Weights with a row for each of ``num_vertices`` are
+    taken for rows.
     """
     was = {name: module.training for name, module in model.named_modules()}
     try:
@@ -87,6 +89,7 @@ def trace(model: nn.Module, names: Collection[str] = ()) -> fx.GraphModule:
     replace_dropout(training, evaluation)
     compare(training, evaluation)
     make_out_of_place(training)
+    mark_vertex_weights(training, model, num_vertices)
     training.graph.eliminate_dead_code()
     for call in list(training.graph.nodes):
         if is_input(call, *EDGE_DATA) and not call.users:
