@@ -30,7 +30,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
         for e in range(epochs)
     ]
     stage = assembly.executor.stage
-    layout = assembly.executor.layout
+    layout = assembly.target
     rows = torch.from_numpy(prepared.chunking.perm[list(layout.own) + list(layout.halo)].copy())
     tables = {name: history.table for name, history in stage.histories.items()}
     return losses, rows, tables

@@ -138,7 +138,7 @@ BAD_PLANS = [
     ("{", "not a plan"),
     ("[]", "not a plan"),
     ('{"version": 9}', "another version"),
-    ('{"version": 2, "stages": [[0, 2]]}', "not a plan"),
+    ('{"version": 3, "stages": [[0, 2]]}', "not a plan"),
     (chain(2, 2).to_json().replace("fill-drain", "zigzag"), "schedule 'zigzag'"),
     (chain(2, 2).to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
     (chain(2, 2).to_json().replace('"steps": [\n  3,', '"steps": [\n  0,'), "do not fit"),

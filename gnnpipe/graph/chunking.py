@@ -121,7 +121,9 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
     moved = chunking.inverse.astype(graph.indices.dtype)[rows.indices]
     a = sp.csr_array((rows.data, moved, rows.indptr), shape=(n, n))
     a.sort_indices()
-    edge_data: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
+    carried: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
+    if graph.types is not None:
+        carried["types"] = graph.types.renumbered(perm)
     x: Features = sp.csr_array(graph.x[perm]) if sp.issparse(graph.x) else graph.x[perm]
     return Graph(
         name=graph.name,
@@ -133,7 +135,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         val_mask=graph.val_mask[perm],
         test_mask=graph.test_mask[perm],
         num_classes=graph.num_classes,
-        **edge_data,
+        **carried,
     )
 
 
@@ -159,7 +161,10 @@ def make_chunking(
             "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,
             "partitioner": f"{partitioner} {version_of(partitioner)}",
         }  # fmt: skip
-        key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
+        arrays: dict[str, Any] = {"indptr": graph.indptr, "indices": graph.indices}
+        if graph.types is not None:
+            arrays["types"] = graph.types.of_vertex
+        key = content_key(settings, arrays)
         kept = _recalled(folder, key, (n, chunks, shards))
         if kept is not None:
             return kept
@@ -188,7 +193,11 @@ def _cut(graph: Graph, chunks: int, shards: int, cut: Partitioner, seed: int) ->
     cell = chunk.astype(np.int64) * shards + shard
     bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
     ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
-    return Chunking(np.argsort(cell, kind="stable").astype(np.int64), ptr.astype(np.int64))
+    order = np.argsort(cell, kind="stable")
+    if graph.types is not None:
+        # In a cell type after type, so that those of a type are a run there, too.
+        order = np.lexsort((np.arange(len(cell)), graph.types.of_vertex, cell))
+    return Chunking(order.astype(np.int64), ptr.astype(np.int64))
 
 
 def _check_counts(n: int, chunks: int, shards: int) -> None:

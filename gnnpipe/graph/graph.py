@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from gnnpipe.graph.types import VertexTypes
+
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
@@ -60,6 +62,8 @@ class Graph:
     """[E, D], likewise."""
     edge_type: npt.NDArray[np.int64] | None = None
     """[E] from 0, the relation of each edge, likewise."""
+    types: VertexTypes | None = None
+    """Of a heterogeneous graph; ``edge_type`` then numbers its relations, and ``x`` is empty."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -69,7 +73,8 @@ class Graph:
 
     def reduced_to(self, edge_data: Collection[str]) -> Graph:
         """Without what edges carry beyond these fields; bare edges are then there but once."""
-        unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - set(edge_data))
+        kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
+        unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - kept)
         if not unread:
             return self
         found = replace(self, **unread)
@@ -81,6 +86,22 @@ class Graph:
         counts = np.bincount(target[is_first], minlength=self.num_vertices)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         return replace(found, indptr=indptr, indices=self.indices[is_first])
+
+    @property
+    def row_types(self) -> dict[str, BoolArray]:
+        """[N] which vertices are of a type, by its name; '' if there is but one."""
+        if self.types is None:
+            return {"": np.ones(self.num_vertices, dtype=bool)}
+        return {name: self.types.is_of(name) for name in self.types.names}
+
+    @property
+    def target(self) -> str:
+        """The type of the vertices that have labels."""
+        return "" if self.types is None else self.types.target
+
+    def features(self, vertex_type: str) -> Features:
+        """[N_t, F_t] of a type's vertices, in their order."""
+        return self.x if self.types is None else self.types.features[vertex_type]
 
     @property
     def is_multi_label(self) -> bool:

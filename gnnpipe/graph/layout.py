@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.graph.chunking import Chunking
-from gnnpipe.graph.graph import Graph, IntArray
+from gnnpipe.graph.graph import BoolArray, Graph, IntArray
 
-__all__ = ["ShardLayout", "shard_layout"]
+__all__ = ["ShardLayout", "restrict", "shard_layout"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -85,6 +85,33 @@ def shard_layout(graph: Graph, chunking: Chunking, shard: int) -> ShardLayout:
     return ShardLayout(
         shard, own, halo, own_ptr, halo_ptr, receive_counts, send_counts, tuple(send_rows)
     )
+
+
+def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
+    """The layout of some rows (``chosen`` [N]) alone, in a numbering of their own.
+
+    In it a chunk or a shard may have no row at all.
+    """
+    if chosen.all():
+        return layout
+    own, halo = chosen[layout.own], chosen[layout.halo]
+    number = _before(own)
+    groups = np.cumsum([0, *layout.receive_counts.ravel()])
+    received = np.diff(_before(halo)[groups]).reshape(layout.receive_counts.shape)
+    send_rows, send_counts = [], []
+    for rows, counts in zip(layout.send_rows, layout.send_counts, strict=True):
+        kept = own[rows]
+        send_rows.append(number[rows[kept]])
+        send_counts.append(np.diff(_before(kept)[np.cumsum([0, *counts])]))
+    return ShardLayout(
+        layout.shard, layout.own[own], layout.halo[halo], number[layout.own_ptr],
+        _before(halo)[layout.halo_ptr], received, np.array(send_counts), tuple(send_rows),
+    )  # fmt: skip
+
+
+def _before(chosen: BoolArray) -> Int64:
+    """[R + 1], how many are chosen before each."""
+    return np.concatenate([[0], np.cumsum(chosen)]).astype(np.int64)
 
 
 def _count(chunk: IntArray, shard: IntArray, chunks: int, shards: int) -> Int64:

@@ -7,7 +7,7 @@ heaviest chunk or cell sets the pace of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ class CutQuality:
     """Mean over the chunks of rows read from other chunks / own rows."""
     crossings: int
     """M: pairs of a vertex and another shard that reads it."""
+    crossings_by_type: Mapping[str, int]
+    """The same by the type of the vertex, '' if there is but one."""
     crossings_per_vertex: float
     """M / N."""
     chunk_balance: float
@@ -82,6 +84,9 @@ def cut_quality(graph: Graph, chunking: Chunking) -> CutQuality:
         shard_cut_share=shard_edges / e,
         halo_share=float((halo_rows / chunking.cell_sizes.sum(axis=1)).mean()),
         crossings=len(pairs),
+        crossings_by_type={
+            t: int(chosen[pairs % n].sum()) for t, chosen in graph.row_types.items()
+        },
         crossings_per_vertex=len(pairs) / n,
         chunk_balance=_balance(np.bincount(chunk, work)),
         cell_balance=_balance(np.bincount(cell, work)),

@@ -9,7 +9,8 @@ uses the very same two methods. C rows of a chunk, H halo rows, F width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -41,6 +42,17 @@ class Rows:
     """[C] int64, the number of each vertex in the graph as it was read."""
     block: Block | None = None
     """Edges into these rows, for layers that aggregate by themselves (not linear)."""
+    parts: Mapping[str, Rows] = field(default_factory=dict)
+    """The rows of every type of vertices, where there are several."""
+
+    def part(self, vertex_type: str) -> Rows:
+        """The rows of a type, in the epoch and mode of these; '': all."""
+        if not vertex_type:
+            return self
+        return replace(
+            self.parts[vertex_type], seed=self.seed, epoch=self.epoch, training=self.training,
+            pilot=self.pilot,
+        )  # fmt: skip
 
     def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
         """Keyed dropout of ``x`` [C, F] while training; ``site`` is unique in the model."""

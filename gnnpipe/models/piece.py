@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, Block
+from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, RELATION, Block
 from gnnpipe.models.layer import Rows, Values
 
 __all__ = ["Aggregation", "Model", "Piece", "Received"]
@@ -33,11 +33,20 @@ class Aggregation:
     blocks ('edges', 'loops') or all vertices ('everyone')."""
     width: int
     """F of the rows that are pushed."""
+    pushed_type: str = ""
+    """The type of the vertices that push, '' if there is but one."""
+    vertex_type: str = ""
+    """That of the vertices that read."""
+
+    @property
+    def over(self) -> tuple[str, str, str]:
+        """What tells it from aggregations over something else."""
+        return self.structure, self.pushed_type, self.vertex_type
 
     @property
     def is_linear(self) -> bool:
         """It is a product with a fixed matrix."""
-        return self.structure in LINEAR_KINDS
+        return self.structure.partition(RELATION)[0] in LINEAR_KINDS
 
     @property
     def is_mean(self) -> bool:

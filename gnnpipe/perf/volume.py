@@ -5,6 +5,8 @@ They are printed next to what the program counted; the two must be equal to the 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from gnnpipe.plan import ModelGraph, Plan
@@ -36,12 +38,14 @@ def closed_form_volume(
     plan: Plan,
     model: ModelGraph,
     *,
-    num_vertices: int,
-    crossings: int,
+    num_vertices: Mapping[str, int],
+    crossings: Mapping[str, int],
     number_bytes: int,
-    pilots: int = 0,
+    pilots: Mapping[str, int],
 ) -> CommVolume:
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
+
+    N, M and P by the type of the vertices, '' if there is but one:
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
@@ -50,20 +54,24 @@ def closed_form_volume(
     widths of every transfer, and for every aggregation 2 (G-1) times the float64 numbers of a fit,
     F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
     """
-    crossing = sum(sum(t.widths.values()) for t in plan.transfers)
-    pushed = sum(op.push_width for op in model.ops if not op.is_mean)
+    sent: Counter[str] = Counter()
+    for transfer in plan.transfers:
+        for value, width in transfer.widths.items():
+            sent[transfer.types.get(value, "")] += width
+    pushed = sum(
+        crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
+    )
     means = sum(op.push_width for op in model.ops if op.is_mean)
     fit = sum(
         op.push_width + 2 if op.is_mean else _fit_numbers(op.push_width)
         for op in model.aggregations
     )
     return CommVolume(
-        pipeline=2 * num_vertices * crossing * number_bytes,
-        graph=2 * crossings * pushed * number_bytes
-        + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
+        pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * number_bytes,
+        graph=2 * pushed * number_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
-        control=2 * pilots * crossing * number_bytes
-        + 2 * (plan.shards - 1) * fit * 8 * (pilots > 0),
+        control=2 * sum(pilots[t] * width for t, width in sent.items()) * number_bytes
+        + 2 * (plan.shards - 1) * fit * 8 * any(pilots.values()),
     )
 
 

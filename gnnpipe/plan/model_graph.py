@@ -37,6 +37,10 @@ class Op:
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False
     """It aggregates to the mean over all vertices."""
+    vertex_type: str = ""
+    """The type of the vertices that its outputs are rows of, '' if there is but one."""
+    pushed_type: str = ""
+    """The type of the vertices whose rows it pushes."""
     reads_features: bool = False
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
@@ -103,6 +107,7 @@ class ModelGraph:
     def transfers(self, stages: Sequence[tuple[int, int]]) -> tuple[Transfer, ...]:
         """What the stages must send each other: every value once to every stage that reads it."""
         source: dict[str, tuple[int, int]] = {}
+        types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}
         for stage, (first, last) in enumerate(stages):
             for op in self.ops[first:last]:
@@ -111,4 +116,8 @@ class ModelGraph:
                     if maker != stage:
                         sent.setdefault((maker, stage), {})[value] = width
                 source |= {value: (stage, width) for value, width in op.outputs.items()}
-        return tuple(Transfer(*ends, widths) for ends, widths in sorted(sent.items()))
+                types |= dict.fromkeys(op.outputs, op.vertex_type)
+        return tuple(
+            Transfer(*ends, widths, {value: types[value] for value in widths if types[value]})
+            for ends, widths in sorted(sent.items())
+        )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gnnpipe.errors import InputError
 
 __all__ = ["SCHEDULES", "Plan", "Transfer"]
 
-VERSION = 2
+VERSION = 3
 SCHEDULES = ("fill-drain", "layer-sync")
 
 
@@ -26,6 +26,8 @@ class Transfer:
     source: int
     target: int
     widths: Mapping[str, int]
+    types: Mapping[str, str] = field(default_factory=dict)
+    """The type of the vertices of each value, where there are several types."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Plan:
             data["stages"] = tuple((int(a), int(b)) for a, b in data["stages"])
             data["steps"] = tuple(int(n) for n in data["steps"])
             data["transfers"] = tuple(
-                Transfer(int(t["source"]), int(t["target"]), dict(t["widths"]))
+                Transfer(int(t["source"]), int(t["target"]), dict(t["widths"]), dict(t["types"]))
                 for t in data["transfers"]
             )
             return cls(**data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import PILOT, Action, Program
 
 __all__ = ["CommBytes", "Executor"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,25 @@ class Executor:
         plan: Plan,
         mesh: Mesh,
         stage: Stage,
-        layout: ShardLayout,
-        exchange: Exchange,
+        layouts: Mapping[str, ShardLayout],
+        exchanges: Sequence[Exchange],
         optimizer: torch.optim.Optimizer | None,
         dtype: torch.dtype,
         forecaster: Forecaster | None = None,
     ) -> None:
+        """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories."""
         self.plan = plan
         self.mesh = mesh
         self.stage = stage
-        self.layout = layout
-        self.exchange = exchange
+        self.layouts = layouts
+        self.exchanges = exchanges
         self.optimizer = optimizer
         self.forecaster = forecaster
         self.mailbox = Mailbox(mesh, dtype)
         self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
+        self._types = {k: v for t in plan.transfers for k, v in t.types.items()}
         self._pilot_bytes = 0
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Of the last training pass."""
@@ -104,7 +109,8 @@ class Executor:
     def _sent_bytes(self) -> tuple[int, int, int, int]:
         control = self._pilot_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
         return (
-            self.mailbox.sent_bytes - self._pilot_bytes, self.exchange.sent_bytes,
+            self.mailbox.sent_bytes - self._pilot_bytes,
+            sum(exchange.sent_bytes for exchange in self.exchanges),
             self.gradient_sum.sent_bytes, control,
         )  # fmt: skip
 
@@ -115,8 +121,9 @@ class Executor:
             f"{chunk}, epoch {epoch}, action {action.text(self.stage.num_steps)}"
         )
 
-    def _rows(self, chunk: int) -> int:
-        return int(self.layout.own_ptr[chunk + 1] - self.layout.own_ptr[chunk])
+    def _rows(self, chunk: int, value: str) -> int:
+        pointer = self.layouts[self._types.get(value, "")].own_ptr
+        return int(pointer[chunk + 1] - pointer[chunk])
 
     def _forward(self, action: Action) -> None:
         chunk = self._order[action.position]
@@ -182,10 +189,13 @@ class Executor:
         widths = (self._widths_in if way == "F" else self._widths_out)[action.peer]
         if action.position == PILOT:
             assert self.forecaster is not None
-            rows, widths = self.forecaster.num_rows, _both(widths)
+            counts = self.forecaster.num_rows
+            sizes = {name: (counts[self._types.get(name, "")], w) for name, w in widths.items()}
+            sizes = _both(sizes)
         else:
-            rows = self._rows(self._order[action.position])
-        self.mailbox.post(way, action.peer, action.position, rows, widths)
+            chunk = self._order[action.position]
+            sizes = {name: (self._rows(chunk, name), w) for name, w in widths.items()}
+        self.mailbox.post(way, action.peer, action.position, sizes)
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.reduce()
@@ -198,6 +208,6 @@ class Executor:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def _both(widths: Mapping[str, int]) -> dict[str, int]:
+def _both(values: Mapping[str, T]) -> dict[str, T]:
     """Pilot rows travel twice: with the last epoch's weights and with this one's."""
-    return {f"{stream}.{name}": w for stream in ("old", "new") for name, w in widths.items()}
+    return {f"{stream}.{name}": v for stream in ("old", "new") for name, v in values.items()}

@@ -15,7 +15,7 @@ map is the identity to the bit, and nothing changes (law 8).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -122,27 +122,25 @@ class Forecaster:
         piece: Piece,
         histories: Mapping[str, History],
         structures: Callable[[Aggregation], LinearOperator | Blocks | Everyone],
-        pilots: Tensor,
+        pilots: Mapping[str, Tensor],
         rows: Rows,
-        total: int,
-        is_whole: bool,
+        totals: Mapping[str, tuple[int, bool]],
         mesh: Mesh,
     ) -> None:
-        """``pilots`` [p]: this shard's own rows among the ``total`` pilot rows of all shards.
-
-        ``is_whole``: every vertex is a pilot.
+        """By the type of the vertices, ``pilots`` [p]: this shard's own rows among the pilot rows;
+        ``totals``: those of all shards, and whether these are all vertices.
         """
         self.piece, self.histories, self.mesh = piece, histories, mesh
-        self.rows, self.num_rows, self.total = rows, len(pilots), total
-        self._is_whole = is_whole
+        self.rows, self._totals = rows, totals
+        self.num_rows = {name: len(mine) for name, mine in pilots.items()}
         self.sent_bytes = 0
         self.maps: dict[str, AffineMap] = {}
         """By aggregation, of the last pass."""
         self._before = copy.deepcopy(piece)
-        found: dict[str, _Neighbours] = {}
+        found: dict[Hashable, _Neighbours] = {}
         for a in piece.aggregations:
-            if a.structure not in found:
-                found[a.structure] = _Neighbours(structures(a), pilots)
+            if a.over not in found:
+                found[a.over] = _Neighbours(structures(a), pilots[a.vertex_type])
         self._neighbours = found
 
     @torch.no_grad()
@@ -168,21 +166,22 @@ class Forecaster:
             was, now = {}, {}
             for a in self.piece.rounds[step] if step < self.piece.num_steps - 1 else ():
                 before, after = old_rows[a.name], new_rows[a.name]
-                self.maps[a.name] = found = self._fit(before, after, a.is_mean)
+                self.maps[a.name] = found = self._fit(before, after, a)
                 table = self.histories[a.name].table
-                was[a.name], now[a.name] = self._neighbours[a.structure].read(
+                was[a.name], now[a.name] = self._neighbours[a.over].read(
                     table, before, after, found
                 )
         return _named("old", old) | _named("new", new)
 
-    def _fit(self, old: Tensor, new: Tensor, is_mean: bool) -> AffineMap:
-        if is_mean:
+    def _fit(self, old: Tensor, new: Tensor, a: Aggregation) -> AffineMap:
+        total, is_whole = self._totals[a.pushed_type]
+        if a.is_mean:
             sums = mean_moments(old, new)
             self.sent_bytes += sum_over_shards(sums, self.mesh)
-            return fit_shift(sums, self.total, old.dtype)
+            return fit_shift(sums, total, old.dtype)
         sums = moments(old, new)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
-        return fit_affine(sums, self.total, old.shape[1], old.dtype, self._is_whole)
+        return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
     def carry(self) -> None:
         """Apply the maps to the tables."""
@@ -200,6 +199,7 @@ class _Neighbours:
             return
         if isinstance(structure, Blocks):
             self.block = structure.select(pilots)
+            self._is_square = structure.is_square
         else:
             self._linear = structure.forward.select(pilots)
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
@@ -217,6 +217,8 @@ class _Neighbours:
             return Received(mean), Received(mean + found.shift)
         halo = table[self.block.halo_rows]
         moved = torch.addmm(found.shift, halo, found.factor)
+        if not self._is_square:
+            return Received(halo, self.block), Received(moved, self.block)
         return (
             Received(torch.cat([old, halo]), self.block),
             Received(torch.cat([new, moved]), self.block),

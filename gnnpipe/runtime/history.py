@@ -136,16 +136,20 @@ class LinearHistory(History):
         super().__init__(spec, width)
         self.operator = operator
 
+    def into(self, chunk: int) -> tuple[int, int]:
+        """Own rows of a chunk that read, as (start, stop): of another type, maybe."""
+        return self.operator.into_ptr[chunk], self.operator.into_ptr[chunk + 1]
+
     def read(self, chunk: int) -> Tensor:
         """Aggregated rows [C, F]."""
-        return self.operator.forward.matmul(self.table, *self.rows(chunk))
+        return self.operator.forward.matmul(self.table, *self.into(chunk))
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C, F] of the aggregated rows."""
         if self.layout.num_chunks == 1:
             self._grads = grad.contiguous()
             return
-        start, stop = self.rows(chunk)
+        start, stop = self.into(chunk)
         self._grads[start:stop] = grad
 
     def pull(self, chunk: int) -> Tensor:
@@ -157,17 +161,21 @@ class LinearHistory(History):
         self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
         if self.scale != 1.0:
             # From here on this chunk's gradients are only read by other chunks.
-            self._grads[start:stop] *= self.scale
+            first, last = self.into(chunk)
+            self._grads[first:last] *= self.scale
         return own
 
     def _clear_gradients(self) -> None:
         # A single chunk records everything at once and overwrites what is here.
         if self.layout.num_chunks > 1:
-            self._grads = _zeroed(self._grads, self.layout.num_own)
+            self._grads = _zeroed(self._grads, self.operator.forward.num_rows)
 
 
 class BlockHistory(History):
-    """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows."""
+    """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows.
+
+    Rows of another type than those that read are all halo rows.
+    """
 
     def __init__(self, spec: HistorySpec, width: int, blocks: Blocks) -> None:
         super().__init__(spec, width)
@@ -179,18 +187,23 @@ class BlockHistory(History):
 
     def read(self, chunk: int) -> Tensor:
         """Rows [C + H, F] of the chunk's block."""
-        start, stop = self.rows(chunk)
+        start, stop = self._own(chunk)
         return torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C + H, F] of the block's rows, added to what each row has."""
-        start, stop = self.rows(chunk)
+        start, stop = self._own(chunk)
         block = self.block(chunk)
         own, halo = grad[: stop - start], grad[stop - start :]
         if self.scale != 1.0:
             halo = torch.where(block.same_chunk, halo, halo * self.scale)
         self._grads[start:stop] += own
         self._grads.index_add_(0, block.halo_rows, halo)
+
+    def _own(self, chunk: int) -> tuple[int, int]:
+        """Own rows that the chunk's block begins with."""
+        start, stop = self.rows(chunk)
+        return start, stop if self.blocks.is_square else start
 
     def pull(self, chunk: int) -> Tensor:
         """What the chunk's rows were given, here and by the other shards."""

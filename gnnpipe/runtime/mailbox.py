@@ -32,15 +32,15 @@ class Mailbox:
         self._leaving: list[tuple[Tensor, dist.Work]] = []
 
     def post(
-        self, way: str, peer: int, position: int, rows: int, widths: Mapping[str, int]
+        self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Make room for values [rows, width] and start to receive them."""
+        """Make room for values of these sizes (rows, width) and start to receive them."""
         room = {
-            name: torch.empty(rows, widths[name], dtype=self.dtype, device=self.mesh.device)
-            for name in sorted(widths)
+            name: torch.empty(sizes[name], dtype=self.dtype, device=self.mesh.device)
+            for name in sorted(sizes)
         }
         source = self.mesh.peer(peer)
-        works = [_started(dist.irecv(t, src=source)) for t in room.values()]
+        works = [_started(dist.irecv(t, src=source)) for t in room.values() if len(t)]
         self._arriving[way, peer, position] = (room, works)
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
@@ -55,6 +55,8 @@ class Mailbox:
         target = self.mesh.peer(peer)
         for name in sorted(values):
             tensor = values[name].detach().contiguous()
+            if not len(tensor):
+                continue  # A chunk may have no vertex of a type; nobody waits for it.
             self._leaving.append((tensor, _started(dist.isend(tensor, dst=target))))
             self.sent_bytes += tensor.numel() * tensor.element_size()
 

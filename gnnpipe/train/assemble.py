@@ -6,17 +6,15 @@ both can then be forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.layout import ShardLayout, shard_layout
+from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout
 from gnnpipe.graph.operators import (
-    EVERYONE,
-    LINEAR_KINDS,
     Blocks,
     Everyone,
     LinearOperator,
@@ -24,9 +22,8 @@ from gnnpipe.graph.operators import (
     weighted_rows,
 )  # fmt: skip
 from gnnpipe.graph.pilots import choose_drift_rows
-from gnnpipe.models import Aggregation, Rows
+from gnnpipe.models import Aggregation
 from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.exchange import Exchange
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.runtime.forecast import Forecaster
@@ -35,6 +32,7 @@ from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
+from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import loss_sum, num_targets
 
@@ -46,6 +44,8 @@ class Assembly:
     """What runs on one rank."""
 
     executor: Executor
+    target: ShardLayout
+    """Of the vertices that have labels."""
     evaluation: Program
     labels: list[Tensor]
     """Per chunk [C] classes, or [C, T] labels, of the own rows; last stage only."""
@@ -60,47 +60,24 @@ class Assembly:
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
-    layout = shard_layout(graph, prepared.chunking, mesh.shard)
+    whole = shard_layout(graph, prepared.chunking, mesh.shard)
+    layouts = {name: restrict(whole, chosen) for name, chosen in graph.row_types.items()}
     first, last = prepared.plan.stages[mesh.stage]
     piece = prepared.model.piece(first, last)
     piece.to(mesh.device)
-    exchange = Exchange(layout, mesh)
-    structures = {
-        kind: _structure(kind, prepared, layout, mesh.device)
-        for kind in sorted({a.structure for a in piece.aggregations})
-    }
-    techniques = config.techniques
-    sample = None
-    if not prepared.report.exact:
-        chosen = choose_drift_rows(prepared.chunking, config.seed)
-        sample = torch.from_numpy(np.flatnonzero(np.isin(layout.own, chosen))).to(mesh.device)
-    training = HistorySpec(
-        layout,
-        exchange,
-        dtype,
-        techniques.snapshot_every,
-        techniques.scale_live_gradients,
-        techniques.exact_epochs,
-        sample,
-    )
-    evaluation = replace(training, snapshot_every=1, sample=None)
+    structures = {a.over: _structure(a, prepared, layouts, mesh.device) for a in piece.aggregations}
+    training = _history_specs(prepared, layouts, mesh)
+    evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
-        spec = training if is_training else evaluation
-        return open_history(spec, aggregation.width, structures[aggregation.structure])
+        spec = (training if is_training else evaluation)[aggregation.pushed_type]
+        return open_history(spec, aggregation.width, structures[aggregation.over])
 
-    own = [layout.own[a:b] for a, b in zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)]
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
-
-    def rows_of(part: npt.NDArray[np.int64]) -> Rows:
-        vertices = torch.from_numpy(prepared.chunking.perm[part])
-        return Rows(
-            keys=row_keys(vertices).to(mesh.device),
-            vertices=vertices.to(mesh.device),
-            features=feature_rows(graph.x[part], dtype, mesh.device) if reads_features else None,
-            seed=config.seed,
-        )
-
+    rows = ChunkRows(prepared, reads_features, mesh.device)
+    target = layouts[graph.target]
+    pointer = zip(target.own_ptr[:-1], target.own_ptr[1:], strict=True)
+    own = [target.own[start:stop] for start, stop in pointer]
     is_last = mesh.stage == mesh.stages - 1
     labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
     split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
@@ -115,40 +92,85 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         loss = prepared.loss_fn or loss_sum
         return loss(logits[chosen], labels[chunk][chosen]) / total
 
-    stage = Stage(piece, [rows_of(part) for part in own], history, criterion if is_last else None)
+    chunks = zip(whole.own_ptr[:-1], whole.own_ptr[1:], strict=True)
+    stage = Stage(
+        piece, [rows.of(whole.own[start:stop]) for start, stop in chunks], history,
+        criterion if is_last else None,
+    )  # fmt: skip
     forecaster = None
     if len(prepared.pilots):
-        is_mine = np.isin(layout.own, prepared.pilots)
-        chosen = layout.own[is_mine]
+        is_pilot = np.isin(np.arange(graph.num_vertices), prepared.pilots)
+        places = {
+            name: torch.from_numpy(np.flatnonzero(is_pilot[layout.own])).to(mesh.device)
+            for name, layout in layouts.items()
+        }
+        totals = {
+            name: (int(is_pilot[chosen].sum()), bool(is_pilot[chosen].all()))
+            for name, chosen in graph.row_types.items()
+        }
         forecaster = Forecaster(
-            piece, stage.histories, lambda aggregation: structures[aggregation.structure],
-            torch.from_numpy(np.flatnonzero(is_mine)).to(mesh.device),
-            replace(rows_of(chosen), pilot=True),
-            len(prepared.pilots), len(prepared.pilots) == graph.num_vertices, mesh,
+            piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
+            replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh,
         )  # fmt: skip
     # As a group, which may be empty: a stage need not have weights.
     optimizer = torch.optim.Adam(
         [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay
     )
-    executor = Executor(prepared.plan, mesh, stage, layout, exchange, optimizer, dtype, forecaster)
+    executor = Executor(
+        prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
+        optimizer, dtype, forecaster,
+    )  # fmt: skip
     return Assembly(
-        executor, evaluation_program(prepared.plan), labels, masks, prepared.metric,
+        executor, target, evaluation_program(prepared.plan), labels, masks, prepared.metric,
         graph.is_multi_label, graph.num_classes,
     )  # fmt: skip
 
 
-def _structure(
-    kind: str, prepared: Prepared, layout: ShardLayout, device: torch.device
-) -> LinearOperator | Blocks | Everyone:
-    if kind == EVERYONE:
-        sizes = np.bincount(prepared.chunking.chunk_of_row(), minlength=layout.num_chunks)
-        return Everyone(
-            prepared.graph.num_vertices, torch.from_numpy(sizes / prepared.graph.num_vertices)
+def _history_specs(
+    prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh
+) -> dict[str, HistorySpec]:
+    """What the tables of each type have in common, for training."""
+    techniques = prepared.config.techniques
+    is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
+    if not prepared.report.exact:
+        is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
+    return {
+        name: HistorySpec(
+            layout,
+            Exchange(layout, mesh),
+            prepared.dtype,
+            techniques.snapshot_every,
+            techniques.scale_live_gradients,
+            techniques.exact_epochs,
+            None
+            if prepared.report.exact
+            else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),
         )
-    rows = weighted_rows(prepared.graph, kind)
-    if kind in LINEAR_KINDS:
-        return LinearOperator.build(rows, layout, prepared.dtype, device)
-    local = prepared.chunking.perm[np.concatenate([layout.own, layout.halo])]
+        for name, layout in layouts.items()
+    }
+
+
+def _structure(
+    aggregation: Aggregation,
+    prepared: Prepared,
+    layouts: Mapping[str, ShardLayout],
+    device: torch.device,
+) -> LinearOperator | Blocks | Everyone:
+    graph, kind = prepared.graph, aggregation.structure
+    layout, into = layouts[aggregation.pushed_type], layouts[aggregation.vertex_type]
+    if aggregation.is_mean:
+        chosen = graph.row_types[aggregation.pushed_type]
+        chunk = prepared.chunking.chunk_of_row()[chosen]
+        sizes = np.bincount(chunk, minlength=layout.num_chunks)
+        return Everyone(len(chunk), torch.from_numpy(sizes / len(chunk)))
+    rows = weighted_rows(graph, kind)
+    if aggregation.is_linear:
+        return LinearOperator.build(rows, layout, into, prepared.dtype, device)
+    vertices = torch.from_numpy(prepared.chunking.perm)
+    keys = (
+        row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
+        row_keys(vertices[into.own]).to(device),
+    )
     # Loops have no data, and the layer that asks for them reads none.
-    data = edge_data_of(prepared.graph, prepared.dtype) if kind == "edges" else {}
-    return Blocks.build(rows, layout, row_keys(torch.from_numpy(local)).to(device), data)
+    data = edge_data_of(graph, prepared.dtype) if kind == "edges" else {}
+    return Blocks.build(rows, layout, into, keys, data)

@@ -47,6 +47,8 @@ def _captured_ops(model: Captured) -> tuple[Op, ...]:
                 flops_per_row=0 if reads else flops,
                 flops_per_feature=flops // max(model.num_features, 1) if reads else 0,
                 push_width=found.width if found else 0,
+                vertex_type=model.facts[call].vertex_type,
+                pushed_type=found.pushed_type if found else "",
                 is_linear=found.is_linear if found else True,
                 is_mean=found.is_mean if found else False,
                 reads_features=reads,

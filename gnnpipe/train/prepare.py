@@ -137,9 +137,13 @@ def prepare(
     pilots = np.empty(0, dtype=np.int64)
     techniques = config.techniques
     if techniques.pilots_per_column and plan.schedule != "layer-sync":
-        widths = [op.push_width for op in described.aggregations if not op.is_mean]
-        width = max(widths, default=0)
-        pilots = choose_pilots(chunking, techniques.pilots_per_column * (width + 1), config.seed)
+        widths = dict.fromkeys(graph.row_types, 0)
+        for op in described.aggregations:
+            if not op.is_mean:
+                widths[op.pushed_type] = max(widths[op.pushed_type], op.push_width)
+        each = techniques.pilots_per_column
+        counts = {name: each * (width + 1) for name, width in widths.items()}
+        pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
     program = training_program(plan, forecast=len(pilots) > 0)
     exact_program = training_program(replace(plan, schedule="layer-sync"))
     report = check(program)
@@ -153,9 +157,11 @@ def prepare(
             stacklevel=2,
         )
     edges = None if report.exact else chunk_edges(graph, chunking)
+    types = graph.row_types.items()
     volume = closed_form_volume(
-        plan, described, num_vertices=graph.num_vertices, crossings=quality.crossings,
-        number_bytes=8 if dtype == torch.float64 else 4, pilots=len(pilots),
+        plan, described, num_vertices={name: int(rows.sum()) for name, rows in types},
+        crossings=quality.crossings_by_type, number_bytes=8 if dtype == torch.float64 else 4,
+        pilots={name: int(rows[pilots].sum()) for name, rows in types},
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,

@@ -10,16 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.operators import Block, EdgeData, edge_data_of, weighted_rows
-from gnnpipe.models import Aggregation, Received, Rows, Values
+from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import feature_rows
 from gnnpipe.runtime.forecast import RIDGE
+from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.prepare import Prepared, chunk_order
 
@@ -43,26 +44,27 @@ class Reference:
         self.piece = self.model.piece(0, prepared.plan.num_ops)
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
         self.techniques = config.techniques
-        bounds = [prepared.chunking.rows(c, 0)[0] for c in range(config.chunks)]
-        self.bounds = [*bounds, graph.num_vertices]
-        device = torch.device("cpu")
-        self.rows = [
-            Rows(
-                keys=row_keys(torch.from_numpy(prepared.chunking.perm[a:b])),
-                vertices=torch.from_numpy(prepared.chunking.perm[a:b]),
-                features=feature_rows(graph.x[a:b], dtype, device),
-                seed=config.seed,
-            )
-            for a, b in self._ranges()
-        ]
-        self.keys = row_keys(torch.from_numpy(prepared.chunking.perm))
-        self.y = torch.from_numpy(graph.y)
-        self.train_mask = torch.from_numpy(graph.train_mask)
+        self.chosen = graph.row_types
+        chunk = prepared.chunking.chunk_of_row()
+        counts = {
+            name: np.bincount(chunk[of], minlength=config.chunks)
+            for name, of in self.chosen.items()
+        }
+        self.bounds = {name: [0, *np.cumsum(count).tolist()] for name, count in counts.items()}
+        self.make_rows = ChunkRows(prepared, True, torch.device("cpu"))
+        every_row = np.arange(graph.num_vertices)
+        self.rows = [self.make_rows.of(every_row[chunk == c]) for c in range(config.chunks)]
+        keys = row_keys(torch.from_numpy(prepared.chunking.perm))
+        self.keys = {name: keys[torch.from_numpy(of)] for name, of in self.chosen.items()}
+        target = self.chosen[graph.target]
+        self.y = torch.from_numpy(graph.y[target])
+        self.train_mask = torch.from_numpy(graph.train_mask[target])
         every = self.piece.aggregations
-        kinds = {a.structure for a in every if not a.is_mean}
-        self.edges = {kind: self._edges(kind) for kind in kinds}
+        self.edges = {a.over: self._edges(a) for a in every if not a.is_mean}
         self.edge_data = edge_data_of(graph, dtype)
-        self.tables = {a.name: torch.zeros(graph.num_vertices, a.width, dtype=dtype) for a in every}
+        self.tables = {
+            a.name: torch.zeros(self.bounds[a.pushed_type][-1], a.width, dtype=dtype) for a in every
+        }
         self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         self.before = copy.deepcopy(self.piece)
         self.optimizer = torch.optim.Adam(
@@ -74,11 +76,14 @@ class Reference:
         """Go on from these weights, by name."""
         self.model.load(weights)
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+    def _ranges(self, vertex_type: str) -> list[tuple[int, int]]:
+        """Rows of each chunk among those of a type."""
+        return list(pairwise(self.bounds[vertex_type]))
 
-    def _edges(self, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        matrix = weighted_rows(self.prepared.graph, kind)
+    def _edges(self, a: Aggregation) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target and weight of each edge, the ends by their numbers in their types."""
+        whole = weighted_rows(self.prepared.graph, a.structure)
+        matrix = whole[self.chosen[a.vertex_type]][:, self.chosen[a.pushed_type]]
         target = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
         return (
             torch.from_numpy(matrix.indices.astype(np.int64)),
@@ -99,7 +104,8 @@ class Reference:
         if not exact and len(self.prepared.pilots):
             self._forecast()
         logits = self._forward(epoch, exact)
-        order = torch.cat([torch.arange(*self._ranges()[c]) for c in logits])
+        ranges = self._ranges(self.prepared.graph.target)
+        order = torch.cat([torch.arange(*ranges[c]) for c in logits])
         merged = torch.cat(list(logits.values()))
         keep = self.train_mask[order]
         loss = self._loss(merged[keep], self.y[order][keep])
@@ -130,14 +136,11 @@ class Reference:
     @torch.no_grad()
     def _forecast(self) -> None:
         """Fit, on the pilot rows, where the rows of every table go with the current weights."""
-        graph, pilots = self.prepared.graph, torch.from_numpy(self.prepared.pilots)
-        dtype = self.prepared.dtype
-        rows = Rows(
-            keys=row_keys(torch.from_numpy(self.prepared.chunking.perm)[pilots]),
-            vertices=torch.from_numpy(self.prepared.chunking.perm)[pilots],
-            features=feature_rows(graph.x[pilots.numpy()], dtype, torch.device("cpu")),
-            pilot=True,
-        )
+        rows = replace(self.make_rows.of(self.prepared.pilots), pilot=True)
+        is_pilot = np.isin(np.arange(self.prepared.graph.num_vertices), self.prepared.pilots)
+        pilots = {
+            name: torch.from_numpy(np.flatnonzero(is_pilot[of])) for name, of in self.chosen.items()
+        }
         old: Values = {}
         new: Values = {}
         read_old: dict[str, Received] = {}
@@ -150,8 +153,8 @@ class Reference:
                 x, y = before[a.name], after[a.name]
                 table = self.tables[a.name]
                 self.tables[a.name] = moved = _moved(table, x.double(), y.double(), a.is_mean)
-                read_old[a.name] = self._read(a, pilots, x, table)
-                read_new[a.name] = self._read(a, pilots, y, moved)
+                read_old[a.name] = self._read(a, pilots[a.vertex_type], x, table)
+                read_new[a.name] = self._read(a, pilots[a.vertex_type], y, moved)
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """What the end of a step pushes."""
@@ -161,8 +164,8 @@ class Reference:
         """What some rows [P] get from a table [N, F], every neighbour read from the table."""
         if a.is_mean:
             return Received(table.mean(0).expand(len(rows), -1))
-        source, target, weight = self.edges[a.structure]
-        place = torch.full((len(table),), -1)
+        source, target, weight = self.edges[a.over]
+        place = torch.full((self.bounds[a.vertex_type][-1],), -1)
         place[rows] = torch.arange(len(rows))
         mine = place[target] >= 0
         source, target = source[mine], place[target[mine]]
@@ -170,11 +173,12 @@ class Reference:
             received = table.new_zeros(len(rows), table.shape[1])
             return Received(received.index_add(0, target, table[source] * weight[mine]))
         nothing = torch.empty(0, dtype=torch.int64)
-        edges = torch.stack([source + len(rows), target])
-        size = (len(rows) + len(table), len(rows))
+        before = own if a.pushed_type == a.vertex_type else own[:0]
+        edges = torch.stack([source + len(before), target])
+        size = (len(before) + len(table), len(rows))
         data = self._data_of(a.structure, mine)
         block = Block(edges, nothing, nothing.bool()[:, None], size, edge_data=data)
-        return Received(torch.cat([own, table]), block)
+        return Received(torch.cat([before, table]), block)
 
     def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
         """Logits [C, classes] by chunk."""
@@ -199,40 +203,44 @@ class Reference:
         ]  # fmt: skip
         for step, c in walk:
             run(step, c)
-        for name, table in self.tables.items():
-            for c, value in live[name].items():
-                table[slice(*self._ranges()[c])] = value.detach()
+        for a in self.piece.aggregations:
+            for c, value in live[a.name].items():
+                self.tables[a.name][slice(*self._ranges(a.pushed_type)[c])] = value.detach()
         return {c: values[c]["x"] for c in order}
 
     def _received(self, a: Aggregation, c: int, live: dict[int, Tensor], scale: float) -> Received:
         """What chunk c gets: neighbours in ``live`` chunks with gradient, the others without."""
         parts = []
-        for b, (start, stop) in enumerate(self._ranges()):
+        for b, (start, stop) in enumerate(self._ranges(a.pushed_type)):
             part = live.get(b, self.tables[a.name][start:stop])
             if b != c and scale != 1.0:
                 # The same numbers, with `scale` times the gradient.
                 part = part.detach() + scale * (part - part.detach())
             parts.append(part)
         table = torch.cat(parts)
-        start, stop = self._ranges()[c]
+        start, stop = self._ranges(a.vertex_type)[c]
+        count = stop - start
         if a.is_mean:
-            return Received(table.mean(0).expand(stop - start, -1))
-        source, target, weight = self.edges[a.structure]
+            return Received(table.mean(0).expand(count, -1))
+        source, target, weight = self.edges[a.over]
         mine = (target >= start) & (target < stop)
         source, target = source[mine], target[mine] - start
         if a.is_linear:
-            received = table.new_zeros(stop - start, table.shape[1])
+            received = table.new_zeros(count, table.shape[1])
             return Received(received.index_add(0, target, table[source] * weight[mine]))
-        own = (source >= start) & (source < stop)
-        count = stop - start
-        source = torch.where(own, source - start, source + count)
-        size = (count + len(table), count)
         nothing = torch.empty(0, dtype=torch.int64)
-        keys = torch.cat([self.keys[start:stop], self.keys])
-        edges = torch.stack([source, target])
         data = self._data_of(a.structure, mine)
-        block = Block(edges, nothing, nothing.bool()[:, None], size, keys, data)
-        return Received(torch.cat([table[start:stop], table]), block)
+        keys, into_keys = self.keys[a.pushed_type], None
+        if a.pushed_type == a.vertex_type:
+            own = (source >= start) & (source < stop)
+            source = torch.where(own, source - start, source + count)
+            keys = torch.cat([keys[start:stop], keys])
+            table = torch.cat([table[start:stop], table])
+        else:
+            into_keys = self.keys[a.vertex_type][start:stop]
+        edges, size = torch.stack([source, target]), (len(table), count)
+        block = Block(edges, nothing, nothing.bool()[:, None], size, keys, into_keys, data)
+        return Received(table, block)
 
 
 def _moved(table: Tensor, old: Tensor, new: Tensor, is_mean: bool) -> Tensor:

@@ -141,18 +141,23 @@ class Trainer:
         return evaluate(assembly, mesh)
 
     def predict(self) -> Tensor:
-        """Logits [N, classes] of every vertex, in the graph's own order, on every rank."""
+        """Logits [N, classes] of every vertex, in the graph's own order, on every rank.
+
+        Of a heterogeneous graph those of the type that has labels.
+        """
         mesh, prepared, assembly = self._ready()
-        layout = assembly.executor.layout
+        layout = assembly.target
         parts = {
             chunk: (layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]], v.cpu().numpy())
             for chunk, v in logits_by_chunk(assembly).items()
         }
         graph = prepared.graph
-        logits = torch.empty(graph.num_vertices, graph.num_classes, dtype=prepared.dtype)
+        number = prepared.chunking.perm if graph.types is None else graph.types.number
+        count = int(graph.row_types[graph.target].sum())
+        logits = torch.empty(count, graph.num_classes, dtype=prepared.dtype)
         for found in mesh.gather(parts):
             for rows, values in found.values():
-                logits[torch.from_numpy(prepared.chunking.perm[rows])] = torch.from_numpy(values)
+                logits[torch.from_numpy(number[rows])] = torch.from_numpy(values)
         return logits
 
     def close(self) -> None:

@@ -66,13 +66,14 @@ class KeyedDropout(_Dropout):
     def _keys(self, kind: str, count: int) -> Tensor:
         keys = self._block.keys
         assert keys is not None, "nothing of the pilots is dropped"
+        into = keys if self._block.into_keys is None else self._block.into_keys
         if kind == ROWS:
-            return keys[:count]
+            return keys[:count] if count <= len(keys) else into[:count]
         source, target = self._block.edge_index
         if kind == EDGES_AND_LOOPS:
             loops = torch.arange(count - len(source), device=keys.device)
             source, target = torch.cat([source, loops]), torch.cat([target, loops])
-        return edge_keys(keys[source], keys[target])
+        return edge_keys(keys[source], into[target])
 
 
 class DropoutKinds(_Dropout):

@@ -45,6 +45,8 @@ class Facts:
     """Of a convolution that runs unchanged: 'pair' or 'square' (``blocks``)."""
     drops: tuple[str, ...] = ()
     """What each dropout of such a convolution drops."""
+    vertex_type: str = ""
+    """The type of the vertices that it has rows of, '' if there is but one."""
 
     @property
     def width(self) -> int:

@@ -75,10 +75,11 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     target, source = np.nonzero(dense)
     x = rng.standard_normal((n, num_features))
     mask = np.ones(n, dtype=bool)
+    carried: dict[str, Any] = {k: _like(v, len(source), rng) for k, v in of.edge_data.items()}
     graph = Graph(
         "sample", np.concatenate([[0], np.cumsum(dense.sum(1))]).astype(np.int64),
         source.astype(np.int32), x.astype(np.float32), np.zeros(n, dtype=np.int64),
-        mask, mask, mask, 1, **{k: _like(v, len(source), rng) for k, v in of.edge_data.items()},
+        mask, mask, mask, 1, **carried,
     )  # fmt: skip
     data = {k: torch.from_numpy(v) for k, v in graph.edge_data.items()}
     return Sample(
