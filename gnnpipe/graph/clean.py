@@ -22,7 +22,7 @@ from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.graph.labels import Labels, clean_labels, one_hot
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
-__all__ = ["clean"]
+__all__ = ["clean", "clean_features"]
 
 
 def clean(
@@ -83,7 +83,7 @@ def clean(
     has_label: BoolArray = np.any(labels.reshape(n, -1) >= 0, axis=1)
     if not has_label.any():
         fail(name, "y: no vertex is labelled (all are -1)", "give classes 0..C-1 to some")
-    features = _features(x, name, n)
+    features = clean_features(x, name, n)
     fractions = parse_split(split)
     if fractions is not None:
         train, val, test = split_masks(has_label, fractions, seed)
@@ -124,7 +124,8 @@ def _num_classes(labels: Labels, given: int | None) -> int:
     return int(labels.max()) + 1 if given is None else given
 
 
-def _features(x: Any, name: str, n: int) -> Features:
+def clean_features(x: Any, name: str, n: int) -> Features:
+    """Features [N, F] as float32, dense or CSR; ``InputError`` for what is none."""
     if x is None:
         fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
     if sp.issparse(x):

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.graph.types import VertexTypes
+from gnnpipe.errors import InputError
+from gnnpipe.graph.types import Relation, VertexTypes
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Data
+    from torch_geometric.data import Data, HeteroData
 
 __all__ = ["EDGE_DATA", "BoolArray", "Features", "Graph", "IntArray"]
 
@@ -95,6 +96,11 @@ class Graph:
         return {name: self.types.is_of(name) for name in self.types.names}
 
     @property
+    def relations(self) -> tuple[Relation, ...]:
+        """Of a heterogeneous graph, by ``edge_type``."""
+        return () if self.types is None else self.types.relations
+
+    @property
     def target(self) -> str:
         """The type of the vertices that have labels."""
         return "" if self.types is None else self.types.target
@@ -160,17 +166,28 @@ class Graph:
     @classmethod
     def from_pyg(
         cls,
-        data: Data,
+        data: Data | HeteroData,
         name: str = "pyg",
         split: str = "given",
         seed: int = 0,
         symmetrize: bool = False,
+        target: str = "",
     ) -> Graph:
         """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
+        Or from a ``HeteroData``, ``target`` being the type that is classified if several have y.
         ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming
         the attribute that is missing or wrong.
         """
+        if hasattr(data, "edge_types") and hasattr(data, "node_types"):
+            from gnnpipe.graph.hetero import graph_from_hetero
+
+            if symmetrize:
+                raise InputError(
+                    f"dataset {name!r}: symmetrize has no meaning for relations between types; "
+                    "try torch_geometric.transforms.ToUndirected()"
+                )
+            return graph_from_hetero(data, name=name, target=target, split=split, seed=seed)
         from gnnpipe.graph.pyg import graph_from_data
 
         return graph_from_data(data, name=name, split=split, seed=seed, symmetrize=symmetrize)

@@ -7,7 +7,7 @@ by it; one shard of a symmetric graph needs only one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -20,10 +20,11 @@ from torch import Tensor
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.graph.types import Relation
 
 __all__ = [
     "EVERYONE", "LINEAR_KINDS", "RELATION", "WEIGHTED", "Block", "Blocks", "EdgeData", "Everyone",
-    "LinearOperator", "edge_data_of", "weighted_rows",
+    "LinearOperator", "edge_data_of", "relation_ends", "weighted_rows",
 ]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
@@ -76,6 +77,15 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
         root = np.where(degree > 0, 1.0 / np.sqrt(np.where(degree > 0, degree, 1.0)), 0.0)
         adjacency.data *= np.repeat(root, counts) * root[adjacency.indices]
     return adjacency
+
+
+def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
+    """The types of the vertices that a structure reads, and of those that read."""
+    number = kind.partition(RELATION)[2]
+    if not number:
+        return "", ""
+    source, _, target = relations[int(number)]
+    return source, target
 
 
 def _of_relation(graph: Graph, number: int) -> Graph:

@@ -180,8 +180,6 @@ def graph_from_data(
     Raises:
         InputError: naming the attribute that is missing or wrong.
     """
-    if hasattr(data, "edge_types") and hasattr(data, "node_types"):
-        raise InputError(f"dataset {name!r}: a HeteroData; try data.to_homogeneous()")
     x, y = data.get("x"), data.get("y")
     if y is None:
         raise InputError(

@@ -100,7 +100,8 @@ def choose_model(
 
 def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
     """The graph without what its edges carry and the model does not read, which is told once."""
-    unread = [field for field in graph.edge_data if field not in model.edge_inputs]
+    relations = {"edge_type"} if graph.types is not None else set()
+    unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
     found = graph.reduced_to(model.edge_inputs)
     if unread and mesh.rank == 0:
         how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"

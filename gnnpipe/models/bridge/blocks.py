@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.graph.operators import Block
 from gnnpipe.models.bridge.inner_dropout import KeyedDropout
-from gnnpipe.models.bridge.recording import EDGES
+from gnnpipe.models.bridge.recording import EDGES, is_input
 from gnnpipe.models.layer import Rows
 
 __all__ = ["FORMS", "BlockConv"]
@@ -76,7 +76,7 @@ class BlockConv(nn.Module):
             args[0] = source
 
         def slot(n: fx.Node) -> Any:
-            if n.op == "placeholder" and n.target == EDGES:
+            if is_input(n, EDGES):
                 return _EDGES
             if n in of_edges:
                 if n not in self.carried:

@@ -9,7 +9,7 @@ parts of a split) is computed anew wherever an op needs it, and belongs to that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,19 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.operators import WEIGHTED
+from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
+from gnnpipe.graph.types import Relation
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
-from gnnpipe.models.bridge.recording import FEATURES, OUT_OF_PLACE, attribute, is_input
+from gnnpipe.models.bridge.recording import (
+    EDGES,
+    FEATURES,
+    OUT_OF_PLACE,
+    attribute,
+    input_number,
+    is_input,
+)
 from gnnpipe.models.bridge.sample import make_sample
 from gnnpipe.models.bridge.trace import edge_inputs, trace
 from gnnpipe.models.piece import Model
@@ -47,11 +55,24 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
                     k: v.to(dtype) if v.is_floating_point() else v
                     for k, v in sample.edge_data.items()
                 }
-                model(sample.x.to(dtype), sample.edge_index, **carried)
+                model(*_floating(sample.arguments, dtype), **carried)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
-    recording = trace(model, names, graph.num_vertices)
-    return Captured(model, recording, probe(model, recording, sample), graph.num_features)
+    recording = trace(model, names, graph)
+    return Captured(
+        model,
+        recording,
+        probe(model, recording, sample),
+        sample.ends,
+        graph.relations,
+        graph.num_features,
+    )
+
+
+def _floating(arguments: tuple[Any, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Features in another number type."""
+    x, edges = arguments
+    return {k: v.to(dtype) for k, v in x.items()} if isinstance(x, Mapping) else x.to(dtype), edges
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -66,9 +87,14 @@ class Captured(Model):
         model: nn.Module,
         recording: fx.GraphModule,
         facts: dict[fx.Node, Facts],
+        ends: Mapping[str, tuple[str, str]],
+        relations: Sequence[Relation],
         num_features: int,
     ) -> None:
-        self.recording, self.facts, self.num_features = recording, facts, num_features
+        """``ends``: for each input of edges, the types of the vertices at their ends."""
+        self.recording, self.facts, self.ends = recording, facts, ends
+        self.num_features = num_features
+        self._relations = relations
         self.name = type(model).__name__
         self._module = model
 
@@ -86,7 +112,7 @@ class Captured(Model):
                 # A tensor that forward itself made, out of nothing but numbers.
                 setattr(root, path, getattr(self.recording, path))
         recording = fx.GraphModule(root, self.recording.graph)
-        return Captured(twin, recording, self.facts, self.num_features)
+        return Captured(twin, recording, self.facts, self.ends, self._relations, self.num_features)
 
     @property
     def module(self) -> nn.Module:
@@ -123,7 +149,7 @@ class Captured(Model):
     def edge_inputs(self) -> frozenset[str]:
         """What it reads of what edges carry, by the field of ``Graph``."""
         calls = self.recording.graph.nodes
-        weighted = any(str(c.kwargs.get("structure", "")).endswith(WEIGHTED) for c in calls)
+        weighted = any(WEIGHTED in str(c.kwargs.get("structure", "")) for c in calls)
         read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
         return frozenset(read | ({"edge_weight"} if weighted else set()))
 
@@ -156,7 +182,7 @@ class Captured(Model):
     def reads_features(self, op: fx.Node) -> bool:
         """The op, or a helper of it, reads the input features."""
         return any(
-            source.op == "placeholder" and source.target == FEATURES
+            is_input(source, FEATURES)
             for call in (*self.helpers(op), op)
             for source in call.all_input_nodes
         )
@@ -185,6 +211,19 @@ class Captured(Model):
             of_op = path in read or any(path.startswith(f"{module}.") for module in modules)
             if of_op and not isinstance(value, nn.Parameter):
                 yield name, value
+
+    def over(self, op: fx.Node) -> tuple[str, str, str]:
+        """What an aggregation is over: structure, type of the rows it reads, type that reads."""
+        vertex_type = self.facts[op].vertex_type
+        if op.target is not aggregate:
+            index = next(source for source in op.all_input_nodes if is_input(source, EDGES))
+            number = input_number(index)
+            relation = "" if number is None else f"{RELATION}{number}"
+            return f"edges{relation}", *self.ends[str(index.target)]
+        structure = str(op.kwargs["structure"])
+        if structure == EVERYONE:
+            return structure, vertex_type, vertex_type
+        return structure, *relation_ends(self._relations, structure)
 
     def piece(self, first: int, last: int) -> CapturedPiece:
         """Ops first..last-1."""

@@ -77,12 +77,13 @@ class Cut:
     def _block(self, op: fx.Node) -> BlockConv:
         facts, conv = self.model.facts, self.model.recording.get_submodule(str(op.target))
         of_edges = {call for call, fact in facts.items() if fact.of_edges}
-        shapes = {c: fact.shape for c, fact in facts.items() if fact.depends and c not in of_edges}
+        shapes = {call: fact.shape for call, fact in facts.items() if fact.is_rows}
         # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
         site = (self.model.ops.index(op) + 1) << 16
         return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
 
     def _aggregation(self, op: fx.Node) -> Aggregation:
-        if op in self.blocks:
-            return Aggregation(op.name, "edges", self.blocks[op].width)
-        return Aggregation(op.name, str(op.kwargs["structure"]), self.model.facts[op].width)
+        structure, pushed_type, vertex_type = self.model.over(op)
+        block = self.blocks.get(op)
+        width = self.model.facts[op].width if block is None else block.width
+        return Aggregation(op.name, structure, width, pushed_type, vertex_type)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,11 +79,11 @@ class KeyedDropout(_Dropout):
 class DropoutKinds(_Dropout):
     """Notes what every call drops, and lets it do nothing."""
 
-    def __init__(self, num_rows: int, num_edges: int) -> None:
+    def __init__(self, rows: Collection[int], edges: Collection[int]) -> None:
+        """Numbers of vertices and of edges that there are."""
         super().__init__()
-        self._names = {
-            num_rows: ROWS, num_edges: EDGES, num_edges + num_rows: EDGES_AND_LOOPS,
-        }  # fmt: skip
+        self._names = {e + n: EDGES_AND_LOOPS for e in edges for n in rows}
+        self._names |= dict.fromkeys(edges, EDGES) | dict.fromkeys(rows, ROWS)
         self.found: list[str] = []
 
     def drop(self, x: Tensor, probability: float) -> Tensor:

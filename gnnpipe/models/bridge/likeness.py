@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
-from gnnpipe.models.bridge.inner_dropout import DropoutKinds
 from gnnpipe.models.bridge.recording import BY_HAND
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
@@ -22,14 +22,16 @@ def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
     result: Any = call.args[0]
     sample = run.sample
     plain = copy.deepcopy(model).double().train()
-    paths = [path.removeprefix("model.") for path in vertex_weights(run.module)]
-    cut_vertex_weights(plain, paths, sample.num_rows)
+    paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
+    cut_vertex_weights(plain, paths, sample.counts)
     with torch.enable_grad():
         try:
-            with DropoutKinds(sample.num_rows, sample.num_edges):
-                truth = plain(sample.x, sample.edge_index, **sample.edge_data)
+            with run.dropout_kinds():
+                truth = plain(*sample.arguments, **sample.edge_data)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
+        if isinstance(truth, Mapping):
+            truth = truth[sample.graph.target]
         again = SampleRun(run.module, sample)
         for other in run.module.graph.nodes:
             if other.op != "output":

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gnnpipe.graph.operators import WEIGHTED
+from gnnpipe.graph.operators import EVERYONE, WEIGHTED
 
 __all__ = ["aggregate", "drop", "in_training", "of_vertices"]
 
@@ -22,11 +22,14 @@ def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
 def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: str = "") -> Any:
     """The rows x [N, ...] aggregated over a structure with fixed weights.
 
-    ``edge_weight``: the recording's input of that name; none: every edge weighs one.
+    Of which type the edges are, if there are several, the tracer knows. ``edge_weight``: the
+    recording's input of that name; none: every edge weighs one.
     ``observed_by``: path of the module that keeps statistics of it, a colon, and which.
     """
     if isinstance(x, fx.Proxy):
         name = structure if edge_weight is None else structure + WEIGHTED
+        if structure != EVERYONE:
+            name += getattr(x.tracer, "relation", "")
         return _mark(aggregate, x, structure=name, observed_by=observed_by)
     raise RuntimeError("an aggregation is done by the runtime")
 
@@ -39,10 +42,10 @@ def drop(x: Any, *, probability: float, site: int = -1) -> Any:
     return found
 
 
-def of_vertices(weight: Any) -> Any:
+def of_vertices(weight: Any, *, vertex_type: str = "") -> Any:
     """The rows of a weight [N, ...] that has one for each vertex, in the order of the rows."""
     if isinstance(weight, fx.Proxy):
-        return _mark(of_vertices, weight)
+        return _mark(of_vertices, weight, vertex_type=vertex_type)
     return weight
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA
+from gnnpipe.graph.operators import EVERYONE, relation_ends
 from gnnpipe.models.bridge.likeness import check_likeness
 from gnnpipe.models.bridge.marks import aggregate, drop, of_vertices
-from gnnpipe.models.bridge.recording import EDGES, is_input, line_of
+from gnnpipe.models.bridge.recording import EDGES, FEATURES, input_number, is_input, line_of
 from gnnpipe.models.bridge.rowwise import name_of
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.sample import Sample
@@ -57,7 +58,7 @@ class Facts:
 def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[fx.Node, Facts]:
     """What every call does; ``InputError`` for what cannot run chunk by chunk."""
     module = copy.deepcopy(recording).double().train()
-    cut_vertex_weights(module, vertex_weights(recording), sample.num_rows)
+    cut_vertex_weights(module, vertex_weights(recording), sample.counts)
     run = SampleRun(module, sample)
     found: dict[fx.Node, Facts] = {}
     with torch.no_grad():
@@ -75,14 +76,40 @@ def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[f
                     f"model: dropout of a weight{line_of(call)}; only that of vertices has a mask "
                     "that belongs to what is dropped"
                 )
-            form, drops = run.make(call, depends, of_edges)
+            vertex_type = _type_of(own, call, found, sample) if depends and not of_edges else ""
+            are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
             value = run.whole[call]
             is_rows = (
-                isinstance(value, Tensor) and depends and not of_edges and value.is_floating_point()
+                isinstance(value, Tensor)
+                and (depends and are_first and not of_edges)
+                and value.is_floating_point()
             )
             shape = tuple(value.shape[1:]) if is_rows else ()
-            found[own] = Facts(is_rows, shape, depends, of_edges, form, drops)
+            found[own] = Facts(is_rows, shape, depends, of_edges, form, drops, vertex_type)
     return found
+
+
+def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: Sample) -> str:
+    """The type of the vertices that a call's value has rows of."""
+    if call.target is of_vertices:
+        return str(call.kwargs["vertex_type"])
+    if call.target is aggregate and call.kwargs["structure"] != EVERYONE:
+        return relation_ends(sample.graph.relations, str(call.kwargs["structure"]))[1]
+    if is_input(call, FEATURES):
+        number = input_number(call)
+        types = sample.graph.types
+        return "" if number is None or types is None else types.names[number]
+    edges = [source for source in (call, *call.all_input_nodes) if is_input(source, EDGES)]
+    if edges:
+        return sample.ends[str(edges[0].target)][1]
+    sources = [found[s] for s in own.all_input_nodes if found[s].depends]
+    kinds = sorted({s.vertex_type for s in sources if not s.of_edges})
+    if len(kinds) > 1:
+        raise InputError(
+            f"model: {name_of(call)} mixes rows of {' and '.join(kinds)}{line_of(call)}; only a "
+            "convolution leads from one type of vertices to another"
+        )
+    return kinds[0] if kinds else ""
 
 
 def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
@@ -105,7 +132,7 @@ def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
 def _check_output(call: fx.Node, run: SampleRun) -> None:
     result: Any = call.args[0]
     value = run.whole.get(result) if isinstance(result, fx.Node) else None
-    n = run.sample.num_rows
+    n = run.sample.counts[run.sample.graph.target]
     if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != n:
         what = list(value.shape) if isinstance(value, Tensor) else type(result).__name__
         raise InputError(

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 __all__ = [
-    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "is_input",
-    "is_own", "line_of",
+    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "input_name",
+    "input_number", "is_input", "is_own", "line_of",
 ]  # fmt: skip
 
 FEATURES, EDGES = "x", "edge_index"
@@ -23,9 +23,20 @@ OUT_OF_PLACE = "_out_of_place"
 """Ends the name of a twin that stands in for a module that would write to its input."""
 
 
-def is_input(call: fx.Node, *names: str) -> bool:
-    """Whether a call is one of these inputs of the recording."""
-    return call.op == "placeholder" and call.target in names
+def input_name(kind: str, number: int) -> str:
+    """The input for a type of vertices or edges, where there are several: 'x__0'."""
+    return f"{kind}__{number}"
+
+
+def input_number(call: fx.Node) -> int | None:
+    """The type of vertices or edges that an input is for; none if there is but one."""
+    number = str(call.target).partition("__")[2]
+    return int(number) if number else None
+
+
+def is_input(call: fx.Node, *kinds: str) -> bool:
+    """Whether a call is an input of the recording of one of these kinds."""
+    return call.op == "placeholder" and str(call.target).partition("__")[0] in kinds
 
 
 def line_of(call: fx.Node) -> str:

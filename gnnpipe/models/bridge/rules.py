@@ -21,7 +21,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
 
-__all__ = ["RULES", "Rule", "lowers"]
+__all__ = ["RULES", "TAKES_PAIRS", "Rule", "lowers"]
 
 Rule = Callable[..., Any]
 """(convolution, its arguments by name, edges left out) to its result; ``edge_weight`` is none, or
@@ -38,6 +38,16 @@ def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
         return rule
 
     return add
+
+
+TAKES_PAIRS = (pyg.SAGEConv, pyg.GraphConv, pyg.GINConv)
+"""Convolutions whose rule takes rows to read and rows that read: of two types, for instance."""
+
+
+def _pair(x: Any) -> tuple[Any, Any]:
+    """Rows to read, and rows that read; the same unless given as a pair."""
+    source, target = x if isinstance(x, tuple | list) else (x, x)
+    return source, target
 
 
 def _plus_bias(conv: Any, out: Any) -> Any:
@@ -83,11 +93,11 @@ def sage(conv: Any, x: Any) -> Any:
     structure = _reduction(conv)
     if structure is None:
         return None
-    own = x
+    x, own = _pair(x)
     if conv.project:
         x = conv.lin(x).relu()
     out = _linear_of_aggregate(conv.lin_l, x, structure)
-    if conv.root_weight:
+    if conv.root_weight and own is not None:
         out = out + conv.lin_r(own)
     return nn.functional.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
@@ -98,7 +108,9 @@ def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     structure = _reduction(conv)
     if structure is None:
         return None
-    return _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight) + conv.lin_root(x)
+    x, own = _pair(x)
+    out = _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight)
+    return out if own is None else out + conv.lin_root(own)
 
 
 @lowers(pyg.GINConv)
@@ -107,7 +119,9 @@ def gin(conv: Any, x: Any) -> Any:
     structure = _reduction(conv)
     if structure is None:
         return None
-    return conv.nn(aggregate(x, structure=structure) + (1 + conv.eps) * x)
+    x, own = _pair(x)
+    out = aggregate(x, structure=structure)
+    return conv.nn(out if own is None else out + (1 + conv.eps) * own)
 
 
 @lowers(pyg.GCN2Conv)

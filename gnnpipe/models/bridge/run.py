@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch_geometric.nn import MessagePassing
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.operators import EVERYONE, Block, weighted_rows
+from gnnpipe.graph.operators import EVERYONE, Block, relation_ends, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
@@ -33,14 +33,19 @@ class SampleRun:
         self.parts: tuple[Found, Found] = ({}, {})
         self.of_edges: list[fx.Node] = []
         """Calls whose values have a row for each edge."""
+        self.types: dict[fx.Node, str] = {}
+        """Of the vertices that a call's value has rows of."""
 
-    def make(self, call: fx.Node, depends: bool, of_edges: bool) -> tuple[str, tuple[str, ...]]:
-        """Find a call's value in all runs; form and dropouts if it is an unchanged convolution.
+    def make(
+        self, call: fx.Node, depends: bool, of_edges: bool, vertex_type: str
+    ) -> tuple[bool, str, tuple[str, ...]]:
+        """Find a call's value in all runs.
 
+        Whether its rows come first; form and dropouts if it is an unchanged convolution.
         ``of_edges``: it is made of what edges carry.
         """
         sample = self.sample
-        halves = sample.edge_halves if of_edges else sample.halves
+        self.types[call] = vertex_type
         if of_edges:
             self.of_edges.append(call)
         form = ""
@@ -57,14 +62,18 @@ class SampleRun:
         else:
             value = self._call(call, self.whole)
             pieces = [self._call(call, part) for part in self.parts]
+            are_first = True
             if depends:
-                count = sample.num_edges if of_edges else sample.num_rows
-                check_rows(call, value, pieces, count, of_edges)
+                count = sample.num_edges if of_edges else sample.counts[vertex_type]
+                are_first = check_rows(call, value, pieces, count, of_edges)
             self._keep(call, value, pieces)
-            return form, drops
-        is_index = is_input(call, EDGES)
-        self._keep(call, value, [None if is_index else value[half] for half in halves])
-        return form, drops
+            return are_first, form, drops
+        if is_input(call, EDGES):
+            self._keep(call, value, [None, None])
+        else:
+            halves = sample.edge_halves if of_edges else sample.halves(vertex_type)
+            self._keep(call, value, [value[half] for half in halves])
+        return True, form, drops
 
     def follow(self, call: fx.Node) -> None:
         """Find a call's value in the run on all rows alone; unchanged convolutions run whole."""
@@ -73,15 +82,25 @@ class SampleRun:
         elif call.target is aggregate:
             self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
         else:
-            with DropoutKinds(self.sample.num_rows, self.sample.num_edges):
+            with self.dropout_kinds():
                 self.whole[call] = self._call(call, self.whole)
+
+    def dropout_kinds(self) -> DropoutKinds:
+        """What dropout is of, told by numbers of rows."""
+        sizes = [int(edges.shape[1]) for edges in self.sample.edges.values()]
+        return DropoutKinds(self.sample.counts.values(), sizes)
 
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
         if kind == EVERYONE:
             return x.mean(0, keepdim=True).expand_as(x)
-        matrix = torch.from_numpy(weighted_rows(self.sample.graph, kind).toarray())
-        return (matrix @ x.flatten(1)).reshape(x.shape)
+        graph = self.sample.graph
+        rows = weighted_rows(graph, kind)
+        source, target = relation_ends(graph.relations, kind)
+        chosen = graph.row_types
+        matrix = torch.from_numpy(rows[chosen[target]][:, chosen[source]].toarray())
+        found = matrix @ x.flatten(1)
+        return found.reshape(len(found), *x.shape[1:])
 
     def _keep(self, call: fx.Node, value: Any, pieces: list[Any]) -> None:
         self.whole[call] = value
@@ -114,15 +133,20 @@ class SampleRun:
                 f"model: {name_of(call)} works on the edges outside of a convolution{line_of(call)}"
                 "; prepare the edges before the graph is made, or put this into a MessagePassing"
             )
-        n = self.sample.num_rows
-        with DropoutKinds(n, self.sample.num_edges) as kinds:
+        index = next(source for source in call.all_input_nodes if is_input(source, EDGES))
+        source, target = self.sample.ends[str(index.target)]
+        with self.dropout_kinds() as kinds:
             whole = self._call(call, self.whole)
         if not isinstance(whole, Tensor):
             raise InputError(f"model: {name_of(call)} returns more than its rows{line_of(call)}")
+        counts = self.sample.counts
         rows = {
             k: v
             for k, v in self.whole.items()
-            if isinstance(v, Tensor) and v.shape[:1] == (n,) and k not in self.of_edges
+            if isinstance(v, Tensor)
+            and k not in self.of_edges
+            and self.types[k] in (source, target)
+            and v.shape[:1] == (counts[self.types[k]],)
         }
         shapes = {k: tuple(v.shape[1:]) for k, v in rows.items()}
         reason = ""
@@ -131,7 +155,7 @@ class SampleRun:
                 block_conv = BlockConv(
                     conv, call, shapes, form, kinds.found, of_edges=self.of_edges
                 )
-                if all(self._agrees(block_conv, rows, whole, half) for half in (0, 1)):
+                if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
                     return whole, form, tuple(kinds.found)
                 reason = "its rows come out otherwise"
             except Exception as error:
@@ -143,21 +167,36 @@ class SampleRun:
         )
 
     def _agrees(
-        self, block_conv: BlockConv, rows: dict[fx.Node, Tensor], whole: Tensor, half: int
+        self,
+        block_conv: BlockConv,
+        index: fx.Node,
+        rows: dict[fx.Node, Tensor],
+        whole: Tensor,
+        half: int,
     ) -> bool:
         """Run on one half of the vertices, with the others as its halo, in another order."""
-        halves, n = self.sample.halves, self.sample.num_rows
-        own = torch.arange(n)[halves[half]]
-        order = torch.cat([own, torch.arange(n)[halves[1 - half]].flip(0)])
-        number = torch.empty_like(order)
-        number[order] = torch.arange(n)
-        edges = self.sample.edge_index
+        sample, name = self.sample, str(index.target)
+        source, target = sample.ends[name]
+        halves = sample.halves(target)
+        own = torch.arange(sample.counts[target])[halves[half]]
+        if source == target:
+            order = torch.cat([own, torch.arange(sample.counts[target])[halves[1 - half]].flip(0)])
+        else:
+            order = torch.arange(sample.counts[source]).flip(0)
+        edges = sample.edges[name]
         into = torch.isin(edges[1], own)
-        edges = number[edges[:, into]]
+        edges = torch.stack([_places(order)[edges[0, into]], _places(own)[edges[1, into]]])
         nothing = torch.empty(0, dtype=torch.int64)
-        block = Block(edges, nothing, nothing.bool()[:, None], (n, len(own)))
+        block = Block(edges, nothing, nothing.bool()[:, None], (len(order), len(own)))
         received = torch.cat([rows[k][order].flatten(1) for k in block_conv.pushed], dim=1)
         mine = rows[block_conv.own][own] if block_conv.own is not None else None
         carried = tuple(self.whole[value][into] for value in block_conv.carried)
         found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)
         return torch.allclose(found, whole[own], 1e-9, 1e-12)
+
+
+def _places(order: Tensor) -> Tensor:
+    """Where each number stands in ``order``."""
+    found = torch.full((int(order.max()) + 1,), -1)
+    found[order] = torch.arange(len(order))
+    return found

@@ -18,7 +18,7 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.graph.operators import Block
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
-from gnnpipe.models.bridge.recording import FEATURES, attribute
+from gnnpipe.models.bridge.recording import FEATURES, attribute, is_input
 from gnnpipe.models.feature_linear import dense_features, feature_linear
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received
@@ -70,6 +70,7 @@ class _Writer:
         self._graph = fx.Graph()
         self._modules: dict[str, Any] = {}
         self._rows = self._graph.placeholder("rows")
+        self._parts: dict[str, fx.Node] = {"": self._rows}
         self._made: dict[fx.Node, fx.Node] = {}
 
     def take(self, values: list[fx.Node], flat: bool) -> None:
@@ -118,6 +119,13 @@ class _Writer:
         )
         return fx.GraphModule(self._modules, self._graph)
 
+    def _rows_of(self, call: fx.Node) -> fx.Node:
+        """The ``Rows`` of the type that a call's value has rows of."""
+        name = self._facts[call].vertex_type
+        if name not in self._parts:
+            self._parts[name] = self._graph.call_method("part", (self._rows, name))
+        return self._parts[name]
+
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._graph.call_function(function, args, kwargs)
 
@@ -134,7 +142,7 @@ class _Writer:
         own = None if conv.own is None else self._value(conv.own)
         made: dict[fx.Node, fx.Node] = {}
         carried = tuple(self._of_edges(value, block, made) for value in conv.carried)
-        return self._graph.call_module(path, (found, block, self._rows, own, carried))
+        return self._graph.call_module(path, (found, block, self._rows_of(op), own, carried))
 
     def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
         """A value of the edges of an op's block; what is ``made`` for the op is made once."""
@@ -156,7 +164,7 @@ class _Writer:
     def _value(self, call: fx.Node) -> fx.Node:
         """A value that is there already; features as a dense tensor."""
         if call.op == "placeholder":
-            return self._call(_dense_features, self._rows)
+            return self._call(_dense_features, self._rows_of(call))
         return self._made[call]
 
     def _copy(self, call: fx.Node) -> fx.Node:
@@ -166,17 +174,19 @@ class _Writer:
                 self.make(source)
         if call.op == "call_module":
             self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+        rows = self._rows_of(call) if call.target in _OF_ROWS else self._rows
         copied = self._graph.node_copy(call, self._value)
         if call.target in _OF_ROWS:
             target: Any = _OF_ROWS[call.target]
             copied.target = target
-            copied.args = (self._rows, *copied.args)
+            copied.args = (rows, *copied.args)
+            copied.kwargs = {k: v for k, v in copied.kwargs.items() if k != "vertex_type"}
         return copied
 
     def _is_feature_linear(self, call: fx.Node) -> bool:
         """A linear map of the features themselves, which may be sparse."""
         first = call.args[0] if call.args else None
-        if not (isinstance(first, fx.Node) and first.target == FEATURES):
+        if not (isinstance(first, fx.Node) and is_input(first, FEATURES)):
             return False
         if call.op == "call_module":
             module = self._recording.get_submodule(str(call.target))
@@ -187,12 +197,12 @@ class _Writer:
         if call.op == "call_module":
             path = f"{call.target}_of_features"
             self._modules[path] = _FeatureLinear(self._recording.get_submodule(str(call.target)))
-            return self._graph.call_module(path, (self._rows,))
+            return self._graph.call_module(path, (self._rows_of(call),))
         for source in call.all_input_nodes[1:]:
             self.make(source)
         rest = fx.node.map_arg(call.args[1:], self._value)
         kwargs = fx.node.map_arg(call.kwargs, self._value)
-        return self._call(_linear_of_features, self._rows, *rest, **kwargs)
+        return self._call(_linear_of_features, self._rows_of(call), *rest, **kwargs)
 
 
 class _FeatureLinear(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import random
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,31 +21,38 @@ from torch import fx, nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.operators import RELATION
+from gnnpipe.graph.types import VertexTypes
 from gnnpipe.models.bridge.marks import drop
 from gnnpipe.models.bridge.norms import NORMS
-from gnnpipe.models.bridge.recording import BY_HAND, EDGES, is_input, is_own
+from gnnpipe.models.bridge.recording import (
+    BY_HAND,
+    EDGES,
+    FEATURES,
+    input_name,
+    input_number,
+    is_input,
+    is_own,
+)
 from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
-from gnnpipe.models.bridge.rules import RULES
+from gnnpipe.models.bridge.rules import RULES, TAKES_PAIRS
 from gnnpipe.models.bridge.vertex_weights import mark_vertex_weights
 
 __all__ = ["edge_inputs", "trace"]
 
-_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges")
+_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 
 
 class _Root(nn.Module):
     """Calls the model with features, edges and what edges carry; the rest keeps its defaults."""
 
-    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.names = model, frozenset(names)
+        self.model = model
 
-    def forward(
-        self, x: Any, edge_index: Any, edge_weight: Any, edge_attr: Any, edge_type: Any
-    ) -> Any:
-        every = {"edge_weight": edge_weight, "edge_attr": edge_attr, "edge_type": edge_type}
-        return self.model(x, edge_index, **{k: v for k, v in every.items() if k in self.names})
+    def forward(self, x: Any, edges: Any, carried: Any) -> Any:
+        return self.model(x, edges, **carried)
 
 
 def edge_inputs(model: nn.Module, known: Collection[str]) -> list[str]:
@@ -70,29 +77,30 @@ def edge_inputs(model: nn.Module, known: Collection[str]) -> list[str]:
     return [p.name for p in named if p.name in known]
 
 
-def trace(model: nn.Module, names: Collection[str], num_vertices: int) -> fx.GraphModule:
+def trace(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphModule:
     """The recording, over the model's own modules under the prefix ``model.``.
 
     ``names``: what edges carry and forward is to be given (``edge_inputs``); an input of the
-    recording that nothing reads is left out. Weights with a row for each of ``num_vertices`` are
-    taken for rows.
+    recording that nothing reads is left out. If ``graph`` has several types of vertices, forward
+    gets dicts of features and edges. Weights with a row for each vertex are taken for rows.
     """
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
-        training = _record(model, names)
+        training = _record(model, names, graph)
         model.eval()
-        evaluation = _record(model, names)
+        evaluation = _record(model, names, graph)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
     replace_dropout(training, evaluation)
     compare(training, evaluation)
     make_out_of_place(training)
-    mark_vertex_weights(training, model, num_vertices)
+    counts = {name: int(chosen.sum()) for name, chosen in graph.row_types.items()}
+    mark_vertex_weights(training, model, counts)
     training.graph.eliminate_dead_code()
     for call in list(training.graph.nodes):
-        if is_input(call, *EDGE_DATA) and not call.users:
+        if call.op == "placeholder" and not call.users:
             training.graph.erase_node(call)
     for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
         call.kwargs = {**call.kwargs, "site": site}
@@ -103,6 +111,32 @@ def trace(model: nn.Module, names: Collection[str], num_vertices: int) -> fx.Gra
 class _Tracer(fx.Tracer):
     record_stack_traces = True
     proxy_buffer_attributes = True
+    relation = ""
+    """Behind the name of a structure: the type of the edges of the rule that is being run."""
+
+    def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
+        super().__init__()
+        self._names, self._types = names, types
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """The recording's inputs, in dicts where there are several types of vertices."""
+
+        def make(name: str) -> Any:
+            return self.create_proxy("placeholder", name, (), {})
+
+        types = self._types
+        if types is None:
+            arguments = [make(FEATURES), make(EDGES), {name: make(name) for name in self._names}]
+        else:
+            places = {name: i for i, name in enumerate(types.names) if name in types.features}
+            arguments = [
+                {name: make(input_name(FEATURES, i)) for name, i in places.items()},
+                {r: make(input_name(EDGES, i)) for i, r in enumerate(types.relations)},
+                {},
+            ]
+        return root_fn, [self.root, *arguments]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whole: convolutions, and what torch and PyG ship but for models of several layers."""
@@ -141,8 +175,10 @@ class _Tracer(fx.Tracer):
         given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
         others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
         edges = given.get(EDGES, given.get("adj_t"))
-        is_plain = isinstance(edges, fx.Proxy) and is_input(edges.node, EDGES)
-        if not is_plain or not all(isinstance(v, fx.Proxy) for v in others.values()):
+        if not isinstance(edges, fx.Proxy) or not is_input(edges.node, EDGES):
+            return None
+        rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
+        if rows and not (type(m) in TAKES_PAIRS and rows == [others["x"]]):
             return None
         if "edge_weight" in others and not is_input(others["edge_weight"].node, "edge_weight"):
             return None
@@ -150,15 +186,21 @@ class _Tracer(fx.Tracer):
             return None
         if set(others) - {"x", "x_0", "edge_weight"}:
             return None
-        return RULES[type(m)](m, **others)
+        number = input_number(edges.node)
+        self.relation = "" if number is None else f"{RELATION}{number}"
+        try:
+            return RULES[type(m)](m, **others)
+        finally:
+            self.relation = ""
 
 
-def _record(model: nn.Module, names: Collection[str]) -> fx.GraphModule:
-    root, tracer = _Root(model, names), _Tracer()
+def _record(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphModule:
+    root, tracer = _Root(model), _Tracer(names, graph.types)
     before = _random_state()
     try:
         with _pooling_refused():
             recording = fx.GraphModule(root, tracer.trace(root))
+            _choose_target(recording, graph.target)
         if _random_state() != before:
             raise InputError(
                 f"model: {type(model).__name__}.forward decides by random numbers what it calls "
@@ -177,6 +219,20 @@ def _record(model: nn.Module, names: Collection[str]) -> fx.GraphModule:
             f"model: {type(model).__name__} cannot be traced: {error} ({where}). Make that line "
             f"independent of the data, {BY_HAND}"
         ) from None
+
+
+def _choose_target(recording: fx.GraphModule, target: str) -> None:
+    """Of results by the type of the vertices, that of the type which has labels."""
+    output = next(n for n in recording.graph.nodes if n.op == "output")
+    result = output.args[0]
+    if target and isinstance(result, Mapping):
+        if not isinstance(result.get(target), fx.Node):
+            raise InputError(
+                f"model: forward gives results for {', '.join(map(str, result)) or 'nothing'}, "
+                f"but {target!r} has the labels"
+            )
+        output.args = (result[target],)
+        recording.graph.eliminate_dead_code()
 
 
 def _random_state() -> tuple[bytes, str, str]:

@@ -6,8 +6,9 @@ keeps the whole weight; a chunk takes its vertices' rows of it, and leaves its g
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
+import torch
 from torch import fx, nn
 
 from gnnpipe.models.bridge.marks import of_vertices
@@ -16,17 +17,20 @@ from gnnpipe.models.bridge.recording import attribute
 __all__ = ["cut_vertex_weights", "mark_vertex_weights", "vertex_weights"]
 
 
-def mark_vertex_weights(recording: fx.GraphModule, model: nn.Module, num_vertices: int) -> None:
+def mark_vertex_weights(
+    recording: fx.GraphModule, model: nn.Module, counts: Mapping[str, int]
+) -> None:
     """A weight of the user's own, or of an ``nn.Embedding``, with a row for each vertex is rows.
 
-    Rules mark theirs by themselves.
+    ``counts``: of the vertices of each type. Rules mark theirs by themselves.
     """
+    types = {count: name for name, count in reversed(list(counts.items()))}
     for call in list(recording.graph.nodes):
         if call.op != "get_attr":
             continue
         path = str(call.target)
         weight = attribute(recording, path)
-        if not isinstance(weight, nn.Parameter) or weight.dim() < 2 or len(weight) != num_vertices:
+        if not isinstance(weight, nn.Parameter) or weight.dim() < 2 or len(weight) not in types:
             continue
         # The recording has plain modules in the place of those that it only reads a weight of.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
@@ -34,20 +38,28 @@ def mark_vertex_weights(recording: fx.GraphModule, model: nn.Module, num_vertice
         if is_library and not isinstance(owner, nn.Embedding):
             continue
         with recording.graph.inserting_after(call):
-            rows = recording.graph.call_function(of_vertices, (call,))
+            rows = recording.graph.call_function(
+                of_vertices, (call,), {"vertex_type": types[len(weight)]}
+            )
         rows.stack_trace = call.stack_trace
         call.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
 
 
-def vertex_weights(recording: fx.GraphModule) -> set[str]:
-    """Paths of the weights that have a row for each vertex."""
+def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
+    """Paths of the weights that have a row for each vertex, and the type of these."""
     marks = (c for c in recording.graph.nodes if c.target is of_vertices)
-    return {str(mark.all_input_nodes[0].target) for mark in marks}
+    return {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
 
 
-def cut_vertex_weights(module: nn.Module, paths: Collection[str], count: int) -> None:
-    """Leave the first ``count`` rows of these weights."""
-    for path in paths:
+def cut_vertex_weights(
+    module: nn.Module, paths: Mapping[str, str], counts: Mapping[str, int]
+) -> None:
+    """Leave as many rows of these weights as ``counts`` says of the type of their vertices.
+
+    The sample may have more vertices than the graph; rows then repeat.
+    """
+    for path, vertex_type in paths.items():
         owner = module.get_submodule(path.rpartition(".")[0])
         weight = owner.get_parameter(path.rpartition(".")[2])
-        setattr(owner, path.rpartition(".")[2], nn.Parameter(weight.detach()[:count].clone()))
+        chosen = torch.arange(counts[vertex_type]) % len(weight)
+        setattr(owner, path.rpartition(".")[2], nn.Parameter(weight.detach()[chosen]))
