@@ -92,9 +92,42 @@ def to_hetero(**settings):
     return pyg.to_hetero(Sage(**settings), hetero_data(subjects=False).metadata(), aggr="mean")
 
 
+class Han(nn.Module):
+    """After PyG's HAN example."""
+
+    def __init__(self):
+        super().__init__()
+        metadata = hetero_data(subjects=False).metadata()
+        self.conv = pyg.HANConv(WIDTHS, HIDDEN, metadata, heads=2, dropout=0.3)
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x_dict, edge_index_dict):
+        out = self.conv(x_dict, edge_index_dict)
+        return self.out(out["paper"])
+
+
+class Hgt(nn.Module):
+    """After PyG's HGT example."""
+
+    def __init__(self):
+        super().__init__()
+        metadata = hetero_data(subjects=False).metadata()
+        self.encode = nn.ModuleDict({t: pyg.Linear(-1, HIDDEN) for t in WIDTHS})
+        self.convs = nn.ModuleList(pyg.HGTConv(HIDDEN, HIDDEN, metadata, 2) for _ in range(2))
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x_dict, edge_index_dict):
+        x_dict = {t: self.encode[t](x).relu_() for t, x in x_dict.items()}
+        for conv in self.convs:
+            x_dict = conv(x_dict, edge_index_dict)
+        return self.out(x_dict["paper"])
+
+
 MODELS = {
+    "han": Han,
+    "hgt": Hgt,
     "hetero conv": Hetero,
     "to_hetero": to_hetero,
     "to_hetero batch norm": lambda: to_hetero(norm=True),
 }
-NO_SUBJECTS = ("to_hetero", "to_hetero batch norm")
+NO_SUBJECTS = ("han", "hgt", "to_hetero", "to_hetero batch norm")

@@ -108,6 +108,9 @@ class Captured(Model):
             if call.op == "call_module" and path.endswith(OUT_OF_PLACE):
                 owner = root.get_submodule(path.rpartition(".")[0])
                 owner.add_module(path.rpartition(".")[2], self.recording.get_submodule(path))
+            elif call.op == "call_module" and not path.startswith("model."):
+                # An attention that a rule made; it has no weights.
+                root.add_module(path, self.recording.get_submodule(path))
             elif call.op == "get_attr" and not path.startswith("model."):
                 # A tensor that forward itself made, out of nothing but numbers.
                 setattr(root, path, getattr(self.recording, path))

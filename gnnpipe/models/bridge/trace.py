@@ -24,6 +24,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
+from gnnpipe.models.bridge.hetero_rules import HETERO_RULES
 from gnnpipe.models.bridge.marks import drop
 from gnnpipe.models.bridge.norms import NORMS
 from gnnpipe.models.bridge.recording import (
@@ -116,7 +117,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
         super().__init__()
-        self._names, self._types = names, types
+        self._names, self._types, self._made = names, types, 0
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -145,7 +146,7 @@ class _Tracer(fx.Tracer):
             return True
         # Some of PyG's convolutions are made of others, and pass messages through them alone.
         several = ("torch_geometric.nn.models", "torch_geometric.nn.conv")
-        if kind.startswith(several) or isinstance(m, pyg.Sequential):
+        if kind.startswith(several) or isinstance(m, pyg.Sequential | pyg.HeteroDictLinear):
             return False
         return kind.startswith("torch_geometric.nn") or super().is_leaf_module(
             m, module_qualified_name
@@ -164,11 +165,24 @@ class _Tracer(fx.Tracer):
                 f"model: {self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, "
                 "which a chunk cannot; only vertex-wise outputs can be trained"
             )
+        if type(m) in HETERO_RULES and self._types is not None:
+            given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
+            if set(given) == {"x_dict", "edge_index_dict"}:
+                x = {k: v for k, v in given["x_dict"].items() if v is not None}
+                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], self._attend)
         if isinstance(m, pyg.MessagePassing) and type(m) in RULES:
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
         return super().call_module(m, forward, args, kwargs)
+
+    def _attend(self, attention: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
+        """Record the call of a module that a rule has made, beside the model's own."""
+        name = f"attention_{self._made}"
+        self._made += 1
+        self.root.add_module(name, attention)
+        self.submodule_paths = {**(self.submodule_paths or {}), attention: name}
+        return attention((read, reading), edges)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The rule's result, or None where the convolution must run unchanged."""
