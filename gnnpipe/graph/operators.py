@@ -82,7 +82,7 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
 def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
     """The types of the vertices that a structure reads, and of those that read."""
     number = kind.partition(RELATION)[2]
-    if not number:
+    if not number or not relations:  # Or edges of several types between vertices of one.
         return "", ""
     source, _, target = relations[int(number)]
     return source, target

@@ -152,9 +152,12 @@ class Captured(Model):
     def edge_inputs(self) -> frozenset[str]:
         """What it reads of what edges carry, by the field of ``Graph``."""
         calls = self.recording.graph.nodes
-        weighted = any(WEIGHTED in str(c.kwargs.get("structure", "")) for c in calls)
         read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
-        return frozenset(read | ({"edge_weight"} if weighted else set()))
+        names = "".join(str(call.kwargs.get("structure", "")) for call in calls)
+        for sign, field in ((WEIGHTED, "edge_weight"), (RELATION, "edge_type")):
+            if sign in names:
+                read.add(field)
+        return frozenset(read)
 
     def aggregates(self, call: fx.Node) -> bool:
         """The call reads other rows than its own."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.linkx import SparseLinear
 
+from gnnpipe.graph.operators import RELATION
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
 
 __all__ = ["RULES", "TAKES_PAIRS", "Rule", "lowers"]
@@ -263,6 +264,32 @@ def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
     """``A W + b``: LINKX's map of the adjacency itself, W with a row for each vertex."""
     rows = of_vertices(conv.weight)
     return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
+
+
+@lowers(pyg.FastRGCNConv)
+@lowers(pyg.RGCNConv)
+def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
+    """``sum_r A_r (x W_r) + x W_root + b``, while that pushes little more than ``x`` itself."""
+    structure, count = _reduction(conv), conv.num_relations
+    pushed = count * conv.out_channels
+    if edge_type is None or structure is None or conv.num_blocks is not None:
+        return None
+    if pushed > 2 * conv.in_channels_l:
+        return None
+    weight = conv.weight
+    if conv.num_bases is not None:
+        weight = (conv.comp @ weight.view(conv.num_bases, -1)).view(
+            count, conv.in_channels_l, conv.out_channels
+        )
+    out: Any = None
+    for r in range(count):
+        # Transformed first: as a linear map of x, which may be sparse features.
+        rows = nn.functional.linear(x, weight[r].t())
+        part = aggregate(rows, structure=f"{structure}{RELATION}{r}")
+        out = part if out is None else out + part
+    if conv.root is not None:
+        out = out + nn.functional.linear(x, conv.root.t())
+    return _plus_bias(conv, out)
 
 
 @lowers(pyg.GatedGraphConv)

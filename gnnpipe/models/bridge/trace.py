@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
 from gnnpipe.models.bridge.hetero_rules import HETERO_RULES
@@ -194,11 +194,13 @@ class _Tracer(fx.Tracer):
         rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
         if rows and not (type(m) in TAKES_PAIRS and rows == [others["x"]]):
             return None
-        if "edge_weight" in others and not is_input(others["edge_weight"].node, "edge_weight"):
+        carried = {k: v for k, v in others.items() if k in EDGE_DATA}
+        if not all(is_input(v.node, k) for k, v in carried.items()):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        if set(others) - {"x", "x_0", "edge_weight"}:
+        takes = inspect.signature(RULES[type(m)]).parameters
+        if set(others) - set(takes):
             return None
         number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
