@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.graph.graph import Graph  # noqa: E402
+from gnnpipe.graph.types import VertexTypes  # noqa: E402
 from gnnpipe.models.bridge import capture  # noqa: E402
 
 PAGE = ROOT / "docs" / "convolutions.md"
@@ -41,8 +43,25 @@ GRAPH = Graph(
     edge_attr=np.zeros((1, DIM), np.float32), edge_type=np.array([TYPES - 1]),
 )  # fmt: skip
 """What kinds of numbers its vertices and edges carry is all that matters."""
+RELATIONS = (("a", "to", "b"), ("b", "from", "a"), ("b", "near", "b"))
+TYPED = replace(
+    GRAPH,
+    edge_attr=None,
+    edge_type=np.array([0]),
+    types=VertexTypes(
+        ("a", "b"), np.array([0]), np.array([0]),
+        {"a": np.zeros((1, 7), np.float32), "b": np.zeros((0, 7), np.float32)}, RELATIONS, "b",
+    ),
+)  # fmt: skip
+OF_TYPES: dict[str, Callable[[], nn.Module]] = {
+    "HeteroConv": lambda: convs.HeteroConv(
+        {r: convs.SAGEConv((WIDTH, WIDTH), WIDTH) for r in RELATIONS}
+    ),
+    "HANConv": lambda: convs.HANConv(WIDTH, WIDTH, (["a", "b"], list(RELATIONS)), heads=2),
+    "HGTConv": lambda: convs.HGTConv(WIDTH, WIDTH, (["a", "b"], list(RELATIONS)), heads=2),
+}
+"""Convolutions over several types of vertices."""
 
-HETERO = "takes several kinds of vertices or edges, which a `Graph` does not hold yet"
 NOT_ASKED = {
     "MessagePassing": "the base class: a subclass of your own runs unchanged",
     "CuGraphSAGEConv": "needs the cugraph library and its own graph format",
@@ -55,10 +74,7 @@ NOT_ASKED = {
     "PANConv": "needs torch_sparse, and works on powers of the whole adjacency",
     "HypergraphConv": "takes a hypergraph",
     "SignedConv": "takes two edge lists",
-    "HEATConv": HETERO,
-    "HGTConv": HETERO,
-    "HeteroConv": HETERO,
-    "HANConv": HETERO,
+    "HEATConv": "needs the type of every vertex beside one `x`",
     "WLConv": "counts colours of vertices; nothing to train",
     "SplineConv": "needs the pyg-lib library",
     "PPFConv": "takes positions and normals; pass them as features and split them in `forward`",
@@ -133,20 +149,41 @@ class Host(nn.Module):
         return self.decode(h)
 
 
+class TypedHost(nn.Module):
+    """A convolution over two types of vertices."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.encode = nn.ModuleDict({name: nn.Linear(7, WIDTH) for name in "ab"})
+        self.conv, self.decode = conv, nn.Linear(WIDTH, 3)
+
+    def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        h = {name: self.encode[name](x) for name, x in x_dict.items()}
+        return self.decode(self.conv(h, edge_index_dict)["b"])
+
+
 def row(name: str) -> tuple[str, str]:
     """How a convolution runs, and what there is to say of it."""
     if name in NOT_ASKED:
-        return "not yet" if "yet" in NOT_ASKED[name] else "no", NOT_ASKED[name]
+        return "no", NOT_ASKED[name]
     kind = getattr(convs, name)
     torch.manual_seed(0)
     try:
-        model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
-        found = capture(model, GRAPH)
+        if name in OF_TYPES:
+            found = capture(TypedHost(OF_TYPES[name]()), TYPED)
+        else:
+            model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
+            found = capture(model, GRAPH)
     except InputError as error:
         return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
     forms = {found.facts[op].form for op in found.ops} - {""}
     many = sum(map(found.aggregates, found.ops))
     hops = "1 aggregation" if many == 1 else f"{many} aggregations"
+    if name in OF_TYPES:
+        how = "lowered, each relation by its own convolution"
+        if name != "HeteroConv":
+            how = "relation by relation, each an attention on blocks"
+        return how, f"{hops} for {len(RELATIONS)} relations"
     if not forms:
         return "lowered", hops
     form = forms.pop()

@@ -5,12 +5,16 @@ import copy
 import hetero_models
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
-from helpers import run_ranks
+from helpers import SHARED, run_ranks
 from torch import nn
+from torch_geometric import nn as pyg
+from torch_geometric.data import HeteroData
 
 from gnnpipe import Graph, TrainConfig, Trainer
+from gnnpipe.errors import InputError
 
 EPOCHS = 3
 
@@ -123,3 +127,123 @@ def test_bytes_are_the_closed_form(shape):
     for counted, formula in run_ranks(bytes_sent, shape[0] * shape[1], *shape):
         assert counted == formula
         assert counted["pipeline" if shape[0] > 1 else "graph"] > 0
+
+
+@pytest.mark.parametrize("name", ["hetero conv", "hgt"])
+def test_a_chunk_may_have_no_vertex_of_a_type(name):
+    """48 chunks, 9 subjects."""
+    assert_equal(largest_difference([(1, 1, 48)], [name], partitioner="range"))
+
+
+def empty_on_ranks(name):
+    return largest_difference([(2, 1, 48), (1, 2, 24)], [name], partitioner="random")
+
+
+def test_empty_messages_are_not_sent():
+    assert_equal(run_ranks(empty_on_ranks, 2, "hetero conv")[0])
+
+
+class Mixing(hetero_models.Hetero):
+    def forward(self, x_dict, edge_index_dict):
+        papers = self.encode["paper"](x_dict["paper"])
+        return self.out(papers + self.encode["author"](x_dict["author"]).sum())
+
+
+class Joining(hetero_models.Hetero):
+    def forward(self, x_dict, edge_index_dict):
+        parts = [self.encode[t](x) for t, x in x_dict.items()]
+        return self.out(torch.cat(parts)[:50])
+
+
+class Elsewhere(hetero_models.Hetero):
+    def forward(self, x_dict, edge_index_dict):
+        return {"author": self.out(self.encode["author"](x_dict["author"]))}
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(7, 3)
+
+    def forward(self, x, edge_index):
+        return self.lin(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Mixing, "sum does not keep one row for each vertex"),
+        (Joining, r"cat mixes rows of author and paper.*torch\.cat\(parts\)"),
+        (Elsewhere, "gives results for author, but 'paper' has the labels"),
+        (Plain, "lin mixes rows of author and paper"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(kind, message):
+    graph = Graph.from_pyg(hetero_models.hetero_data())
+    with pytest.raises(InputError, match=message):
+        Trainer(config(), graph=graph, model=kind()).fit()
+
+
+def test_a_built_in_model_knows_one_type():
+    graph = Graph.from_pyg(hetero_models.hetero_data())
+    with pytest.raises(InputError, match="--model gcn: pyg has several types of vertices"):
+        Trainer(config(), graph=graph).fit()
+
+
+class PaperAuthorSubject(nn.Module):
+    """Only papers have features; authors and subjects are learned."""
+
+    def __init__(self, counts, width):
+        super().__init__()
+        self.encode = nn.Linear(width, 16)
+        self.tables = nn.ModuleDict({t: nn.Embedding(n, 16) for t, n in counts.items()})
+        ends = [("a", "p"), ("p", "a"), ("s", "p"), ("p", "s")]
+        self.convs = nn.ModuleList(
+            pyg.HeteroConv({(a, a + b, b): pyg.SAGEConv((16, 16), 16) for a, b in ends})
+            for _ in range(2)
+        )
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x_dict, edge_index_dict):
+        h = {"p": self.encode(x_dict["p"]), **{t: e.weight for t, e in self.tables.items()}}
+        for conv in self.convs:
+            h = {t: v.relu() for t, v in conv(h, edge_index_dict).items()}
+        return self.out(h["p"])
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the graphs of ../shared/data")
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_acm(chunks):
+    """Papers, authors and subjects of ACM: the losses of plain PyG."""
+    with np.load(SHARED / "hetero_acm.npz") as found:
+        arrays = {k: found[k] for k in ("x_data", "x_indices", "x_indptr", "x_shape", "y")}
+        ends = {t: torch.from_numpy(found[f"rel_p{t}"].astype(np.int64)) for t in "as"}
+        train = torch.from_numpy(found["train_mask"])
+    parts = (arrays["x_data"], arrays["x_indices"], arrays["x_indptr"])
+    x = torch.from_numpy(sp.csr_array(parts, shape=tuple(arrays["x_shape"])).toarray())
+    data = HeteroData()
+    data["p"].x, data["p"].y = x, torch.from_numpy(arrays["y"])
+    for field in ("train_mask", "val_mask", "test_mask"):
+        data["p"][field] = train if field == "train_mask" else ~train
+    counts = {t: int(e[1].max()) + 1 for t, e in ends.items()}
+    for t, pairs in ends.items():
+        data[t].num_nodes = counts[t]
+        data["p", f"p{t}", t].edge_index = pairs
+        data[t, f"{t}p", "p"].edge_index = pairs.flip(0)
+    torch.manual_seed(0)
+    model = PaperAuthorSubject(counts, x.shape[1])
+    plain = copy.deepcopy(model).double()
+    with pytest.warns(UserWarning, match="both val_mask and test_mask"):
+        graph = Graph.from_pyg(data)
+    run = config(chunks=chunks, staleness="exact" if chunks > 1 else "auto")
+    losses = [row.loss for row in Trainer(run, graph=graph, model=model).fit().history]
+    optimizer = torch.optim.Adam(plain.parameters(), lr=run.lr)
+    truth = []
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        out = plain({"p": x.double()}, data.edge_index_dict)
+        loss = F.cross_entropy(out[train], data["p"].y[train])
+        loss.backward()
+        optimizer.step()
+        truth.append(loss.item())
+    np.testing.assert_allclose(losses, truth, rtol=1e-9)

@@ -46,7 +46,7 @@ def prepared(**settings):
 @pytest.mark.parametrize(("model", "encoders"), [("gcn", 1), ("sage", 2)])
 def test_costs_count_stored_features_only(model, encoders):
     graph = prepared(model=model).model_graph
-    few, many = (op_costs(graph, 60, 300, entries) for entries in (10, 110))
+    few, many = (op_costs(graph, {"": 60}, {"": 300}, {"": entries}) for entries in (10, 110))
     assert many[0] - few[0] == 2 * encoders * 8 * 100
     assert many[1:] == few[1:]
     assert few[1] == few[2]

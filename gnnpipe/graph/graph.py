@@ -88,12 +88,17 @@ class Graph:
         indptr = np.concatenate([[0], np.cumsum(counts)])
         return replace(found, indptr=indptr, indices=self.indices[is_first])
 
-    @property
+    @cached_property
     def row_types(self) -> dict[str, BoolArray]:
         """[N] which vertices are of a type, by its name; '' if there is but one."""
         if self.types is None:
             return {"": np.ones(self.num_vertices, dtype=bool)}
         return {name: self.types.is_of(name) for name in self.types.names}
+
+    @property
+    def vertex_counts(self) -> dict[str, int]:
+        """N by the type of the vertices, '' if there is but one."""
+        return {name: int(chosen.sum()) for name, chosen in self.row_types.items()}
 
     @property
     def relations(self) -> tuple[Relation, ...]:
@@ -149,8 +154,20 @@ class Graph:
     def __repr__(self) -> str:
         return (
             f"Graph({self.name!r}, {self.num_vertices:,} vertices, {self.num_edges:,} edges, "
-            f"{self.num_features:,} features, {self.label_text})"
+            f"{self.feature_text}, {self.label_text})"
         )
+
+    @property
+    def feature_text(self) -> str:
+        """'500 features', or those of every type with the number of its vertices."""
+        if self.types is None:
+            return f"{self.num_features:,} features"
+        parts = []
+        for name, count in self.vertex_counts.items():
+            x = self.types.features.get(name)
+            width = "no" if x is None else f"{x.shape[1]:,}"
+            parts.append(f"{count:,} {name} with {width} features")
+        return f"{len(self.types.relations)} relations ({'; '.join(parts)})"
 
     @property
     def label_text(self) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import LINEAR_KINDS, Block
+from gnnpipe.graph.blocks import Block
+from gnnpipe.graph.operators import LINEAR_KINDS
 from gnnpipe.models.dropout import keyed_dropout
 from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
 from gnnpipe.registry import Registry

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, RELATION, Block
+from gnnpipe.graph.blocks import Block
+from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, RELATION
 from gnnpipe.models.layer import Rows, Values
 
 __all__ = ["Aggregation", "Model", "Piece", "Received"]

@@ -9,6 +9,7 @@ the interpreter and torch themselves, and what reading the data takes before tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gnnpipe.plan import ModelGraph, Op, Plan
@@ -37,8 +38,8 @@ def estimate_memory(
     model: ModelGraph,
     stage: int,
     *,
-    own_rows: int,
-    halo_rows: int,
+    own_rows: Mapping[str, int],
+    halo_rows: Mapping[str, int],
     own_edges: int,
     feature_entries: int,
     sparse_features: bool,
@@ -51,17 +52,21 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
+    ``own_rows`` and ``halo_rows`` by the type of the vertices, '' if there is but one.
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
     ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
     features; ``extra_weights``: copies of the weights beside those that are trained.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
-    rows = own_rows + halo_rows
+    rows = {t: own + halo_rows[t] for t, own in own_rows.items()}
+    n = sum(own_rows.values())
     linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
-    entries = own_edges + own_rows
-    structure = copies * entries * (4 + number_bytes) + 4 * (own_rows + rows) if linear else 0
+    entries = own_edges + n
+    structure = 0
+    if linear:
+        structure = copies * entries * (4 + number_bytes) + 4 * (n + sum(rows.values()))
     structure += pilot_edges * (4 + number_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean for op in ops):
         structure += 16 * (entries + pilot_edges)
@@ -71,21 +76,18 @@ def estimate_memory(
         each = 2 * (4 + number_bytes) if sparse_features else number_bytes
         features = (feature_entries + pilot_feature_entries) * each
     alone = plan.chunks == 1 and plan.shards == 1
-    table_rows = 0 if alone else rows * (2 if snapshot else 1)
-    history = sum(_history(op, table_rows, own_rows, rows) for op in ops) * number_bytes
-    activations = sum(_kept(op) for op in ops)
+    tables = 0 if alone else 2 if snapshot else 1
+    pushing = [op for op in ops if op.aggregates and not op.is_mean]
+    numbers = 0
+    for op in pushing:
+        read, reading = rows[op.pushed_type], own_rows[op.vertex_type]
+        # Gradients are kept of the rows that read, where the aggregation is a product.
+        numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
+    history = numbers * number_bytes
+    activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops)
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
-    return MemoryEstimate(
-        structure, features, history, activations * own_rows * number_bytes, weights
-    )
-
-
-def _history(op: Op, table_rows: int, own_rows: int, rows: int) -> int:
-    """Numbers of one table and its gradients."""
-    if op.is_mean:
-        return 0  # A row for each chunk.
-    return op.push_width * (table_rows + (own_rows if op.is_linear else rows))
+    return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
 
 
 def _kept(op: Op) -> int:

@@ -8,7 +8,7 @@ arXiv 2308.10087, released code. Of splits that are as fast, the one that sends 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -19,14 +19,21 @@ __all__ = ["op_costs", "plan_uniform", "split_evenly"]
 
 
 def op_costs(
-    model: ModelGraph, num_vertices: int, num_edges: int, feature_entries: int
+    model: ModelGraph,
+    num_vertices: Mapping[str, int],
+    num_edges: Mapping[str, int],
+    feature_entries: Mapping[str, int],
 ) -> list[float]:
-    """Floating-point operations of each op, forward; ``feature_entries`` are the stored ones."""
+    """Floating-point operations of each op, forward.
+
+    By the type of the vertices, '' if there is but one: how many there are, how many edges lead
+    into them (of all relations, a bound where there are several), and the stored features.
+    """
     return [
         float(
-            op.flops_per_row * num_vertices
-            + op.flops_per_feature * feature_entries
-            + 2 * op.push_width * (num_vertices if op.is_mean else num_edges)
+            op.flops_per_row * num_vertices[op.vertex_type]
+            + op.flops_per_feature * feature_entries.get(op.vertex_type, 0)
+            + 2 * op.push_width * (num_vertices if op.is_mean else num_edges)[op.vertex_type]
         )
         for op in model.ops
     ]
@@ -85,13 +92,14 @@ def plan_uniform(
     shards: int,
     chunks: int,
     exact: bool,
-    num_vertices: int,
-    num_edges: int,
-    feature_entries: int,
+    num_vertices: Mapping[str, int],
+    num_edges: Mapping[str, int],
+    feature_entries: Mapping[str, int],
 ) -> Plan:
     """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale.
 
-    ``InputError`` if the model cannot be cut into so many stages.
+    The counts are those of ``op_costs``. ``InputError`` if the model cannot be cut into so many
+    stages.
     """
     cuts = model.cuts
     if stages > len(cuts) + 1:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.operators import Block, Blocks, Everyone, LinearOperator
+from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.layout import ShardLayout
-from gnnpipe.graph.operators import Block, Blocks, LinearOperator
+from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Exchange
 

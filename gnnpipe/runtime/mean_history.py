@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.operators import Blocks, Everyone, LinearOperator
+from gnnpipe.graph.blocks import Blocks
+from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import BlockHistory, History, HistorySpec, LinearHistory
 

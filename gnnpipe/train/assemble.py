@@ -13,14 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnpipe.graph.blocks import Blocks, edge_data_of
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout
-from gnnpipe.graph.operators import (
-    Blocks,
-    Everyone,
-    LinearOperator,
-    edge_data_of,
-    weighted_rows,
-)  # fmt: skip
+from gnnpipe.graph.operators import Everyone, LinearOperator, weighted_rows
 from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Aggregation
 from gnnpipe.models.dropout import row_keys

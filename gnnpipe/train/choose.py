@@ -70,6 +70,11 @@ def choose_model(
     model: nn.Module | None, config: TrainConfig, graph: Graph, mesh: Mesh, dtype: torch.dtype
 ) -> Model:
     """The model of the config, or the one given; with the same weights on every rank."""
+    if graph.types is not None and (model is None or isinstance(model, GNN)):
+        raise InputError(
+            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
+            "whose forward takes (x_dict, edge_index_dict)"
+        )
     if model is None:
         return GNN.build(config.model, _spec(config, graph), config.seed, dtype)
     if isinstance(model, GNN):

@@ -129,8 +129,9 @@ def prepare(
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
-            exact=config.techniques.exact, num_vertices=graph.num_vertices,
-            num_edges=graph.num_edges, feature_entries=_entries(graph),
+            exact=config.techniques.exact, num_vertices=graph.vertex_counts,
+            num_edges={t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()},
+            feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
         )  # fmt: skip
     else:
         _check_plan(plan, config, described)
@@ -159,7 +160,7 @@ def prepare(
     edges = None if report.exact else chunk_edges(graph, chunking)
     types = graph.row_types.items()
     volume = closed_form_volume(
-        plan, described, num_vertices={name: int(rows.sum()) for name, rows in types},
+        plan, described, num_vertices=graph.vertex_counts,
         crossings=quality.crossings_by_type, number_bytes=8 if dtype == torch.float64 else 4,
         pilots={name: int(rows[pilots].sum()) for name, rows in types},
     )  # fmt: skip
@@ -213,8 +214,12 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
         )
 
 
-def _entries(graph: Graph) -> int:
-    return int(graph.x.nnz) if isinstance(graph.x, sp.csr_array) else int(graph.x.size)
+def _entries(graph: Graph, vertex_type: str) -> int:
+    """Stored numbers of the features of a type."""
+    if graph.types is not None and vertex_type not in graph.types.features:
+        return 0
+    x = graph.features(vertex_type)
+    return int(x.nnz) if isinstance(x, sp.csr_array) else int(x.size)
 
 
 def chunk_order(config: TrainConfig, epoch: int) -> Sequence[int]:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.operators import Block, EdgeData, edge_data_of, weighted_rows
+from gnnpipe.graph.blocks import Block, EdgeData, edge_data_of
+from gnnpipe.graph.operators import weighted_rows
 from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.runtime.forecast import RIDGE

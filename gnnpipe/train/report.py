@@ -58,7 +58,7 @@ def head_lines(prepared: Prepared) -> list[str]:
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
-        f"{graph.num_features:,} features, {graph.label_text}, "
+        f"{graph.feature_text}, {graph.label_text}, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
         f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} weights",
@@ -136,8 +136,9 @@ def _span(by_layer: Sequence[float]) -> str:
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
     graph, plan, config = prepared.graph, prepared.plan, prepared.config
-    sparse = isinstance(graph.x, sp.csr_array)
+    sparse = graph.types is None and isinstance(graph.x, sp.csr_array)
     symmetric = _symmetric(prepared)
+    types = graph.row_types.items()
     estimates = []
     for stage in range(plan.num_stages):
         for shard in range(plan.shards):
@@ -148,8 +149,8 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     plan,
                     prepared.model_graph,
                     stage,
-                    own_rows=layout.num_own,
-                    halo_rows=len(layout.halo),
+                    own_rows={t: int(of[layout.own].sum()) for t, of in types},
+                    halo_rows={t: int(of[layout.halo].sum()) for t, of in types},
                     own_edges=int(graph.degrees[layout.own].sum()),
                     feature_entries=_feature_entries(graph, layout.own),
                     sparse_features=sparse,
@@ -166,9 +167,18 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
     """Stored numbers of the features of some rows."""
-    if isinstance(graph.x, sp.csr_array):
-        return int(np.diff(graph.x.indptr)[rows].sum())
-    return len(rows) * graph.num_features
+    total = 0
+    for name, is_of in graph.row_types.items():
+        if graph.types is not None and name not in graph.types.features:
+            continue
+        x = graph.features(name)
+        number = np.cumsum(is_of) - 1
+        chosen = number[rows[is_of[rows]]]
+        if isinstance(x, sp.csr_array):
+            total += int(np.diff(x.indptr)[chosen].sum())
+        else:
+            total += len(chosen) * x.shape[1]
+    return total
 
 
 def _symmetric(prepared: Prepared) -> bool:

@@ -17,7 +17,7 @@ from gnnpipe.graph.pyg import PYG_FAMILIES, find_pyg, graph_from_data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses
-    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.data import Data
     from torch_geometric.datasets import Coauthor, KarateClub
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
@@ -146,11 +146,6 @@ def test_masks_as_columns_and_as_indices():
 def test_refused(changes, message):
     with pytest.raises(InputError, match=f"dataset 'pyg': .*{message}"):
         Graph.from_pyg(data(**changes))
-
-
-def test_hetero_is_refused():
-    with pytest.raises(InputError, match="to_homogeneous"):
-        Graph.from_pyg(HeteroData())
 
 
 def test_karate_is_that_of_pyg():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.graph.operators import Block
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.bridge.inner_dropout import KeyedDropout
 from gnnpipe.models.bridge.recording import EDGES, is_input
 from gnnpipe.models.layer import Rows

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gnnpipe.graph.operators import Block
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.bridge.recording import dropout_arguments
 from gnnpipe.models.dropout import edge_keys
 from gnnpipe.models.layer import Rows

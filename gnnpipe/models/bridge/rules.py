@@ -2,8 +2,8 @@
 
 A rule is written as the convolution's own ``forward``, with ``aggregate`` in the place of
 ``propagate``. It is run while the model is traced, so what it calls is recorded under the user's
-own names, and the weights stay where they are. ``None`` means that this instance is of another
-kind (another reduction, another norm); it then runs unchanged on blocks.
+own names, and the weights stay where they are. ``None``, or ``OtherKindError``, means that this
+instance is another (its reduction, its norm); it then runs unchanged on blocks.
 
 Where the algebra lets one choose, rows are transformed first if that makes them narrower, and
 aggregated first otherwise: the narrower rows are those that are pushed, sent and kept.
@@ -22,7 +22,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
 
-__all__ = ["RULES", "TAKES_PAIRS", "Rule", "lowers"]
+__all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
 
 Rule = Callable[..., Any]
 """(convolution, its arguments by name, edges left out) to its result; ``edge_weight`` is none, or
@@ -41,6 +41,10 @@ def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
     return add
 
 
+class OtherKindError(Exception):
+    """This instance is not what its rule is for, and runs unchanged."""
+
+
 TAKES_PAIRS = (pyg.SAGEConv, pyg.GraphConv, pyg.GINConv)
 """Convolutions whose rule takes rows to read and rows that read: of two types, for instance."""
 
@@ -55,19 +59,21 @@ def _plus_bias(conv: Any, out: Any) -> Any:
     return out if conv.bias is None else out + conv.bias
 
 
-def _gcn_structure(conv: Any) -> str | None:
-    """What ``gcn_norm`` makes of the edges, if the convolution weighs them so."""
+def _gcn_structure(conv: Any) -> str:
+    """What ``gcn_norm`` makes of the edges; ``OtherKindError`` if they are weighed otherwise."""
     if getattr(conv, "improved", False):
-        return None
+        raise OtherKindError
     if not getattr(conv, "normalize", True):
         return "sum"
     return "gcn" if conv.add_self_loops else "gcn-loopless"
 
 
-def _reduction(conv: Any) -> str | None:
-    """'sum' or 'mean', if the convolution reduces so."""
-    name = conv.aggr if isinstance(conv.aggr, str) else None
-    return {"mean": "mean", "add": "sum", "sum": "sum"}.get(name or "")
+def _reduction(conv: Any) -> str:
+    """'sum' or 'mean'; ``OtherKindError`` if the convolution reduces otherwise."""
+    name = conv.aggr if isinstance(conv.aggr, str) else ""
+    if name not in ("mean", "add", "sum"):
+        raise OtherKindError
+    return "mean" if name == "mean" else "sum"
 
 
 def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = None) -> Any:
@@ -83,8 +89,6 @@ def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = No
 def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A (x W) + b``."""
     structure = _gcn_structure(conv)
-    if structure is None:
-        return None
     return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure, edge_weight))
 
 
@@ -92,8 +96,6 @@ def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def sage(conv: Any, x: Any) -> Any:
     """``A x W_l + b + x W_r``."""
     structure = _reduction(conv)
-    if structure is None:
-        return None
     x, own = _pair(x)
     if conv.project:
         x = conv.lin(x).relu()
@@ -107,8 +109,6 @@ def sage(conv: Any, x: Any) -> Any:
 def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x W + b + x W_root``."""
     structure = _reduction(conv)
-    if structure is None:
-        return None
     x, own = _pair(x)
     out = _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight)
     return out if own is None else out + conv.lin_root(own)
@@ -118,8 +118,6 @@ def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def gin(conv: Any, x: Any) -> Any:
     """``nn(A x + (1 + eps) x)``."""
     structure = _reduction(conv)
-    if structure is None:
-        return None
     x, own = _pair(x)
     out = aggregate(x, structure=structure)
     return conv.nn(out if own is None else out + (1 + conv.eps) * own)
@@ -129,8 +127,6 @@ def gin(conv: Any, x: Any) -> Any:
 def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
     structure = _gcn_structure(conv)
-    if structure is None:
-        return None
     m = aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
     first = conv.alpha * x_0
     if conv.weight2 is None:
@@ -145,7 +141,7 @@ def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
 def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
     structure = _gcn_structure(conv)
-    if structure is None or conv.cached:
+    if conv.cached:
         return None
     for _ in range(conv.K - 1):
         x = aggregate(x, structure=structure, edge_weight=edge_weight)
@@ -156,7 +152,7 @@ def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
     structure = _gcn_structure(conv)
-    if structure is None or conv.cached:
+    if conv.cached:
         return None
     h = x * conv.alpha
     for _ in range(conv.K):
@@ -169,7 +165,7 @@ def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """K times ``x = (1 - alpha) A x + alpha h``."""
     structure = _gcn_structure(conv)
-    if structure is None or conv.dropout > 0 or conv.cached:
+    if conv.dropout > 0 or conv.cached:
         return None
     h = x
     for _ in range(conv.K):
@@ -195,8 +191,6 @@ def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``[A^p x W_p]`` side by side, p in ``powers``."""
     structure = _gcn_structure(conv)
-    if structure is None:
-        return None
     powers = [int(p) for p in conv.powers]
     outs = [conv.lins[0](x)] if 0 in powers else []
     for j in range(1, max(powers) + 1):
@@ -243,7 +237,7 @@ def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, with x itself added or beside it."""
     structure = _reduction(conv)
-    if structure is None or conv.combine_root == "self_loop":
+    if conv.combine_root == "self_loop":
         return None
     out = aggregate(x, structure=structure, edge_weight=edge_weight)
     if conv.combine_root is None:
@@ -272,9 +266,7 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
     """``sum_r A_r (x W_r) + x W_root + b``, while that pushes little more than ``x`` itself."""
     structure, count = _reduction(conv), conv.num_relations
     pushed = count * conv.out_channels
-    if edge_type is None or structure is None or conv.num_blocks is not None:
-        return None
-    if pushed > 2 * conv.in_channels_l:
+    if edge_type is None or conv.num_blocks is not None or pushed > 2 * conv.in_channels_l:
         return None
     weight = conv.weight
     if conv.num_bases is not None:
@@ -296,8 +288,6 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
 def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``x = GRU(A x W_i, x)``, as often as it has layers."""
     structure = _reduction(conv)
-    if structure is None:
-        return None
     # As wide as the states, from the left; the width of x is known when it runs.
     x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
     for i in range(conv.num_layers):

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch_geometric.nn import MessagePassing
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.operators import EVERYONE, Block, relation_ends, weighted_rows
+from gnnpipe.graph.blocks import Block
+from gnnpipe.graph.operators import EVERYONE, relation_ends, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds
 from gnnpipe.models.bridge.marks import aggregate, of_vertices

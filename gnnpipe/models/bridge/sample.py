@@ -58,7 +58,7 @@ class Sample:
     @property
     def counts(self) -> dict[str, int]:
         """Vertices n."""
-        return {name: int(chosen.sum()) for name, chosen in self.graph.row_types.items()}
+        return self.graph.vertex_counts
 
     @property
     def num_edges(self) -> int:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.graph.operators import Block
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
 from gnnpipe.models.bridge.recording import FEATURES, attribute, is_input

@@ -37,7 +37,7 @@ from gnnpipe.models.bridge.recording import (
     is_own,
 )
 from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
-from gnnpipe.models.bridge.rules import RULES, TAKES_PAIRS
+from gnnpipe.models.bridge.rules import RULES, TAKES_PAIRS, OtherKindError
 from gnnpipe.models.bridge.vertex_weights import mark_vertex_weights
 
 __all__ = ["edge_inputs", "trace"]
@@ -97,8 +97,7 @@ def trace(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphMod
     replace_dropout(training, evaluation)
     compare(training, evaluation)
     make_out_of_place(training)
-    counts = {name: int(chosen.sum()) for name, chosen in graph.row_types.items()}
-    mark_vertex_weights(training, model, counts)
+    mark_vertex_weights(training, model, graph.vertex_counts)
     training.graph.eliminate_dead_code()
     for call in list(training.graph.nodes):
         if call.op == "placeholder" and not call.users:
@@ -206,6 +205,8 @@ class _Tracer(fx.Tracer):
         self.relation = "" if number is None else f"{RELATION}{number}"
         try:
             return RULES[type(m)](m, **others)
+        except OtherKindError:
+            return None
         finally:
             self.relation = ""
 

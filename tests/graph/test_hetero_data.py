@@ -1,0 +1,124 @@
+"""PyG's HeteroData: what is read, how it is numbered, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+from gnnpipe import Graph
+from gnnpipe.errors import InputError
+from gnnpipe.graph.chunking import make_chunking, renumber
+from gnnpipe.graph.layout import restrict, shard_layout
+
+
+def data():
+    found = HeteroData()
+    found["a"].x = torch.arange(12.0).view(6, 2)
+    found["b"].x = torch.arange(12.0).view(4, 3)
+    found["c"].num_nodes = 2
+    found["a", "to", "b"].edge_index = torch.tensor([[0, 1, 5, 5], [0, 0, 3, 3]])
+    found["b", "near", "b"].edge_index = torch.tensor([[0, 1, 2], [1, 1, 0]])
+    found["c", "of", "a"].edge_index = torch.tensor([[1], [4]])
+    found["b"].y = torch.tensor([0, 2, 1, -1])
+    for i, field in enumerate(("train_mask", "val_mask", "test_mask")):
+        found["b"][field] = torch.arange(4) == i
+    return found
+
+
+def test_types_stand_one_after_the_other():
+    with pytest.warns(UserWarning, match="removed 1 loop of 8 edges"):
+        g = Graph.from_pyg(data())
+    assert g.types.names == ("a", "b", "c")
+    assert g.vertex_counts == {"a": 6, "b": 4, "c": 2}
+    assert g.types.relations == (("a", "to", "b"), ("b", "near", "b"), ("c", "of", "a"))
+    assert g.types.target == "b"
+    triples = sorted(zip(*g.edge_index.tolist(), g.edge_type.tolist(), strict=True))
+    assert triples == [(0, 6, 0), (1, 6, 0), (5, 9, 0), (5, 9, 0), (6, 7, 1), (8, 6, 1), (11, 4, 2)]
+    assert g.y.tolist() == [-1] * 6 + [0, 2, 1, -1] + [-1] * 2
+    assert np.flatnonzero(g.train_mask).tolist() == [6]
+    assert g.num_classes == 3
+    assert "3 relations (6 a with 2 features; 4 b with 3 features; 2 c with no features)" in repr(g)
+
+
+@pytest.mark.filterwarnings("ignore:graph 'pyg'")
+@pytest.mark.parametrize(("chunks", "shards"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+def test_renumbering_and_layouts(chunks, shards):
+    g = Graph.from_pyg(data())
+    chunking = make_chunking(
+        g, chunks=chunks, shards=shards, partitioner="random", seed=1, cache_dir="off"
+    )
+    moved = renumber(g, chunking)
+    for name, x in g.types.features.items():
+        original = moved.types.number[moved.row_types[name]]
+        assert (moved.types.features[name] == x[original]).all()
+    owned = {name: [] for name in g.types.names}
+    for shard in range(shards):
+        whole = shard_layout(moved, chunking, shard)
+        for name, chosen in moved.row_types.items():
+            part = restrict(whole, chosen)
+            owned[name] += part.own.tolist()
+            assert chosen[part.own].all()
+            assert chosen[part.halo].all()
+            assert part.own_ptr[-1] == len(part.own)
+            assert part.halo_ptr[-1] == len(part.halo) == part.receive_counts.sum()
+            for c, rows in enumerate(part.send_rows):
+                assert part.send_counts[c].sum() == len(rows)
+                assert ((rows >= part.own_ptr[c]) & (rows < part.own_ptr[c + 1])).all()
+    for name, chosen in moved.row_types.items():
+        assert sorted(owned[name]) == np.flatnonzero(chosen).tolist()
+
+
+def without_labels(found):
+    del found["b"].y
+
+
+def wide_edge(found):
+    found["a", "to", "b"].edge_index[1, 2] = 4
+
+
+def two_targets(found):
+    found["a"].y = torch.zeros(6, dtype=torch.long)
+
+
+def no_count(found):
+    del found["c"].num_nodes
+
+
+def few_labels(found):
+    found["b"].y = torch.tensor([0, 1])
+
+
+def no_edges(found):
+    del found["c", "of", "a"].edge_index
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (without_labels, "no type of vertices has y"),
+        (wide_edge, r"edge_index\[1, 2\] = 4, but its target type has 4 vertices"),
+        (two_targets, "a, b have y; try: target='a'"),
+        (no_count, "the number of 'c' vertices is not known"),
+        (few_labels, r"b\.y has 2 labels for 4 vertices"),
+        (no_edges, "c, of, a: neither edge_index nor adj_t"),
+    ],
+)
+def test_what_is_missing_is_named(fault, message):
+    found = data()
+    fault(found)
+    with pytest.raises(InputError, match=message):
+        Graph.from_pyg(found)
+
+
+@pytest.mark.filterwarnings("ignore:graph 'pyg'")
+def test_the_target_can_be_chosen():
+    found = data()
+    two_targets(found)
+    g = Graph.from_pyg(found, target="a", split="50/0/50")
+    assert g.types.target == "a"
+    assert g.train_mask[6:].sum() == 0
+    with pytest.raises(InputError, match="target 'c' has no y"):
+        Graph.from_pyg(found, target="c")
+    with pytest.raises(InputError, match="ToUndirected"):
+        Graph.from_pyg(found, symmetrize=True)
