@@ -70,7 +70,7 @@ class TrainConfig:
     lr_schedule: str = setting(
         "constant",
         "learning rate over the epochs: constant, cosine (half a cosine down, 0 after the last "
-        "epoch) or plateau (halved when the validation metric has not risen for --lr-patience "
+        "epoch) or plateau (halved when the validation metric is no better for --lr-patience "
         "epochs)",
         group="training", choices=("constant", "cosine", "plateau"),
     )  # fmt: skip
@@ -86,9 +86,10 @@ class TrainConfig:
     metric: str = setting(
         "auto",
         "what is reported beside accuracy, and chooses the best epoch: accuracy, rocauc, f1-micro "
-        "or f1-macro; auto: f1-micro for several labels, rocauc for two classes with one below "
-        "30 %, else accuracy",
-        group="evaluation", choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro"),
+        "or f1-macro; of numbers r2, mae or rmse; auto: f1-micro for several labels, rocauc for "
+        "two classes with one below 30 %, r2 for numbers, else accuracy",
+        group="evaluation",
+        choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
     )  # fmt: skip
     patience: int = setting(
         0, "stop after so many epochs without a better validation metric (0: never)",

@@ -71,6 +71,24 @@ def scores_of_cases(stages, shards):
     return found
 
 
+def test_seeds_of_a_model_and_a_loss_of_ones_own():
+    from torch_geometric.nn import SGConv
+
+    def loss(out, y):
+        return 2 * torch.nn.functional.cross_entropy(out, y, reduction="sum")
+
+    before = torch.random.get_rng_state()
+    found = fit_seeds(
+        config(), 2, small_graph(), make_model=lambda: SGConv(7, 3, K=2), loss_fn=loss
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(config().seed + 1)
+    model = SGConv(7, 3, K=2)
+    run = replace(config(), seed=config().seed + 1)
+    alone = Trainer(run, graph=small_graph(), model=model, loss_fn=loss).fit()
+    assert found.results[1].loss == alone.loss != found.results[0].loss
+
+
 def test_every_shape_gives_the_same_scores(on_four_ranks):
     alone = scores_of_cases(1, 1)
     for found in on_four_ranks:

@@ -19,7 +19,7 @@ import scipy.sparse as sp
 from gnnpipe.config import parse_split
 from gnnpipe.graph.edges import MAX_VERTICES, clean_edge_data, sorted_edges
 from gnnpipe.graph.graph import BoolArray, Features, Graph
-from gnnpipe.graph.labels import Labels, clean_labels, one_hot
+from gnnpipe.graph.labels import TASKS, Labels, clean_labels, clean_targets, is_known, one_hot
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
 
 __all__ = ["clean", "clean_features"]
@@ -39,6 +39,7 @@ def clean(
     symmetrize: bool = False,
     report: bool = False,
     edge_data: Mapping[str, Any] | None = None,
+    task: str = "classification",
 ) -> Graph:
     """A ``Graph`` from raw arrays, checked, without loops, and without duplicates of bare edges.
 
@@ -47,7 +48,8 @@ def clean(
         name: the dataset's name, for messages and for the graph.
         x: [N, F], dense of any real type, or scipy sparse.
         y: [N] or [N, 1], classes from 0; or [N, T], 1 where a label applies and 0 where not; -1
-            (or NaN) where there is no label.
+            (or NaN) where there is no label. Of a regression real numbers, [N] or [N, T], NaN where
+            there is none.
         masks: train, val and test, each bool [N], [N, T] or [T, N] (the first of the T splits is
             taken; 0 and 1 will do for bool) or the indices of its vertices, each once; ``None`` if
             the dataset has none.
@@ -61,6 +63,7 @@ def clean(
         edge_data: 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E], as far as there
             are such. Edges that carry data are kept each for itself, and ``symmetrize`` adds the
             reverse, with the same data, only where no edge leads back.
+        task: 'classification', or 'regression': what ``y`` means.
 
     Warns:
         UserWarning: masks that overlap; edges removed, if ``report``.
@@ -68,7 +71,10 @@ def clean(
     Raises:
         InputError: one line naming the dataset and field, the value and what to try.
     """
-    labels = clean_labels(y, name, num_classes)
+    if task not in TASKS:
+        fail(name, f"task {task!r}", " or ".join(map(repr, TASKS)))
+    is_regression = task == "regression"
+    labels = clean_targets(y, name) if is_regression else clean_labels(y, name, num_classes)
     n = len(labels) if num_vertices is None else num_vertices
     if n == 0:
         fail(name, "no vertices", "check that y has one entry for each vertex")
@@ -80,9 +86,10 @@ def clean(
             f"y has {len(labels)} labels for {n} vertices",
             "give one label for each, -1 = none",
         )
-    has_label: BoolArray = np.any(labels.reshape(n, -1) >= 0, axis=1)
+    has_label: BoolArray = np.any(is_known(labels).reshape(n, -1), axis=1)
     if not has_label.any():
-        fail(name, "y: no vertex is labelled (all are -1)", "give classes 0..C-1 to some")
+        none, some = ("NaN", "numbers") if is_regression else ("-1", "classes 0..C-1")
+        fail(name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
     features = clean_features(x, name, n)
     fractions = parse_split(split)
     if fractions is not None:

@@ -49,14 +49,14 @@ class Graph:
     data, without duplicates."""
     x: Features
     """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
-    y: npt.NDArray[np.int64] | npt.NDArray[np.int8]
+    y: npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
     """[N] int64, class of each vertex; or, multi-label, [N, T] int8, whether each of T labels
-    applies (1) or not (0). -1 = not labelled."""
+    applies (1) or not (0). -1 = not labelled. Of a regression [N, T] float32, NaN = no target."""
     train_mask: BoolArray
     val_mask: BoolArray
     test_mask: BoolArray
     num_classes: int
-    """C; T if multi-label."""
+    """C; T if multi-label or regression: the numbers that a model gives for a vertex."""
     edge_weight: npt.NDArray[np.float32] | None = None
     """[E], in the order of ``indices``; read by PyG models whose forward takes ``edge_weight``."""
     edge_attr: npt.NDArray[np.float32] | None = None
@@ -117,7 +117,12 @@ class Graph:
     @property
     def is_multi_label(self) -> bool:
         """Whether a vertex has T labels that apply or not, in place of one class of C."""
-        return self.y.ndim == 2
+        return self.y.ndim == 2 and not self.is_regression
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether a vertex has T numbers in place of labels."""
+        return bool(self.y.dtype.kind == "f")
 
     @property
     def num_vertices(self) -> int:
@@ -171,7 +176,9 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes', or '121 labels at once'."""
+        """'7 classes', '121 labels at once' or '1 target'."""
+        if self.is_regression:
+            return f"{self.num_classes} target{'s' * (self.num_classes > 1)}"
         return f"{self.num_classes} {'labels at once' if self.is_multi_label else 'classes'}"
 
     @property
@@ -189,10 +196,12 @@ class Graph:
         seed: int = 0,
         symmetrize: bool = False,
         target: str = "",
+        task: str = "classification",
     ) -> Graph:
         """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
-        Or from a ``HeteroData``, ``target`` being the type that is classified if several have y.
+        Or from a ``HeteroData``, ``target`` being the type with the labels if several have y.
+        ``task``: 'classification', or 'regression' where y holds numbers, [N] or [N, T].
         ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming
         the attribute that is missing or wrong.
         """
@@ -204,7 +213,11 @@ class Graph:
                     f"dataset {name!r}: symmetrize has no meaning for relations between types; "
                     "try torch_geometric.transforms.ToUndirected()"
                 )
-            return graph_from_hetero(data, name=name, target=target, split=split, seed=seed)
+            return graph_from_hetero(
+                data, name=name, target=target, split=split, seed=seed, task=task
+            )
         from gnnpipe.graph.pyg import graph_from_data
 
-        return graph_from_data(data, name=name, split=split, seed=seed, symmetrize=symmetrize)
+        return graph_from_data(
+            data, name=name, split=split, seed=seed, symmetrize=symmetrize, task=task
+        )

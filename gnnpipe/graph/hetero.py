@@ -17,7 +17,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.arrays import array_of, csr_of
 from gnnpipe.graph.clean import clean, clean_features
 from gnnpipe.graph.graph import Features, Graph
-from gnnpipe.graph.labels import clean_labels
+from gnnpipe.graph.labels import clean_labels, clean_targets
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask
 from gnnpipe.graph.types import VertexTypes
 
@@ -28,7 +28,13 @@ __all__ = ["graph_from_hetero"]
 
 
 def graph_from_hetero(
-    data: HeteroData, *, name: str, target: str = "", split: str = "given", seed: int = 0
+    data: HeteroData,
+    *,
+    name: str,
+    target: str = "",
+    split: str = "given",
+    seed: int = 0,
+    task: str = "classification",
 ) -> Graph:
     """A cleaned ``Graph`` of several types.
 
@@ -39,6 +45,7 @@ def graph_from_hetero(
         target: the type that is classified, if several have ``y``.
         split: 'given' or percentages such as '60/20/20'.
         seed: of that split.
+        task: 'classification', or 'regression': what ``y`` means.
 
     Warns:
         UserWarning: masks that overlap; loops, which are removed; edge weights and attributes,
@@ -63,15 +70,16 @@ def graph_from_hetero(
         kinds.append(np.full(found.shape[1], number))
         unread += [f"{relation}.{k}" for k in ("edge_weight", "edge_attr") if k in store]
     own = slice(first[target], first[target] + n_target)
-    y = clean_labels(array_of(data[target].y), name, None)
+    given = array_of(data[target].y)
+    y = clean_targets(given, name) if task == "regression" else clean_labels(given, name, None)
     if len(y) != n_target:
         fail(name, f"{target}.y has {len(y)} labels for {n_target} vertices", "one for each")
-    labels = np.full((n, *y.shape[1:]), -1, dtype=y.dtype)
+    labels = np.full((n, *y.shape[1:]), np.nan if y.dtype.kind == "f" else -1, dtype=y.dtype)
     labels[own] = y
     graph = clean(
         np.concatenate(edges, axis=1), name=name, x=sp.csr_array((n, 1), dtype=np.float32),
         y=labels, masks=_masks(data[target], name, own, n), num_vertices=n, split=split, seed=seed,
-        report=True, edge_data={"edge_type": np.concatenate(kinds)},
+        report=True, task=task, edge_data={"edge_type": np.concatenate(kinds)},
     )  # fmt: skip
     if unread:
         warnings.warn(

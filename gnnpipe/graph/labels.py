@@ -1,4 +1,4 @@
-"""Labels in the forms that they come in: one class for each vertex, or several labels at once.
+"""Labels in the forms that they come in: a class for each vertex, several labels, or numbers.
 
 A float, a column or a boolean may all mean a class; what may be what is decided here, once.
 """
@@ -12,9 +12,35 @@ import numpy.typing as npt
 
 from gnnpipe.graph.split import fail
 
-__all__ = ["Labels", "clean_labels", "one_hot"]
+__all__ = ["TASKS", "Labels", "clean_labels", "clean_targets", "is_known", "one_hot"]
 
-Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8]
+Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
+
+TASKS = ("classification", "regression")
+"""What ``y`` may mean; a number may be either, so it is said and never guessed."""
+
+
+def clean_targets(y: Any, name: str) -> npt.NDArray[np.float32]:
+    """``y`` of a regression as ``Graph`` keeps it: [N, T] float32, NaN = no target.
+
+    Raises ``InputError`` naming the entry.
+    """
+    raw = np.asarray(y)
+    if raw.ndim == 1:
+        raw = raw[:, None]
+    if raw.ndim != 2 or 0 in raw.shape[1:]:
+        fail(name, f"y has shape {list(raw.shape)}", "one number for each vertex, [N], or [N, T]")
+    if raw.dtype.kind not in "fiub":
+        fail(name, f"y is of type {raw.dtype}", "real numbers such as float32")
+    with np.errstate(over="ignore"):
+        targets = np.asarray(raw, dtype=np.float32)
+    _refuse(targets, np.isinf(targets), name, "", "finite numbers within float32, NaN = none")
+    return targets
+
+
+def is_known(labels: Labels) -> npt.NDArray[np.bool_]:
+    """[N] or [N, T], whether there is a label."""
+    return ~np.isnan(labels) if labels.dtype.kind == "f" else np.asarray(labels >= 0)
 
 
 def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
@@ -30,6 +56,8 @@ def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
         fail(name, f"y has shape {list(labels.shape)}", hint)
     several = labels.ndim == 2
     wanted = "0, 1, or -1 = none" if several else "whole numbers: classes 0..C-1, -1 = none"
+    if not several:
+        wanted += "; or task='regression'"
     if labels.dtype.kind == "f":
         given = np.where(np.isnan(labels), -1, labels).astype(np.float64)
         # Beyond 2^53 a float is no exact number, and int64 cannot hold all of them.
@@ -54,7 +82,7 @@ def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
 
 def one_hot(labels: Labels) -> str:
     """A word to the user if [N, T] labels look like classes, one 1 in every known row; else ''."""
-    if labels.ndim == 1:
+    if labels.ndim == 1 or labels.dtype.kind == "f":
         return ""
     known = labels[(labels >= 0).any(axis=1)]
     if not ((known >= 0).all() and (known.sum(axis=1, dtype=np.int64) == 1).all()):

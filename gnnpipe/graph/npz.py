@@ -42,7 +42,7 @@ def read_npz(
     ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
     rows or columns: the first is taken), not needed if ``split`` gives percentages; ``num_classes``
     if some class has no vertex; ``edge_weight`` [E], ``edge_attr`` [E, D], ``edge_type`` [E] if the
-    edges carry such.
+    edges carry such; ``task`` = 'regression' if y holds numbers, [N] or [N, T], and not classes.
 
     Warns:
         UserWarning: loops or duplicate edges, which are removed; masks that overlap.
@@ -63,11 +63,22 @@ def read_npz(
         masks=_masks(arrays), num_classes=_num_classes(arrays, path),
         split=split, seed=seed, symmetrize=symmetrize, report=True,
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
+        task=str(arrays["task"]) if "task" in arrays else "classification",
     )  # fmt: skip
 
 
 def _load(path: Path) -> Arrays:
-    wanted = {"edge_index", "x", "x_data", "x_indices", "x_indptr", "x_shape", "y", "num_classes"}
+    wanted = {
+        "edge_index",
+        "x",
+        "x_data",
+        "x_indices",
+        "x_indptr",
+        "x_shape",
+        "y",
+        "num_classes",
+        "task",
+    }
     wanted |= {*EDGE_DATA} | {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
     try:
         # Opened here, for numpy leaves a broken file open.

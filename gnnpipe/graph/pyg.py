@@ -159,6 +159,7 @@ def graph_from_data(
     seed: int = 0,
     symmetrize: bool = False,
     report: bool = True,
+    task: str = "classification",
 ) -> Graph:
     """A cleaned ``Graph`` from a PyG ``Data``.
 
@@ -173,6 +174,7 @@ def graph_from_data(
         seed: of that split.
         symmetrize: add the reverse of every edge.
         report: warn of what ``data`` holds and the graph does not.
+        task: 'classification', or 'regression': what ``y`` means.
 
     Warns:
         UserWarning: masks that overlap; loops, duplicate edges and values of adj_t, if ``report``.
@@ -209,6 +211,7 @@ def graph_from_data(
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(shape_of(x)[0]),
         split=split, seed=seed, symmetrize=symmetrize, report=report, edge_data=edge_data,
+        task=task,
     )  # fmt: skip
     if has_values and report:
         warnings.warn(

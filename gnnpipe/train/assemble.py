@@ -29,7 +29,7 @@ from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.prepare import Prepared
-from gnnpipe.train.task import loss_sum, num_targets
+from gnnpipe.train.task import labels_of, loss_sum, num_targets
 
 __all__ = ["Assembly", "assemble"]
 
@@ -74,7 +74,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     pointer = zip(target.own_ptr[:-1], target.own_ptr[1:], strict=True)
     own = [target.own[start:stop] for start, stop in pointer]
     is_last = mesh.stage == mesh.stages - 1
-    labels = [torch.from_numpy(graph.y[part]).to(mesh.device) for part in own] if is_last else []
+    labels = [labels_of(graph, part, dtype).to(mesh.device) for part in own] if is_last else []
     split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
     masks = [torch.from_numpy(split[:, part]).to(mesh.device) for part in own] if is_last else []
     total = num_targets(graph)

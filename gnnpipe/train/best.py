@@ -20,8 +20,14 @@ class BestEpoch:
     everything, so that the first evaluation stays the best.
     """
 
-    def __init__(self, weights: Sequence[Tensor], keeps: bool, patience: int) -> None:
-        """``keeps`` whether to keep weights; ``patience`` in epochs, 0 = never out of it."""
+    def __init__(
+        self, weights: Sequence[Tensor], keeps: bool, patience: int, less_is_better: bool = False
+    ) -> None:
+        """``keeps`` whether to keep weights; ``patience`` in epochs, 0 = never out of it.
+
+        ``less_is_better``: the metric is an error.
+        """
+        self._sign = -1.0 if less_is_better else 1.0
         self._weights, self._keeps, self._patience = weights, keeps, patience
         self._kept: list[Tensor] = []
         self.epoch = 0
@@ -30,18 +36,17 @@ class BestEpoch:
 
     def see(self, epoch: int, scores: Scores) -> bool:
         """Note the scores of an epoch; whether patience has run out."""
-        if self.scores is None or _height(scores) > _height(self.scores):
+        if self.scores is None or self._height(scores) > self._height(self.scores):
             self.epoch, self.scores = epoch, scores
             if self._keeps:
                 self._kept = [p.detach().clone() for p in self._weights]
         return bool(self._patience) and epoch - self.epoch >= self._patience
+
+    def _height(self, scores: Scores) -> float:
+        return -math.inf if math.isnan(scores.val_metric) else self._sign * scores.val_metric
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the kept weights back, if any were kept."""
         for parameter, kept in zip(self._weights, self._kept, strict=self._keeps):
             parameter.copy_(kept)
-
-
-def _height(scores: Scores) -> float:
-    return -math.inf if math.isnan(scores.val_metric) else scores.val_metric

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
 from gnnpipe.train.assemble import Assembly
-from gnnpipe.train.scoring import Scores, accuracy, f1, margin, roc_auc, tally
+from gnnpipe.train.scoring import (
+    Scores,
+    accuracy,
+    error_sums,
+    f1,
+    margin,
+    regression_score,
+    roc_auc,
+    tally,
+)
+from gnnpipe.train.task import REGRESSION
 
 __all__ = ["Scores", "evaluate", "logits_by_chunk", "train_epoch"]
 
@@ -39,13 +50,13 @@ def logits_by_chunk(assembly: Assembly) -> dict[int, Tensor]:
 def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
     """Exact scores with the current weights, layer by layer, on every rank."""
     logits = logits_by_chunk(assembly)
-    several, width = assembly.several_labels, assembly.num_classes
-    counts = torch.zeros(PARTS, width, 4, dtype=torch.float64)
-    for chunk, found in logits.items():
-        for part in range(PARTS):
-            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
-            counts[part] += tally(found[chosen], assembly.labels[chunk][chosen]).cpu()
-    totals = np.array(mesh.sum(counts.flatten().tolist())).reshape(PARTS, width, 4)
+    several = assembly.several_labels
+    if assembly.metric in REGRESSION:
+        totals = _sums(assembly, mesh, logits, error_sums, 5)
+        return Scores(
+            *[math.nan] * PARTS, *(regression_score(part, assembly.metric) for part in totals)
+        )
+    totals = _sums(assembly, mesh, logits, tally, 4)
     right = [accuracy(part, several) for part in totals]
     if assembly.metric == "accuracy":
         return Scores(*right, *right)
@@ -53,6 +64,23 @@ def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
         return Scores(*right, *_areas(assembly, mesh, logits))
     average = assembly.metric.removeprefix("f1-")
     return Scores(*right, *(f1(part, several, average) for part in totals))
+
+
+def _sums(
+    assembly: Assembly,
+    mesh: Mesh,
+    logits: dict[int, Tensor],
+    of: Callable[[Tensor, Tensor], Tensor],
+    count: int,
+) -> npt.NDArray[np.float64]:
+    """[3, C, count] over all ranks: what ``of`` gives for every part of the split."""
+    width = assembly.num_classes
+    sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
+    for chunk, found in logits.items():
+        for part in range(PARTS):
+            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
+            sums[part] += of(found[chosen], assembly.labels[chunk][chosen]).cpu()
+    return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
 def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:

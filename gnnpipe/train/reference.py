@@ -24,6 +24,7 @@ from gnnpipe.runtime.forecast import RIDGE
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.task import labels_of
 
 __all__ = ["Reference", "ReferenceEpoch"]
 
@@ -58,7 +59,7 @@ class Reference:
         keys = row_keys(torch.from_numpy(prepared.chunking.perm))
         self.keys = {name: keys[torch.from_numpy(of)] for name, of in self.chosen.items()}
         target = self.chosen[graph.target]
-        self.y = torch.from_numpy(graph.y[target])
+        self.y = labels_of(graph, target, dtype)
         self.train_mask = torch.from_numpy(graph.train_mask[target])
         every = self.piece.aggregations
         self.edges = {a.over: self._edges(a) for a in every if not a.is_mean}
@@ -126,7 +127,11 @@ class Reference:
     def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over what is labelled."""
         if self.prepared.loss_fn is not None:
-            return self.prepared.loss_fn(logits, y) / int((y >= 0).sum())
+            known = ~y.isnan() if y.is_floating_point() else y >= 0
+            return self.prepared.loss_fn(logits, y) / int(known.sum())
+        if y.is_floating_point():
+            known = ~y.isnan()
+            return nn.functional.mse_loss(logits[known], y[known])
         if y.dim() == 1:
             return nn.functional.cross_entropy(logits, y)
         known = y >= 0

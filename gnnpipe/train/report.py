@@ -17,6 +17,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.task import REGRESSION
 
 if TYPE_CHECKING:
     from gnnpipe.train.result import RunResult
@@ -87,12 +88,14 @@ def result_lines(result: RunResult) -> list[str]:
     """What came out, for a person."""
     counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
     scored = [("accuracy", result.train_acc, result.val_acc, result.test_acc)]
+    if result.metric in REGRESSION:
+        scored = []
     if result.metric != "accuracy":
         name = f"{result.metric}", result.train_metric, result.val_metric, result.test_metric
         scored.insert(0, name)
     lines = [f"last epoch: loss {result.loss:.4f}"]
     for what, train, val, test in scored:
-        words = "" if len(scored) == 1 else f"{what}: "
+        words = "" if what == "accuracy" and len(scored) == 1 else f"{what}: "
         lines[0] += f"  {words}train {score(train)}  val {score(val)}  test {score(test)}"
     if not math.isnan(result.best_val_metric):
         lines.append(

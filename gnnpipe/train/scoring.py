@@ -1,4 +1,4 @@
-"""Scores from logits: accuracy, F1 and ROC AUC on each part of the split.
+"""Scores from logits: accuracy, F1, ROC AUC or errors on each part of the split.
 
 Accuracy and F1 follow from four counts for each class or label, so ranks add up counts. ROC AUC
 asks for the place of every vertex among all, so the logits of the scored vertices meet on rank 0.
@@ -16,7 +16,9 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-__all__ = ["Scores", "accuracy", "f1", "margin", "roc_auc", "tally"]
+__all__ = [
+    "Scores", "accuracy", "error_sums", "f1", "margin", "regression_score", "roc_auc", "tally",
+]  # fmt: skip
 
 Counts = npt.NDArray[np.float64]
 
@@ -72,6 +74,39 @@ def f1(counts: Counts, several: bool, average: str) -> float:
     below = 2 * right + wrongly + missed
     each = np.divide(2 * right, below, out=np.zeros_like(below), where=below > 0)
     return float(np.mean(each if several or average == "micro" else each[below > 0]))
+
+
+def error_sums(found: Tensor, y: Tensor) -> Tensor:
+    """[T, 5] float64 of numbers [R, T]: how many are known, and the sums of the absolute error, of
+    its square, of y and of y's square.
+    """
+    known = ~y.isnan()
+    truth = torch.where(known, y, 0).double()
+    error = torch.where(known, found.double() - truth, 0)
+    parts = [known.double(), error.abs(), error.square(), truth, truth.square()]
+    return torch.stack([part.sum(0) for part in parts], dim=1)
+
+
+def regression_score(sums: Counts, metric: str) -> float:
+    """'mae', 'rmse' over all numbers, or 'r2', from ``error_sums`` [T, 5].
+
+    R2 as scikit-learn's ``r2_score``: the mean over the T numbers; one that never varies counts as
+    0, or as 1 if it is met exactly. NaN if nothing is known.
+    """
+    count, absolute, squared, total, square = sums.T
+    if not count.any():
+        return math.nan
+    if metric == "mae":
+        return float(absolute.sum() / count.sum())
+    if metric == "rmse":
+        return float(math.sqrt(squared.sum() / count.sum()))
+    areas = []
+    for n, error, y, yy in zip(count, squared, total, square, strict=True):
+        if n:
+            spread = yy - y * y / n
+            varies = spread > 1e-12 * yy
+            areas.append(1 - error / spread if varies else float(error == 0))
+    return float(np.mean(areas))
 
 
 def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:

@@ -6,9 +6,13 @@ import gc
 import json
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
@@ -17,6 +21,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.record import claim_folder, plain
 from gnnpipe.train.report import score
 from gnnpipe.train.result import RunResult
+from gnnpipe.train.task import LossFn
 from gnnpipe.train.trainer import Trainer
 
 __all__ = ["SeedsResult", "fit_seeds"]
@@ -71,12 +76,18 @@ class SeedsResult:
 
 
 def fit_seeds(
-    config: TrainConfig, count: int, graph: Graph | None = None, mesh: Mesh | None = None
+    config: TrainConfig,
+    count: int,
+    graph: Graph | None = None,
+    mesh: Mesh | None = None,
+    make_model: Callable[[], nn.Module] | None = None,
+    loss_fn: LossFn | None = None,
 ) -> SeedsResult:
     """Train ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
     A seed decides weights, dropout, chunk order and a split by percentages. Every run has its own
-    folder below ``config.out``, whose summary.json holds what is returned.
+    folder below ``config.out``, whose summary.json holds what is returned. ``make_model`` makes a
+    model of your own for every run, with torch seeded; ``loss_fn`` as for ``Trainer``.
 
     Raises:
         InputError: ``count`` < 1, and all that ``Trainer`` raises.
@@ -95,7 +106,13 @@ def fit_seeds(
             print(f"seed {seed} ({len(results) + 1} of {count})", flush=True)
         # Only rank 0 writes, so only it needs the path.
         out = str(folder.path / f"seed-{seed}") if folder else "off"
-        results.append(Trainer(replace(config, seed=seed, out=out), graph=graph, mesh=met).fit())
+        model = None
+        if make_model is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = make_model()
+        run = replace(config, seed=seed, out=out)
+        results.append(Trainer(run, graph=graph, model=model, mesh=met, loss_fn=loss_fn).fit())
         gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:

@@ -1,4 +1,4 @@
-"""What the vertices are asked for: one class of C, or T labels that apply or not.
+"""What the vertices are asked for: one class of C, T labels that apply or not, or T numbers.
 
 The loss and the metric follow from the labels. OGB's conventions hold: a missing label (-1) takes
 part in nothing, and ROC AUC is a mean over the labels that have both a positive and a negative.
@@ -7,6 +7,7 @@ part in nothing, and ROC AUC is a mean over the labels that have both a positive
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,21 @@ from torch import Tensor, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.labels import Labels
+from gnnpipe.graph.labels import Labels, is_known
 
 __all__ = [
-    "RARE", "LossFn", "check_loss", "choose_metric", "has_both", "loss_sum", "num_targets",
+    "ERRORS", "RARE", "REGRESSION", "LossFn", "check_loss", "choose_metric", "has_both",
+    "labels_of", "loss_sum", "num_targets",
 ]  # fmt: skip
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses."""
+
+ERRORS = ("mae", "rmse")
+"""Metrics of which less is better."""
+
+REGRESSION = ("r2", *ERRORS)
+"""Metrics of numbers; all others are of classes or labels."""
 
 RARE = 0.3
 """Share of the rarer of two classes below which accuracy says little: a model that never answers
@@ -31,11 +39,20 @@ with it looks good."""
 def choose_metric(graph: Graph, wanted: str) -> str:
     """The metric of a graph: ``wanted``, or the one that befits the labels if that is 'auto'.
 
-    Several labels: F1 (micro). Two classes of which one is rare: ROC AUC. Else accuracy.
+    Numbers: R2. Several labels: F1 (micro). Two classes of which one is rare: ROC AUC. Else
+    accuracy.
 
     Raises:
-        InputError: ROC AUC of more than two classes.
+        InputError: ROC AUC of more than two classes; a metric of numbers for classes, or the other
+            way round.
     """
+    if wanted != "auto" and graph.is_regression != (wanted in REGRESSION):
+        fitting = ", ".join(REGRESSION) if graph.is_regression else "accuracy, f1-macro"
+        raise InputError(
+            f"--metric {wanted}: {graph.name} has {graph.label_text}; try one of {fitting}"
+        )
+    if graph.is_regression:
+        return "r2" if wanted == "auto" else wanted
     if graph.is_multi_label:
         return "f1-micro" if wanted == "auto" else wanted
     if wanted == "rocauc" and graph.num_classes != 2:
@@ -61,8 +78,11 @@ def has_both(y: Labels) -> bool:
 def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
     """Cross entropy of logits [R, C] and classes [R], or binary cross entropy of [R, T] and [R, T].
 
-    Summed over what is labelled, a scalar.
+    Of numbers [R, T] the squared error. Summed over what is labelled, a scalar.
     """
+    if y.is_floating_point():
+        known = ~y.isnan()
+        return (logits[known] - y[known]).square().sum()
     if y.dim() == 1:
         return nn.functional.cross_entropy(logits, y, reduction="sum")
     return nn.functional.binary_cross_entropy_with_logits(
@@ -75,7 +95,7 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     if not callable(loss_fn):
         raise InputError(f"loss_fn: {loss_fn!r} is no function of logits and labels")
     rows = np.flatnonzero(graph.train_mask)[:6]
-    y = torch.from_numpy(graph.y[rows])
+    y = labels_of(graph, rows, dtype)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(rows), graph.num_classes, dtype=dtype, generator=generator)
     logits.requires_grad_(True)
@@ -95,6 +115,12 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         )
 
 
+def labels_of(graph: Graph, rows: Any, dtype: torch.dtype) -> Tensor:
+    """Labels of some rows: classes int64, labels int8, or numbers in ``dtype``."""
+    y = torch.from_numpy(graph.y[rows])
+    return y.to(dtype) if y.is_floating_point() else y
+
+
 def num_targets(graph: Graph) -> int:
     """How many answers the training part holds: what the loss is a mean over."""
-    return int((graph.y[graph.train_mask] >= 0).sum())
+    return int(is_known(graph.y[graph.train_mask]).sum())

@@ -28,7 +28,7 @@ from gnnpipe.train.record import EpochRow, RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
 from gnnpipe.train.result import RunResult, gather_result
 from gnnpipe.train.staleness import measure_staleness
-from gnnpipe.train.task import LossFn
+from gnnpipe.train.task import ERRORS, LossFn
 
 __all__ = ["Trainer"]
 
@@ -184,7 +184,8 @@ class Trainer:
         assert executor.optimizer is not None
         learning_rate = LearningRate(executor.optimizer, config)
         state = [tensor for _, tensor in executor.stage.piece.named_state()]
-        best = BestEpoch(state, config.kept_epoch == "best", config.patience)
+        is_error = prepared.metric in ERRORS
+        best = BestEpoch(state, config.kept_epoch == "best", config.patience, is_error)
         rows = []
         for epoch in range(config.epochs):
             start = time.perf_counter()
@@ -207,11 +208,12 @@ class Trainer:
             if folder is not None:
                 folder.add(row)
             progress.epoch(row)
-            learning_rate.step(scores.val_metric if scores else None)
+            sign = -1.0 if is_error else 1.0
+            learning_rate.step(sign * scores.val_metric if scores else None)
             if scores is not None and best.see(epoch + 1, scores) and not last:
                 progress.say(
-                    f"stopped after epoch {epoch + 1}: validation {prepared.metric} has not risen "
-                    f"since epoch {best.epoch}"
+                    f"stopped after epoch {epoch + 1}: validation {prepared.metric} has not become "
+                    f"better since epoch {best.epoch}"
                 )
                 break
         return rows, best
