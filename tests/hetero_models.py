@@ -76,6 +76,31 @@ class Hetero(nn.Module):
         return self.out(x_dict["paper"])
 
 
+class Dropping(nn.Module):
+    """Dropout of rows inside of convolutions between types."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.ModuleDict({t: nn.Linear(w, HIDDEN) for t, w in WIDTHS.items()})
+
+        def mlp():
+            return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Dropout(0.5))
+
+        ends = [("author", "writes", "paper"), ("paper", "written_by", "author")]
+        near = ("paper", "cites", "paper")
+        self.convs = nn.ModuleList(
+            pyg.HeteroConv({r: pyg.GINConv(mlp(), aggr="max") for r in (*ends, near)}, aggr="max")
+            for _ in range(2)
+        )
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x_dict, edge_index_dict):
+        x_dict = {t: self.encode[t](x) for t, x in x_dict.items()}
+        for conv in self.convs:
+            x_dict = conv(x_dict, edge_index_dict)
+        return self.out(x_dict["paper"])
+
+
 class Sage(nn.Module):
     """A model of one type, for ``to_hetero``."""
 
@@ -109,11 +134,11 @@ class Han(nn.Module):
 class Hgt(nn.Module):
     """After PyG's HGT example."""
 
-    def __init__(self):
+    def __init__(self, layers=2):
         super().__init__()
         metadata = hetero_data(subjects=False).metadata()
         self.encode = nn.ModuleDict({t: pyg.Linear(-1, HIDDEN) for t in WIDTHS})
-        self.convs = nn.ModuleList(pyg.HGTConv(HIDDEN, HIDDEN, metadata, 2) for _ in range(2))
+        self.convs = nn.ModuleList(pyg.HGTConv(HIDDEN, HIDDEN, metadata, 2) for _ in range(layers))
         self.out = nn.Linear(HIDDEN, OUT)
 
     def forward(self, x_dict, edge_index_dict):
@@ -127,6 +152,7 @@ MODELS = {
     "han": Han,
     "hgt": Hgt,
     "hetero conv": Hetero,
+    "dropping": Dropping,
     "to_hetero": to_hetero,
     "to_hetero batch norm": lambda: to_hetero(norm=True),
 }

@@ -1,6 +1,7 @@
 """Law 1 for models of the user's own: unmodified PyG modules, on any shape."""
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,55 @@ def test_stale_statistics_are_warned_of():
 def test_lazy_weights_take_their_shape():
     model = pyg_models.Two(lambda a, b: pyg.SAGEConv(-1, b))
     assert Trainer(config(), graph=small_graph(), model=model).fit().loss > 0
+
+
+class Categories(nn.Module):
+    """A column of x is a category."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv = nn.Embedding(6, 8), pyg.GATConv(8, 3)
+
+    def forward(self, x, edge_index):
+        return self.conv(self.table(x[:, 0].long()), edge_index)
+
+
+def test_a_column_of_features_may_be_a_category():
+    graph = small_graph()
+    graph.x[:] = np.floor(np.abs(graph.x)).clip(max=5)
+    torch.manual_seed(0)
+    model = Categories()
+    truth = plain_losses(model, graph, 4)
+    found = Trainer(config(epochs=4), graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+TWICE = """
+import torch
+from torch_geometric.nn import GraphSAGE
+from gnnpipe import TrainConfig, Trainer
+
+for _ in range(2):
+    torch.manual_seed(0)
+    config = TrainConfig(dataset="karate", epochs=1, out="off", quiet=True, stages=2)
+    trainer = Trainer(config, model=GraphSAGE(34, 8, 2, 4))
+    print("loss", trainer.fit().loss)
+    trainer.close()
+"""
+
+
+def test_ranks_may_meet_again(tmp_path):
+    """torchrun's store still knows the first group."""
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, *words], timeout=120, check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert len(set(done.stdout.split("\n"))) == 2
+    assert done.stdout.count("loss") == 4
 
 
 class Tied(nn.Module):

@@ -181,6 +181,28 @@ def test_what_edges_carry_and_nobody_reads_is_told_of():
         Trainer(config(), graph=graph).fit()
 
 
+class ShownRows(pyg.MessagePassing):
+    """Centres the rows that it is shown."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+        self.lin = nn.Linear(7, 3)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x - x.mean(0)))
+
+
+def test_what_a_convolution_is_shown_must_not_matter():
+    with pytest.raises(InputError, match=r"\(?ShownRows\)? (does not give the same rows|fails)"):
+        Trainer(config(), graph=small_graph(), model=ShownRows()).fit()
+
+
+@pytest.mark.parametrize("count", [50, 70])
+def test_a_weight_for_each_vertex_has_as_many_rows(count):
+    with pytest.raises(InputError, match=f"edge_lin.weight has {count} rows, .* 60 vertices"):
+        Trainer(config(), graph=small_graph(), model=pyg.LINKX(count, 7, 8, 3, 1)).fit()
+
+
 class Needs(nn.Module):
     def forward(self, x, edge_index, batch):
         return x

@@ -40,8 +40,10 @@ class NoDropout(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("chunks", [1, 6])
 @pytest.mark.parametrize("name", hetero_models.MODELS)
-def test_equals_plain_pyg_step_by_step(name, monkeypatch):
+def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
 
     monkeypatch.setattr(Rows, "dropout", lambda self, x, probability, site: x)
@@ -50,7 +52,8 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         model(data.x_dict, data.edge_index_dict)
     plain = copy.deepcopy(model).double()
-    trainer = Trainer(config(epochs=4), graph=Graph.from_pyg(data), model=model)
+    run = config(epochs=4, chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+    trainer = Trainer(run, graph=Graph.from_pyg(data), model=model)
     losses = [row.loss for row in trainer.fit().history]
     y, train = data["paper"].y, data["paper"].train_mask
     optimizer = torch.optim.Adam(plain.parameters(), lr=trainer.config.lr)
@@ -74,6 +77,18 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     assert ours.keys() == theirs.keys()
     for key in theirs:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("name", hetero_models.MODELS)
+def test_dropout_does_not_depend_on_the_chunks(name):
+    losses = []
+    for chunks in (1, 2, 6):
+        model, data = made(name)
+        run = config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        found = Trainer(run, graph=Graph.from_pyg(data), model=model).fit()
+        losses.append([row.loss for row in found.history])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-9)
 
 
 def largest_difference(shapes, names, **settings):
@@ -139,8 +154,25 @@ def empty_on_ranks(name):
     return largest_difference([(2, 1, 48), (1, 2, 24)], [name], partitioner="random")
 
 
-def test_empty_messages_are_not_sent():
+def test_a_rank_may_have_no_row_of_a_type():
     assert_equal(run_ranks(empty_on_ranks, 2, "hetero conv")[0])
+
+
+def test_a_deep_recording_is_copied_for_the_forecast():
+    """The calls of a recording are linked; walked one by one they would exhaust the stack."""
+    data = hetero_models.hetero_data(subjects=False)
+    model = hetero_models.Hgt(layers=8)
+    result = Trainer(config(chunks=4), graph=Graph.from_pyg(data), model=model).fit()
+    assert result.missed
+
+
+class Backwards(hetero_models.Hetero):
+    def forward(self, x_dict, edge_index_dict):
+        h = {t: self.encode[t](x) for t, x in x_dict.items()}
+        conv = self.convs[0].convs["author", "writes", "paper"]
+        return self.out(
+            conv((h["author"], h["paper"]), edge_index_dict["paper", "written_by", "author"])
+        )
 
 
 class Mixing(hetero_models.Hetero):
@@ -175,6 +207,7 @@ class Plain(nn.Module):
         (Mixing, "sum does not keep one row for each vertex"),
         (Joining, r"cat mixes rows of author and paper.*torch\.cat\(parts\)"),
         (Elsewhere, "gives results for author, but 'paper' has the labels"),
+        (Backwards, "given rows of author, but the edges lead from paper to author"),
         (Plain, "lin mixes rows of author and paper"),
     ],
 )
@@ -188,6 +221,61 @@ def test_a_built_in_model_knows_one_type():
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match="--model gcn: pyg has several types of vertices"):
         Trainer(config(), graph=graph).fit()
+
+
+class Centred(pyg.MessagePassing):
+    """Reads a mean over the rows that it is shown."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+
+    def forward(self, x, edge_index):
+        read, own = x if isinstance(x, tuple) else (x, x)
+        size = (len(read), len(own))
+        return own + self.propagate(edge_index, x=(read - read.mean(0), own), size=size)
+
+    def message(self, x_j):
+        return x_j
+
+
+class WithCentred(hetero_models.Hetero):
+    def __init__(self):
+        super().__init__()
+        self.convs[1].convs["author", "writes", "paper"] = Centred()
+
+
+def test_what_a_convolution_is_shown_must_not_matter():
+    graph = Graph.from_pyg(hetero_models.hetero_data())
+    with pytest.raises(InputError, match=r"\(Centred\) does not give the same rows"):
+        Trainer(config(), graph=graph, model=WithCentred()).fit()
+
+
+class TwoTables(nn.Module):
+    """Two types of as many vertices; the names tell whose table it is."""
+
+    def __init__(self, names=("a", "b")):
+        super().__init__()
+        self.tables = nn.ModuleDict({n: nn.Embedding(20, 4) for n in names})
+        self.names = names
+        self.conv = pyg.SAGEConv((4, 4), 3)
+
+    def forward(self, x_dict, edge_index_dict):
+        read, own = (self.tables[n].weight for n in self.names)
+        return self.conv((read, own), edge_index_dict["a", "to", "b"])
+
+
+def test_types_of_equal_size():
+    data = HeteroData()
+    data["a"].num_nodes = data["b"].num_nodes = 20
+    ends = np.random.default_rng(0).integers(0, 20, (2, 90))
+    data["a", "to", "b"].edge_index = torch.from_numpy(np.unique(ends, axis=1))
+    data["b"].y = torch.arange(20) % 3
+    for i, field in enumerate(("train_mask", "val_mask", "test_mask")):
+        data["b"][field] = torch.arange(20) % 3 == i
+    graph = Graph.from_pyg(data)
+    assert Trainer(config(chunks=3), graph=graph, model=TwoTables()).fit().loss > 0
+    with pytest.raises(InputError, match="has 20 rows, and a and b have as many vertices"):
+        Trainer(config(), graph=graph, model=TwoTables(("first", "second"))).fit()
 
 
 class PaperAuthorSubject(nn.Module):

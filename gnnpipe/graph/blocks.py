@@ -104,6 +104,8 @@ def edge_data_of(graph: Graph, dtype: torch.dtype) -> EdgeData:
 def _of_edges(
     edge_data: EdgeData, numbers: npt.NDArray[np.float64], device: torch.device
 ) -> EdgeData:
+    if not edge_data:
+        return {}
     chosen = torch.from_numpy(numbers.astype(np.int64))
     return {name: values[chosen].to(device) for name, values in edge_data.items()}
 

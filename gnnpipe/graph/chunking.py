@@ -116,7 +116,9 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         raise ValueError(f"a chunking of {len(perm)} vertices does not fit a graph of {n}")
     if np.array_equal(perm, np.arange(n)):
         return graph
-    numbers = np.arange(graph.num_edges)
+    # Of bare edges nothing need be found again.
+    bare = not graph.edge_data
+    numbers = np.ones(graph.num_edges, np.int8) if bare else np.arange(graph.num_edges)
     rows = sp.csr_array((numbers, graph.indices, graph.indptr), shape=(n, n))[perm]
     moved = chunking.inverse.astype(graph.indices.dtype)[rows.indices]
     a = sp.csr_array((rows.data, moved, rows.indptr), shape=(n, n))
@@ -161,10 +163,7 @@ def make_chunking(
             "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,
             "partitioner": f"{partitioner} {version_of(partitioner)}",
         }  # fmt: skip
-        arrays: dict[str, Any] = {"indptr": graph.indptr, "indices": graph.indices}
-        if graph.types is not None:
-            arrays["types"] = graph.types.of_vertex
-        key = content_key(settings, arrays)
+        key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
         kept = _recalled(folder, key, (n, chunks, shards))
         if kept is not None:
             return kept
@@ -193,11 +192,7 @@ def _cut(graph: Graph, chunks: int, shards: int, cut: Partitioner, seed: int) ->
     cell = chunk.astype(np.int64) * shards + shard
     bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
     ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
-    order = np.argsort(cell, kind="stable")
-    if graph.types is not None:
-        # In a cell type after type, so that those of a type are a run there, too.
-        order = np.lexsort((np.arange(len(cell)), graph.types.of_vertex, cell))
-    return Chunking(order.astype(np.int64), ptr.astype(np.int64))
+    return Chunking(np.argsort(cell, kind="stable").astype(np.int64), ptr.astype(np.int64))
 
 
 def _check_counts(n: int, chunks: int, shards: int) -> None:

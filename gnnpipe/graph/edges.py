@@ -154,17 +154,15 @@ def _removed(keys: npt.NDArray[np.int64]) -> str:
     pair = keys.view("<i4").reshape(-1, 2)
     loop = pair[:, 0] == pair[:, 1]
     again = (keys[1:] == keys[:-1]) & ~loop[1:]
-    return _text({"duplicate edge": int(again.sum()), "loop": int(loop.sum())}, len(keys))
+    counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
+    return _text(counts, len(keys), "aggregations count each neighbour once; ")
 
 
-def _text(counts: Mapping[str, int], total: int) -> str:
+def _text(counts: Mapping[str, int], total: int, why: str = "") -> str:
     parts = [f"{k} {what}{'s' * (k > 1)}" for what, k in counts.items() if k]
     if not parts:
         return ""
-    return (
-        f"removed {' and '.join(parts)} of {total} edges (aggregations count each neighbour "
-        "once; gcn and gat add their own loops)"
-    )
+    return f"removed {' and '.join(parts)} of {total} edges ({why}gcn and gat add their own loops)"
 
 
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 from gnnpipe.errors import InputError
 from gnnpipe.graph.arrays import array_of, csr_of
 from gnnpipe.graph.clean import clean, clean_features
-from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
 from gnnpipe.graph.labels import clean_labels, clean_targets
 from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask
 from gnnpipe.graph.types import VertexTypes
@@ -68,7 +68,9 @@ def graph_from_hetero(
         found = _edges(store, where, counts[source], counts[reading])
         edges.append(found + np.array([[first[source]], [first[reading]]]))
         kinds.append(np.full(found.shape[1], number))
-        unread += [f"{relation}.{k}" for k in ("edge_weight", "edge_attr") if k in store]
+        unread += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
+        if store.get("edge_index") is None and not (csr_of(store.adj_t).data == 1).all():
+            unread.append(f"the values of {relation}.adj_t")
     own = slice(first[target], first[target] + n_target)
     given = array_of(data[target].y)
     y = clean_targets(given, name) if task == "regression" else clean_labels(given, name, None)

@@ -8,6 +8,7 @@ arXiv 2308.10087, released code. Of splits that are as fast, the one that sends 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -85,6 +86,13 @@ def split_evenly(
     return tuple(pairwise((0, *narrowest(len(costs), stages)[1], len(costs))))
 
 
+def _shared(model: ModelGraph) -> str:
+    """Some weights that several ops use, for a person."""
+    uses = Counter(name for op in model.ops for name in set(op.weights))
+    names = [name for name, count in uses.items() if count > 1]
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: " if names else ""
+
+
 def plan_uniform(
     model: ModelGraph,
     *,
@@ -104,8 +112,8 @@ def plan_uniform(
     cuts = model.cuts
     if stages > len(cuts) + 1:
         raise InputError(
-            f"--stages {stages}: {model.name} can be cut in {len(cuts)} places (weights that "
-            "several calls share must stay on one stage); "
+            f"--stages {stages}: {model.name} can be cut in {len(cuts)} places ({_shared(model)}"
+            "weights that several calls share must stay on one stage); "
             f"try --stages {len(cuts) + 1} or more --shards"
         )
     costs = op_costs(model, num_vertices, num_edges, feature_entries)

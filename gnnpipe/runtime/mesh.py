@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
 
@@ -42,6 +44,8 @@ class Mesh:
     """The ranks that share this stage; none when G = 1."""
     control_group: dist.ProcessGroup | None
     """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
+    owns_group: bool = False
+    """The ranks met here, and not before in the user's own script."""
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
@@ -54,11 +58,11 @@ class Mesh:
             )
         if world == 1:
             return cls(stages, shards, 0, _device(device, 0), None, None)
+        owns_group = False
         if not dist.is_initialized():
             gpus = device != "cpu" and torch.cuda.is_available()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s)
-            )
+            _meet("cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout_s))
+            owns_group = True
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         mesh = cls(stages, shards, dist.get_rank(), torch.device("cpu"), None, control)
         try:
@@ -70,7 +74,7 @@ class Mesh:
             torch.cuda.set_device(place)
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
-        return cls(stages, shards, dist.get_rank(), place, group, control)
+        return cls(stages, shards, dist.get_rank(), place, group, control, owns_group)
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -141,9 +145,23 @@ class Mesh:
         raise InputError(text if everywhere else f"rank {rank}: {text}")
 
     def leave(self) -> None:
-        """Part from the other ranks in good order."""
-        if dist.is_initialized():
+        """Part from the other ranks in good order; a process group of the user's own remains."""
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Make the process group, under a name that no group of these ranks had before.
+
+    torchrun's store outlives a group: under the same name the ranks of a second one would find the
+    addresses of the first.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    times = store.add(f"gnnpipe/{rank}", 1)
+    dist.init_process_group(
+        backend, timeout=timeout, store=PrefixStore(f"gnnpipe/group-{times}", store),
+        rank=rank, world_size=world_size,
+    )  # fmt: skip
 
 
 def torchrun_line(world_size: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN, Layer, Model
 from gnnpipe.models.bridge import Captured
@@ -17,7 +19,7 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     """The DAG of the model's ops: of hand-made layers a chain, one op each."""
     sizes = model.name, graph.num_features, graph.num_classes
     if isinstance(model, Captured):
-        return ModelGraph(*sizes, _captured_ops(model), unit="op")
+        return ModelGraph(*sizes, _captured_ops(model, graph), unit="op")
     assert isinstance(model, GNN)
     ops: list[Op] = []
     for layer in model.stack():
@@ -25,7 +27,12 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     return ModelGraph(*sizes, tuple(ops))
 
 
-def _captured_ops(model: Captured) -> tuple[Op, ...]:
+def _width(graph: Graph, model: Captured, call: fx.Node) -> int:
+    """F of the features that an op reads."""
+    return max(int(graph.features(model.facts[call].vertex_type).shape[1]), 1)
+
+
+def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
     """One op per recorded call; weights that several calls share count for the first."""
     ops: list[Op] = []
     counted: set[str] = set()
@@ -45,7 +52,7 @@ def _captured_ops(model: Captured) -> tuple[Op, ...]:
                 outputs={call.name: model.facts[call].width},
                 num_parameters=sum(p.numel() for p in new),
                 flops_per_row=0 if reads else flops,
-                flops_per_feature=flops // max(model.num_features, 1) if reads else 0,
+                flops_per_feature=flops // _width(graph, model, call) if reads else 0,
                 push_width=found.width if found else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",

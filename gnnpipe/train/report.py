@@ -15,6 +15,7 @@ import scipy.sparse as sp
 
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout
+from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
@@ -139,7 +140,9 @@ def _span(by_layer: Sequence[float]) -> str:
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
     graph, plan, config = prepared.graph, prepared.plan, prepared.config
-    sparse = graph.types is None and isinstance(graph.x, sp.csr_array)
+    sparse = isinstance(graph.x, sp.csr_array)
+    if graph.types is not None:
+        sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
     symmetric = _symmetric(prepared)
     types = graph.row_types.items()
     estimates = []
@@ -188,7 +191,9 @@ def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
     whole = prepared.model.piece(0, prepared.plan.num_ops)
     kinds = {a.structure for a in whole.aggregations}
-    return not any(k.startswith("mean") for k in kinds) and prepared.graph.is_symmetric
+    return kinds <= {"gcn", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
+        prepared.graph.is_symmetric
+    )
 
 
 def info_lines(prepared: Prepared) -> list[str]:

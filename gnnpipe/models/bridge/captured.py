@@ -44,7 +44,7 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
     What the edges of ``graph`` carry is passed to a forward that asks for it by name. Weights and
     buffers are shared with the recording from here on.
     """
-    names = edge_inputs(model, graph.edge_data)
+    names = edge_inputs(model, graph.edge_data if graph.types is None else {})
     sample = make_sample(model, graph.reduced_to(names))
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from gnnpipe.models.bridge.recording import dropout_arguments
 from gnnpipe.models.dropout import edge_keys
 from gnnpipe.models.layer import Rows
 
-__all__ = ["DropoutKinds", "KeyedDropout"]
+__all__ = ["DropoutKinds", "KeyedDropout", "NoDropout"]
 
-ROWS, EDGES, EDGES_AND_LOOPS = "rows", "edges", "edges and loops"
+ROWS, READ_ROWS, EDGES, EDGES_AND_LOOPS = "rows", "read rows", "edges", "edges and loops"
+"""What dropout is of; of the rows that are read only where they are of another type."""
 
 
 class _Dropout(TorchFunctionMode, ABC):
@@ -67,8 +68,8 @@ class KeyedDropout(_Dropout):
         keys = self._block.keys
         assert keys is not None, "nothing of the pilots is dropped"
         into = keys if self._block.into_keys is None else self._block.into_keys
-        if kind == ROWS:
-            return keys[:count] if count <= len(keys) else into[:count]
+        if kind in (ROWS, READ_ROWS):
+            return (into if kind == ROWS else keys)[:count]
         source, target = self._block.edge_index
         if kind == EDGES_AND_LOOPS:
             loops = torch.arange(count - len(source), device=keys.device)
@@ -76,14 +77,24 @@ class KeyedDropout(_Dropout):
         return edge_keys(keys[source], into[target])
 
 
+class NoDropout(_Dropout):
+    """Every call does nothing."""
+
+    def drop(self, x: Tensor, probability: float) -> Tensor:
+        """``x`` itself."""
+        return x
+
+
 class DropoutKinds(_Dropout):
     """Notes what every call drops, and lets it do nothing."""
 
-    def __init__(self, rows: Collection[int], edges: Collection[int]) -> None:
-        """Numbers of vertices and of edges that there are."""
+    def __init__(self, num_read: int, num_rows: int, num_edges: int) -> None:
+        """Vertices that are read, vertices that read (the same, of one type), and edges."""
         super().__init__()
-        self._names = {e + n: EDGES_AND_LOOPS for e in edges for n in rows}
-        self._names |= dict.fromkeys(edges, EDGES) | dict.fromkeys(rows, ROWS)
+        self._names = {
+            num_edges + num_read: EDGES_AND_LOOPS, num_edges + num_rows: EDGES_AND_LOOPS,
+            num_edges: EDGES, num_read: READ_ROWS, num_rows: ROWS,
+        }  # fmt: skip
         self.found: list[str] = []
 
     def drop(self, x: Tensor, probability: float) -> Tensor:

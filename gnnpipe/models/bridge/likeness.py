@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
+from gnnpipe.models.bridge.inner_dropout import NoDropout
 from gnnpipe.models.bridge.recording import BY_HAND
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
@@ -26,7 +27,7 @@ def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
     cut_vertex_weights(plain, paths, sample.counts)
     with torch.enable_grad():
         try:
-            with run.dropout_kinds():
+            with NoDropout():
                 truth = plain(*sample.arguments, **sample.edge_data)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None

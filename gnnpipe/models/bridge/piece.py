@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class CapturedPiece(Piece):
 
     def __init__(self, model: Captured, first: int, last: int) -> None:
         cut = Cut(model, first, last)
+        self._model, self._ops = model, (first, last)
         self.rounds = cut.rounds
         self._weights: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -38,6 +40,17 @@ class CapturedPiece(Piece):
             for path, _, what in [str(op.kwargs.get("observed_by", "")).partition(":")]
             if path
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedPiece:
+        """With weights of its own for its ops; those of other stages are shared.
+
+        The recording is not copied: its calls are linked, and a deep model has thousands.
+        """
+        own = {id(value) for _, value in self.named_state()}
+        for value in self._model.module.state_dict(keep_vars=True).values():
+            if id(value) not in own:
+                memo[id(value)] = value
+        return CapturedPiece(copy.deepcopy(self._model, memo), *self._ops)
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows

@@ -12,10 +12,11 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import EVERYONE, relation_ends, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
-from gnnpipe.models.bridge.inner_dropout import DropoutKinds
+from gnnpipe.models.bridge.inner_dropout import DropoutKinds, NoDropout
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
 from gnnpipe.models.bridge.recording import EDGES, attribute, is_input, line_of
 from gnnpipe.models.bridge.rowwise import check_rows, name_of
+from gnnpipe.models.bridge.rules import RULES
 from gnnpipe.models.bridge.sample import Sample
 from gnnpipe.models.layer import Rows
 
@@ -83,13 +84,8 @@ class SampleRun:
         elif call.target is aggregate:
             self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
         else:
-            with self.dropout_kinds():
+            with NoDropout():
                 self.whole[call] = self._call(call, self.whole)
-
-    def dropout_kinds(self) -> DropoutKinds:
-        """What dropout is of, told by numbers of rows."""
-        sizes = [int(edges.shape[1]) for edges in self.sample.edges.values()]
-        return DropoutKinds(self.sample.counts.values(), sizes)
 
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
@@ -100,6 +96,12 @@ class SampleRun:
         source, target = relation_ends(graph.relations, kind)
         chosen = graph.row_types
         matrix = torch.from_numpy(rows[chosen[target]][:, chosen[source]].toarray())
+        if len(x) != matrix.shape[1]:
+            raise InputError(
+                f"model: {name_of(call)} is given rows of "
+                f"{self.types.get(call.all_input_nodes[0], '') or 'another type'}, but the edges "
+                f"lead from {source} to {target}{line_of(call)}"
+            )
         found = matrix @ x.flatten(1)
         return found.reshape(len(found), *x.shape[1:])
 
@@ -136,11 +138,11 @@ class SampleRun:
             )
         index = next(source for source in call.all_input_nodes if is_input(source, EDGES))
         source, target = self.sample.ends[str(index.target)]
-        with self.dropout_kinds() as kinds:
+        counts, num_edges = self.sample.counts, self.sample.edges[str(index.target)].shape[1]
+        with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
             whole = self._call(call, self.whole)
         if not isinstance(whole, Tensor):
             raise InputError(f"model: {name_of(call)} returns more than its rows{line_of(call)}")
-        counts = self.sample.counts
         rows = {
             k: v
             for k, v in self.whole.items()
@@ -163,8 +165,7 @@ class SampleRun:
                 reason = reason or str(error)
         raise InputError(
             f"model: {name_of(call)} ({type(conv).__name__}) does not give the same rows when it "
-            f"is shown only the edges into them: {reason}{line_of(call)}. It may read degrees or "
-            "statistics of the whole graph, or draw random numbers"
+            f"is shown only the edges into them: {reason}{line_of(call)}. {_advice(conv)}"
         )
 
     def _agrees(
@@ -175,17 +176,16 @@ class SampleRun:
         whole: Tensor,
         half: int,
     ) -> bool:
-        """Run on one half of the vertices, with the others as its halo, in another order."""
+        """Run on one half of the vertices, and on no other rows than those that it reads."""
         sample, name = self.sample, str(index.target)
         source, target = sample.ends[name]
         halves = sample.halves(target)
         own = torch.arange(sample.counts[target])[halves[half]]
-        if source == target:
-            order = torch.cat([own, torch.arange(sample.counts[target])[halves[1 - half]].flip(0)])
-        else:
-            order = torch.arange(sample.counts[source]).flip(0)
         edges = sample.edges[name]
         into = torch.isin(edges[1], own)
+        order = torch.unique(edges[0, into])
+        if source == target:
+            order = torch.cat([own, order[~torch.isin(order, own)]])
         edges = torch.stack([_places(order)[edges[0, into]], _places(own)[edges[1, into]]])
         nothing = torch.empty(0, dtype=torch.int64)
         block = Block(edges, nothing, nothing.bool()[:, None], (len(order), len(own)))
@@ -194,6 +194,16 @@ class SampleRun:
         carried = tuple(self.whole[value][into] for value in block_conv.carried)
         found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)
         return torch.allclose(found, whole[own], 1e-9, 1e-12)
+
+
+def _advice(conv: MessagePassing) -> str:
+    if type(conv) in RULES:
+        return (
+            "It normalises over the whole graph, and is taken apart for that only with its plain "
+            "settings (not improved) and with edge_weight as the graph has it: compute the weights "
+            "before the graph is made"
+        )
+    return "It may read degrees or statistics of the whole graph, or draw random numbers"
 
 
 def _places(order: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import Features, Graph
 from gnnpipe.graph.types import VertexTypes
 from gnnpipe.models.bridge.recording import EDGES, FEATURES, input_name
 
@@ -99,7 +99,7 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
         name: _random_edges(counts[source], counts[target], source == target, rng)
         for name, (source, target) in relations.items()
     }
-    x = {t: rng.standard_normal((counts[t], width)) for t, width in widths.items()}
+    x = {t: _features(of.features(t), counts[t], rng) for t in widths}
     graph = _joined(counts, relations, edges)
     if types is None:
         data: dict[str, Any] = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
@@ -165,6 +165,22 @@ def _joined(
         np.zeros((n, 1), dtype=np.float32), np.zeros(n, dtype=np.int64), mask, mask, mask, 1,
         edge_type=kind[order],
     )  # fmt: skip
+
+
+def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Random rows; where a column holds categories (whole numbers), numbers of its range."""
+    found = rng.standard_normal((count, x.shape[1]))
+    if isinstance(x, np.ndarray):
+        first = np.asarray(x[:_LOOKED_AT], dtype=np.float64)
+        largest = first.max(axis=0, initial=0)
+        for column in np.flatnonzero((first == np.floor(first)).all(axis=0) & (largest > 1)):
+            if first[:, column].min() >= 0:
+                found[:, column] = rng.integers(0, int(largest[column]) + 1, count)
+    return found
+
+
+_LOOKED_AT = 4096
+"""Rows of the features that tell what a column holds; there may be too many to read them all."""
 
 
 def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:

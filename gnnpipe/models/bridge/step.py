@@ -238,9 +238,26 @@ def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
     return now if rows.training or rows.pilot else kept.to(now.dtype).expand_as(now)
 
 
+class _RowsOfWeight(torch.autograd.Function):
+    """Rows of a weight, each at most once; torch's own adjoint makes all N rows for every chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+        ctx.weight, ctx.rows = weight, rows
+        return weight.detach()[rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        if ctx.weight.grad is None:
+            ctx.weight.grad = torch.zeros_like(ctx.weight)
+        ctx.weight.grad.index_add_(0, ctx.rows, grad)
+        return None, None
+
+
 def _of_vertices(rows: Rows, weight: Tensor) -> Tensor:
     assert rows.vertices is not None
-    return weight[rows.vertices]
+    found: Tensor = _RowsOfWeight.apply(weight, rows.vertices)  # type: ignore[no-untyped-call]
+    return found
 
 
 _OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn.conv import hetero_conv
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
@@ -38,7 +39,11 @@ from gnnpipe.models.bridge.recording import (
 )
 from gnnpipe.models.bridge.rewrite import compare, make_out_of_place, replace_dropout
 from gnnpipe.models.bridge.rules import RULES, TAKES_PAIRS, OtherKindError
-from gnnpipe.models.bridge.vertex_weights import mark_vertex_weights
+from gnnpipe.models.bridge.vertex_weights import (
+    check_vertex_weights,
+    mark_vertex_weights,
+    vertex_weights,
+)
 
 __all__ = ["edge_inputs", "trace"]
 
@@ -98,6 +103,7 @@ def trace(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphMod
     compare(training, evaluation)
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
+    check_vertex_weights(training, vertex_weights(training), graph.vertex_counts)
     training.graph.eliminate_dead_code()
     for call in list(training.graph.nodes):
         if call.op == "placeholder" and not call.users:
@@ -191,7 +197,7 @@ class _Tracer(fx.Tracer):
         if not isinstance(edges, fx.Proxy) or not is_input(edges.node, EDGES):
             return None
         rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
-        if rows and not (type(m) in TAKES_PAIRS and rows == [others["x"]]):
+        if rows and not (type(m) in TAKES_PAIRS and len(rows) == 1 and rows[0] is others["x"]):
             return None
         carried = {k: v for k, v in others.items() if k in EDGE_DATA}
         if not all(is_input(v.node, k) for k, v in carried.items()):
@@ -199,7 +205,8 @@ class _Tracer(fx.Tracer):
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
         takes = inspect.signature(RULES[type(m)]).parameters
-        if set(others) - set(takes):
+        needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv"}
+        if set(others) - set(takes) or needed - set(others):
             return None
         number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
@@ -215,7 +222,7 @@ def _record(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphM
     root, tracer = _Root(model), _Tracer(names, graph.types)
     before = _random_state()
     try:
-        with _pooling_refused():
+        with _escapes_closed():
             recording = fx.GraphModule(root, tracer.trace(root))
             _choose_target(recording, graph.target)
         if _random_state() != before:
@@ -258,8 +265,8 @@ def _random_state() -> tuple[bytes, str, str]:
 
 
 @contextmanager
-def _pooling_refused() -> Iterator[None]:
-    """PyG's aggregations, called outside a convolution, escape fx: they define ``__call__``."""
+def _escapes_closed() -> Iterator[None]:
+    """What of PyG does not see that it is traced: aggregations define ``__call__`` themselves."""
     original = pyg.Aggregation.__call__
 
     def refuse(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +276,23 @@ def _pooling_refused() -> Iterator[None]:
         return original(self, x, *args, **kwargs)
 
     pyg.Aggregation.__call__ = refuse
+    grouping, hetero_conv.group = hetero_conv.group, _group
     try:
         yield
     finally:
         pyg.Aggregation.__call__ = original
+        hetero_conv.group = grouping
+
+
+def _group(values: list[Any], how: str | None) -> Any:
+    """What HeteroConv makes of several results: PyG's own asks whether a result is a tuple."""
+    if not values:
+        return None
+    if how is None:
+        return torch.stack(values, dim=1)
+    if len(values) == 1:
+        return values[0]
+    if how == "cat":
+        return torch.cat(values, dim=-1)
+    found = getattr(torch, how)(torch.stack(values, dim=0), dim=0)
+    return found[0] if how in ("min", "max") else found

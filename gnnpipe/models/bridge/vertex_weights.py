@@ -11,10 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
+from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.marks import of_vertices
 from gnnpipe.models.bridge.recording import attribute
 
-__all__ = ["cut_vertex_weights", "mark_vertex_weights", "vertex_weights"]
+__all__ = [
+    "check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights",
+]  # fmt: skip
 
 
 def mark_vertex_weights(
@@ -24,13 +27,16 @@ def mark_vertex_weights(
 
     ``counts``: of the vertices of each type. Rules mark theirs by themselves.
     """
-    types = {count: name for name, count in reversed(list(counts.items()))}
     for call in list(recording.graph.nodes):
         if call.op != "get_attr":
             continue
         path = str(call.target)
         weight = attribute(recording, path)
-        if not isinstance(weight, nn.Parameter) or weight.dim() < 2 or len(weight) not in types:
+        if (
+            not isinstance(weight, nn.Parameter)
+            or weight.dim() < 2
+            or len(weight) not in counts.values()
+        ):
             continue
         # The recording has plain modules in the place of those that it only reads a weight of.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
@@ -39,10 +45,35 @@ def mark_vertex_weights(
             continue
         with recording.graph.inserting_after(call):
             rows = recording.graph.call_function(
-                of_vertices, (call,), {"vertex_type": types[len(weight)]}
+                of_vertices, (call,), {"vertex_type": _type_of(path, len(weight), counts)}
             )
         rows.stack_trace = call.stack_trace
         call.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
+
+
+def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
+    """The type that has so many vertices; of several the one whose name is in the path."""
+    types = [name for name, found in counts.items() if found == count]
+    named = [name for name in types if name in path.split(".")]
+    if len(types) > 1 and len(named) != 1:
+        raise InputError(
+            f"model: {path.removeprefix('model.')} has {count} rows, and {' and '.join(types)} "
+            "have as many vertices; keep it in a ModuleDict or ParameterDict under the type's name"
+        )
+    return (named or types)[0]
+
+
+def check_vertex_weights(
+    recording: fx.GraphModule, paths: Mapping[str, str], counts: Mapping[str, int]
+) -> None:
+    """``InputError`` for a weight that has not as many rows as there are vertices."""
+    for path, vertex_type in paths.items():
+        found = len(attribute(recording, path))
+        if found != counts[vertex_type]:
+            raise InputError(
+                f"model: {path.removeprefix('model.')} has {found} rows, but the graph has "
+                f"{counts[vertex_type]} {vertex_type} vertices".replace("  ", " ")
+            )
 
 
 def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
