@@ -175,6 +175,11 @@ class Backwards(hetero_models.Hetero):
         )
 
 
+class Misspelt(hetero_models.Hetero):
+    def forward(self, x_dict, edge_index_dict):
+        return self.out(self.encode["paper"](x_dict["papers"]))
+
+
 class Mixing(hetero_models.Hetero):
     def forward(self, x_dict, edge_index_dict):
         papers = self.encode["paper"](x_dict["paper"])
@@ -208,6 +213,7 @@ class Plain(nn.Module):
         (Joining, r"cat mixes rows of author and paper.*torch\.cat\(parts\)"),
         (Elsewhere, "gives results for author, but 'paper' has the labels"),
         (Backwards, "given rows of author, but the edges lead from paper to author"),
+        (Misspelt, r"asks for 'papers' .*types with features are paper, author, its relations"),
         (Plain, "lin mixes rows of author and paper"),
     ],
 )

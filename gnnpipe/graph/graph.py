@@ -218,6 +218,11 @@ class Graph:
             )
         from gnnpipe.graph.pyg import graph_from_data
 
+        if target:
+            raise InputError(
+                f"dataset {name!r}: target {target!r} has no meaning for one type of vertices; "
+                "leave it out, or give a HeteroData"
+            )
         return graph_from_data(
             data, name=name, split=split, seed=seed, symmetrize=symmetrize, task=task
         )

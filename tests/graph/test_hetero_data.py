@@ -122,3 +122,5 @@ def test_the_target_can_be_chosen():
         Graph.from_pyg(found, target="c")
     with pytest.raises(InputError, match="ToUndirected"):
         Graph.from_pyg(found, symmetrize=True)
+    with pytest.raises(InputError, match="target 'a' has no meaning for one type"):
+        Graph.from_pyg(found.to_homogeneous(), target="a")

@@ -11,20 +11,19 @@ from __future__ import annotations
 import inspect
 import random
 import traceback
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch_geometric import nn as pyg
-from torch_geometric.nn.conv import hetero_conv
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
+from gnnpipe.models.bridge.escapes import escapes_closed
 from gnnpipe.models.bridge.hetero_rules import HETERO_RULES
 from gnnpipe.models.bridge.marks import drop
 from gnnpipe.models.bridge.norms import NORMS
@@ -222,7 +221,7 @@ def _record(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphM
     root, tracer = _Root(model), _Tracer(names, graph.types)
     before = _random_state()
     try:
-        with _escapes_closed():
+        with escapes_closed():
             recording = fx.GraphModule(root, tracer.trace(root))
             _choose_target(recording, graph.target)
         if _random_state() != before:
@@ -239,6 +238,13 @@ def _record(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphM
         where = "in PyG's own code"
         if frames:
             where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+        if isinstance(error, KeyError) and graph.types is not None:
+            relations = ", ".join(map(str, graph.relations))
+            raise InputError(
+                f"model: {type(model).__name__} asks for {error} ({where}), which the graph has "
+                f"not: its types with features are {', '.join(graph.types.features) or 'none'}, "
+                f"its relations {relations}"
+            ) from None
         raise InputError(
             f"model: {type(model).__name__} cannot be traced: {error} ({where}). Make that line "
             f"independent of the data, {BY_HAND}"
@@ -262,37 +268,3 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
 def _random_state() -> tuple[bytes, str, str]:
     state = torch.random.get_rng_state().numpy().tobytes()
     return state, str(random.getstate()), str(np.random.get_state())
-
-
-@contextmanager
-def _escapes_closed() -> Iterator[None]:
-    """What of PyG does not see that it is traced: aggregations define ``__call__`` themselves."""
-    original = pyg.Aggregation.__call__
-
-    def refuse(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, fx.Proxy):
-            tracer: Any = x.tracer
-            return tracer.call_module(self, self.forward, (x, *args), kwargs)
-        return original(self, x, *args, **kwargs)
-
-    pyg.Aggregation.__call__ = refuse
-    grouping, hetero_conv.group = hetero_conv.group, _group
-    try:
-        yield
-    finally:
-        pyg.Aggregation.__call__ = original
-        hetero_conv.group = grouping
-
-
-def _group(values: list[Any], how: str | None) -> Any:
-    """What HeteroConv makes of several results: PyG's own asks whether a result is a tuple."""
-    if not values:
-        return None
-    if how is None:
-        return torch.stack(values, dim=1)
-    if len(values) == 1:
-        return values[0]
-    if how == "cat":
-        return torch.cat(values, dim=-1)
-    found = getattr(torch, how)(torch.stack(values, dim=0), dim=0)
-    return found[0] if how in ("min", "max") else found
