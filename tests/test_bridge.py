@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -204,7 +205,7 @@ for _ in range(2):
     torch.manual_seed(0)
     config = TrainConfig(dataset="karate", epochs=1, out="off", quiet=True, stages=2)
     trainer = Trainer(config, model=GraphSAGE(34, 8, 2, 4))
-    print("loss", trainer.fit().loss)
+    print(trainer.fit().loss)
     trainer.close()
 """
 
@@ -219,8 +220,10 @@ def test_ranks_may_meet_again(tmp_path):
         [sys.executable, *words], timeout=120, check=True, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert len(set(done.stdout.split("\n"))) == 2
-    assert done.stdout.count("loss") == 4
+    # Two ranks write to one pipe, and lines may mix.
+    losses = re.findall(r"\d+\.\d+", done.stdout)
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
 
 
 class Tied(nn.Module):
