@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 
 PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.train.verify"]
@@ -67,6 +70,29 @@ def carrying(graph, name, seed=0):
         indices=np.repeat(graph.indices, twice),
         **{name: made[name]()},
     )
+
+
+def quick_config(**settings):
+    """Three epochs in float64, nothing written and nothing said."""
+    return TrainConfig(
+        **{"epochs": 3, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
+        | settings
+    )
+
+
+class NoDropout(TorchFunctionMode):
+    """Plain PyG without dropout."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.dropout:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def assert_all_within(found, tolerance=1e-10):
+    """``found``: (difference, what it is of)."""
+    largest = max(found)
+    assert largest[0] <= tolerance, largest[1]
 
 
 def one_way_graph(n=40, seed=0):

@@ -12,11 +12,11 @@ import pyg_models
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import carrying, run_ranks, small_graph
+from helpers import NoDropout, assert_all_within, carrying, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe import TrainConfig, Trainer
+from gnnpipe import Trainer
 
 EPOCHS = 3
 
@@ -24,20 +24,6 @@ EPOCHS = 3
 def made(name, seed=0):
     torch.manual_seed(seed)
     return pyg_models.MODELS[name]()
-
-
-def config(**settings):
-    return TrainConfig(
-        **{"epochs": EPOCHS, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
-        | settings
-    )
-
-
-class NoDropout(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.dropout:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", pyg_models.MODELS)
@@ -49,7 +35,7 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     graph = carrying(small_graph(directed=True), pyg_models.CARRIED.get(name))
     model = made(name)
     plain = copy.deepcopy(model).double()
-    trainer = Trainer(config(epochs=4), graph=graph, model=model)
+    trainer = Trainer(quick_config(epochs=4), graph=graph, model=model)
     losses = [row.loss for row in trainer.fit().history]
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
@@ -90,7 +76,7 @@ def largest_difference(shapes, names, **settings):
     for stages, shards, chunks in shapes:
         mesh = Mesh.join(stages, shards)
         for name in names:
-            run = config(stages=stages, shards=shards, chunks=chunks, **settings)
+            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
             # Every rank has weights of its own; those of rank 0 must win.
             model = made(name, seed=mesh.rank)
             graph = small_graph(directed=True, sparse=chunks > 1)
@@ -101,17 +87,12 @@ def largest_difference(shapes, names, **settings):
     return found
 
 
-def assert_equal(found):
-    largest = max(found)
-    assert largest[0] <= 1e-10, largest[1]
-
-
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 @pytest.mark.parametrize("name", pyg_models.MODELS)
 def test_chunks_on_one_process(name, staleness):
     """With dropout on."""
-    assert_equal(largest_difference([(1, 1, 6)], [name], staleness=staleness))
+    assert_all_within(largest_difference([(1, 1, 6)], [name], staleness=staleness))
 
 
 # One of each kind; what the others differ in is seen on one process.
@@ -124,17 +105,17 @@ ON_RANKS = (
 
 def test_two_ranks():
     shapes = [(2, 1, 1), (1, 2, 1), (2, 1, 6)]
-    assert_equal(run_ranks(largest_difference, 2, shapes, ON_RANKS)[0])
+    assert_all_within(run_ranks(largest_difference, 2, shapes, ON_RANKS)[0])
 
 
 def test_four_ranks():
-    assert_equal(run_ranks(largest_difference, 4, [(2, 2, 6)], ON_RANKS)[0])
+    assert_all_within(run_ranks(largest_difference, 4, [(2, 2, 6)], ON_RANKS)[0])
 
 
 def trained(name):
     """A run's result and the state dict that every rank ends with."""
     graph = small_graph()
-    trainer = Trainer(config(stages=2, chunks=4), graph=graph, model=made(name))
+    trainer = Trainer(quick_config(stages=2, chunks=4), graph=graph, model=made(name))
     result = trainer.fit()
     return result, {k: v.numpy() for k, v in trainer.model.state_dict().items()}
 
@@ -146,14 +127,14 @@ def test_bytes_and_weights_after_two_stages(name):
         assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
         assert result.comm_bytes_per_epoch["pipeline"] > 0
         assert weights.keys() == made(name).state_dict().keys()
-        alone = Trainer(config(chunks=4), graph=small_graph(), model=made(name))
+        alone = Trainer(quick_config(chunks=4), graph=small_graph(), model=made(name))
         np.testing.assert_allclose(result.loss, alone.fit().loss, rtol=1e-9)
         for key, value in alone.model.state_dict().items():
             np.testing.assert_allclose(weights[key], value.numpy(), rtol=1e-6, atol=1e-9)
 
 
 def bytes_on_two_shards():
-    run = config(shards=2, chunks=4, epochs=2)
+    run = quick_config(shards=2, chunks=4, epochs=2)
     result = Trainer(run, graph=small_graph(), model=made("GCN batch norm")).fit()
     return result.comm_bytes_per_epoch, result.comm_bytes_closed_form
 
@@ -167,12 +148,12 @@ def test_the_bytes_of_a_mean_are_the_closed_form():
 
 def test_stale_statistics_are_warned_of():
     with pytest.warns(UserWarning, match="normalises over all vertices.*--chunks 1"):
-        Trainer(config(chunks=4), graph=small_graph(), model=made("graph norm")).fit()
+        Trainer(quick_config(chunks=4), graph=small_graph(), model=made("graph norm")).fit()
 
 
 def test_lazy_weights_take_their_shape():
     model = pyg_models.Two(lambda a, b: pyg.SAGEConv(-1, b))
-    assert Trainer(config(), graph=small_graph(), model=model).fit().loss > 0
+    assert Trainer(quick_config(), graph=small_graph(), model=model).fit().loss > 0
 
 
 class Categories(nn.Module):
@@ -192,7 +173,7 @@ def test_a_column_of_features_may_be_a_category():
     torch.manual_seed(0)
     model = Categories()
     truth = plain_losses(model, graph, 4)
-    found = Trainer(config(epochs=4), graph=graph, model=model).fit()
+    found = Trainer(quick_config(epochs=4), graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
 
 
@@ -281,7 +262,7 @@ def test_shared_weights_are_one_weight_on_one_stage(kind):
     using = [i for i, op in enumerate(described.ops) if "conv.lin.weight" in op.weights]
     assert len(using) > 1
     assert not set(described.cuts) & set(range(using[0] + 1, using[-1] + 1))
-    found = Trainer(config(epochs=4), graph=graph, model=model).fit()
+    found = Trainer(quick_config(epochs=4), graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
 
 
@@ -290,7 +271,7 @@ def frozen_on_two_shards():
     model = pyg_models.Sgc()
     model.conv.lin.bias.requires_grad_(False)
     before = model.conv.lin.bias.detach().clone()
-    Trainer(config(shards=2, weight_decay=0.1), graph=small_graph(), model=model).fit()
+    Trainer(quick_config(shards=2, weight_decay=0.1), graph=small_graph(), model=model).fit()
     return float((model.conv.lin.bias - before).abs().max())
 
 
@@ -306,7 +287,7 @@ def test_batch_norm_of_rows_far_from_zero_in_float32(offset):
     torch.manual_seed(0)
     model = pyg_models.Normed(nn.BatchNorm1d(8))
     truth = plain_losses(model, graph, 4, torch.float32)
-    found = Trainer(config(epochs=4, dtype="float32"), graph=graph, model=model).fit()
+    found = Trainer(quick_config(epochs=4, dtype="float32"), graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-4)
 
 
@@ -314,14 +295,14 @@ def test_the_mode_in_which_a_model_is_given_does_not_matter():
     losses = []
     for mode in (True, False):
         model = made("GAT").train(mode)
-        found = Trainer(config(), graph=small_graph(), model=model).fit()
+        found = Trainer(quick_config(), graph=small_graph(), model=model).fit()
         losses.append([r.loss for r in found.history])
     assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("name", ["transformer", "GAT"])
 def test_a_chunk_may_have_no_edges(name):
-    run = config(chunks=60, epochs=2, partitioner="range")
+    run = quick_config(chunks=60, epochs=2, partitioner="range")
     assert Trainer(run, graph=small_graph(), model=made(name)).fit().loss > 0
 
 

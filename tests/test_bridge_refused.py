@@ -3,19 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import carrying, small_graph
+from helpers import carrying, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe import TrainConfig, Trainer
+from gnnpipe import Trainer
 from gnnpipe.errors import InputError
-
-
-def config(**settings):
-    return TrainConfig(
-        **{"epochs": 3, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
-        | settings
-    )
 
 
 class Wrong(nn.Module):
@@ -120,7 +113,7 @@ class Wrong(nn.Module):
 )
 def test_what_cannot_be_cut_is_refused_by_name_and_line(fault, message):
     with pytest.raises(InputError, match=message):
-        Trainer(config(), graph=small_graph(), model=Wrong(fault)).fit()
+        Trainer(quick_config(), graph=small_graph(), model=Wrong(fault)).fit()
 
 
 class WrongOnEdges(nn.Module):
@@ -165,20 +158,20 @@ class WrongOnEdges(nn.Module):
 def test_what_mixes_edges_is_refused(fault, message):
     graph = carrying(small_graph(), "edge_attr")
     with pytest.raises(InputError, match=message):
-        Trainer(config(), graph=graph, model=WrongOnEdges(fault)).fit()
+        Trainer(quick_config(), graph=graph, model=WrongOnEdges(fault)).fit()
 
 
 def test_what_edges_do_not_carry_is_asked_for_in_vain():
     with pytest.raises(InputError, match="needs 'edge_attr', which the graph has not"):
-        Trainer(config(), graph=small_graph(), model=WrongOnEdges("normed")).fit()
+        Trainer(quick_config(), graph=small_graph(), model=WrongOnEdges("normed")).fit()
 
 
 def test_what_edges_carry_and_nobody_reads_is_told_of():
     graph = carrying(small_graph(), "edge_weight")
     with pytest.warns(UserWarning, match="SAGEConv does not read its edge_weight"):
-        Trainer(config(), graph=graph, model=pyg.SAGEConv(7, 3)).fit()
+        Trainer(quick_config(), graph=graph, model=pyg.SAGEConv(7, 3)).fit()
     with pytest.warns(UserWarning, match="gcn does not read its edge_weight"):
-        Trainer(config(), graph=graph).fit()
+        Trainer(quick_config(), graph=graph).fit()
 
 
 class ShownRows(pyg.MessagePassing):
@@ -194,13 +187,13 @@ class ShownRows(pyg.MessagePassing):
 
 def test_what_a_convolution_is_shown_must_not_matter():
     with pytest.raises(InputError, match=r"\(?ShownRows\)? (does not give the same rows|fails)"):
-        Trainer(config(), graph=small_graph(), model=ShownRows()).fit()
+        Trainer(quick_config(), graph=small_graph(), model=ShownRows()).fit()
 
 
 @pytest.mark.parametrize("count", [50, 70])
 def test_a_weight_for_each_vertex_has_as_many_rows(count):
     with pytest.raises(InputError, match=f"edge_lin.weight has {count} rows, .* 60 vertices"):
-        Trainer(config(), graph=small_graph(), model=pyg.LINKX(count, 7, 8, 3, 1)).fit()
+        Trainer(quick_config(), graph=small_graph(), model=pyg.LINKX(count, 7, 8, 3, 1)).fit()
 
 
 class Needs(nn.Module):
@@ -219,4 +212,4 @@ def test_forward_must_take_features_and_edges():
     )  # fmt: skip
     for model, message in wrong:
         with pytest.raises(InputError, match=message):
-            Trainer(config(), graph=small_graph(), model=model).fit()
+            Trainer(quick_config(), graph=small_graph(), model=model).fit()

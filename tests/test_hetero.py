@@ -8,12 +8,12 @@ import pytest
 import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
-from helpers import SHARED, run_ranks
+from helpers import SHARED, NoDropout, assert_all_within, quick_config, run_ranks
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import HeteroData
 
-from gnnpipe import Graph, TrainConfig, Trainer
+from gnnpipe import Graph, Trainer
 from gnnpipe.errors import InputError
 
 EPOCHS = 3
@@ -24,20 +24,6 @@ def made(name, seed=0):
     torch.manual_seed(seed)
     data = hetero_models.hetero_data(subjects=name not in hetero_models.NO_SUBJECTS)
     return hetero_models.MODELS[name](), data
-
-
-def config(**settings):
-    return TrainConfig(
-        **{"epochs": EPOCHS, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
-        | settings
-    )
-
-
-class NoDropout(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.dropout:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
@@ -52,7 +38,7 @@ def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         model(data.x_dict, data.edge_index_dict)
     plain = copy.deepcopy(model).double()
-    run = config(epochs=4, chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+    run = quick_config(epochs=4, chunks=chunks, staleness="auto" if chunks == 1 else "exact")
     trainer = Trainer(run, graph=Graph.from_pyg(data), model=model)
     losses = [row.loss for row in trainer.fit().history]
     y, train = data["paper"].y, data["paper"].train_mask
@@ -85,7 +71,7 @@ def test_dropout_does_not_depend_on_the_chunks(name):
     losses = []
     for chunks in (1, 2, 6):
         model, data = made(name)
-        run = config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        run = quick_config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
         found = Trainer(run, graph=Graph.from_pyg(data), model=model).fit()
         losses.append([row.loss for row in found.history])
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-9)
@@ -101,7 +87,7 @@ def largest_difference(shapes, names, **settings):
     for stages, shards, chunks in shapes:
         mesh = Mesh.join(stages, shards)
         for name in names:
-            run = config(stages=stages, shards=shards, chunks=chunks, **settings)
+            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
             model, data = made(name, seed=mesh.rank)
             prepared = prepare(run, mesh, Graph.from_pyg(data), model)
             worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
@@ -109,30 +95,25 @@ def largest_difference(shapes, names, **settings):
     return found
 
 
-def assert_equal(found):
-    largest = max(found)
-    assert largest[0] <= 1e-10, largest[1]
-
-
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_chunks_on_one_process(name):
     """Stale; the exact walk is held against plain PyG above."""
-    assert_equal(largest_difference([(1, 1, 6)], [name], staleness="auto"))
+    assert_all_within(largest_difference([(1, 1, 6)], [name], staleness="auto"))
 
 
 def test_two_ranks():
     shapes = [(2, 1, 1), (1, 2, 1), (2, 1, 6)]
-    assert_equal(run_ranks(largest_difference, 2, shapes, tuple(hetero_models.MODELS))[0])
+    assert_all_within(run_ranks(largest_difference, 2, shapes, tuple(hetero_models.MODELS))[0])
 
 
 def test_four_ranks():
-    assert_equal(run_ranks(largest_difference, 4, [(2, 2, 6)], tuple(hetero_models.MODELS))[0])
+    assert_all_within(run_ranks(largest_difference, 4, [(2, 2, 6)], tuple(hetero_models.MODELS))[0])
 
 
 def bytes_sent(stages, shards):
     model, data = made("hetero conv")
-    run = config(stages=stages, shards=shards, chunks=4, epochs=2)
+    run = quick_config(stages=stages, shards=shards, chunks=4, epochs=2)
     result = Trainer(run, graph=Graph.from_pyg(data), model=model).fit()
     return result.comm_bytes_per_epoch, result.comm_bytes_closed_form
 
@@ -147,7 +128,7 @@ def test_bytes_are_the_closed_form(shape):
 @pytest.mark.parametrize("name", ["hetero conv", "hgt"])
 def test_a_chunk_may_have_no_vertex_of_a_type(name):
     """20 chunks, 9 subjects."""
-    assert_equal(largest_difference([(1, 1, 20)], [name], partitioner="range"))
+    assert_all_within(largest_difference([(1, 1, 20)], [name], partitioner="range"))
 
 
 def empty_on_ranks(name):
@@ -155,14 +136,14 @@ def empty_on_ranks(name):
 
 
 def test_a_rank_may_have_no_row_of_a_type():
-    assert_equal(run_ranks(empty_on_ranks, 2, "hetero conv")[0])
+    assert_all_within(run_ranks(empty_on_ranks, 2, "hetero conv")[0])
 
 
 def test_a_deep_recording_is_copied_for_the_forecast():
     """The calls of a recording are linked; walked one by one they would exhaust the stack."""
     data = hetero_models.hetero_data(subjects=False)
     model = hetero_models.Hgt(layers=5)
-    result = Trainer(config(chunks=4), graph=Graph.from_pyg(data), model=model).fit()
+    result = Trainer(quick_config(chunks=4), graph=Graph.from_pyg(data), model=model).fit()
     assert result.missed
 
 
@@ -220,13 +201,13 @@ class Plain(nn.Module):
 def test_what_cannot_be_cut_is_refused(kind, message):
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match=message):
-        Trainer(config(), graph=graph, model=kind()).fit()
+        Trainer(quick_config(), graph=graph, model=kind()).fit()
 
 
 def test_a_built_in_model_knows_one_type():
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match="--model gcn: pyg has several types of vertices"):
-        Trainer(config(), graph=graph).fit()
+        Trainer(quick_config(), graph=graph).fit()
 
 
 class Centred(pyg.MessagePassing):
@@ -253,7 +234,7 @@ class WithCentred(hetero_models.Hetero):
 def test_what_a_convolution_is_shown_must_not_matter():
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match=r"\(Centred\) does not give the same rows"):
-        Trainer(config(), graph=graph, model=WithCentred()).fit()
+        Trainer(quick_config(), graph=graph, model=WithCentred()).fit()
 
 
 class TwoTables(nn.Module):
@@ -279,9 +260,9 @@ def test_types_of_equal_size():
     for i, field in enumerate(("train_mask", "val_mask", "test_mask")):
         data["b"][field] = torch.arange(20) % 3 == i
     graph = Graph.from_pyg(data)
-    assert Trainer(config(chunks=3), graph=graph, model=TwoTables()).fit().loss > 0
+    assert Trainer(quick_config(chunks=3), graph=graph, model=TwoTables()).fit().loss > 0
     with pytest.raises(InputError, match="has 20 rows, and a and b have as many vertices"):
-        Trainer(config(), graph=graph, model=TwoTables(("first", "second"))).fit()
+        Trainer(quick_config(), graph=graph, model=TwoTables(("first", "second"))).fit()
 
 
 class PaperAuthorSubject(nn.Module):
@@ -329,7 +310,7 @@ def test_acm(chunks):
     plain = copy.deepcopy(model).double()
     with pytest.warns(UserWarning, match="both val_mask and test_mask"):
         graph = Graph.from_pyg(data)
-    run = config(chunks=chunks, staleness="exact" if chunks > 1 else "auto")
+    run = quick_config(chunks=chunks, staleness="exact" if chunks > 1 else "auto")
     losses = [row.loss for row in Trainer(run, graph=graph, model=model).fit().history]
     optimizer = torch.optim.Adam(plain.parameters(), lr=run.lr)
     truth = []

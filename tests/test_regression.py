@@ -9,10 +9,10 @@ import pyg_models
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_ranks, small_graph
+from helpers import quick_config, run_ranks, small_graph
 from torch_geometric.data import Data
 
-from gnnpipe import Graph, TrainConfig, Trainer
+from gnnpipe import Graph, Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.graph.load import load_graph
 from gnnpipe.train.scoring import error_sums, regression_score
@@ -27,13 +27,6 @@ def graph_of_numbers(targets=3, missing=True, seed=1):
     known = (~np.isnan(y)).any(axis=1)
     masks = {f: getattr(g, f) & known for f in ("train_mask", "val_mask", "test_mask")}
     return replace(g, y=y, num_classes=targets, **masks)
-
-
-def config(**settings):
-    return TrainConfig(
-        **{"epochs": 4, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
-        | settings
-    )
 
 
 def scores(found, y, mask, metric):
@@ -54,7 +47,7 @@ def test_equals_plain_pyg(metric):
     torch.manual_seed(0)
     model = pyg_models.Sgc()
     plain = copy.deepcopy(model).double()
-    trainer = Trainer(config(metric=metric), graph=graph, model=model)
+    trainer = Trainer(quick_config(epochs=4, metric=metric), graph=graph, model=model)
     result = trainer.fit()
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     y, train = torch.from_numpy(graph.y).double(), torch.from_numpy(graph.train_mask)
@@ -77,7 +70,9 @@ def test_equals_plain_pyg(metric):
 
 
 def on_ranks(stages, shards):
-    run = config(stages=stages, shards=shards, chunks=6, model="gcnii", layers=4, hidden=8)
+    run = quick_config(
+        epochs=4, stages=stages, shards=shards, chunks=6, model="gcnii", layers=4, hidden=8
+    )
     result = Trainer(run, graph=graph_of_numbers()).fit()
     return [r.loss for r in result.history], result.test_metric
 
@@ -96,13 +91,13 @@ def test_the_reference_agrees():
     from gnnpipe.train.verify import verify
 
     mesh = Mesh.join(1, 1)
-    prepared = prepare(config(chunks=6, model="sage"), mesh, graph_of_numbers())
+    prepared = prepare(quick_config(epochs=4, chunks=6, model="sage"), mesh, graph_of_numbers())
     assert max(c.largest for c in verify(prepared, mesh, 3)) < 1e-10
 
 
 def test_the_best_epoch_has_the_least_error():
     graph = graph_of_numbers(targets=1)
-    run = config(metric="rmse", epochs=30, eval_every=1, keep="best", lr=0.3)
+    run = quick_config(metric="rmse", epochs=30, eval_every=1, keep="best", lr=0.3)
     result = Trainer(run, graph=graph).fit()
     errors = [row.scores.val_metric for row in result.history]
     assert result.best_val_metric == min(errors) < errors[-1]
@@ -153,6 +148,6 @@ def test_what_is_no_number_is_refused(change, message):
 
 def test_metrics_fit_the_task():
     with pytest.raises(InputError, match="--metric accuracy: small has 3 targets; try one of r2"):
-        Trainer(config(metric="accuracy"), graph=graph_of_numbers()).fit()
+        Trainer(quick_config(epochs=4, metric="accuracy"), graph=graph_of_numbers()).fit()
     with pytest.raises(InputError, match="--metric mae: small has 3 classes"):
-        Trainer(config(metric="mae"), graph=small_graph()).fit()
+        Trainer(quick_config(epochs=4, metric="mae"), graph=small_graph()).fit()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import scipy.sparse as sp
 
-__all__ = ["array_of", "csr_of", "shape_of"]
+from gnnpipe.errors import InputError
+
+__all__ = ["array_of", "csr_of", "edges_of", "shape_of"]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -56,6 +59,20 @@ def csr_of(value: Any) -> sp.csr_array:
         rowptr, col, data = value.crow_indices(), value.col_indices(), value.values()
     arrays = (data.detach().cpu().float().numpy(), col.cpu().numpy(), rowptr.cpu().numpy())
     return sp.csr_array(arrays, shape=shape)
+
+
+def edges_of(data: Any, name: str) -> tuple[Any, bool]:
+    """Edges [2, E] of what holds ``edge_index`` or ``adj_t``; whether adj_t has values beside 1.
+
+    ``InputError`` if it holds neither.
+    """
+    if data.get("edge_index") is not None:
+        return array_of(data.edge_index), False
+    if data.get("adj_t") is None:
+        raise InputError(f"dataset {name}: neither edge_index nor adj_t; set edge_index")
+    # Row i of adj_t lists the sources of target i.
+    rows = csr_of(data.adj_t).tocoo()
+    return np.stack([rows.col, rows.row]), not (rows.data == 1).all()
 
 
 def _is_sparse_tensor(value: Any) -> bool:

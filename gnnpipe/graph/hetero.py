@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnpipe.errors import InputError
-from gnnpipe.graph.arrays import array_of, csr_of
+from gnnpipe.graph.arrays import array_of, edges_of
 from gnnpipe.graph.clean import clean, clean_features
 from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
 from gnnpipe.graph.labels import clean_labels, clean_targets
@@ -65,11 +64,12 @@ def graph_from_hetero(
     for number, (source, relation, reading) in enumerate(data.edge_types):
         store = data[source, relation, reading]
         where = f"{name}: {source}, {relation}, {reading}"
-        found = _edges(store, where, counts[source], counts[reading])
+        found, has_values = edges_of(store, where)
+        found = _checked(found, where, counts[source], counts[reading])
         edges.append(found + np.array([[first[source]], [first[reading]]]))
         kinds.append(np.full(found.shape[1], number))
         unread += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
-        if store.get("edge_index") is None and not (csr_of(store.adj_t).data == 1).all():
+        if has_values:
             unread.append(f"the values of {relation}.adj_t")
     own = slice(first[target], first[target] + n_target)
     given = array_of(data[target].y)
@@ -128,15 +128,9 @@ def _count(data: Any, vertex_type: str, name: str) -> int:
     return int(count)
 
 
-def _edges(store: Any, where: str, num_source: int, num_target: int) -> Any:
-    """[2, E] of one relation, in range."""
-    if store.get("edge_index") is not None:
-        edges = np.asarray(array_of(store.edge_index))
-    elif store.get("adj_t") is not None:
-        rows = csr_of(store.adj_t).tocoo()
-        edges = np.stack([rows.col, rows.row])
-    else:
-        raise InputError(f"dataset {where}: neither edge_index nor adj_t; set edge_index")
+def _checked(given: Any, where: str, num_source: int, num_target: int) -> Any:
+    """The edges [2, E] of one relation, in range."""
+    edges = np.asarray(given)
     if edges.ndim != 2 or edges.shape[0] != 2 or edges.dtype.kind not in "iu":
         fail(where, f"edge_index is {edges.dtype} of shape {list(edges.shape)}", "int64 [2, E]")
     for row, end, count in ((0, "source", num_source), (1, "target", num_target)):

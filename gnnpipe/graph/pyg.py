@@ -16,7 +16,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.arrays import array_of, csr_of, shape_of
+from gnnpipe.graph.arrays import array_of, edges_of, shape_of
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
 from gnnpipe.graph.graph import EDGE_DATA, Graph
@@ -188,23 +188,13 @@ def graph_from_data(
             f"dataset {name!r}: no y; set data.y to a class for each vertex, [N], or to T labels "
             "of 0 and 1, [N, T]"
         )
-    adjacency = data.get("adj_t")
-    has_values = False
     edge_data = {k: array_of(data[k]) for k in EDGE_DATA if data.get(k) is not None}
-    if data.get("edge_index") is not None:
-        edge_index = array_of(data.edge_index)
-    elif adjacency is not None:
-        # Row i of adj_t lists the sources of target i.
-        rows = csr_of(adjacency).tocoo()
-        edge_index = np.stack([rows.col, rows.row])
-        if edge_data:
-            raise InputError(
-                f"dataset {name!r}: {', '.join(edge_data)} beside adj_t, whose edges may be in "
-                "another order; set data.edge_index"
-            )
-        has_values = not (rows.data == 1).all()
-    else:
-        raise InputError(f"dataset {name!r}: neither edge_index nor adj_t; set data.edge_index")
+    edge_index, has_values = edges_of(data, repr(name))
+    if edge_data and data.get("edge_index") is None:
+        raise InputError(
+            f"dataset {name!r}: {', '.join(edge_data)} beside adj_t, whose edges may be in another "
+            "order; set data.edge_index"
+        )
     masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
     graph = clean(
         edge_index, name=name, x=None if x is None else array_of(x), y=array_of(y),

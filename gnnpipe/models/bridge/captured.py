@@ -65,7 +65,6 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
         probe(model, recording, sample),
         sample.ends,
         graph.relations,
-        graph.num_features,
     )
 
 
@@ -89,11 +88,9 @@ class Captured(Model):
         facts: dict[fx.Node, Facts],
         ends: Mapping[str, tuple[str, str]],
         relations: Sequence[Relation],
-        num_features: int,
     ) -> None:
         """``ends``: for each input of edges, the types of the vertices at their ends."""
         self.recording, self.facts, self.ends = recording, facts, ends
-        self.num_features = num_features
         self._relations = relations
         self.name = type(model).__name__
         self._module = model
@@ -115,7 +112,7 @@ class Captured(Model):
                 # A tensor that forward itself made, out of nothing but numbers.
                 setattr(root, path, getattr(self.recording, path))
         recording = fx.GraphModule(root, self.recording.graph)
-        return Captured(twin, recording, self.facts, self.ends, self._relations, self.num_features)
+        return Captured(twin, recording, self.facts, self.ends, self._relations)
 
     @property
     def module(self) -> nn.Module:
