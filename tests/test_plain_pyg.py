@@ -44,7 +44,7 @@ class PlainSAGE(PlainGCN):
 
 
 class PlainDeep(nn.Module):
-    """Encoder, layers, decoder: what GCNII, ResGCN+ and GAT share."""
+    """Encoder, layers, decoder: what GCNII and ResGCN+ share."""
 
     def __init__(self, ours, graph):
         super().__init__()
@@ -91,17 +91,22 @@ class PlainResGCN(PlainDeep):
         return self.decode(self.norm_out(x).relu())
 
 
-class PlainGAT(PlainDeep):
-    def conv(self, i):
-        return GATConv(HIDDEN, HIDDEN // 2, heads=2)
-
-    def take(self, conv, layer):
-        conv.load_state_dict(layer.conv.state_dict())
+class PlainGAT(nn.Module):
+    def __init__(self, ours, graph):
+        super().__init__()
+        sizes = [graph.num_features] + [HIDDEN] * LAYERS
+        self.convs = nn.ModuleList(GATConv(a, b // 2, heads=2) for a, b in pairwise(sizes))
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS - 1))
+        self.decode = nn.Linear(HIDDEN, graph.num_classes)
+        self.decode.load_state_dict(ours[-1].decode.state_dict())
+        for conv, layer in zip(self.convs, ours, strict=True):
+            lin = layer.encode if layer.is_first else layer.lin
+            conv.load_state_dict({**layer.conv.state_dict(), "lin.weight": lin.weight})
 
     def forward(self, x, edge_index):
-        x = self.encode(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.elu(norm(conv(x, edge_index)))
+        x = F.elu(self.convs[0](x, edge_index))
+        for conv, norm in zip(self.convs[1:], self.norms, strict=True):
+            x = x + F.elu(conv(norm(x), edge_index))
         return self.decode(x)
 
 

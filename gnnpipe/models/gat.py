@@ -1,7 +1,7 @@
 """GAT (Velickovic et al., arXiv 1710.10903), through PyG's unchanged ``GATConv``.
 
 Attention needs both ends of every edge, so this layer does not lower to a fixed product: it pushes
-its input rows, and the convolution runs on the rectangular block of a chunk and its halo.
+its transformed rows, and the attention runs on the rectangular block of a chunk and its halo.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ __all__ = ["GATLayer"]
 class GATLayer(Layer):
     """One GAT layer of ``heads`` heads whose results are concatenated to the hidden width.
 
-    The first layer also encodes the features, the last also decodes to classes. Attention itself is
-    not dropped: such a mask would belong to edges, whose order depends on chunks and shards.
+    Every layer but the first adds to its input, of which it attends to the norm, so that deep
+    stacks train (Xiong et al., arXiv 2002.04745). The first takes the features as they are: behind
+    an encoder and a norm, features that are all positive leave the rows nearly alike (amazon_photo,
+    2 layers, 60 epochs: .22 so, .94 in this form). The last one also decodes to classes. Attention
+    itself is not dropped.
     """
 
     aggregation = "loops"
@@ -28,25 +31,38 @@ class GATLayer(Layer):
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
         if self.is_first:
-            self.encode = input_linear(spec, bias=True)
+            self.encode = input_linear(spec)
+        else:
+            self.norm = nn.LayerNorm(spec.hidden)
+            self.lin = Linear(spec.hidden, spec.hidden, bias=False, weight_initializer="glorot")
         self.conv = GATConv(
             spec.hidden, spec.hidden // spec.heads, heads=spec.heads, add_self_loops=False
         )
-        self.norm = nn.LayerNorm(spec.hidden)
+        # Rows are transformed before they are pushed: once for a chunk, and not again by readers.
+        self.conv.lin = nn.Identity()
         if self.is_last:
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
+    @property
+    def kept_widths(self) -> dict[str, int]:
+        """The residual."""
+        return {} if self.is_first else {"x": self.spec.hidden}
+
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push x after dropout."""
-        x = self.encode(rows.features) if self.is_first else values["x"]
-        return rows.dropout(x, self.spec.dropout, site=self.index), {}
+        """Push the linear map of the features, or of x after norm and dropout."""
+        if self.is_first:
+            return self.encode(rows.features), {}
+        x = values["x"]
+        active = rows.dropout(self.norm(x), self.spec.dropout, site=self.index)
+        return self.lin(active), {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Attend over the block, then norm and activation."""
+        """Attend over the block, and add to the residual."""
         block = rows.block
         assert block is not None
         pair = (received, received[: block.size[1]])
-        x = elu(self.norm(self.conv(pair, block.edge_index, size=block.size)))
+        found = elu(self.conv(pair, block.edge_index, size=block.size))
+        x = found if self.is_first else values["x"] + found
         if not self.is_last:
             return {"x": x}
         return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}
