@@ -48,6 +48,12 @@ class TrainConfig:
     symmetrize: bool = setting(
         False, "add the reverse of every edge of a directed graph", group="data"
     )
+    task: str = setting(
+        "labels",
+        "what is learned: labels of the vertices, or links: which pairs of vertices are joined by "
+        "an edge (--split is then that of the edges; 'given' is 85/5/10)",
+        group="data", choices=("labels", "links"),
+    )  # fmt: skip
 
     model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
     layers: int = setting(2, "number of GNN layers L", group="model", low=1)

@@ -126,6 +126,8 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
     carried: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
     if graph.types is not None:
         carried["types"] = graph.types.renumbered(perm)
+    if graph.pairs is not None:
+        carried["pairs"] = graph.pairs.renumbered(chunking.inverse)
     x: Features = sp.csr_array(graph.x[perm]) if sp.issparse(graph.x) else graph.x[perm]
     return Graph(
         name=graph.name,

@@ -7,7 +7,7 @@ that a graph can be hashed, sliced per rank and memory-mapped before any tensor 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.types import Relation, VertexTypes
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class Graph:
     """[E] from 0, the relation of each edge, likewise."""
     types: VertexTypes | None = None
     """Of a heterogeneous graph; ``edge_type`` then numbers its relations, and ``x`` is empty."""
+    pairs: Pairs | None = None
+    """Of a link prediction: what is learned, in the place of labels; ``y`` is then -1 and
+    ``num_classes`` 0."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -94,6 +98,16 @@ class Graph:
         if self.types is None:
             return {"": np.ones(self.num_vertices, dtype=bool)}
         return {name: self.types.is_of(name) for name in self.types.names}
+
+    @cached_property
+    def table_rows(self) -> dict[str, BoolArray]:
+        """[N] which vertices push rows into a table, by the type that the table goes by.
+
+        ``PAIRS``: all vertices, whose final rows are read over the pairs and not over the edges.
+        """
+        if self.pairs is None:
+            return self.row_types
+        return self.row_types | {PAIRS: np.ones(self.num_vertices, dtype=bool)}
 
     @property
     def vertex_counts(self) -> dict[str, int]:
@@ -176,7 +190,9 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes', '121 labels at once' or '1 target'."""
+        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs'."""
+        if self.pairs is not None:
+            return f"{self.pairs.num_pairs:,} pairs of vertices"
         if self.is_regression:
             return f"{self.num_classes} target{'s' * (self.num_classes > 1)}"
         return f"{self.num_classes} {'labels at once' if self.is_multi_label else 'classes'}"
@@ -190,7 +206,7 @@ class Graph:
     @classmethod
     def from_pyg(
         cls,
-        data: Data | HeteroData,
+        data: Data | HeteroData | Sequence[Data],
         name: str = "pyg",
         split: str = "given",
         seed: int = 0,
@@ -201,10 +217,20 @@ class Graph:
         """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
         Or from a ``HeteroData``, ``target`` being the type with the labels if several have y.
-        ``task``: 'classification', or 'regression' where y holds numbers, [N] or [N, T].
-        ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises ``InputError`` naming
-        the attribute that is missing or wrong.
+        ``task``: 'classification'; 'regression' where y holds numbers, [N] or [N, T]; or 'links':
+        ``data`` is split here, or the (train, val, test) of PyG's ``RandomLinkSplit``, of which
+        train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
+        ``InputError`` naming the attribute that is missing or wrong.
         """
+        if task == "links":
+            from gnnpipe.graph.links import graph_of_links
+
+            return graph_of_links(data, name=name, split=split, seed=seed, symmetrize=symmetrize)
+        if isinstance(data, list | tuple):
+            raise InputError(
+                f"dataset {name!r}: {len(data)} graphs; give one, or task='links' for the three "
+                "of RandomLinkSplit"
+            )
         if hasattr(data, "edge_types") and hasattr(data, "node_types"):
             from gnnpipe.graph.hetero import graph_from_hetero
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph, IntArray
+from gnnpipe.graph.pairs import PAIRS, Pairs
 
-__all__ = ["ShardLayout", "restrict", "shard_layout"]
+__all__ = ["ShardLayout", "restrict", "shard_layout", "table_layouts"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -58,8 +59,8 @@ class ShardLayout:
         return len(self.own) + len(self.halo)
 
 
-def shard_layout(graph: Graph, chunking: Chunking, shard: int) -> ShardLayout:
-    """The layout of one shard of a graph that was renumbered by ``chunking``."""
+def shard_layout(graph: Graph | Pairs, chunking: Chunking, shard: int) -> ShardLayout:
+    """The layout of one shard of a graph, or of pairs, renumbered by ``chunking``."""
     chunks, shards = chunking.chunks, chunking.shards
     own = np.concatenate([np.arange(*chunking.rows(c, shard)) for c in range(chunks)])
     sizes = [np.diff(chunking.rows(c, shard))[0] for c in range(chunks)]
@@ -85,6 +86,15 @@ def shard_layout(graph: Graph, chunking: Chunking, shard: int) -> ShardLayout:
     return ShardLayout(
         shard, own, halo, own_ptr, halo_ptr, receive_counts, send_counts, tuple(send_rows)
     )
+
+
+def table_layouts(graph: Graph, chunking: Chunking, shard: int) -> dict[str, ShardLayout]:
+    """The layouts of one shard by the type that tables go by (``Graph.table_rows``)."""
+    whole = shard_layout(graph, chunking, shard)
+    found = {name: restrict(whole, chosen) for name, chosen in graph.row_types.items()}
+    if graph.pairs is not None:
+        found[PAIRS] = shard_layout(graph.pairs, chunking, shard)
+    return found
 
 
 def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:

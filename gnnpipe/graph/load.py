@@ -12,6 +12,7 @@ from collections.abc import Callable
 from gnnpipe.errors import InputError
 from gnnpipe.graph.embedded import read_debian, read_karate
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.links import split_links
 from gnnpipe.graph.npz import read_npz
 from gnnpipe.graph.ogb import OGB_DATASETS, read_ogb
 from gnnpipe.graph.pyg import PYG_FAMILIES, find_pyg, read_pyg
@@ -30,6 +31,7 @@ def load_graph(
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
+    task: str = "labels",
 ) -> Graph:
     """The graph that ``dataset`` names (see ``dataset_names``), cleaned.
 
@@ -40,6 +42,8 @@ def load_graph(
             percentages such as '60/20/20'.
         seed: of the split by percentages.
         symmetrize: add the reverse of every edge.
+        task: 'labels' of the vertices, or 'links': ``split`` is then that of the links, of which
+            'given' holds out 5 % to validate and 10 % to test.
 
     Raises:
         InputError: one line naming the dataset or field, the value and what to try.
@@ -52,6 +56,10 @@ def load_graph(
             f"--dataset {dataset!r}: this run's graph was passed in from Python; pass it again: "
             "Trainer(config, graph=graph)"
         )
+    if task == "links":
+        # Labels are not read, but readers ask for a split of them.
+        whole = load_graph(dataset, data_dir=data_dir, split="60/20/20", symmetrize=symmetrize)
+        return split_links(whole, split, seed)
     if dataset in EMBEDDED:
         return EMBEDDED[dataset](split=split, seed=seed, symmetrize=symmetrize)
     if dataset.partition(":")[0] == "synthetic":

@@ -20,6 +20,7 @@ from torch import Tensor
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
 
 __all__ = [
@@ -48,8 +49,12 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     ``loops``: A and A + I, for what needs both ends of an edge. A holds ones; with ``WEIGHTED``
     behind the name, the edge weights. The values of ``edges`` are the edges' numbers.
 
-    ``RELATION`` and a number behind it all: of the edges of that type alone.
+    ``RELATION`` and a number behind it all: of the edges of that type alone. ``PAIRS``: not of
+    edges but of the pairs of a link prediction; the values are their numbers.
     """
+    if kind == PAIRS:
+        assert graph.pairs is not None, "only a link prediction has pairs"
+        return graph.pairs.matrix
     kind, _, relation = kind.partition(RELATION)
     if relation:
         graph = _of_relation(graph, int(relation))

@@ -17,6 +17,7 @@ import scipy.sparse as sp
 
 from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.partition import vertex_work
 
 __all__ = ["CutQuality", "chunk_edges", "cut_quality", "stale_share"]
@@ -39,7 +40,7 @@ class CutQuality:
     crossings: int
     """M: pairs of a vertex and another shard that reads it."""
     crossings_by_type: Mapping[str, int]
-    """The same by the type of the vertex, '' if there is but one."""
+    """The same by the type of the vertex, '' if there is but one; ``PAIRS``: read over pairs."""
     crossings_per_vertex: float
     """M / N."""
     chunk_balance: float
@@ -84,9 +85,8 @@ def cut_quality(graph: Graph, chunking: Chunking) -> CutQuality:
         shard_cut_share=shard_edges / e,
         halo_share=float((halo_rows / chunking.cell_sizes.sum(axis=1)).mean()),
         crossings=len(pairs),
-        crossings_by_type={
-            t: int(chosen[pairs % n].sum()) for t, chosen in graph.row_types.items()
-        },
+        crossings_by_type={t: int(chosen[pairs % n].sum()) for t, chosen in graph.row_types.items()}
+        | ({PAIRS: len(_crossings(graph.pairs, shard)[1])} if graph.pairs is not None else {}),
         crossings_per_vertex=len(pairs) / n,
         chunk_balance=_balance(np.bincount(chunk, work)),
         cell_balance=_balance(np.bincount(cell, work)),
@@ -121,9 +121,9 @@ def stale_share(counts: sp.coo_array, order: Sequence[int]) -> float:
 
 
 def _crossings(
-    graph: Graph, group: npt.NDArray[np.int32]
-) -> tuple[int, npt.NDArray[np.int64]]:  # fmt: skip
-    """Edges between groups, and each pair (reading group, vertex read) once as group * N + vertex.
+    graph: Graph | Pairs, group: npt.NDArray[np.int32]
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Edges between groups, and each (reading group, vertex read) once as group * N + vertex.
 
     ``group`` [N] is the group of each vertex.
     """

@@ -41,6 +41,7 @@ def estimate_memory(
     own_rows: Mapping[str, int],
     halo_rows: Mapping[str, int],
     own_edges: int,
+    own_pairs: int,
     feature_entries: int,
     sparse_features: bool,
     symmetric: bool,
@@ -52,7 +53,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
-    ``own_rows`` and ``halo_rows`` by the type of the vertices, '' if there is but one.
+    ``own_rows`` and ``halo_rows`` by the type that tables go by, '' if there is but one;
+    ``own_pairs``: pairs that the shard scores.
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
     ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
     features; ``extra_weights``: copies of the weights beside those that are trained.
@@ -60,16 +62,20 @@ def estimate_memory(
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
     rows = {t: own + halo_rows[t] for t, own in own_rows.items()}
-    n = sum(own_rows.values())
+    n = sum(own_rows[t] for t in {op.vertex_type for op in model.ops})
     linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + n
     structure = 0
     if linear:
-        structure = copies * entries * (4 + number_bytes) + 4 * (n + sum(rows.values()))
+        read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
+        structure = copies * entries * (4 + number_bytes) + 4 * (n + read_rows)
     structure += pilot_edges * (4 + number_bytes) if linear else 0
-    if not all(op.is_linear or op.is_mean for op in ops):
+    if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
+    if any(op.over_pairs for op in ops):
+        # Both ends, label and part, and twice the place of a row that is read.
+        structure += own_pairs * (16 + 2) + 16 * halo_rows[ops[-1].pushed_type]
     features = 0
     if any(op.reads_features for op in ops):
         # Sparse rows are kept with their transpose; both as (index, value).

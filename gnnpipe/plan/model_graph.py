@@ -41,6 +41,9 @@ class Op:
     """The type of the vertices that its outputs are rows of, '' if there is but one."""
     pushed_type: str = ""
     """The type of the vertices whose rows it pushes."""
+    over_pairs: bool = False
+    """It reads over the pairs of a link prediction, and stays with the op before it, whose rows
+    leave the model."""
     reads_features: bool = False
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
@@ -83,7 +86,7 @@ class ModelGraph:
         last = {name: i for i, op in enumerate(self.ops) for name in op.weights}
         free, reach = [], 0
         for i, op in enumerate(self.ops):
-            if i > reach:
+            if i > reach and not op.over_pairs:
                 free.append(i)
             reach = max([reach, *(last[name] for name in op.weights)])
         return tuple(free)

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan
 
 __all__ = ["op_costs", "plan_uniform", "split_evenly"]
 
@@ -28,16 +28,24 @@ def op_costs(
     """Floating-point operations of each op, forward.
 
     By the type of the vertices, '' if there is but one: how many there are, how many edges lead
-    into them (of all relations, a bound where there are several), and the stored features.
+    into them (of all relations, a bound where there are several; or how many pairs are scored), and
+    the stored features.
     """
     return [
         float(
             op.flops_per_row * num_vertices[op.vertex_type]
             + op.flops_per_feature * feature_entries.get(op.vertex_type, 0)
-            + 2 * op.push_width * (num_vertices if op.is_mean else num_edges)[op.vertex_type]
+            + 2 * op.push_width * _read(op, num_vertices, num_edges)
         )
         for op in model.ops
     ]
+
+
+def _read(op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int]) -> int:
+    """Rows that an op reads, each as often as it is read."""
+    if op.is_mean:
+        return num_vertices[op.vertex_type]
+    return num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
 
 
 def split_evenly(

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from gnnpipe.graph.blocks import Blocks, edge_data_of
-from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout
+from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.operators import Everyone, LinearOperator, weighted_rows
+from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Aggregation
 from gnnpipe.models.dropout import row_keys
@@ -27,9 +27,10 @@ from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
+from gnnpipe.train.answers import Answers, Criterion, data_of_pairs
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.prepare import Prepared
-from gnnpipe.train.task import labels_of, loss_sum, num_targets
+from gnnpipe.train.task import num_targets
 
 __all__ = ["Assembly", "assemble"]
 
@@ -42,21 +43,20 @@ class Assembly:
     target: ShardLayout
     """Of the vertices that have labels."""
     evaluation: Program
-    labels: list[Tensor]
-    """Per chunk [C] classes, or [C, T] labels, of the own rows; last stage only."""
-    masks: list[Tensor]
-    """Per chunk [3, C] bool: train, val, test; last stage only."""
+    answers: Answers
+    """What is to be learned; empty but on the last stage."""
     metric: str
     """What ``evaluate`` gives beside accuracy."""
     several_labels: bool
     num_classes: int
+    """Numbers that are scored for a vertex, or a pair."""
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
-    layouts = {name: restrict(whole, chosen) for name, chosen in graph.row_types.items()}
+    layouts = table_layouts(graph, prepared.chunking, mesh.shard)
     first, last = prepared.plan.stages[mesh.stage]
     piece = prepared.model.piece(first, last)
     piece.to(mesh.device)
@@ -71,22 +71,13 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
     rows = ChunkRows(prepared, reads_features, mesh.device)
     target = layouts[graph.target]
-    pointer = zip(target.own_ptr[:-1], target.own_ptr[1:], strict=True)
-    own = [target.own[start:stop] for start, stop in pointer]
     is_last = mesh.stage == mesh.stages - 1
-    labels = [labels_of(graph, part, dtype).to(mesh.device) for part in own] if is_last else []
-    split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
-    masks = [torch.from_numpy(split[:, part]).to(mesh.device) for part in own] if is_last else []
-    total = num_targets(graph)
-
-    def criterion(logits: Tensor, chunk: int) -> Tensor:
-        chosen = masks[chunk][0].nonzero().squeeze(1)
-        if prepared.loss_fn is not None and not len(chosen):
-            # Not every loss knows what to make of no rows.
-            return logits.sum() * 0.0
-        loss = prepared.loss_fn or loss_sum
-        return loss(logits[chosen], labels[chunk][chosen]) / total
-
+    pairs = structures.get((PAIRS, PAIRS, ""))
+    if isinstance(pairs, Blocks):
+        answers = Answers.of_pairs(pairs)
+    else:
+        answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
+    criterion = Criterion(answers, prepared.loss_fn, num_targets(graph))
     chunks = zip(whole.own_ptr[:-1], whole.own_ptr[1:], strict=True)
     stage = Stage(
         piece, [rows.of(whole.own[start:stop]) for start, stop in chunks], history,
@@ -101,7 +92,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         }
         totals = {
             name: (int(is_pilot[chosen].sum()), bool(is_pilot[chosen].all()))
-            for name, chosen in graph.row_types.items()
+            for name, chosen in graph.table_rows.items()
         }
         forecaster = Forecaster(
             piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
@@ -116,8 +107,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         optimizer, dtype, forecaster,
     )  # fmt: skip
     return Assembly(
-        executor, target, evaluation_program(prepared.plan), labels, masks, prepared.metric,
-        graph.is_multi_label, graph.num_classes,
+        executor, target, evaluation_program(prepared.plan), answers, prepared.metric,
+        graph.is_multi_label or graph.pairs is not None, prepared.model_graph.num_classes,
     )  # fmt: skip
 
 
@@ -161,11 +152,14 @@ def _structure(
     rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
         return LinearOperator.build(rows, layout, into, prepared.dtype, device)
+    data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
+    if kind == PAIRS:
+        data = data_of_pairs(graph)
+    elif kind == "edges":
+        data = edge_data_of(graph, prepared.dtype)
     vertices = torch.from_numpy(prepared.chunking.perm)
     keys = (
         row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
         row_keys(vertices[into.own]).to(device),
     )
-    # Loops have no data, and the layer that asks for them reads none.
-    data = edge_data_of(graph, prepared.dtype) if kind == "edges" else {}
     return Blocks.build(rows, layout, into, keys, data)

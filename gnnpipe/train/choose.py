@@ -13,9 +13,10 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
-from gnnpipe.models.bridge import capture
+from gnnpipe.models.bridge import Captured, capture
+from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.task import has_both
+from gnnpipe.train.task import has_both, validation_labels
 
 __all__ = ["check_parts", "check_validation", "choose_model", "without_unread"]
 
@@ -39,29 +40,29 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         raise InputError(
             f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
         )
-    if config.split != "given" or config.symmetrize:
+    if config.split != "given" or config.symmetrize or config.task != "labels":
         raise InputError(
-            "--split and --symmetrize: have no effect on a graph that is passed in; give them to "
-            "Graph.from_pyg"
+            "--split, --symmetrize and --task: have no effect on a graph that is passed in; give "
+            "them to Graph.from_pyg"
         )
 
 
 def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
     """What is steered by the validation metric needs vertices that it can be measured on."""
-    if graph.val_mask.any() and (metric != "rocauc" or has_both(graph.y[graph.val_mask])):
+    known = validation_labels(graph)
+    if len(known) and (metric != "rocauc" or has_both(known)):
         return
+    what = "vertices" if graph.pairs is None else "pairs"
     for wish, is_wished in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
-        if is_wished and not graph.val_mask.any():
-            raise InputError(
-                f"{wish}: {graph.name} has no validation vertices; try --split 60/20/20"
-            )
+        if is_wished and not len(known):
+            raise InputError(f"{wish}: {graph.name} has no validation {what}; try --split 60/20/20")
         if is_wished:
             raise InputError(
-                f"{wish}: ROC AUC needs positive and negative validation vertices, and "
+                f"{wish}: ROC AUC needs positive and negative validation {what}, and "
                 f"{graph.name} has not both; try --metric accuracy"
             )
 
@@ -76,31 +77,41 @@ def choose_model(
             "whose forward takes (x_dict, edge_index_dict)"
         )
     if model is None:
-        return GNN.build(config.model, _spec(config, graph), config.seed, dtype)
+        built = GNN.build(config.model, _spec(config, graph), config.seed, dtype)
+        return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
         _check_model(model, config, graph)
-        return model.to(dtype)
-    error, found = None, None
+        width = model.stack()[-1].out_widths["x"]
+        return _scored(model.to(dtype), config.layers, width, graph)
+    error: InputError | None = None
+    found: Captured | None = None
+    chosen: Model | None = None
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
     try:
         found = capture(model, graph)
         width = found.facts[found.result].width
-        if width != graph.num_classes:
+        if graph.pairs is None and width != graph.num_classes:
             raise InputError(
                 f"model: gives {width} numbers for each vertex, but the graph has "
                 f"{graph.label_text}"
             )
         digest = found.digest
+        chosen = _scored(found, len(found.ops), width, graph)
     except InputError as fault:
         error = fault
     mesh.agree(error)
-    assert found is not None
+    assert chosen is not None
     if len(set(mesh.gather(digest))) > 1:
         raise InputError("model: its forward is another on every rank; build it in the same way")
     if mesh.world_size > 1:
         model.load_state_dict(mesh.share(model.state_dict()))
-    return found
+    return chosen
+
+
+def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
+    """The model, with its rows scored in pairs where links are learned."""
+    return model if graph.pairs is None else PairModel(model, num_ops, width)
 
 
 def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
@@ -123,7 +134,9 @@ def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
     return LayerSpec(
-        num_features=graph.num_features, num_classes=graph.num_classes,
+        num_features=graph.num_features,
+        # Where links are learned, the numbers of a final row.
+        num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
         num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
         heads=config.heads, alpha=config.alpha, theta=config.theta,
     )  # fmt: skip
@@ -132,7 +145,7 @@ def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
 def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
     spec = model.stack()[0].spec
     for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
-        if getattr(spec, name) != want:
+        if getattr(spec, name) != want and (name == "num_features" or graph.pairs is None):
             raise InputError(
                 f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
             )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Layer, Model
 from gnnpipe.models.bridge import Captured
 from gnnpipe.models.bridge.marks import of_vertices
 from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.models.gnn import layer_name
+from gnnpipe.models.pair_scores import PAIR_SCORES, PairModel
 from gnnpipe.plan import ModelGraph, Op
 
 __all__ = ["describe"]
@@ -17,6 +21,8 @@ __all__ = ["describe"]
 
 def describe(model: Model, graph: Graph) -> ModelGraph:
     """The DAG of the model's ops: of hand-made layers a chain, one op each."""
+    if isinstance(model, PairModel):
+        return _with_pairs(describe(model.inner, graph), model)
     sizes = model.name, graph.num_features, graph.num_classes
     if isinstance(model, Captured):
         return ModelGraph(*sizes, _captured_ops(model, graph), unit="op")
@@ -25,6 +31,26 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     for layer in model.stack():
         ops.append(_layer_op(layer, tuple(ops[-1].outputs) if ops else ()))
     return ModelGraph(*sizes, tuple(ops))
+
+
+def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:
+    """The op that scores pairs, behind those of a model."""
+    counted = {name for op in inner.ops for name in op.weights}
+    own = dict(model.module.named_parameters())
+    new = [own[name] for name in model.decode_weights if name not in counted]
+    scores = Op(
+        name=PAIR_SCORES,
+        inputs=tuple(inner.ops[-1].outputs),
+        outputs={PAIR_SCORES: 1},
+        num_parameters=sum(p.numel() for p in new if p.requires_grad),
+        flops_per_row=0,
+        push_width=model.width,
+        pushed_type=PAIRS,
+        is_linear=False,
+        over_pairs=True,
+        weights=model.decode_weights,
+    )
+    return replace(inner, ops=(*inner.ops, scores), num_classes=1)
 
 
 def _width(graph: Graph, model: Captured, call: fx.Node) -> int:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gnnpipe.models import Values
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
 from gnnpipe.train.assemble import Assembly
@@ -25,7 +26,7 @@ from gnnpipe.train.scoring import (
 )
 from gnnpipe.train.task import REGRESSION
 
-__all__ = ["Scores", "evaluate", "logits_by_chunk", "train_epoch"]
+__all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
 
 PARTS = 3
 """Train, val and test."""
@@ -39,17 +40,19 @@ def train_epoch(
     return mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
 
 
-def logits_by_chunk(assembly: Assembly) -> dict[int, Tensor]:
-    """Exact logits [C, classes] of this rank's own rows by chunk; empty before the last stage."""
+def results_by_chunk(assembly: Assembly) -> dict[int, Values]:
+    """What the model gives, exactly, for this rank's own rows by chunk; none before the last stage.
+
+    ``x``: logits [C, classes]; of pairs their scores [P_c, 1], and the rows [C, d] as ``rows``.
+    """
     executor = assembly.executor
     order = range(executor.plan.chunks)
-    results = executor.run(assembly.evaluation, order, epoch=0, training=False)
-    return {chunk: values["x"] for chunk, values in results.items()}
+    return executor.run(assembly.evaluation, order, epoch=0, training=False)
 
 
 def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
     """Exact scores with the current weights, layer by layer, on every rank."""
-    logits = logits_by_chunk(assembly)
+    logits = {chunk: values["x"] for chunk, values in results_by_chunk(assembly).items()}
     several = assembly.several_labels
     if assembly.metric in REGRESSION:
         totals = _sums(assembly, mesh, logits, error_sums, 5)
@@ -78,8 +81,8 @@ def _sums(
     sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
     for chunk, found in logits.items():
         for part in range(PARTS):
-            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
-            sums[part] += of(found[chosen], assembly.labels[chunk][chosen]).cpu()
+            chosen = assembly.answers.masks[chunk][part].nonzero().squeeze(1)
+            sums[part] += of(found[chosen], assembly.answers.labels[chunk][chosen]).cpu()
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
@@ -89,8 +92,8 @@ def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[fl
     for part in range(PARTS):
         pieces = []
         for chunk, found in logits.items():
-            chosen = assembly.masks[chunk][part].nonzero().squeeze(1)
-            pieces.append(margin(found[chosen], assembly.labels[chunk][chosen]))
+            chosen = assembly.answers.masks[chunk][part].nonzero().squeeze(1)
+            pieces.append(margin(found[chosen], assembly.answers.labels[chunk][chosen]))
         mine.append(pieces)
     everyone = mesh.collect(mine)
     areas = []

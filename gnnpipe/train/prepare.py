@@ -21,9 +21,11 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.load import load_graph
+from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
+from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
@@ -108,7 +110,7 @@ def prepare(
         if graph is None:
             graph = load_graph(
                 config.dataset, data_dir=config.data_dir, split=config.split, seed=config.seed,
-                symmetrize=config.symmetrize,
+                symmetrize=config.symmetrize, task=config.task,
             )  # fmt: skip
     except InputError as fault:
         error = fault
@@ -121,6 +123,11 @@ def prepare(
         check_loss(loss_fn, graph, dtype)
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
+    if isinstance(chosen, PairModel) and chosen.gives_chances and loss_fn is None:
+        raise InputError(
+            f"model: {chosen.name}.decode gives numbers from 0 to 1, where the loss takes logits; "
+            "leave its sigmoid out (of GAE, pass a decoder of your own), or pass a loss_fn for them"
+        )
     graph = without_unread(graph, chosen, mesh)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
@@ -130,7 +137,7 @@ def prepare(
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
             exact=config.techniques.exact, num_vertices=graph.vertex_counts,
-            num_edges={t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()},
+            num_edges=_num_edges(graph),
             feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
         )  # fmt: skip
     else:
@@ -141,7 +148,8 @@ def prepare(
         widths = dict.fromkeys(graph.row_types, 0)
         for op in described.aggregations:
             if not op.is_mean:
-                widths[op.pushed_type] = max(widths[op.pushed_type], op.push_width)
+                pushing = op.vertex_type if op.over_pairs else op.pushed_type
+                widths[pushing] = max(widths[pushing], op.push_width)
         each = techniques.pilots_per_column
         counts = {name: each * (width + 1) for name, width in widths.items()}
         pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
@@ -168,6 +176,12 @@ def prepare(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
         volume, pilots, edges, metric, loss_fn,
     )  # fmt: skip
+
+
+def _num_edges(graph: Graph) -> dict[str, int]:
+    """Edges into the vertices of each type, and pairs."""
+    found = {t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()}
+    return found if graph.pairs is None else found | {PAIRS: graph.pairs.num_pairs}
 
 
 def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:

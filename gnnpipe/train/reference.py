@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ class Reference:
         self.piece = self.model.piece(0, prepared.plan.num_ops)
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
         self.techniques = config.techniques
-        self.chosen = graph.row_types
+        self.chosen = graph.table_rows
         chunk = prepared.chunking.chunk_of_row()
         counts = {
             name: np.bincount(chunk[of], minlength=config.chunks)
@@ -58,9 +59,7 @@ class Reference:
         self.rows = [self.make_rows.of(every_row[chunk == c]) for c in range(config.chunks)]
         keys = row_keys(torch.from_numpy(prepared.chunking.perm))
         self.keys = {name: keys[torch.from_numpy(of)] for name, of in self.chosen.items()}
-        target = self.chosen[graph.target]
-        self.y = labels_of(graph, target, dtype)
-        self.train_mask = torch.from_numpy(graph.train_mask[target])
+        self.y, self.train_mask, self.answered = self._answers(chunk)
         every = self.piece.aggregations
         self.edges = {a.over: self._edges(a) for a in every if not a.is_mean}
         self.edge_data = edge_data_of(graph, dtype)
@@ -73,6 +72,17 @@ class Reference:
             self.piece.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
         self.learning_rate = LearningRate(self.optimizer, config)
+
+    def _answers(self, chunk: npt.NDArray[np.int32]) -> tuple[Tensor, Tensor, list[int]]:
+        """What is learned, whether in training, and where each chunk's part starts and ends."""
+        graph, pairs = self.prepared.graph, self.prepared.graph.pairs
+        if pairs is not None:
+            starts = np.searchsorted(chunk, np.arange(self.prepared.config.chunks + 1))
+            label = torch.from_numpy(pairs.label)[:, None]
+            return label, torch.from_numpy(pairs.part == 0), pairs.indptr[starts].tolist()
+        target = self.chosen[graph.target]
+        y = labels_of(graph, target, self.prepared.dtype)
+        return y, torch.from_numpy(graph.train_mask[target]), self.bounds[graph.target]
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Go on from these weights, by name."""
@@ -106,7 +116,7 @@ class Reference:
         if not exact and len(self.prepared.pilots):
             self._forecast()
         logits = self._forward(epoch, exact)
-        ranges = self._ranges(self.prepared.graph.target)
+        ranges = list(pairwise(self.answered))
         order = torch.cat([torch.arange(*ranges[c]) for c in logits])
         merged = torch.cat(list(logits.values()))
         keep = self.train_mask[order]
@@ -127,6 +137,8 @@ class Reference:
     def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over what is labelled."""
         if self.prepared.loss_fn is not None:
+            if self.prepared.graph.pairs is not None:
+                logits, y = logits[:, 0], y[:, 0].to(logits.dtype)
             known = ~y.isnan() if y.is_floating_point() else y >= 0
             return self.prepared.loss_fn(logits, y) / int(known.sum())
         if y.is_floating_point():

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.layout import shard_layout
+from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE
+from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
@@ -56,7 +57,10 @@ def score(value: float) -> str:
 def head_lines(prepared: Prepared) -> list[str]:
     """What is about to run: graph, model, shape, quality of the cut, exact or stale."""
     graph, config, plan = prepared.graph, prepared.config, prepared.plan
-    split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
+    if graph.pairs is None:
+        split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
+    else:
+        split = list(graph.pairs.counts)
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
@@ -144,19 +148,21 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     if graph.types is not None:
         sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
     symmetric = _symmetric(prepared)
-    types = graph.row_types.items()
     estimates = []
     for stage in range(plan.num_stages):
         for shard in range(plan.shards):
             layout = shard_layout(graph, prepared.chunking, shard)
+            layouts = table_layouts(graph, prepared.chunking, shard)
+            own_pairs = int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0
             pilots = np.intersect1d(layout.own, prepared.pilots)
             estimates.append(
                 estimate_memory(
                     plan,
                     prepared.model_graph,
                     stage,
-                    own_rows={t: int(of[layout.own].sum()) for t, of in types},
-                    halo_rows={t: int(of[layout.halo].sum()) for t, of in types},
+                    own_rows={t: of.num_own for t, of in layouts.items()},
+                    halo_rows={t: len(of.halo) for t, of in layouts.items()},
+                    own_pairs=own_pairs,
                     own_edges=int(graph.degrees[layout.own].sum()),
                     feature_entries=_feature_entries(graph, layout.own),
                     sparse_features=sparse,
@@ -190,7 +196,7 @@ def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
 def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
     whole = prepared.model.piece(0, prepared.plan.num_ops)
-    kinds = {a.structure for a in whole.aggregations}
+    kinds = {a.structure for a in whole.aggregations} - {PAIRS}
     return kinds <= {"gcn", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
         prepared.graph.is_symmetric
     )

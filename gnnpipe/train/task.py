@@ -19,11 +19,12 @@ from gnnpipe.graph.labels import Labels, is_known
 
 __all__ = [
     "ERRORS", "RARE", "REGRESSION", "LossFn", "check_loss", "choose_metric", "has_both",
-    "labels_of", "loss_sum", "num_targets",
+    "labels_of", "loss_sum", "num_targets", "validation_labels",
 ]  # fmt: skip
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses."""
+"""Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses; of
+pairs scores [R] and labels [R] in the same number type, 1 or 0."""
 
 ERRORS = ("mae", "rmse")
 """Metrics of which less is better."""
@@ -39,13 +40,17 @@ with it looks good."""
 def choose_metric(graph: Graph, wanted: str) -> str:
     """The metric of a graph: ``wanted``, or the one that befits the labels if that is 'auto'.
 
-    Numbers: R2. Several labels: F1 (micro). Two classes of which one is rare: ROC AUC. Else
-    accuracy.
+    Links: ROC AUC. Numbers: R2. Several labels: F1 (micro). Two classes of which one is rare: ROC
+    AUC. Else accuracy.
 
     Raises:
         InputError: ROC AUC of more than two classes; a metric of numbers for classes, or the other
             way round.
     """
+    if graph.pairs is not None:
+        if wanted in REGRESSION:
+            raise InputError(f"--metric {wanted}: links are there or not; try rocauc, f1-micro")
+        return "rocauc" if wanted == "auto" else wanted
     if wanted != "auto" and graph.is_regression != (wanted in REGRESSION):
         fitting = ", ".join(REGRESSION) if graph.is_regression else "accuracy, f1-macro"
         raise InputError(
@@ -94,10 +99,14 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     """``InputError`` unless a loss of the user's own is a sum over rows, as chunks need it."""
     if not callable(loss_fn):
         raise InputError(f"loss_fn: {loss_fn!r} is no function of logits and labels")
-    rows = np.flatnonzero(graph.train_mask)[:6]
-    y = labels_of(graph, rows, dtype)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(rows), graph.num_classes, dtype=dtype, generator=generator)
+    if graph.pairs is not None:
+        y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
+        shape = [len(y)]
+    else:
+        y = labels_of(graph, np.flatnonzero(graph.train_mask)[:6], dtype)
+        shape = [len(y), graph.num_classes]
+    logits = torch.randn(shape, dtype=dtype, generator=generator)
     logits.requires_grad_(True)
     try:
         whole = loss_fn(logits, y)
@@ -105,12 +114,12 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         raise InputError(f"loss_fn: fails on logits {list(logits.shape)}: {error}") from None
     if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
         raise InputError("loss_fn: must return one number with a gradient; try reduction='sum'")
-    if len(rows) < 2:
+    if len(y) < 2:
         return
     parts = float(loss_fn(logits[:1], y[:1]).detach() + loss_fn(logits[1:], y[1:]).detach())
     if abs(parts - float(whole.detach())) > 1e-4 * abs(parts):
         raise InputError(
-            f"loss_fn: of {len(rows)} rows it is {float(whole.detach()):.4f}, of the same in two "
+            f"loss_fn: of {len(y)} rows it is {float(whole.detach()):.4f}, of the same in two "
             f"parts {parts:.4f}; it must be a sum over rows: try reduction='sum'"
         )
 
@@ -121,6 +130,16 @@ def labels_of(graph: Graph, rows: Any, dtype: torch.dtype) -> Tensor:
     return y.to(dtype) if y.is_floating_point() else y
 
 
+def validation_labels(graph: Graph) -> Labels:
+    """[R] or [R, T], what is to be answered rightly in the validation part."""
+    found: Labels = graph.y[graph.val_mask]
+    if graph.pairs is not None:
+        found = graph.pairs.label[graph.pairs.part == 1]
+    return found
+
+
 def num_targets(graph: Graph) -> int:
     """How many answers the training part holds: what the loss is a mean over."""
+    if graph.pairs is not None:
+        return graph.pairs.counts[0]
     return int(is_known(graph.y[graph.train_mask]).sum())

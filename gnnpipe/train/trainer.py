@@ -21,7 +21,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.learning_rate import LearningRate
-from gnnpipe.train.metrics import Scores, evaluate, logits_by_chunk, train_epoch
+from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk, train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order, prepare
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.record import EpochRow, RunFolder, claim_folder
@@ -143,21 +143,25 @@ class Trainer:
     def predict(self) -> Tensor:
         """Logits [N, classes] of every vertex, in the graph's own order, on every rank.
 
-        Of a heterogeneous graph those of the type that has labels.
+        Of a heterogeneous graph those of the type that has labels. Where links are learned, the
+        final rows [N, d], of which any pair can be scored.
         """
         mesh, prepared, assembly = self._ready()
         layout = assembly.target
         parts = {
-            chunk: (layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]], v.cpu().numpy())
-            for chunk, v in logits_by_chunk(assembly).items()
+            chunk: (
+                layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]],
+                values.get("rows", values["x"]).cpu().numpy(),
+            )
+            for chunk, values in results_by_chunk(assembly).items()
         }
         graph = prepared.graph
         number = prepared.chunking.perm if graph.types is None else graph.types.number
         count = int(graph.row_types[graph.target].sum())
-        logits = torch.empty(count, graph.num_classes, dtype=prepared.dtype)
-        for found in mesh.gather(parts):
-            for rows, values in found.values():
-                logits[torch.from_numpy(number[rows])] = torch.from_numpy(values)
+        everyone = [part for found in mesh.gather(parts) for part in found.values()]
+        logits = torch.empty(count, everyone[0][1].shape[1], dtype=prepared.dtype)
+        for rows, values in everyone:
+            logits[torch.from_numpy(number[rows])] = torch.from_numpy(values)
         return logits
 
     def close(self) -> None:

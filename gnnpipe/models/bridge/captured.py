@@ -28,6 +28,8 @@ from gnnpipe.models.bridge.recording import (
     FEATURES,
     OUT_OF_PLACE,
     attribute,
+    called,
+    entry,
     input_number,
     is_input,
 )
@@ -44,7 +46,8 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
     What the edges of ``graph`` carry is passed to a forward that asks for it by name. Weights and
     buffers are shared with the recording from here on.
     """
-    names = edge_inputs(model, graph.edge_data if graph.types is None else {})
+    method = entry(model, graph)
+    names = edge_inputs(model, method, graph.edge_data if graph.types is None else {})
     sample = make_sample(model, graph.reduced_to(names))
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         try:
@@ -55,14 +58,14 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
                     k: v.to(dtype) if v.is_floating_point() else v
                     for k, v in sample.edge_data.items()
                 }
-                model(*_floating(sample.arguments, dtype), **carried)
+                called(model, method)(*_floating(sample.arguments, dtype), **carried)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
-    recording = trace(model, names, graph)
+    recording = trace(model, method, names, graph)
     return Captured(
         model,
         recording,
-        probe(model, recording, sample),
+        probe(model, method, recording, sample),
         sample.ends,
         graph.relations,
     )

@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.inner_dropout import NoDropout
-from gnnpipe.models.bridge.recording import BY_HAND
+from gnnpipe.models.bridge.recording import BY_HAND, called
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
 __all__ = ["check_likeness"]
 
 
-def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
+def check_likeness(model: nn.Module, method: str, call: fx.Node, run: SampleRun) -> None:
     """The recording gives what the model gives, run by plain PyG, and the same gradients."""
     result: Any = call.args[0]
     sample = run.sample
@@ -28,7 +28,7 @@ def check_likeness(model: nn.Module, call: fx.Node, run: SampleRun) -> None:
     with torch.enable_grad():
         try:
             with NoDropout():
-                truth = plain(*sample.arguments, **sample.edge_data)
+                truth = called(plain, method)(*sample.arguments, **sample.edge_data)
         except Exception as error:
             raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
         if isinstance(truth, Mapping):

@@ -55,8 +55,13 @@ class Facts:
         return torch.Size(self.shape).numel() if self.is_rows else 0
 
 
-def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[fx.Node, Facts]:
-    """What every call does; ``InputError`` for what cannot run chunk by chunk."""
+def probe(
+    model: nn.Module, method: str, recording: fx.GraphModule, sample: Sample
+) -> dict[fx.Node, Facts]:
+    """What every call does of a model's recorded ``method``.
+
+    ``InputError`` for what cannot run chunk by chunk.
+    """
     module = copy.deepcopy(recording).double().train()
     cut_vertex_weights(module, vertex_weights(recording), sample.counts)
     run = SampleRun(module, sample)
@@ -65,7 +70,7 @@ def probe(model: nn.Module, recording: fx.GraphModule, sample: Sample) -> dict[f
         for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
             if call.op == "output":
                 _check_output(call, run)
-                check_likeness(model, call, run)
+                check_likeness(model, method, call, run)
                 continue
             sources = [found[source] for source in own.all_input_nodes]
             is_source = call.op == "placeholder" or call.target is of_vertices

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gnnpipe.graph.graph import Graph
+
 __all__ = [
-    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "dropout_arguments", "input_name",
-    "input_number", "is_input", "is_own", "line_of",
+    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "called", "dropout_arguments",
+    "entry", "input_name", "input_number", "is_input", "is_own", "line_of",
 ]  # fmt: skip
 
 FEATURES, EDGES = "x", "edge_index"
@@ -21,6 +23,20 @@ BY_HAND = "or declare the layers by hand (docs/guide.md)"
 
 OUT_OF_PLACE = "_out_of_place"
 """Ends the name of a twin that stands in for a module that would write to its input."""
+
+
+def entry(model: nn.Module, graph: Graph) -> str:
+    """The method that is recorded: 'forward', or 'encode' where pairs are learned and it is there.
+
+    PyG's models for link prediction, and its ``GAE``, give the final rows by ``encode``.
+    """
+    return "encode" if graph.pairs is not None and hasattr(model, "encode") else "forward"
+
+
+def called(model: nn.Module, method: str) -> Callable[..., Any]:
+    """What a user calls: the model itself for its forward."""
+    found: Callable[..., Any] = model if method == "forward" else getattr(model, method)
+    return found
 
 
 def input_name(kind: str, number: int) -> str:

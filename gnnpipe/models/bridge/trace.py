@@ -31,6 +31,7 @@ from gnnpipe.models.bridge.recording import (
     BY_HAND,
     EDGES,
     FEATURES,
+    called,
     input_name,
     input_number,
     is_input,
@@ -52,38 +53,44 @@ _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_
 class _Root(nn.Module):
     """Calls the model with features, edges and what edges carry; the rest keeps its defaults."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, method: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._method = model, method
 
     def forward(self, x: Any, edges: Any, carried: Any) -> Any:
-        return self.model(x, edges, **carried)
+        return called(self.model, self._method)(x, edges, **carried)
 
 
-def edge_inputs(model: nn.Module, known: Collection[str]) -> list[str]:
-    """What edges carry, of ``known``, that forward asks for by name.
+def edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[str]:
+    """What edges carry, of ``known``, that forward (or another ``method``) asks for by name.
 
     ``InputError`` unless it takes features, edges and nothing else that is needed.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    name = type(model).__name__
-    if len(parameters) < 2 or parameters[1].name not in _EDGE_NAMES:
+    asked = model
+    if method == "encode" and isinstance(model, pyg.GAE):
+        asked, method = model.encoder, "forward"  # It hands on whatever it is given.
+    parameters = list(inspect.signature(getattr(asked, method)).parameters.values())
+    name = type(asked).__name__
+    # A second argument without a default takes the edges, whatever it is called.
+    if len(parameters) < 2 or (
+        parameters[1].name not in _EDGE_NAMES and parameters[1].default is not parameters[1].empty
+    ):
         raise InputError(
-            f"model: {name}.forward({', '.join(p.name for p in parameters)}) should take features "
+            f"model: {name}.{method}({', '.join(p.name for p in parameters)}) should take features "
             f"and then edge_index (or adj_t); wrap it in a module that does"
         )
     named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:
         if p.default is p.empty and p.name not in known:
             raise InputError(
-                f"model: {name}.forward needs {p.name!r}, which the graph has not; give it a "
+                f"model: {name}.{method} needs {p.name!r}, which the graph has not; give it a "
                 "default, or wrap the model in a module that passes it"
             )
     return [p.name for p in named if p.name in known]
 
 
-def trace(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    """The recording, over the model's own modules under the prefix ``model.``.
+def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
+    """The recording of a method, over the model's own modules under the prefix ``model.``.
 
     ``names``: what edges carry and forward is to be given (``edge_inputs``); an input of the
     recording that nothing reads is left out. If ``graph`` has several types of vertices, forward
@@ -92,9 +99,9 @@ def trace(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphMod
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
-        training = _record(model, names, graph)
+        training = _record(model, method, names, graph)
         model.eval()
-        evaluation = _record(model, names, graph)
+        evaluation = _record(model, method, names, graph)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
@@ -217,8 +224,8 @@ class _Tracer(fx.Tracer):
             self.relation = ""
 
 
-def _record(model: nn.Module, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    root, tracer = _Root(model), _Tracer(names, graph.types)
+def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
+    root, tracer = _Root(model, method), _Tracer(names, graph.types)
     before = _random_state()
     try:
         with escapes_closed():

@@ -1,0 +1,91 @@
+"""What is to be learned of each chunk, and the loss: labels of vertices, or of pairs.
+
+Both are rows to whoever scores them: a chunk's logits or scores stand beside labels of as many rows
+and a mask for each part of the split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.blocks import Blocks, EdgeData
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.train.task import LossFn, labels_of, loss_sum
+
+__all__ = ["Answers", "Criterion", "data_of_pairs"]
+
+PARTS = 3
+"""Train, val and test."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Of one rank, by chunk; R own vertices of a chunk, or pairs whose targets it owns."""
+
+    labels: list[Tensor]
+    """[R] classes, [R, T] labels or numbers, or [R, 1] whether an edge joins the pair."""
+    masks: list[Tensor]
+    """[3, R] bool: train, val, test."""
+    are_pairs: bool
+
+    @classmethod
+    def of_vertices(
+        cls, graph: Graph, layout: ShardLayout | None, dtype: torch.dtype, device: torch.device
+    ) -> Answers:
+        """Labels of a shard's vertices; none without a layout."""
+        if layout is None:
+            return cls([], [], False)
+        pointer = zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)
+        own = [layout.own[start:stop] for start, stop in pointer]
+        split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
+        return cls(
+            [labels_of(graph, part, dtype).to(device) for part in own],
+            [torch.from_numpy(split[:, part]).to(device) for part in own],
+            False,
+        )
+
+    @classmethod
+    def of_pairs(cls, pairs: Blocks) -> Answers:
+        """Of the pairs of a shard, in the order of its blocks."""
+        data = [block.edge_data for block in pairs.chunks]
+        return cls(
+            [d["label"][:, None] for d in data],
+            [torch.stack([d["part"] == i for i in range(PARTS)]) for d in data],
+            True,
+        )
+
+
+def data_of_pairs(graph: Graph) -> EdgeData:
+    """[P] int8 each, what blocks of pairs carry."""
+    assert graph.pairs is not None
+    return {
+        "label": torch.from_numpy(graph.pairs.label), "part": torch.from_numpy(graph.pairs.part)
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Criterion:
+    """A chunk's part of the loss, which is a mean over ``total`` answers."""
+
+    answers: Answers
+    loss_fn: LossFn | None
+    """The user's own."""
+    total: int
+
+    def __call__(self, logits: Tensor, chunk: int) -> Tensor:
+        """Of logits [R, C] of a chunk; a scalar."""
+        chosen = self.answers.masks[chunk][0].nonzero().squeeze(1)
+        if self.loss_fn is None:
+            return loss_sum(logits[chosen], self.answers.labels[chunk][chosen]) / self.total
+        if not len(chosen):
+            # Not every loss knows what to make of no rows.
+            return logits.sum() * 0.0
+        found, y = logits[chosen], self.answers.labels[chunk][chosen]
+        if self.answers.are_pairs:
+            found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
+        return self.loss_fn(found, y) / self.total

@@ -1,0 +1,337 @@
+"""Link prediction: law 1 for pairs, on any shape, and which pairs are asked for."""
+
+import copy
+
+import link_models
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_all_within, quick_config, run_ranks, small_graph
+from torch_geometric.data import Data
+from torch_geometric.nn import GAE
+from torch_geometric.transforms import RandomLinkSplit
+
+from gnnpipe import Graph, TrainConfig, Trainer
+from gnnpipe.errors import InputError
+from gnnpipe.graph.links import split_links
+from gnnpipe.models.bridge.recording import called
+from gnnpipe.train.scoring import roc_auc
+
+EPOCHS = 3
+
+
+def data_of(graph):
+    return Data(x=torch.from_numpy(graph.x), edge_index=torch.from_numpy(graph.edge_index))
+
+
+def linked(seed=0, **settings):
+    return split_links(small_graph(seed=seed, **settings), "60/20/20", seed=0)
+
+
+def scores_of(model, z, ends):
+    if hasattr(model, "decode"):
+        return model.decode(z, ends).reshape(-1)
+    return (z[ends[0]] * z[ends[1]]).sum(1)
+
+
+@pytest.mark.parametrize("chunks", [1, 6])
+@pytest.mark.parametrize("name", link_models.MODELS)
+def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
+    graph = linked(directed=name == "gae")
+    model = link_models.made(name)
+    plain = copy.deepcopy(model).double()
+    run = quick_config(epochs=4, chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+    trainer = Trainer(run, graph=graph, model=model)
+    result = trainer.fit()
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    ends = torch.from_numpy(graph.pairs.ends)
+    label = torch.from_numpy(graph.pairs.label).double()
+    part = torch.from_numpy(graph.pairs.part)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=run.lr)
+    encode = called(plain, "encode" if hasattr(plain, "encode") else "forward")
+    truth = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        scores = scores_of(plain, encode(x, edges), ends)
+        loss = F.binary_cross_entropy_with_logits(scores[part == 0], label[part == 0])
+        loss.backward()
+        optimizer.step()
+        truth.append(loss.item())
+    np.testing.assert_allclose([row.loss for row in result.history], truth, rtol=1e-8)
+    plain.eval()
+    with torch.no_grad():
+        z = encode(x, edges)
+        scores = scores_of(plain, z, ends)
+    torch.testing.assert_close(trainer.predict(), z, rtol=1e-6, atol=1e-8)
+    for number, found in enumerate((result.train_metric, result.val_metric, result.test_metric)):
+        mine = part == number
+        area = roc_auc(scores[mine, None].numpy(), label[mine, None].numpy().astype(np.int8))
+        assert found == pytest.approx(area)
+    right = ((scores > 0) == (label == 1))[part == 2].double().mean()
+    assert result.test_acc == pytest.approx(float(right))
+    assert result.metric == "rocauc"
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-6, atol=1e-8)
+
+
+def drops(dropout=0.4):
+    torch.manual_seed(0)
+    return link_models.Predictor(dropout)
+
+
+def test_dropout_does_not_depend_on_the_chunks():
+    losses = []
+    for chunks in (1, 2, 6):
+        run = quick_config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        found = Trainer(run, graph=linked(), model=drops()).fit()
+        losses.append([row.loss for row in found.history])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-9)
+    run = quick_config()
+    without = Trainer(run, graph=linked(), model=drops(0.0)).fit()
+    assert abs(without.history[0].loss - losses[0][0]) > 1e-3
+
+
+def largest_difference(shapes, names, **settings):
+    """Against one autograd graph that walks the same chunks; runs on every rank."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for name in names:
+            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
+            model = None
+            if name == "drops":
+                model = drops()
+            elif name in link_models.MODELS:
+                model = link_models.made(name, seed=mesh.rank)
+            else:
+                run = quick_config(**{**run.to_dict(), "model": name, "hidden": 8})
+            prepared = prepare(run, mesh, linked(), model)
+            worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
+            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
+    return found
+
+
+NAMES = ("predictor", "drops", "attends", "sage")
+
+
+@pytest.mark.parametrize("staleness", ["auto", "paper", "exact"])
+@pytest.mark.parametrize("name", [*NAMES, "gcnii"])
+def test_chunks_on_one_process(name, staleness):
+    assert_all_within(largest_difference([(1, 1, 6)], [name], staleness=staleness))
+
+
+def test_two_ranks():
+    shapes = [(2, 1, 1), (1, 2, 1), (2, 1, 6)]
+    assert_all_within(run_ranks(largest_difference, 2, shapes, NAMES)[0])
+
+
+def test_four_ranks():
+    assert_all_within(run_ranks(largest_difference, 4, [(2, 2, 6)], NAMES)[0])
+
+
+def bytes_sent(stages, shards, model):
+    run = quick_config(stages=stages, shards=shards, chunks=4, epochs=2)
+    result = Trainer(run, graph=linked(), model=link_models.made(model)).fit()
+    return result.comm_bytes_per_epoch, result.comm_bytes_closed_form, result.test_metric
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+def test_bytes_are_the_closed_form(shape):
+    found = run_ranks(bytes_sent, shape[0] * shape[1], *shape, "predictor")
+    for counted, formula, metric in found:
+        assert counted == formula
+        assert counted["pipeline" if shape[0] > 1 else "graph"] > 0
+        assert metric == found[0][2]
+
+
+def test_a_chunk_may_have_no_pair():
+    """Every vertex a chunk, and of few edges."""
+    sparse = small_graph(n=30, degree=1)
+    graph = split_links(sparse, "60/20/20", seed=0)
+    assert (graph.pairs.degrees == 0).any()
+    losses = []
+    for chunks in (1, 30):
+        run = quick_config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        losses.append(Trainer(run, graph=graph, model=drops()).fit().loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_a_user_loss_gets_scores_and_labels():
+    def hinge(scores, labels):
+        assert scores.shape == labels.shape == (len(labels),)
+        return F.relu(1 - scores * (2 * labels - 1)).sum()
+
+    runs = []
+    for chunks in (1, 6):
+        run = quick_config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        model = link_models.made("net")
+        runs.append(Trainer(run, graph=linked(), model=model, loss_fn=hinge).fit())
+    np.testing.assert_allclose(
+        [r.loss for r in runs[0].history], [r.loss for r in runs[1].history], rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("directed", [False, True])
+def test_which_pairs_are_asked_for(directed):
+    whole = small_graph(directed=directed)
+    graph = split_links(whole, "60/20/20", seed=3)
+    n, pairs = whole.num_vertices, graph.pairs
+    both = {tuple(e) for e in whole.edge_index.T.tolist()}
+    kept = {tuple(e) for e in graph.edge_index.T.tolist()}
+    links = len(both) if directed else len(both) // 2
+    ends = [tuple(e) for e in pairs.ends.T.tolist()]
+    assert len(ends) == 2 * links
+    unordered = ends if directed else [tuple(sorted(e)) for e in ends]
+    assert len(set(unordered)) == len(ends)
+    assert sum(pairs.counts) == 2 * links
+    assert pairs.counts[1] == 2 * (round(0.8 * links) - round(0.6 * links))
+    for pair, label, part in zip(ends, pairs.label, pairs.part, strict=True):
+        assert (pair in both) == bool(label)
+        assert pair[0] != pair[1]
+        assert min(pair) >= 0
+        assert max(pair) < n
+        if label:
+            assert (pair in kept) == (part == 0)
+            assert directed or (pair[::-1] in kept) == (part == 0)
+    again = split_links(whole, "60/20/20", seed=3)
+    assert np.array_equal(again.pairs.ends, pairs.ends)
+    assert not np.array_equal(split_links(whole, "60/20/20", seed=4).pairs.label, pairs.label)
+
+
+def test_pairs_of_random_link_split():
+    data = data_of(small_graph())
+    for negatives in (True, False):
+        parts = RandomLinkSplit(0.2, 0.2, is_undirected=True, add_negative_train_samples=negatives)(
+            data
+        )
+        graph = Graph.from_pyg(parts, task="links")
+        pairs = graph.pairs
+        for number, part in enumerate(parts):
+            mine = pairs.part == number
+            given = {
+                (*e, v)
+                for *e, v in zip(
+                    *part.edge_label_index.tolist(), part.edge_label.int().tolist(), strict=True
+                )
+            }
+            found = {
+                (*e, v)
+                for *e, v in zip(
+                    *pairs.ends[:, mine].tolist(), pairs.label[mine].tolist(), strict=True
+                )
+            }
+            if number == 0 and not negatives:
+                assert {f for f in found if f[2]} == given
+                joined = {tuple(e) for e in data.edge_index.T.tolist()}
+                assert not joined & {f[:2] for f in found if not f[2]}
+                assert len(found) == 2 * len(given)
+            else:
+                assert found == given
+        assert graph.num_edges == parts[0].edge_index.shape[1]
+
+
+def test_one_data_is_split_here():
+    graph = Graph.from_pyg(data_of(small_graph()), task="links", split="60/20/20", seed=0)
+    assert np.array_equal(graph.pairs.ends, linked().pairs.ends)
+
+
+class Normed(link_models.Predictor):
+    def decode(self, z, edge_label_index):
+        h = z[edge_label_index[0]] * z[edge_label_index[1]]
+        return F.batch_norm(h, None, None, training=True).sum(1)
+
+
+class Squared(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return z @ z.T
+
+
+class Needs(link_models.Net):
+    def decode(self, z, edge_label_index, more):
+        return super().decode(z, edge_label_index)
+
+
+class Chances(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return super().decode(z, edge_label_index).sigmoid()
+
+
+class DropsRows(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return super().decode(F.dropout(z, 0.5, self.training), edge_label_index)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Normed, "by its two ends alone"),
+        (Squared, r"should give a score for each pair, \[P\], not \[11, 11\]"),
+        (Needs, r"should take \(z, edge_label_index\)"),
+        (DropsRows, "drops rows of vertices"),
+        (Chances, "from 0 to 1"),
+        (lambda: GAE(link_models.Inner()), "pass a decoder of your own"),
+    ],
+)
+def test_what_cannot_be_scored_is_told(model, words):
+    with pytest.raises(InputError, match=words):
+        Trainer(quick_config(), graph=linked(), model=model()).fit()
+
+
+def test_bad_pairs_are_told():
+    data = data_of(small_graph())
+    parts = RandomLinkSplit(0.2, 0.2, is_undirected=True, split_labels=False)(data)
+    with pytest.raises(InputError, match="2 parts"):
+        Graph.from_pyg(parts[:2], task="links")
+    with pytest.raises(InputError, match="split and symmetrize have no meaning"):
+        Graph.from_pyg(parts, task="links", split="60/20/20")
+    with pytest.raises(InputError, match="give one, or task='links'"):
+        Graph.from_pyg(parts)
+    wrong = [p.clone() for p in parts]
+    wrong[1].edge_label_index = wrong[1].edge_label_index + 1000
+    with pytest.raises(InputError, match=r"val.edge_label_index\[:, 0\]"):
+        Graph.from_pyg(wrong, task="links")
+    wrong = [p.clone() for p in parts]
+    wrong[2].edge_label = wrong[2].edge_label + 1
+    with pytest.raises(InputError, match=r"test.edge_label\[0\] = 2"):
+        Graph.from_pyg(wrong, task="links")
+    del wrong[2].edge_label
+    with pytest.raises(InputError, match=r"no test\.edge_label"):
+        Graph.from_pyg(wrong, task="links")
+    full = Data(x=torch.ones(6, 2), edge_index=torch.ones(6, 6).nonzero().T)
+    with pytest.raises(InputError, match="too few pairs"):
+        with pytest.warns(UserWarning, match="loop"):
+            Graph.from_pyg(full, task="links")
+    with pytest.raises(InputError, match="no features x"):
+        Graph.from_pyg(Data(edge_index=data.edge_index), task="links")
+    with pytest.raises(InputError, match="--metric r2"):
+        Trainer(quick_config(metric="r2"), graph=linked(), model=link_models.made("net")).fit()
+
+
+def test_by_name():
+    """As the command line has it."""
+    config = TrainConfig(
+        dataset="karate", task="links", epochs=60, out="off", quiet=True, model="sage", hidden=16,
+        dropout=0.0, eval_every=0,
+    )  # fmt: skip
+    result = Trainer(config).fit()
+    assert result.train_metric > 0.8
+    with pytest.raises(InputError, match="--task"):
+        Trainer(config, graph=linked()).fit()
+
+
+def test_learns_the_links_of_a_planted_partition():
+    """Links are mostly within classes, and features tell the class."""
+    config = TrainConfig(
+        dataset="synthetic:planted:n=600,degree=12,classes=4,features=16,homophily=0.9,noise=1",
+        task="links", epochs=80, out="off", quiet=True, model="gcn", hidden=16, dropout=0.0,
+        chunks=4, eval_every=0,
+    )  # fmt: skip
+    result = Trainer(config).fit()
+    assert result.test_metric > 0.75
