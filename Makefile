@@ -2,12 +2,14 @@
 # Each sets up .venv first if need be (scripts/setup.sh).
 .PHONY: run test check setup setup-dev
 .DEFAULT_GOAL := run
+# Tests at a time: those of several ranks have some processes each, most others one.
+JOBS = 2
 
 run: setup
 	.venv/bin/gnnpipe train $(ARGS)
 
 test: setup-dev
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: setup-dev
 	.venv/bin/ruff check .
