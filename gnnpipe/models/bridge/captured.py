@@ -193,9 +193,20 @@ class Captured(Model):
             for source in call.all_input_nodes
         )
 
+    @cached_property
+    def _first_names(self) -> dict[int, str]:
+        """The name of every weight by its identity; found once, for a deep model has many ops."""
+        return {id(p): name for name, p in self._module.named_parameters()}
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside weights, by name; moved in place, so found once."""
+        state = self._module.state_dict(keep_vars=True).items()
+        return {name: value for name, value in state if not isinstance(value, nn.Parameter)}
+
     def weights(self, op: fx.Node) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that an op uses, by the user's names; one that has several, by the first."""
-        first = {id(p): name for name, p in self._module.named_parameters()}
+        first = self._first_names
         for call in (*self.helpers(op), op):
             if call.op == "call_module":
                 module = self.recording.get_submodule(str(call.target))
@@ -212,10 +223,9 @@ class Captured(Model):
         modules = [str(c.target) for c in calls if c.op == "call_module"]
         modules += [str(op.kwargs.get("observed_by") or "-").partition(":")[0]]
         read = {str(c.target) for c in calls if c.op == "get_attr"}
-        for name, value in self._module.state_dict(keep_vars=True).items():
+        for name, value in self._buffers.items():
             path = f"model.{name}"
-            of_op = path in read or any(path.startswith(f"{module}.") for module in modules)
-            if of_op and not isinstance(value, nn.Parameter):
+            if path in read or any(path.startswith(f"{module}.") for module in modules):
                 yield name, value
 
     def over(self, op: fx.Node) -> tuple[str, str, str]:
