@@ -93,7 +93,7 @@ class TrainConfig:
         "auto",
         "what is reported beside accuracy, and chooses the best epoch: accuracy, rocauc, f1-micro "
         "or f1-macro; of numbers r2, mae or rmse; auto: f1-micro for several labels, rocauc for "
-        "two classes with one below 30 %, r2 for numbers, else accuracy",
+        "links and for two classes with one below 30 %, r2 for numbers, else accuracy",
         group="evaluation",
         choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
     )  # fmt: skip

@@ -199,7 +199,7 @@ class Weighted(nn.Module):
         self.convs = nn.ModuleList(
             [
                 pyg.GraphConv(HIDDEN, HIDDEN, aggr="mean"), pyg.GraphConv(HIDDEN, HIDDEN),
-                pyg.MixHopConv(HIDDEN, 4, powers=[0, 2]), pyg.TAGConv(HIDDEN, HIDDEN, K=2),
+                pyg.MixHopConv(HIDDEN, 4, powers=[2, 0]), pyg.TAGConv(HIDDEN, HIDDEN, K=2),
                 pyg.LEConv(HIDDEN, HIDDEN), pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2),
                 pyg.ChebConv(HIDDEN, HIDDEN, K=3), pyg.GatedGraphConv(HIDDEN, 2), pyg.LGConv(),
                 pyg.SimpleConv("mean"), pyg.APPNP(2, 0.1), pyg.SGConv(HIDDEN, OUT, K=2),

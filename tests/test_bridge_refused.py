@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric
 from helpers import carrying, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
@@ -213,3 +214,74 @@ def test_forward_must_take_features_and_edges():
     for model, message in wrong:
         with pytest.raises(InputError, match=message):
             Trainer(quick_config(), graph=small_graph(), model=model).fit()
+
+
+class Gated(pyg.MessagePassing):
+    """What is wrong with it is multiplied by a weight that starts at zero."""
+
+    def __init__(self, fault):
+        super().__init__(aggr="add")
+        self.fault = fault
+        self.lin, self.gate = nn.Linear(7, 3), nn.Parameter(torch.zeros(1))
+        self.table, self.norm = nn.Parameter(torch.zeros(500, 1)), nn.BatchNorm1d(3)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, x, edge_index):
+        h = self.lin(x)
+        if self.fault == "degree":
+            degree = torch_geometric.utils.degree(edge_index[0], x.size(0))
+            h = h * (1 + self.gate * degree[:, None])
+        elif self.fault == "large degree":
+            degree = torch_geometric.utils.degree(edge_index[0], x.size(0))
+            h = h * degree.clamp(min=8)[:, None]
+        elif self.fault == "mean":
+            h = h + self.gate * h.mean(0)
+        elif self.fault == "table":
+            h = h + self.table[: x.size(0)]
+        elif self.fault == "norm":
+            h = h + self.norm(h)
+        return h + self.propagate(edge_index, h=h)
+
+    def message(self, h_j):
+        return h_j
+
+
+class Counted(nn.Module):
+    """The same outside of a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.gate = pyg.GCNConv(7, 3), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return h + self.gate * h * x.size(0)
+
+
+@pytest.mark.parametrize("fault", ["degree", "large degree", "mean", "table", "norm"])
+def test_a_weight_that_starts_at_zero_hides_nothing(fault):
+    with pytest.raises(InputError, match=r"Gated\)? (does not give the same rows|fails)"):
+        Trainer(quick_config(), graph=small_graph(), model=Gated(fault)).fit()
+
+
+def test_nor_outside_of_a_convolution():
+    with pytest.raises(InputError, match="mul mixes vertices"):
+        Trainer(quick_config(), graph=small_graph(), model=Counted()).fit()
+
+
+class Dead(nn.Module):
+    """Its norm is called twice, and one result is read by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm1d(7), pyg.GCNConv(7, 3)
+
+    def forward(self, x, edge_index):
+        x = self.norm(x)
+        self.norm(2 * x)
+        return self.conv(x, edge_index)
+
+
+def test_statistics_that_do_not_move_are_told():
+    with pytest.warns(UserWarning, match="norm gives in one of its calls is read by nobody"):
+        Trainer(quick_config(), graph=small_graph(), model=Dead()).fit()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_all_within, quick_config, run_ranks, small_graph
+from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GAE
 from torch_geometric.transforms import RandomLinkSplit
@@ -191,7 +192,8 @@ def test_which_pairs_are_asked_for(directed):
     unordered = ends if directed else [tuple(sorted(e)) for e in ends]
     assert len(set(unordered)) == len(ends)
     assert sum(pairs.counts) == 2 * links
-    assert pairs.counts[1] == 2 * (round(0.8 * links) - round(0.6 * links))
+    units = len({tuple(sorted(e)) for e in both})
+    assert directed or pairs.counts[1] == 2 * (round(0.8 * units) - round(0.6 * units))
     for pair, label, part in zip(ends, pairs.label, pairs.part, strict=True):
         assert (pair in both) == bool(label)
         assert pair[0] != pair[1]
@@ -199,7 +201,8 @@ def test_which_pairs_are_asked_for(directed):
         assert max(pair) < n
         if label:
             assert (pair in kept) == (part == 0)
-            assert directed or (pair[::-1] in kept) == (part == 0)
+            # What joins two vertices is held out in both directions.
+            assert (pair[::-1] in kept) == (part == 0 and pair[::-1] in both)
     again = split_links(whole, "60/20/20", seed=3)
     assert np.array_equal(again.pairs.ends, pairs.ends)
     assert not np.array_equal(split_links(whole, "60/20/20", seed=4).pairs.label, pairs.label)
@@ -242,6 +245,100 @@ def test_one_data_is_split_here():
     assert np.array_equal(graph.pairs.ends, linked().pairs.ends)
 
 
+def test_no_direction_of_a_held_out_link_is_left():
+    """Also where one of the edges is there twice, and so no mirror image of its reverse."""
+    whole = small_graph()
+    e = torch.from_numpy(whole.edge_index)
+    data = Data(
+        x=torch.from_numpy(whole.x), edge_index=torch.cat([e, e[:, :1]], 1),
+        edge_weight=torch.ones(e.shape[1] + 1),
+    )  # fmt: skip
+    graph = Graph.from_pyg(data, task="links", split="60/20/20")
+    kept = {tuple(pair) for pair in graph.edge_index.T.tolist()}
+    held = graph.pairs.ends[:, (graph.pairs.label == 1) & (graph.pairs.part > 0)].T.tolist()
+    assert held
+    assert not kept & ({(a, b) for a, b in held} | {(b, a) for a, b in held})
+
+
+def test_no_pair_is_drawn_that_another_part_asks_for():
+    torch.manual_seed(0)
+    parts = RandomLinkSplit(0.2, 0.2, is_undirected=True, add_negative_train_samples=False)(
+        data_of(small_graph())
+    )
+    pairs = Graph.from_pyg(parts, task="links").pairs
+    asked = [set(map(frozenset, pairs.ends[:, pairs.part == i].T.tolist())) for i in range(3)]
+    assert not asked[0] & (asked[1] | asked[2])
+
+
+def plain_scores(model, graph):
+    model = copy.deepcopy(model).double().eval()
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    with torch.no_grad():
+        return model.decode(model.encode(x, edges), torch.from_numpy(graph.pairs.ends)).reshape(-1)
+
+
+class Scaled(link_models.Predictor):
+    """A buffer, and a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.lins[0].weight.requires_grad_(False)
+
+    def decode(self, z, edge_label_index):
+        return super().decode(z, edge_label_index) * self.scale
+
+
+def test_buffers_and_frozen_weights_of_decode():
+    torch.manual_seed(0)
+    model = Scaled()
+    before = model.lins[0].weight.clone()
+    trainer = Trainer(quick_config(chunks=4), graph=linked(), model=model)
+    result = trainer.fit()
+    assert torch.equal(model.lins[0].weight, before.double())
+    names = dict(trainer._ready()[2].executor.stage.piece.named_state())
+    assert {"scale", "lins.0.weight", "lins.1.bias", "conv1.bias"} <= names.keys()
+    graph = linked()
+    label, part = torch.from_numpy(graph.pairs.label), graph.pairs.part
+    right = ((plain_scores(model, graph) > 0) == (label == 1))[part == 2].double().mean()
+    assert result.test_acc == pytest.approx(float(right))
+
+
+def test_no_layer_is_taken_for_a_method():
+    class Named(link_models.Attends):
+        def __init__(self):
+            super().__init__()
+            self.encode, self.decode = nn.Linear(7, 7), nn.Identity()
+
+        def forward(self, x, edge_index):
+            return super().forward(self.encode(x), edge_index)
+
+    assert Trainer(quick_config(), graph=linked(), model=Named()).fit().loss > 0
+
+
+def other_graphs():
+    from gnnpipe.runtime.mesh import Mesh
+
+    seed = Mesh.join(2, 1).rank
+    with pytest.raises(InputError, match=r"another on every rank.*seed_everything"):
+        Trainer(quick_config(stages=2), graph=linked(seed=seed), model=link_models.Net()).fit()
+
+
+def test_other_graphs_on_other_ranks_are_told():
+    run_ranks(other_graphs, 2)
+
+
+def test_frozen_weights_make_every_table_exact():
+    """Law 8, the pairs' table included."""
+    run = quick_config(chunks=6, epochs=6, lr=1e-30, dropout=0.0, staleness="none")
+    stale = Trainer(run, graph=linked(), model=link_models.made("net")).fit()
+    exact = Trainer(
+        quick_config(epochs=1, lr=1e-30), graph=linked(), model=link_models.made("net")
+    ).fit()
+    assert stale.history[0].loss != pytest.approx(exact.loss, rel=1e-6)
+    assert stale.loss == pytest.approx(exact.loss, rel=1e-10)
+
+
 class Normed(link_models.Predictor):
     def decode(self, z, edge_label_index):
         h = z[edge_label_index[0]] * z[edge_label_index[1]]
@@ -258,6 +355,36 @@ class Needs(link_models.Net):
         return super().decode(z, edge_label_index)
 
 
+class Centred(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return super().decode(z - z.mean(0), edge_label_index)
+
+
+class Counts(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return super().decode(z, edge_label_index) * 10 / z.size(0)
+
+
+class Popular(link_models.Net):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(100))
+
+    def decode(self, z, edge_label_index):
+        return super().decode(z, edge_label_index) + self.bias[edge_label_index[0]]
+
+
+class Turns(link_models.Net):
+    def decode(self, z, edge_label_index):
+        scores = super().decode(z, edge_label_index)
+        return scores if self.training else -scores
+
+
+class Detached(link_models.Net):
+    def decode(self, z, edge_label_index):
+        return super().decode(z.detach(), edge_label_index)
+
+
 class Chances(link_models.Net):
     def decode(self, z, edge_label_index):
         return super().decode(z, edge_label_index).sigmoid()
@@ -272,9 +399,14 @@ class DropsRows(link_models.Net):
     ("model", "words"),
     [
         (Normed, "by its two ends alone"),
-        (Squared, r"should give a score for each pair, \[P\], not \[11, 11\]"),
+        (Squared, r"should give a score for each pair, \[P\], not \[22, 22\]"),
         (Needs, r"should take \(z, edge_label_index\)"),
         (DropsRows, "drops rows of vertices"),
+        (Centred, "by its two ends alone"),
+        (Counts, "by its two ends alone"),
+        (Popular, "by its two ends alone"),
+        (Turns, "other scores in training"),
+        (Detached, "do not depend on z"),
         (Chances, "from 0 to 1"),
         (lambda: GAE(link_models.Inner()), "pass a decoder of your own"),
     ],
@@ -308,6 +440,16 @@ def test_bad_pairs_are_told():
     with pytest.raises(InputError, match="too few pairs"):
         with pytest.warns(UserWarning, match="loop"):
             Graph.from_pyg(full, task="links")
+    for bad, words in (
+        ((), "no graphs"), ((parts[0], None, parts[2]), "a NoneType"), ({}, "no features x"),
+        ("cora", "a str"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            Graph.from_pyg(bad, task="links")
+    with pytest.raises(InputError, match="task 'link'"):
+        Graph.from_pyg(data, task="link")
+    with pytest.raises(InputError, match="target 'paper'"):
+        Graph.from_pyg(data, task="links", target="paper")
     with pytest.raises(InputError, match="no features x"):
         Graph.from_pyg(Data(edge_index=data.edge_index), task="links")
     with pytest.raises(InputError, match="--metric r2"):
@@ -324,6 +466,34 @@ def test_by_name():
     assert result.train_metric > 0.8
     with pytest.raises(InputError, match="--task"):
         Trainer(config, graph=linked()).fit()
+
+
+def test_a_file_needs_no_labels(tmp_path):
+    graph = small_graph()
+    np.savez(tmp_path / "bare.npz", x=graph.x, edge_index=graph.edge_index)
+    config = quick_config(dataset=str(tmp_path / "bare.npz"), task="links", model="sage", hidden=8)
+    assert Trainer(config).fit().loss > 0
+    wrong = ({"edge_index": graph.edge_index}, "no features"), ({"x": graph.x}, "edge_index")
+    for bad, words in wrong:
+        np.savez(tmp_path / "bad.npz", **bad)
+        with pytest.raises(InputError, match=words):
+            Trainer(quick_config(dataset=str(tmp_path / "bad.npz"), task="links")).fit()
+
+
+def test_memory_is_estimated_with_its_pairs():
+    """What ``decode`` keeps of a pair counts."""
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.report import memory_by_rank
+
+    sizes = []
+    for name in ("attends", "net", "predictor"):
+        prepared = prepare(quick_config(), Mesh.join(1, 1), linked(), link_models.made(name))
+        sizes.append(memory_by_rank(prepared)[0].activations)
+    pairs = linked().pairs.num_pairs
+    # Both ends' rows of 8 columns and their product; then the hidden row and what relu keeps.
+    assert sizes[1] - sizes[0] >= 2 * 8 * pairs * 8
+    assert sizes[2] - sizes[1] >= 12 * pairs * 8
 
 
 def test_learns_the_links_of_a_planted_partition():

@@ -162,7 +162,10 @@ def _text(counts: Mapping[str, int], total: int, why: str = "") -> str:
     parts = [f"{k} {what}{'s' * (k > 1)}" for what, k in counts.items() if k]
     if not parts:
         return ""
-    return f"removed {' and '.join(parts)} of {total} edges ({why}gcn and gat add their own loops)"
+    return (
+        f"removed {' and '.join(parts)} of {total} edges ({why}models that add loops themselves, "
+        "as gcn and gat, still do; others see none)"
+    )
 
 
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:

@@ -190,7 +190,7 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs'."""
+        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs of vertices'."""
         if self.pairs is not None:
             return f"{self.pairs.num_pairs:,} pairs of vertices"
         if self.is_regression:
@@ -222,6 +222,14 @@ class Graph:
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
         ``InputError`` naming the attribute that is missing or wrong.
         """
+        from gnnpipe.graph.labels import TASKS
+
+        if task not in (*TASKS, "links"):
+            raise InputError(f"dataset {name!r}: task {task!r}; try {', '.join(TASKS)} or links")
+        if task == "links" and target:
+            raise InputError(
+                f"dataset {name!r}: target {target!r} has no meaning for links; leave it out"
+            )
         if task == "links":
             from gnnpipe.graph.links import graph_of_links
 

@@ -88,12 +88,14 @@ def shard_layout(graph: Graph | Pairs, chunking: Chunking, shard: int) -> ShardL
     )
 
 
-def table_layouts(graph: Graph, chunking: Chunking, shard: int) -> dict[str, ShardLayout]:
-    """The layouts of one shard by the type that tables go by (``Graph.table_rows``)."""
-    whole = shard_layout(graph, chunking, shard)
+def table_layouts(graph: Graph, chunking: Chunking, whole: ShardLayout) -> dict[str, ShardLayout]:
+    """Of the ``whole`` layout of a shard those by the type that tables go by.
+
+    See ``Graph.table_rows``.
+    """
     found = {name: restrict(whole, chosen) for name, chosen in graph.row_types.items()}
     if graph.pairs is not None:
-        found[PAIRS] = shard_layout(graph.pairs, chunking, shard)
+        found[PAIRS] = shard_layout(graph.pairs, chunking, whole.shard)
     return found
 
 

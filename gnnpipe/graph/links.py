@@ -8,6 +8,7 @@ once, from a seed, so that every shape and every epoch asks for the same pairs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -42,19 +43,24 @@ def graph_of_links(
     Neither y nor masks are read. ``InputError`` names what is missing or wrong.
     """
     given = isinstance(data, list | tuple)
+    if given and not data:
+        fail(name, "no graphs", "(train, val, test), as RandomLinkSplit gives them")
     if given and (split != "given" or symmetrize):
         raise InputError(
             f"dataset {name!r}: split and symmetrize have no meaning for pairs that are given; "
             "leave them out"
         )
-    first = data[0] if given and data else data
+    first = data[0] if given else data
+    for one in data if given else [data]:
+        if not hasattr(one, "get"):
+            fail(name, f"a {type(one).__name__}", "a Data, or the three of RandomLinkSplit")
     if hasattr(first, "edge_types"):
         fail(name, "links of several types of vertices", "data.to_homogeneous()")
-    x = first.get("x") if hasattr(first, "get") else None
+    x = first.get("x")
     if x is None:
         fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
     n = int(shape_of(x)[0])
-    bare = first.clone()
+    bare = copy.copy(first)
     bare.y, bare.train_mask = np.zeros(n, dtype=np.int64), np.ones(n, dtype=bool)
     bare.val_mask = bare.test_mask = np.zeros(n, dtype=bool)
     graph = graph_from_data(bare, name=name, symmetrize=symmetrize)
@@ -66,36 +72,43 @@ def graph_of_links(
 def split_links(graph: Graph, split: str, seed: int) -> Graph:
     """The graph without the links that are held out, and with all links as pairs to learn.
 
+    What joins two vertices is held out together, in both directions and however often it is there:
+    the reverse of a link would tell of it. If every edge has its reverse, a link is asked for once.
+
     ``split``: percentages such as '60/20/20', or 'given' for 85/5/10. ``InputError`` if there are
     too few edges, or too few pairs that no edge joins.
     """
-    _refuse_types(graph)
+    if graph.types is not None:
+        fail(graph.name, "links of several types of vertices", "data.to_homogeneous()")
     fractions = parse_split(split) or STANDARD_LINKS
     rng = np.random.default_rng([seed, _STREAM])
     n = graph.num_vertices
     source, target = graph.edge_index
-    undirected = graph.is_symmetric
-    once = source < target if undirected else np.ones(graph.num_edges, dtype=bool)
-    links = np.unique(source[once] * n + target[once])
-    links = rng.permutation(links)
-    cuts = [round(sum(fractions[:i]) * len(links)) for i in (1, 2)]
+    joined = np.minimum(source, target) * n + np.maximum(source, target)
+    every = rng.permutation(np.unique(joined))
+    cuts = [round(sum(fractions[:i]) * len(every)) for i in (1, 2)]
     if not cuts[0]:
-        fail(graph.name, f"{len(links)} links, none to train on", "another --split")
-    part = np.repeat(np.arange(3), np.diff([0, *cuts, len(links)])).astype(np.int8)
-    taken = np.unique(source * n + target)
-    none = _negatives(graph.name, taken, n, len(links), undirected, rng)
-    ends = np.stack(np.divmod(np.concatenate([links, none]), n))
+        fail(graph.name, f"{len(every)} links, none to train on", "another --split")
+    part_of = np.repeat(np.arange(3), np.diff([0, *cuts, len(every)])).astype(np.int8)
+    order = np.argsort(every)
+    part_of_edge = part_of[order][np.searchsorted(every[order], joined)]
+    directed = np.unique(source * n + target)
+    undirected = np.array_equal(directed, np.unique(target * n + source))
     if undirected:
+        ends, part = np.stack(np.divmod(every, n)), part_of
         # Either end may be the target; a coin decides, so that no chunk gets them all.
         turned = rng.random(ends.shape[1]) < 0.5
         ends[:, turned] = ends[::-1, turned]
-    label = np.repeat([1, 0], len(links)).astype(np.int8)
-    held = links[cuts[0] :]
-    gone = np.isin(source * n + target, held)
-    if undirected:
-        gone |= np.isin(target * n + source, held)
-    pairs = Pairs.build(ends, label, np.concatenate([part, part]), n)
-    return _asked(_without(graph, gone), pairs)
+    else:
+        ends = np.stack(np.divmod(directed, n))
+        key = np.minimum(*ends) * n + np.maximum(*ends)
+        part = part_of[order][np.searchsorted(every[order], key)]
+    none = _negatives(graph.name, directed, n, len(part), undirected, rng)
+    label = np.repeat([1, 0], len(part)).astype(np.int8)
+    pairs = Pairs.build(
+        np.concatenate([ends, none], axis=1), label, np.concatenate([part, part]), n
+    )
+    return _asked(_without(graph, part_of_edge > 0), pairs)
 
 
 def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
@@ -105,7 +118,6 @@ def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
     0 where none does. Where a part has no pair that none joins (PyG's examples draw those anew in
     every epoch), as many are drawn here, from ``seed``. ``InputError`` names what is wrong.
     """
-    _refuse_types(graph)
     n, name = graph.num_vertices, graph.name
     rng = np.random.default_rng([seed, _STREAM])
     if len(parts) != 3:
@@ -114,14 +126,16 @@ def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
         _labelled(data, n, f"{which}.edge_label", name)
         for which, data in zip(("train", "val", "test"), parts, strict=True)
     ]
-    joined = [ends[:, label == 1] for ends, label in given]
-    source, target = np.concatenate([graph.edge_index, *joined], axis=1)
+    # Nor is a pair drawn that another part asks for.
+    source, target = np.concatenate([graph.edge_index, *(ends for ends, _ in given)], axis=1)
     taken = np.unique(np.concatenate([source * n + target, target * n + source]))
     ends, labels, part = [], [], []
     for i, (found, label) in enumerate(given):
         if len(label) and label.all():
-            drawn = _negatives(name, taken, n, len(label), False, rng)
-            found = np.concatenate([found, np.stack(np.divmod(drawn, n))], axis=1)
+            drawn = _negatives(name, taken, n, len(label), True, rng)
+            source, target = drawn
+            taken = np.union1d(taken, np.concatenate([source * n + target, target * n + source]))
+            found = np.concatenate([found, drawn], axis=1)
             label = np.repeat([1, 0], len(label)).astype(np.int8)
         ends.append(found)
         labels.append(label)
@@ -138,20 +152,12 @@ _STREAM = 0x11A7
 """Keeps the draw apart from others with the same seed."""
 
 
-def _refuse_types(graph: Graph) -> None:
-    if graph.types is not None:
-        fail(
-            graph.name,
-            "links of several types of vertices",
-            "a graph of one type (data.to_homogeneous())",
-        )
-
-
 def _labelled(data: Any, n: int, where: str, name: str) -> tuple[Int64, npt.NDArray[np.int8]]:
     """Pairs [2, P] and labels [P] of one part."""
     given, labels = data.get("edge_label_index"), data.get("edge_label")
     if given is None or labels is None:
-        fail(name, f"no {where} or {where}_index", "RandomLinkSplit(...)(data)")
+        hint = "RandomLinkSplit(...)(data), with key='edge_label' and without split_labels"
+        fail(name, f"no {where} or {where}_index", hint)
     ends, label = np.asarray(array_of(given)), np.asarray(array_of(labels)).reshape(-1)
     if ends.ndim != 2 or ends.shape[0] != 2 or ends.dtype.kind not in "iu":
         fail(name, f"{where}_index is {ends.dtype} of shape {list(ends.shape)}", "int64 [2, P]")
@@ -169,7 +175,10 @@ def _labelled(data: Any, n: int, where: str, name: str) -> tuple[Int64, npt.NDAr
 def _negatives(
     name: str, taken: Int64, n: int, count: int, undirected: bool, rng: np.random.Generator
 ) -> Int64:
-    """``count`` different pairs, as source * N + target, that are not among ``taken``."""
+    """``count`` different pairs [2, count] that are not among ``taken``, source * N + target.
+
+    ``undirected``: of a pair and its reverse at most one, and neither is taken.
+    """
     if len(taken) + count * (2 if undirected else 1) > 0.9 * n * (n - 1):
         fail(
             name,
@@ -185,7 +194,11 @@ def _negatives(
         key = key[(drawn[0] != drawn[1]) & ~np.isin(key, taken)]
         _, first = np.unique(np.concatenate([found, key]), return_index=True)
         found = np.concatenate([found, key])[np.sort(first)]
-    return found[:count]
+    ends = np.stack(np.divmod(found[:count], n))
+    if undirected:
+        turned = rng.random(count) < 0.5
+        ends[:, turned] = ends[::-1, turned]
+    return ends
 
 
 def _without(graph: Graph, gone: npt.NDArray[np.bool_]) -> Graph:

@@ -57,8 +57,11 @@ def load_graph(
             "Trainer(config, graph=graph)"
         )
     if task == "links":
-        # Labels are not read, but readers ask for a split of them.
-        whole = load_graph(dataset, data_dir=data_dir, split="60/20/20", symmetrize=symmetrize)
+        # Labels are not read, but most readers ask for a split of them.
+        if dataset.endswith(".npz"):
+            whole = read_npz(dataset, split="60/20/20", symmetrize=symmetrize, labelled=False)
+        else:
+            whole = load_graph(dataset, data_dir=data_dir, split="60/20/20", symmetrize=symmetrize)
         return split_links(whole, split, seed)
     if dataset in EMBEDDED:
         return EMBEDDED[dataset](split=split, seed=seed, symmetrize=symmetrize)

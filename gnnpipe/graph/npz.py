@@ -33,9 +33,14 @@ UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def read_npz(
-    path: str | Path, *, split: str = "given", seed: int = 0, symmetrize: bool = False
+    path: str | Path,
+    *,
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+    labelled: bool = True,
 ) -> Graph:
-    """The graph in an .npz file, named after the file.
+    """The graph in an .npz file, named after the file; ``labelled``: it must have ``y``.
 
     Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
     ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
@@ -52,6 +57,9 @@ def read_npz(
     """
     path = Path(path).expanduser()
     arrays = _load(path)
+    if not labelled:
+        # Of links nothing but edges and features is asked for.
+        arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
     for key in ("edge_index", "y"):
         if key not in arrays:
             raise InputError(
@@ -65,6 +73,13 @@ def read_npz(
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
         task=str(arrays["task"]) if "task" in arrays else "classification",
     )  # fmt: skip
+
+
+def _count(arrays: Arrays) -> int:
+    """N by the features; 1 if there are none, which ``clean`` then tells."""
+    if arrays.get("x_shape") is not None:
+        return int(np.asarray(arrays["x_shape"]).ravel()[0])
+    return len(np.atleast_1d(arrays["x"])) if arrays.get("x") is not None else 1
 
 
 def _load(path: Path) -> Arrays:

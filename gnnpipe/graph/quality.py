@@ -63,6 +63,9 @@ class CutQuality:
                 f"({self.shard_cut_share:.1%}), rows read from other shards {self.crossings:,} "
                 f"(M/N {self.crossings_per_vertex:.2f}), balance {self.cell_balance:.2f}"
             )
+            if PAIRS in self.crossings_by_type:
+                rows = self.crossings_by_type[PAIRS]
+                out.append(f"pairs: final rows read from other shards {rows:,}")
         return out or ["one chunk, one shard: nothing is cut"]
 
 

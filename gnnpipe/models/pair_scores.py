@@ -8,16 +8,21 @@ the pairs, and under a layer-by-layer walk the scores are exact. Final rows are 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds, KeyedDropout
+from gnnpipe.models.bridge.recording import first_line
+from gnnpipe.models.bridge.stir import names_of_weights, stir
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Aggregation, Model, Piece, Received
 
@@ -38,9 +43,17 @@ class PairModel(Model):
         """
         self.inner, self.num_ops, self.width = inner, num_ops, width
         self.name = inner.name
-        self.drops, self.decode_weights, self.gives_chances = _try_out(inner.module, width)
-        """What each dropout of ``decode`` drops, the names of its weights, and whether it gives
-        numbers from 0 to 1, which are no logits."""
+        decode = _try_out(inner.module, width)
+        self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
+        """Of ``decode``: what each dropout drops, the names of its weights, and the numbers that
+        autograd keeps of a pair."""
+        whole = inner.piece(0, num_ops)
+        told = {name for name, _ in whole.named_state()} | set(self.decode_weights)
+        state = inner.module.state_dict(keep_vars=True).items()
+        self.decode_buffers = tuple(
+            name for name, v in state if name not in told and not isinstance(v, nn.Parameter)
+        )
+        """Names of the buffers that no op reads, so ``decode`` may."""
 
     @property
     def edge_inputs(self) -> frozenset[str]:
@@ -55,7 +68,7 @@ class PairModel(Model):
     @property
     def has_decode(self) -> bool:
         """The model itself says how pairs are scored."""
-        return hasattr(self.module, "decode")
+        return _has_decode(self.module)
 
     @property
     def module(self) -> nn.Module:
@@ -103,6 +116,11 @@ class PairPiece(Piece):
             scores = _Products.apply(found.rows, own, source, target)  # type: ignore[no-untyped-call]
         return {}, {"x": scores.reshape(-1, 1), "rows": own}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PairPiece:
+        """The inner piece first: it knows which weights are another stage's, and not copied."""
+        inner = copy.deepcopy(self._inner, memo)
+        return PairPiece(copy.deepcopy(self._model, memo), inner)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the inner ops, then those of ``decode``."""
         inner = dict(self._inner.named_parameters())
@@ -111,24 +129,29 @@ class PairPiece(Piece):
         yield from ((name, own[name]) for name in self._model.decode_weights if name not in inner)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, and the inner ops' buffers."""
-        yield from (dict(self._inner.named_state()) | dict(self.named_parameters())).items()
+        """Weights and buffers, of the inner ops and of ``decode``."""
+        state = self._model.module.state_dict(keep_vars=True)
+        yield from (
+            dict(self._inner.named_state())
+            | dict(self.named_parameters())
+            | {name: state[name] for name in self._model.decode_buffers}
+        ).items()
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """As the inner piece."""
         self._inner.observe(name, mean, count)
 
     def to(self, device: torch.device) -> None:
-        """Move the inner ops, and the weights of ``decode``."""
+        """Move the inner ops, and the weights and buffers of ``decode``."""
         self._inner.to(device)
-        for _, weight in self.named_parameters():
-            weight.data = weight.data.to(device)
+        for _, kept in self.named_state():
+            kept.data = kept.data.to(device)
 
 
 _SITE = 0x7FFF0000
 """Of the dropout in ``decode``; behind that of all convolutions."""
 
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 13
 """Pairs whose rows are gathered at a time: both ends of all pairs may be larger than the model."""
 
 
@@ -140,7 +163,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(read, own, source, target)
         pieces = zip(_split(source), _split(target), strict=True)
         found = [(read[s] * own[t]).sum(1) for s, t in pieces]
-        return torch.cat(found) if found else read.new_empty(0)
+        return torch.cat(found)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -156,47 +179,87 @@ def _split(x: Tensor) -> tuple[Tensor, ...]:
     return torch.split(x, _AT_ONCE)
 
 
-def _try_out(module: nn.Module, width: int) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """``decode`` on a sample: see ``PairModel``."""
-    decode: Any = getattr(module, "decode", None)
-    if decode is None:
-        return (), (), False
+@dataclass(frozen=True)
+class _Decode:
+    """What a sample tells of a model's ``decode``."""
+
+    drops: tuple[str, ...] = ()
+    """What each of its dropouts drops."""
+    weights: tuple[str, ...] = ()
+    """The names of its weights."""
+    kept: int = 0
+    """Numbers that autograd keeps of a pair until backward."""
+
+
+def _has_decode(module: nn.Module) -> bool:
+    return inspect.ismethod(getattr(module, "decode", None))
+
+
+def _try_out(module: nn.Module, width: int) -> _Decode:
+    """Run ``decode`` on some rows, and on others; ``InputError`` for what pairs cannot be given."""
+    if not _has_decode(module):
+        return _Decode()
     name = f"{type(module).__name__}.decode"
-    given = list(inspect.signature(decode).parameters.values())
+    given = list(inspect.signature(module.decode).parameters.values())  # type: ignore[arg-type]
     if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
         raise InputError(f"model: {name} should take (z, edge_label_index) and nothing more")
-    parameters = dict(module.named_parameters())
-    dtype = next((p.dtype for p in parameters.values()), torch.get_default_dtype())
+    # A copy, in which frozen weights can be asked for, and none is zero.
+    tried = copy.deepcopy(module).double().train().requires_grad_(True)
+    stir(tried, names_of_weights(tried, tried))
+    decode: Any = tried.decode
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(_ROWS, width, dtype=dtype, generator=generator, requires_grad=True)
-    ends = torch.randint(0, _ROWS, (2, _PAIRS), generator=generator)
-    with DropoutKinds(0, _ROWS, _PAIRS) as kinds:
-        whole = _decoded(module, z, ends, name)
-    drops = tuple(kinds.found)
-    if set(drops) - {"edges"}:
+    z = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator, requires_grad=True)
+    ends = torch.randint(0, _ROWS // 2, (2, _PAIRS), generator=generator)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() if tensor.shape[:1] == (_PAIRS,) else 0)
+        return tensor
+
+    with DropoutKinds(0, _ROWS, _PAIRS) as kinds, saved_tensors_hooks(keep, lambda t: t):
+        whole = _decoded(decode, z, ends, name)
+    if not whole.requires_grad:
+        raise InputError(f"model: {name} gives scores that do not depend on z")
+    named = list(tried.named_parameters())
+    grads = torch.autograd.grad(whole.sum(), [z, *(p for _, p in named)], allow_unused=True)
+    if grads[0] is None:
+        raise InputError(f"model: {name} gives scores that do not depend on z")
+    # Other rows beside those of the pairs, other pairs, and the mode of an evaluation.
+    others = torch.cat([z.detach()[: _ROWS // 2].flip(0), torch.ones(3, width).double()])
+    moved = _ROWS // 2 - 1 - ends[:, 3:]
+    with torch.no_grad():
+        with DropoutKinds(0, len(others), _PAIRS - 3):
+            part = _decoded(decode, others, moved, name)
+        tried.eval()
+        still = _decoded(decode, z, ends, name)
+    if set(kinds.found) - {"edges"}:
         raise InputError(f"model: {name} drops rows of vertices; do that in forward")
-    with DropoutKinds(0, _ROWS, _PAIRS - 3), torch.no_grad():
-        order = torch.arange(_ROWS - 1, -1, -1)
-        part = _decoded(module, z[order], _ROWS - 1 - ends[:, 3:], name)
-    if not torch.allclose(part, whole[3:], 1e-4, 1e-5):
+    if not torch.allclose(part, whole[3:], 1e-9, 1e-12):
         raise InputError(
             f"model: {name} does not score each pair by its two ends alone (a norm over all "
-            "pairs?); chunks could not tell what it gives"
+            "pairs or rows?); chunks could not tell what it gives"
         )
-    named = list(parameters.items())
-    grads = torch.autograd.grad(whole.sum(), [p for _, p in named], allow_unused=True)
-    used = tuple(n for (n, _), g in zip(named, grads, strict=True) if g is not None)
-    return drops, used, bool(((whole >= 0) & (whole <= 1)).all())
+    if not torch.allclose(still, whole, 1e-9, 1e-12):
+        raise InputError(f"model: {name} gives other scores in training, beside its dropout")
+    if ((whole >= 0) & (whole <= 1)).all():
+        raise InputError(
+            f"model: {name} gives numbers from 0 to 1, where scores are logits; leave its sigmoid "
+            "out (of GAE, pass a decoder of your own)"
+        )
+    used = tuple(n for (n, _), g in zip(named, grads[1:], strict=True) if g is not None)
+    return _Decode(tuple(kinds.found), used, sum(kept) // _PAIRS)
 
 
-_ROWS, _PAIRS = 11, 29
+_ROWS, _PAIRS = 22, 29
 
 
-def _decoded(module: Any, z: Tensor, ends: Tensor, name: str) -> Tensor:
+def _decoded(decode: Any, z: Tensor, ends: Tensor, name: str) -> Tensor:
     try:
-        found = module.decode(z, ends)
-    except Exception as error:
-        raise InputError(f"model: {name} fails on a sample: {error}") from None
+        found = decode(z, ends)
+    except (InputError, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(
+            f"model: {name}(z, edge_label_index) fails on a sample: {first_line(error)}"
+        ) from None
     count = ends.shape[1]
     if not isinstance(found, Tensor) or found.shape not in ((count,), (count, 1)):
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__

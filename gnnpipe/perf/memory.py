@@ -74,8 +74,8 @@ def estimate_memory(
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
     if any(op.over_pairs for op in ops):
-        # Both ends, label and part, and twice the place of a row that is read.
-        structure += own_pairs * (16 + 2) + 16 * halo_rows[ops[-1].pushed_type]
+        # Both ends, label and part, and the rows that they were cut from.
+        structure += own_pairs * (16 + 2 + 12)
     features = 0
     if any(op.reads_features for op in ops):
         # Sparse rows are kept with their transpose; both as (index, value).
@@ -90,7 +90,13 @@ def estimate_memory(
         # Gradients are kept of the rows that read, where the aggregation is a product.
         numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
     history = numbers * number_bytes
-    activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops)
+    activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops if not op.over_pairs)
+    for op in ops:
+        if op.over_pairs:
+            # Of every chunk the rows that it reads; scores, and what ``decode`` keeps of a pair.
+            each = 1 + sum(op.kept_widths.values())
+            activations += op.push_width * (rows[op.pushed_type] + own_rows[op.vertex_type])
+            activations += each * own_pairs
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     return MemoryEstimate(structure, features, history, activations * number_bytes, weights)

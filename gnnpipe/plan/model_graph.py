@@ -42,8 +42,8 @@ class Op:
     pushed_type: str = ""
     """The type of the vertices whose rows it pushes."""
     over_pairs: bool = False
-    """It reads over the pairs of a link prediction, and stays with the op before it, whose rows
-    leave the model."""
+    """It reads over the pairs of a link prediction, each a row to it, and stays with the op before
+    it, whose rows leave the model."""
     reads_features: bool = False
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""

@@ -33,7 +33,8 @@ def op_costs(
     """
     return [
         float(
-            op.flops_per_row * num_vertices[op.vertex_type]
+            op.flops_per_row
+            * (num_edges[op.pushed_type] if op.over_pairs else num_vertices[op.vertex_type])
             + op.flops_per_feature * feature_entries.get(op.vertex_type, 0)
             + 2 * op.push_width * _read(op, num_vertices, num_edges)
         )

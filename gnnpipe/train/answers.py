@@ -17,7 +17,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.train.task import LossFn, labels_of, loss_sum
 
-__all__ = ["Answers", "Criterion", "data_of_pairs"]
+__all__ = ["PARTS", "Answers", "Loss", "data_of_pairs"]
 
 PARTS = 3
 """Train, val and test."""
@@ -69,7 +69,7 @@ def data_of_pairs(graph: Graph) -> EdgeData:
 
 
 @dataclass(frozen=True, eq=False)
-class Criterion:
+class Loss:
     """A chunk's part of the loss, which is a mean over ``total`` answers."""
 
     answers: Answers

@@ -27,7 +27,7 @@ from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
-from gnnpipe.train.answers import Answers, Criterion, data_of_pairs
+from gnnpipe.train.answers import Answers, Loss, data_of_pairs
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import num_targets
@@ -56,7 +56,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
-    layouts = table_layouts(graph, prepared.chunking, mesh.shard)
+    layouts = table_layouts(graph, prepared.chunking, whole)
     first, last = prepared.plan.stages[mesh.stage]
     piece = prepared.model.piece(first, last)
     piece.to(mesh.device)
@@ -77,7 +77,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         answers = Answers.of_pairs(pairs)
     else:
         answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
-    criterion = Criterion(answers, prepared.loss_fn, num_targets(graph))
+    criterion = Loss(answers, prepared.loss_fn, num_targets(graph))
     chunks = zip(whole.own_ptr[:-1], whole.own_ptr[1:], strict=True)
     stage = Stage(
         piece, [rows.of(whole.own[start:stop]) for start, stop in chunks], history,

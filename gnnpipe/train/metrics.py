@@ -13,6 +13,7 @@ from torch import Tensor
 from gnnpipe.models import Values
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program
+from gnnpipe.train.answers import PARTS
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.scoring import (
     Scores,
@@ -27,9 +28,6 @@ from gnnpipe.train.scoring import (
 from gnnpipe.train.task import REGRESSION
 
 __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
-
-PARTS = 3
-"""Train, val and test."""
 
 
 def train_epoch(

@@ -7,8 +7,10 @@ and ``assemble`` goes on.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,6 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
-from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
@@ -116,6 +117,7 @@ def prepare(
         error = fault
     mesh.agree(error)
     assert graph is not None
+    _check_same(graph, mesh)
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
@@ -123,11 +125,6 @@ def prepare(
         check_loss(loss_fn, graph, dtype)
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
-    if isinstance(chosen, PairModel) and chosen.gives_chances and loss_fn is None:
-        raise InputError(
-            f"model: {chosen.name}.decode gives numbers from 0 to 1, where the loss takes logits; "
-            "leave its sigmoid out (of GAE, pass a decoder of your own), or pass a loss_fn for them"
-        )
     graph = without_unread(graph, chosen, mesh)
     chunking = _cut(config, graph, mesh)
     quality = cut_quality(graph, chunking)
@@ -178,6 +175,31 @@ def prepare(
     )  # fmt: skip
 
 
+def _check_same(graph: Graph, mesh: Mesh) -> None:
+    """``InputError`` if the ranks have made different graphs; of features a sample is looked at."""
+    if mesh.world_size == 1:
+        return
+    n = graph.num_vertices
+    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
+    arrays += [graph.test_mask, *graph.edge_data.values()]
+    if graph.pairs is not None:
+        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
+    for name in graph.row_types if graph.types is None else graph.types.features:
+        x = graph.features(name)
+        rows = x[:: max(1, n // _SAMPLED)]
+        arrays.append(rows.data if sp.issparse(rows) else rows)
+    digest = [zlib.crc32(np.ascontiguousarray(a).tobytes()) for a in arrays]
+    if len(set(map(tuple, mesh.gather(digest)))) > 1:
+        raise InputError(
+            "graph: is another on every rank; make it in the same way, and seed what draws "
+            "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
+        )
+
+
+_SAMPLED = 10_000
+"""Rows of features that are compared between ranks."""
+
+
 def _num_edges(graph: Graph) -> dict[str, int]:
     """Edges into the vertices of each type, and pairs."""
     found = {t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()}
@@ -212,6 +234,12 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
                 f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
                 f"try --{name} {value}"
             )
+    wrong = [first for first, _ in plan.stages[1:] if first not in model.cuts]
+    if wrong:
+        raise InputError(
+            f"plan: a stage begins with {model.unit} {wrong[0]}, which must stay with the one "
+            f"before it; stages may begin with {', '.join(map(str, model.cuts))}"
+        )
     transfers = model.transfers(plan.stages)
     if plan.transfers != transfers:
         raise InputError(

@@ -152,7 +152,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     for stage in range(plan.num_stages):
         for shard in range(plan.shards):
             layout = shard_layout(graph, prepared.chunking, shard)
-            layouts = table_layouts(graph, prepared.chunking, shard)
+            layouts = table_layouts(graph, prepared.chunking, layout)
             own_pairs = int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0
             pilots = np.intersect1d(layout.own, prepared.pilots)
             estimates.append(
@@ -210,7 +210,9 @@ def info_lines(prepared: Prepared) -> list[str]:
     )
     for rank, m in enumerate(memory_by_rank(prepared)):
         first, last = prepared.plan.stages[rank // prepared.plan.shards]
-        ops = f"{prepared.model_graph.unit}s {first}-{last - 1}"
+        # Pairs are scored behind the last of them.
+        shown = last - 1 - prepared.model_graph.ops[last - 1].over_pairs
+        ops = f"{prepared.model_graph.unit}s {first}-{shown}"
         lines.append(
             f"  rank {rank} ({ops}): {human_bytes(m.total)} = structure "
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "

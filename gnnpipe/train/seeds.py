@@ -85,8 +85,9 @@ def fit_seeds(
 ) -> SeedsResult:
     """Train ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
-    A seed decides weights, dropout, chunk order and a split by percentages. Every run has its own
-    folder below ``config.out``, whose summary.json holds what is returned. ``make_model`` makes a
+    A seed decides weights, dropout, chunk order, a split by percentages and that of links. Every
+    run has its own folder below ``config.out``, whose summary.json holds what is returned.
+    ``make_model`` makes a
     model of your own for every run, with torch seeded; ``loss_fn`` as for ``Trainer``.
 
     Raises:

@@ -142,7 +142,7 @@ def test_masks_that_overlap_are_told_once_and_kept():
         (
             [(5, 5), (5, 5), (1, 0)],
             "removed 1 duplicate edge and 2 loops of 6 edges (aggregations count each neighbour "
-            "once; gcn and gat add their own loops)",
+            "once; models that add loops themselves, as gcn and gat, still do; others see none)",
         ),
     ],
 )

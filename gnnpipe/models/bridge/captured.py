@@ -30,6 +30,7 @@ from gnnpipe.models.bridge.recording import (
     attribute,
     called,
     entry,
+    first_line,
     input_number,
     is_input,
 )
@@ -60,7 +61,9 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
                 }
                 called(model, method)(*_floating(sample.arguments, dtype), **carried)
         except Exception as error:
-            raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
+            raise InputError(
+                f"model: fails on a sample in plain PyG: {first_line(error)}"
+            ) from None
     recording = trace(model, method, names, graph)
     return Captured(
         model,

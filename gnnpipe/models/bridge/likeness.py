@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.bridge.inner_dropout import NoDropout
-from gnnpipe.models.bridge.recording import BY_HAND, called
+from gnnpipe.models.bridge.recording import BY_HAND, called, first_line
 from gnnpipe.models.bridge.run import SampleRun
+from gnnpipe.models.bridge.stir import names_of_weights, stir
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
 __all__ = ["check_likeness"]
@@ -25,12 +26,15 @@ def check_likeness(model: nn.Module, method: str, call: fx.Node, run: SampleRun)
     plain = copy.deepcopy(model).double().train()
     paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
     cut_vertex_weights(plain, paths, sample.counts)
+    stir(plain, names_of_weights(model, model))
     with torch.enable_grad():
         try:
             with NoDropout():
                 truth = called(plain, method)(*sample.arguments, **sample.edge_data)
         except Exception as error:
-            raise InputError(f"model: fails on a sample in plain PyG: {error}") from None
+            raise InputError(
+                f"model: fails on a sample in plain PyG: {first_line(error)}"
+            ) from None
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
         again = SampleRun(run.module, sample)

@@ -25,6 +25,7 @@ from gnnpipe.models.bridge.recording import EDGES, FEATURES, input_number, is_in
 from gnnpipe.models.bridge.rowwise import name_of
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.sample import Sample
+from gnnpipe.models.bridge.stir import names_of_weights, stir
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
 __all__ = ["Facts", "probe"]
@@ -64,6 +65,7 @@ def probe(
     """
     module = copy.deepcopy(recording).double().train()
     cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+    stir(module, names_of_weights(model, recording))
     run = SampleRun(module, sample)
     found: dict[fx.Node, Facts] = {}
     with torch.no_grad():

@@ -13,7 +13,7 @@ from gnnpipe.graph.graph import Graph
 
 __all__ = [
     "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "called", "dropout_arguments",
-    "entry", "input_name", "input_number", "is_input", "is_own", "line_of",
+    "entry", "first_line", "input_name", "input_number", "is_input", "is_own", "line_of",
 ]  # fmt: skip
 
 FEATURES, EDGES = "x", "edge_index"
@@ -30,7 +30,8 @@ def entry(model: nn.Module, graph: Graph) -> str:
 
     PyG's models for link prediction, and its ``GAE``, give the final rows by ``encode``.
     """
-    return "encode" if graph.pairs is not None and hasattr(model, "encode") else "forward"
+    encodes = inspect.ismethod(getattr(model, "encode", None))  # And no layer of that name.
+    return "encode" if graph.pairs is not None and encodes else "forward"
 
 
 def called(model: nn.Module, method: str) -> Callable[..., Any]:
@@ -79,6 +80,11 @@ def dropout_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
     given = inspect.signature(F.dropout).bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the list of all that would have been right."""
+    return str(error).strip().partition("\n")[0]
 
 
 def is_own(text: str) -> bool:

@@ -192,12 +192,12 @@ def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``[A^p x W_p]`` side by side, p in ``powers``."""
     structure = _gcn_structure(conv)
     powers = [int(p) for p in conv.powers]
-    outs = [conv.lins[0](x)] if 0 in powers else []
+    outs = {0: conv.lins[0](x)} if 0 in powers else {}
     for j in range(1, max(powers) + 1):
         x = aggregate(x, structure=structure, edge_weight=edge_weight)
         if j in powers:
-            outs.append(conv.lins[j](x))
-    return _plus_bias(conv, torch.cat(outs, dim=-1))
+            outs[j] = conv.lins[j](x)
+    return _plus_bias(conv, torch.cat([outs[p] for p in powers], dim=-1))
 
 
 @lowers(pyg.LEConv)

@@ -14,7 +14,7 @@ from gnnpipe.graph.operators import EVERYONE, relation_ends, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds, NoDropout
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
-from gnnpipe.models.bridge.recording import EDGES, attribute, is_input, line_of
+from gnnpipe.models.bridge.recording import EDGES, attribute, first_line, is_input, line_of
 from gnnpipe.models.bridge.rowwise import check_rows, name_of
 from gnnpipe.models.bridge.rules import RULES
 from gnnpipe.models.bridge.sample import Sample
@@ -124,7 +124,7 @@ class SampleRun:
             return attribute(self.module, target)
         except Exception as error:
             raise InputError(
-                f"model: {name_of(call)} fails on a sample: {error}{line_of(call)}"
+                f"model: {name_of(call)} fails on a sample: {first_line(error)}{line_of(call)}"
             ) from None
 
     def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:

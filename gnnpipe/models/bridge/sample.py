@@ -80,7 +80,8 @@ class Sample:
 def make_sample(model: nn.Module, of: Graph) -> Sample:
     """For a model to be trained on the graph ``of``, with as many features and like edges.
 
-    Directed; in every relation vertex 0 is isolated and vertex 1 reads nearly all.
+    Directed; in every relation vertex 0 is isolated, vertex 1 reads nearly all and nearly all read
+    vertex 2.
     """
     rng = np.random.default_rng(0)
     types = of.types
@@ -139,6 +140,7 @@ def _random_edges(
 ) -> npt.NDArray[np.int64]:
     dense = rng.random((num_target, num_source)) < 4 / num_source
     dense[1, 2:] = True
+    dense[3:, 2] = True
     if is_square:
         np.fill_diagonal(dense, False)
     dense[0] = dense[:, 0] = False

@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 import random
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ from gnnpipe.models.bridge.recording import (
     EDGES,
     FEATURES,
     called,
+    first_line,
     input_name,
     input_number,
     is_input,
@@ -72,8 +75,11 @@ def edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[s
     parameters = list(inspect.signature(getattr(asked, method)).parameters.values())
     name = type(asked).__name__
     # A second argument without a default takes the edges, whatever it is called.
-    if len(parameters) < 2 or (
-        parameters[1].name not in _EDGE_NAMES and parameters[1].default is not parameters[1].empty
+    second = parameters[1] if len(parameters) > 1 else None
+    if (
+        second is None
+        or parameters[0].name in _EDGE_NAMES
+        or (second.name not in _EDGE_NAMES and second.default is not second.empty)
     ):
         raise InputError(
             f"model: {name}.{method}({', '.join(p.name for p in parameters)}) should take features "
@@ -110,7 +116,16 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
     check_vertex_weights(training, vertex_weights(training), graph.vertex_counts)
+    observed = _observed(training)
     training.graph.eliminate_dead_code()
+    for path in sorted(observed - _observed(training)):
+        warnings.warn(
+            f"model: what {path.removeprefix('model.')} gives in one of its calls is read by "
+            "nobody; its moving statistics are those of its other calls alone, where plain PyG "
+            "counts all",
+            UserWarning,
+            stacklevel=2,
+        )
     for call in list(training.graph.nodes):
         if call.op == "placeholder" and not call.users:
             training.graph.erase_node(call)
@@ -118,6 +133,12 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
         call.kwargs = {**call.kwargs, "site": site}
     training.recompile()
     return training
+
+
+def _observed(recording: fx.GraphModule) -> Counter[str]:
+    """How often a module's moving statistics take part, by its path."""
+    marks = (str(call.kwargs.get("observed_by") or "") for call in recording.graph.nodes)
+    return Counter(mark.partition(":")[0] for mark in marks if mark)
 
 
 class _Tracer(fx.Tracer):
@@ -253,8 +274,8 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
                 f"its relations {relations}"
             ) from None
         raise InputError(
-            f"model: {type(model).__name__} cannot be traced: {error} ({where}). Make that line "
-            f"independent of the data, {BY_HAND}"
+            f"model: {type(model).__name__} cannot be traced: {first_line(error)} ({where}). Make "
+            f"that line independent of the data, {BY_HAND}"
         ) from None
 
 
