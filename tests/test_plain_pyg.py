@@ -96,7 +96,6 @@ class PlainGAT(nn.Module):
         super().__init__()
         sizes = [graph.num_features] + [HIDDEN] * LAYERS
         self.convs = nn.ModuleList(GATConv(a, b // 2, heads=2) for a, b in pairwise(sizes))
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS - 1))
         self.decode = nn.Linear(HIDDEN, graph.num_classes)
         self.decode.load_state_dict(ours[-1].decode.state_dict())
         for conv, layer in zip(self.convs, ours, strict=True):
@@ -104,9 +103,8 @@ class PlainGAT(nn.Module):
             conv.load_state_dict({**layer.conv.state_dict(), "lin.weight": lin.weight})
 
     def forward(self, x, edge_index):
-        x = F.elu(self.convs[0](x, edge_index))
-        for conv, norm in zip(self.convs[1:], self.norms, strict=True):
-            x = x + F.elu(conv(norm(x), edge_index))
+        for conv in self.convs:
+            x = F.elu(conv(x, edge_index))
         return self.decode(x)
 
 
