@@ -285,3 +285,15 @@ class Dead(nn.Module):
 def test_statistics_that_do_not_move_are_told():
     with pytest.warns(UserWarning, match="norm gives in one of its calls is read by nobody"):
         Trainer(quick_config(), graph=small_graph(), model=Dead()).fit()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: pyg.EdgeCNN(7, 8, 2, 3, norm="batch"), "EdgeConv.*holds a BatchNorm1d"),
+        (lambda: pyg.GCN(7, 8, 2, 3, flow="target_to_source"), "from target to source"),
+    ],
+)
+def test_why_a_convolution_is_refused_is_told(model, words):
+    with pytest.raises(InputError, match=words):
+        Trainer(quick_config(), graph=small_graph(directed=True), model=model()).fit()

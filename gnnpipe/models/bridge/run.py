@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
 from gnnpipe.errors import InputError
@@ -197,6 +198,14 @@ class SampleRun:
 
 
 def _advice(conv: MessagePassing) -> str:
+    if getattr(conv, "flow", "source_to_target") != "source_to_target":
+        return "It sends from target to source: turn the edges round (edge_index.flip(0)) instead"
+    norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and not isinstance(conv, pyg.GINConv):
+        return (
+            f"It holds a {type(norms[0]).__name__}, whose statistics would be those of what it is "
+            "shown: put the norm behind the convolution, or use LayerNorm inside"
+        )
     if type(conv) in RULES:
         return (
             "It normalises over the whole graph, and is taken apart for that only with its plain "
