@@ -95,6 +95,28 @@ def assert_all_within(found, tolerance=1e-10):
     assert largest[0] <= tolerance, largest[1]
 
 
+def differences_of_shapes(shapes, names, epochs, parts, **settings):
+    """(largest difference, of what) by shape and name, against one autograd graph that walks the
+    same chunks; runs on every rank. ``parts``: of a name, the rank and K, the graph, the model and
+    further settings.
+    """
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.train.prepare import prepare
+    from gnnpipe.train.verify import verify
+
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for name in names:
+            # Every rank has weights of its own; those of rank 0 must win.
+            graph, model, more = parts(name, mesh.rank, chunks)
+            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings | more)
+            prepared = prepare(run, mesh, graph, model)
+            worst = max(verify(prepared, mesh, epochs), key=lambda c: c.largest)
+            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
+    return found
+
+
 def one_way_graph(n=40, seed=0):
     """Every edge leads from a low vertex to a higher one: the first shard of a run reads nobody."""
     g = small_graph(n, seed=seed)

@@ -11,7 +11,15 @@ import pyg_models
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NoDropout, assert_all_within, carrying, quick_config, run_ranks, small_graph
+from helpers import (
+    NoDropout,
+    assert_all_within,
+    carrying,
+    differences_of_shapes,
+    quick_config,
+    run_ranks,
+    small_graph,
+)
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -65,25 +73,13 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     )
 
 
-def largest_difference(shapes, names, **settings):
-    """Against one autograd graph that walks the same chunks; runs on every rank."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+def parts_of(name, rank, chunks):
+    graph = small_graph(directed=True, sparse=chunks > 1)
+    return carrying(graph, pyg_models.CARRIED.get(name)), made(name, seed=rank), {}
 
-    found = []
-    for stages, shards, chunks in shapes:
-        mesh = Mesh.join(stages, shards)
-        for name in names:
-            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
-            # Every rank has weights of its own; those of rank 0 must win.
-            model = made(name, seed=mesh.rank)
-            graph = small_graph(directed=True, sparse=chunks > 1)
-            graph = carrying(graph, pyg_models.CARRIED.get(name))
-            prepared = prepare(run, mesh, graph, model)
-            worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
-            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
-    return found
+
+def largest_difference(shapes, names, **settings):
+    return differences_of_shapes(shapes, names, EPOCHS, parts_of, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")

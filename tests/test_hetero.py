@@ -8,7 +8,14 @@ import pytest
 import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
-from helpers import SHARED, NoDropout, assert_all_within, quick_config, run_ranks
+from helpers import (
+    SHARED,
+    NoDropout,
+    assert_all_within,
+    differences_of_shapes,
+    quick_config,
+    run_ranks,
+)
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import HeteroData
@@ -77,22 +84,13 @@ def test_dropout_does_not_depend_on_the_chunks(name):
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-9)
 
 
-def largest_difference(shapes, names, **settings):
-    """Against one autograd graph that walks the same chunks; runs on every rank."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+def parts_of(name, rank, chunks):
+    model, data = made(name, seed=rank)
+    return Graph.from_pyg(data), model, {}
 
-    found = []
-    for stages, shards, chunks in shapes:
-        mesh = Mesh.join(stages, shards)
-        for name in names:
-            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
-            model, data = made(name, seed=mesh.rank)
-            prepared = prepare(run, mesh, Graph.from_pyg(data), model)
-            worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
-            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
-    return found
+
+def largest_difference(shapes, names, **settings):
+    return differences_of_shapes(shapes, names, EPOCHS, parts_of, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")

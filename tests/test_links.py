@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_all_within, quick_config, run_ranks, small_graph
+from helpers import assert_all_within, differences_of_shapes, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GAE
@@ -95,28 +95,16 @@ def test_dropout_does_not_depend_on_the_chunks():
     assert abs(without.history[0].loss - losses[0][0]) > 1e-3
 
 
-def largest_difference(shapes, names, **settings):
-    """Against one autograd graph that walks the same chunks; runs on every rank."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+def parts_of(name, rank, chunks):
+    if name == "drops":
+        return linked(), drops(), {}
+    if name in link_models.MODELS:
+        return linked(), link_models.made(name, seed=rank), {}
+    return linked(), None, {"model": name, "hidden": 8}
 
-    found = []
-    for stages, shards, chunks in shapes:
-        mesh = Mesh.join(stages, shards)
-        for name in names:
-            run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings)
-            model = None
-            if name == "drops":
-                model = drops()
-            elif name in link_models.MODELS:
-                model = link_models.made(name, seed=mesh.rank)
-            else:
-                run = quick_config(**{**run.to_dict(), "model": name, "hidden": 8})
-            prepared = prepare(run, mesh, linked(), model)
-            worst = max(verify(prepared, mesh, EPOCHS), key=lambda c: c.largest)
-            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
-    return found
+
+def largest_difference(shapes, names, **settings):
+    return differences_of_shapes(shapes, names, EPOCHS, parts_of, **settings)
 
 
 NAMES = ("predictor", "drops", "attends", "sage")

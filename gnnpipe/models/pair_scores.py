@@ -111,7 +111,8 @@ class PairPiece(Piece):
             every = torch.cat([own, found.rows])
             ends = torch.stack([source + len(own), target])
             with KeyedDropout(self._model.drops, found.block, rows, _SITE):
-                scores = self._model.module.decode(every, ends)  # type: ignore[operator]
+                decode: Any = self._model.module.decode
+                scores = decode(every, ends)
         else:
             scores = _Products.apply(found.rows, own, source, target)  # type: ignore[no-untyped-call]
         return {}, {"x": scores.reshape(-1, 1), "rows": own}
@@ -200,7 +201,8 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
     if not _has_decode(module):
         return _Decode()
     name = f"{type(module).__name__}.decode"
-    given = list(inspect.signature(module.decode).parameters.values())  # type: ignore[arg-type]
+    own: Any = module.decode
+    given = list(inspect.signature(own).parameters.values())
     if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
         raise InputError(f"model: {name} should take (z, edge_label_index) and nothing more")
     # A copy, in which frozen weights can be asked for, and none is zero.
