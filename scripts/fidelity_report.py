@@ -20,6 +20,7 @@ def write_pages(rows: Rows) -> None:
     for name, title, write in (
         ("main", "Does `auto` end where `exact` ends?", pairs_page),
         ("single", "One seed: other settings, models and graphs", pairs_page),
+        ("again", "Three seeds of the settings that one seed leaves outside the bound", pairs_page),
         ("arxiv", "A graph of the size of ogbn-arxiv", pairs_page),
         ("ablation", "Technique by technique", ablation_page),
     ):
