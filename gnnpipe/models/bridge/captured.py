@@ -20,6 +20,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
+from gnnpipe.models.bridge.arguments import edge_inputs
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
@@ -35,7 +36,7 @@ from gnnpipe.models.bridge.recording import (
     is_input,
 )
 from gnnpipe.models.bridge.sample import make_sample
-from gnnpipe.models.bridge.trace import edge_inputs, trace
+from gnnpipe.models.bridge.trace import trace
 from gnnpipe.models.piece import Model
 
 __all__ = ["Captured", "capture"]
