@@ -257,6 +257,13 @@ class Embedded(nn.Module):
         return self.second(self.first(x, edge_index).relu() + self.place, edge_index)
 
 
+def edge_norm(inside, outside):
+    """EdgeConv as PyG's point cloud examples write it: a BatchNorm over edges."""
+    norm = nn.BatchNorm1d(HIDDEN, momentum=None, affine=False)
+    layers = [Linear(2 * inside, HIDDEN, bias=False), norm, nn.ELU(), nn.Dropout(0.2)]
+    return pyg.EdgeConv(nn.Sequential(*layers, nn.Linear(HIDDEN, outside)), aggr="mean")
+
+
 def basic(kind, **settings):
     return lambda: kind(IN, HIDDEN, 3, out_channels=OUT, dropout=0.2, **settings)
 
@@ -271,6 +278,8 @@ MODELS = {
     "PNA": basic(pyg.PNA, aggregators=["mean", "max", "std"], scalers=["identity", "amplification"],
                  deg=DEGREES),
     "EdgeCNN": basic(pyg.EdgeCNN),
+    "EdgeCNN batch norm": basic(pyg.EdgeCNN, norm="batch", jk="cat"),
+    "edge norm": lambda: Two(edge_norm),
     "arxiv": Arxiv,
     "products": lambda: Arxiv(pyg.SAGEConv),
     "gcnii": GCNII,

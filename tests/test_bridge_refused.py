@@ -290,7 +290,7 @@ def test_statistics_that_do_not_move_are_told():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: pyg.EdgeCNN(7, 8, 2, 3, norm="batch"), "EdgeConv.*holds a BatchNorm1d"),
+        (lambda: pyg.EdgeConv(pyg.MLP([14, 8, 8, 3])), "EdgeConv.*holds a BatchNorm1d"),
         (lambda: pyg.GCN(7, 8, 2, 3, flow="target_to_source"), "from target to source"),
     ],
 )

@@ -33,6 +33,7 @@ PARTITION = "chunk or shard (as a verb or in partitioner it is fine)"
 ALLOWED: dict[tuple[str, str], str] = {
     ("graph/ogb.py", "node"): "the names of files and keys in OGB's own layout",
     ("graph/fetch.py", "mirror"): "a server that holds a copy of a download",
+    ("models/bridge/edge_norms.py", "batch"): "torch's BatchNorm",
     ("models/bridge/norms.py", "batch"): "torch's BatchNorm and its counter",
 }
 

@@ -24,8 +24,8 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
 
 __all__ = [
-    "EVERYONE", "LINEAR_KINDS", "RELATION", "WEIGHTED", "Everyone", "LinearOperator", "local_rows",
-    "relation_ends", "weighted_rows",
+    "BY_EDGES", "EVERYONE", "LINEAR_KINDS", "RELATION", "WEIGHTED", "Everyone", "LinearOperator",
+    "edges_into", "local_rows", "relation_ends", "weighted_rows",
 ]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
@@ -38,6 +38,8 @@ LINEAR_KINDS = (*_KINDS, *(kind + WEIGHTED for kind in _KINDS))
 
 EVERYONE = "everyone"
 """Every vertex reads the mean over all vertices: no matrix is made of it."""
+BY_EDGES = "everyone-by-edges"
+"""The same, a vertex counted as often as there are edges into it: a mean over all edges."""
 
 
 def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
@@ -80,6 +82,13 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
         root = np.where(degree > 0, 1.0 / np.sqrt(np.where(degree > 0, degree, 1.0)), 0.0)
         adjacency.data *= np.repeat(root, counts) * root[adjacency.indices]
     return adjacency
+
+
+def edges_into(graph: Graph, kind: str) -> npt.NDArray[np.float64]:
+    """What each vertex counts in a mean ``BY_EDGES`` [N]: its edges, of a ``RELATION`` or all."""
+    rows = weighted_rows(graph, "sum" + kind.removeprefix(BY_EDGES))
+    counts: npt.NDArray[np.float64] = np.asarray(rows.sum(axis=1), dtype=np.float64)
+    return counts
 
 
 def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
@@ -174,8 +183,11 @@ class LinearOperator:
 
 @dataclass(frozen=True, eq=False)
 class Everyone:
-    """All vertices, for a mean over them."""
+    """All vertices, for a mean over them or over the edges into them."""
 
-    num_vertices: int
+    count: int
+    """Vertices, or edges."""
     shares: Tensor
-    """[K] float64, the share of the vertices that is in each chunk."""
+    """[K] float64, the share of them that is in each chunk."""
+    weights: Tensor | None = None
+    """[n] float64, the edges into each own row, if it is a mean over edges."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
-from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, RELATION
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION
 from gnnpipe.models.layer import Rows, Values
 
 __all__ = ["Aggregation", "Model", "Piece", "Received"]
@@ -31,7 +31,7 @@ class Aggregation:
     """The op that aggregates, unique in the model."""
     structure: str
     """What it aggregates over: a matrix ('gcn', 'mean', 'sum' and others, see ``graph.operators``),
-    blocks ('edges', 'loops') or all vertices ('everyone')."""
+    blocks ('edges', 'loops') or all vertices ('everyone', 'everyone-by-edges')."""
     width: int
     """F of the rows that are pushed."""
     pushed_type: str = ""
@@ -51,8 +51,8 @@ class Aggregation:
 
     @property
     def is_mean(self) -> bool:
-        """It is the mean over all vertices."""
-        return self.structure == EVERYONE
+        """It is the mean over all vertices, or all edges."""
+        return self.structure.partition(RELATION)[0] in (EVERYONE, BY_EDGES)
 
 
 @dataclass(frozen=True, eq=False)

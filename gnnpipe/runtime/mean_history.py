@@ -1,4 +1,4 @@
-"""The history of a mean over all vertices: what a normalisation over all of them reads.
+"""The history of a mean over all vertices, or edges: what a normalisation over them reads.
 
 It is an aggregation in which every chunk reads every chunk, and it is live and stale in the same
 way; but all that is kept of a chunk is the sum of its rows. With one chunk, or walked layer by
@@ -24,7 +24,8 @@ class MeanHistory(History):
 
     def __init__(self, spec: HistorySpec, width: int, everyone: Everyone) -> None:
         super().__init__(spec, width, num_rows=spec.layout.num_chunks)
-        self.num_vertices = everyone.num_vertices
+        self.count = everyone.count
+        self._weights = everyone.weights
         self._shares = everyone.shares.to(self.table.device)[:, None]
 
     @property
@@ -36,8 +37,11 @@ class MeanHistory(History):
         """The chunk's rows [C, F] of this shard; those of the other shards are added."""
         if self.drift is not None:
             self.drift.before(self.table)
-        part = rows.detach().sum(0, dtype=torch.float64) / self.num_vertices
-        self.table[chunk] = self._summed(part)
+        if self._weights is None:
+            part = rows.detach().sum(0, dtype=torch.float64)
+        else:
+            part = self._weights[slice(*self.rows(chunk))] @ rows.detach().double()
+        self.table[chunk] = self._summed(part / self.count)
 
     def read(self, chunk: int) -> Tensor:
         """The mean, once for each own row: [C, F]."""
@@ -51,7 +55,9 @@ class MeanHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """Gradient [C, F] of the rows that the chunk pushed."""
         start, stop = self.rows(chunk)
-        found = self._grads.sum(0) / self.num_vertices
+        found = self._grads.sum(0) / self.count
+        if self._weights is not None:
+            found = self._weights[start:stop, None] * found
         # From here on this chunk's gradients are only read by other chunks.
         self._grads[chunk] *= self.scale
         return found.to(self._dtype).expand(stop - start, -1)

@@ -86,7 +86,7 @@ class Stage:
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch)
                 if isinstance(history, MeanHistory):
-                    self.piece.observe(name, history.mean, history.num_vertices)
+                    self.piece.observe(name, history.mean, history.count)
         self._scratch.clear()
         self._walks.clear()
 

@@ -14,7 +14,7 @@ import torch
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
-from gnnpipe.graph.operators import Everyone, LinearOperator, weighted_rows
+from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Aggregation
@@ -147,8 +147,13 @@ def _structure(
     if aggregation.is_mean:
         chosen = graph.row_types[aggregation.pushed_type]
         chunk = prepared.chunking.chunk_of_row()[chosen]
-        sizes = np.bincount(chunk, minlength=layout.num_chunks)
-        return Everyone(len(chunk), torch.from_numpy(sizes / len(chunk)))
+        weights = own = None
+        if kind != EVERYONE:
+            weights = edges_into(graph, kind)
+            own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
+        sizes = np.bincount(chunk, weights, layout.num_chunks)
+        count = max(round(float(sizes.sum())), 1)
+        return Everyone(count, torch.from_numpy(sizes / count), own)
     rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
         return LinearOperator.build(rows, layout, into, prepared.dtype, device)

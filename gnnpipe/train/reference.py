@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block, EdgeData, edge_data_of
-from gnnpipe.graph.operators import weighted_rows
+from gnnpipe.graph.operators import EVERYONE, edges_into, weighted_rows
 from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.models.dropout import row_keys
 from gnnpipe.runtime.forecast import RIDGE
@@ -174,6 +174,14 @@ class Reference:
                 read_old[a.name] = self._read(a, pilots[a.vertex_type], x, table)
                 read_new[a.name] = self._read(a, pilots[a.vertex_type], y, moved)
 
+    def _mean(self, a: Aggregation, table: Tensor) -> Tensor:
+        """The mean over all vertices, or over all edges into them [F]."""
+        if a.structure == EVERYONE:
+            return table.mean(0)
+        counts = edges_into(self.prepared.graph, a.structure)[self.chosen[a.pushed_type]]
+        weights = torch.from_numpy(counts / max(counts.sum(), 1.0)).to(table.dtype)
+        return weights @ table
+
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """What the end of a step pushes."""
         return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
@@ -181,7 +189,7 @@ class Reference:
     def _read(self, a: Aggregation, rows: Tensor, own: Tensor, table: Tensor) -> Received:
         """What some rows [P] get from a table [N, F], every neighbour read from the table."""
         if a.is_mean:
-            return Received(table.mean(0).expand(len(rows), -1))
+            return Received(self._mean(a, table).expand(len(rows), -1))
         source, target, weight = self.edges[a.over]
         place = torch.full((self.bounds[a.vertex_type][-1],), -1)
         place[rows] = torch.arange(len(rows))
@@ -239,7 +247,7 @@ class Reference:
         start, stop = self._ranges(a.vertex_type)[c]
         count = stop - start
         if a.is_mean:
-            return Received(table.mean(0).expand(count, -1))
+            return Received(self._mean(a, table).expand(count, -1))
         source, target, weight = self.edges[a.over]
         mine = (target >= start) & (target < stop)
         source, target = source[mine], target[mine] - start

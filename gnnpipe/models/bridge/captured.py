@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 from gnnpipe.models.bridge.arguments import edge_inputs
 from gnnpipe.models.bridge.marks import aggregate
@@ -113,8 +113,9 @@ class Captured(Model):
                 owner = root.get_submodule(path.rpartition(".")[0])
                 owner.add_module(path.rpartition(".")[2], self.recording.get_submodule(path))
             elif call.op == "call_module" and not path.startswith("model."):
-                # An attention that a rule made; it has no weights.
-                root.add_module(path, self.recording.get_submodule(path))
+                # A convolution that a rule made; its weights, if any, are the model's.
+                made = copy.deepcopy(self.recording.get_submodule(path), memo)
+                root.add_module(path, made)
             elif call.op == "get_attr" and not path.startswith("model."):
                 # A tensor that forward itself made, out of nothing but numbers.
                 setattr(root, path, getattr(self.recording, path))
@@ -241,7 +242,7 @@ class Captured(Model):
             relation = "" if number is None else f"{RELATION}{number}"
             return f"edges{relation}", *self.ends[str(index.target)]
         structure = str(op.kwargs["structure"])
-        if structure == EVERYONE:
+        if structure.startswith((EVERYONE, BY_EDGES)):
             return structure, vertex_type, vertex_type
         return structure, *relation_ends(self._relations, structure)
 

@@ -19,8 +19,13 @@ from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weig
 __all__ = ["check_likeness"]
 
 
-def check_likeness(model: nn.Module, method: str, call: fx.Node, run: SampleRun) -> None:
-    """The recording gives what the model gives, run by plain PyG, and the same gradients."""
+def check_likeness(
+    model: nn.Module, method: str, call: fx.Node, run: SampleRun, names: Mapping[str, str]
+) -> None:
+    """The recording gives what the model gives, run by plain PyG, and the same gradients.
+
+    ``names``: of the recording's weights in the model, by path.
+    """
     result: Any = call.args[0]
     sample = run.sample
     plain = copy.deepcopy(model).double().train()
@@ -53,10 +58,10 @@ def check_likeness(model: nn.Module, method: str, call: fx.Node, run: SampleRun)
             f"{float((truth - found).abs().max()):.1e}); forward depends on something that a "
             f"recording cannot hold, {BY_HAND}"
         )
-    recorded = dict(run.module.named_parameters(remove_duplicate=False))
+    every = run.module.named_parameters(remove_duplicate=False)
+    recorded = {names[path]: p for path, p in every if path in names}
     for name, parameter in plain.named_parameters():
-        twin = recorded.get(f"model.{name}")
-        if not _same_gradient(parameter, twin):
+        if not _same_gradient(parameter, recorded.get(name)):
             raise InputError(
                 f"model: the gradient of {name} is another in its recording; forward holds "
                 f"gradients back or makes its own (no_grad, autograd.Function), {BY_HAND}"

@@ -65,14 +65,15 @@ def probe(
     """
     module = copy.deepcopy(recording).double().train()
     cut_vertex_weights(module, vertex_weights(recording), sample.counts)
-    stir(module, names_of_weights(model, recording))
+    names = names_of_weights(model, recording)
+    stir(module, names)
     run = SampleRun(module, sample)
     found: dict[fx.Node, Facts] = {}
     with torch.no_grad():
         for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
             if call.op == "output":
                 _check_output(call, run)
-                check_likeness(model, method, call, run)
+                check_likeness(model, method, call, run, names)
                 continue
             sources = [found[source] for source in own.all_input_nodes]
             is_source = call.op == "placeholder" or call.target is of_vertices

@@ -11,7 +11,7 @@ from torch_geometric.nn import MessagePassing
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
-from gnnpipe.graph.operators import EVERYONE, relation_ends, weighted_rows
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
 from gnnpipe.models.bridge.blocks import FORMS, BlockConv
 from gnnpipe.models.bridge.inner_dropout import DropoutKinds, NoDropout
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
@@ -93,6 +93,10 @@ class SampleRun:
         if kind == EVERYONE:
             return x.mean(0, keepdim=True).expand_as(x)
         graph = self.sample.graph
+        if kind.startswith(BY_EDGES):
+            name = self.types.get(call.all_input_nodes[0], "")
+            weights = torch.from_numpy(edges_into(graph, kind)[graph.row_types[name]])
+            return ((weights @ x) / weights.sum()).expand_as(x)
         rows = weighted_rows(graph, kind)
         source, target = relation_ends(graph.relations, kind)
         chosen = graph.row_types

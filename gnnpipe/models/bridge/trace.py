@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
+from gnnpipe.models.bridge.edge_norms import EDGE_RULES
 from gnnpipe.models.bridge.escapes import escapes_closed
 from gnnpipe.models.bridge.hetero_rules import HETERO_RULES
 from gnnpipe.models.bridge.marks import drop
@@ -49,6 +51,8 @@ from gnnpipe.models.bridge.vertex_weights import (
 )
 
 __all__ = ["trace"]
+
+_RULES = {**RULES, **EDGE_RULES}
 
 
 class _Root(nn.Module):
@@ -168,20 +172,20 @@ class _Tracer(fx.Tracer):
             given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
             if set(given) == {"x_dict", "edge_index_dict"}:
                 x = {k: v for k, v in given["x_dict"].items() if v is not None}
-                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], self._attend)
-        if isinstance(m, pyg.MessagePassing) and type(m) in RULES:
+                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], self._make)
+        if isinstance(m, pyg.MessagePassing) and type(m) in _RULES:
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
         return super().call_module(m, forward, args, kwargs)
 
-    def _attend(self, attention: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
-        """Record the call of a module that a rule has made, beside the model's own."""
-        name = f"attention_{self._made}"
+    def _make(self, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
+        """Record the call of a convolution that a rule has made, beside the model's own modules."""
+        name = f"made_{self._made}"
         self._made += 1
-        self.root.add_module(name, attention)
-        self.submodule_paths = {**(self.submodule_paths or {}), attention: name}
-        return attention((read, reading), edges)
+        self.root.add_module(name, conv)
+        self.submodule_paths = {**(self.submodule_paths or {}), conv: name}
+        return conv((read, reading), edges)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The rule's result, or None where the convolution must run unchanged."""
@@ -198,14 +202,16 @@ class _Tracer(fx.Tracer):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        takes = inspect.signature(RULES[type(m)]).parameters
-        needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv"}
+        takes = inspect.signature(_RULES[type(m)]).parameters
+        needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
         if set(others) - set(takes) or needed - set(others):
             return None
+        if "make" in takes:
+            others["make"] = partial(self._make, edges=edges)
         number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
         try:
-            return RULES[type(m)](m, **others)
+            return _RULES[type(m)](m, **others)
         except OtherKindError:
             return None
         finally:
