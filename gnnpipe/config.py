@@ -114,6 +114,12 @@ class TrainConfig:
                            group="shape", low=1)  # fmt: skip
     partitioner: str = setting("metis", "how vertices are cut: metis, range or random",
                                 group="shape")  # fmt: skip
+    order: str = setting(
+        "auto",
+        "order of the vertices inside a chunk: metis (neighbours together: faster out of cache), "
+        "given, or auto (metis from 16,384 vertices on, if they are cut by it)",
+        group="shape", choices=("auto", "metis", "given"),
+    )  # fmt: skip
     cache_dir: str = setting(
         "", "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
         group="shape",

@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
 from gnnpipe.graph.graph import Features, Graph, IntArray
+from gnnpipe.graph.order import locality_rank, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
     Partitioner,
@@ -144,12 +145,14 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
 
 
 def make_chunking(
-    graph: Graph, *, chunks: int, shards: int, partitioner: str, seed: int, cache_dir: str = ""
-) -> Chunking:
+    graph: Graph, *, chunks: int, shards: int, partitioner: str, seed: int, order: str = "given",
+    cache_dir: str = "",
+) -> Chunking:  # fmt: skip
     """Cut ``graph`` into K ``chunks`` and each of them into G ``shards``.
 
-    The chunks do not depend on ``shards``. In a cell the vertices keep their order. The result is
-    kept in ``cache_dir`` ('' the default folder, 'off' nowhere) and taken from there next time.
+    The chunks do not depend on ``shards``, nor on ``order``, which is that of the vertices in a
+    cell ("given", "metis", "auto": by ``resolve_order``). The result is kept in ``cache_dir`` (''
+    is the default folder, 'off' nowhere) and taken from there next time.
 
     Raises ``InputError`` for an unknown ``partitioner`` and for more chunks or shards than the
     vertices allow.
@@ -157,19 +160,21 @@ def make_chunking(
     cut = PARTITIONERS[partitioner]
     n = graph.num_vertices
     _check_counts(n, chunks, shards)
-    if chunks == shards == 1:
+    order = resolve_order(order, partitioner, n)
+    if chunks == shards == 1 and order == "given":
         return Chunking(np.arange(n, dtype=np.int64), np.array([[0, n]], dtype=np.int64))
     folder, key = folder_of(cache_dir), ""
     if folder is not None:
         settings = {
             "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,
+            "order": f"{order} {version_of(order)}",
             "partitioner": f"{partitioner} {version_of(partitioner)}",
         }  # fmt: skip
         key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
         kept = _recalled(folder, key, (n, chunks, shards))
         if kept is not None:
             return kept
-    made = _cut(graph, chunks, shards, cut, seed)
+    made = _cut(graph, chunks, shards, cut, order, seed)
     keep(folder, key, {"perm": made.perm, "ptr": made.ptr})
     return made
 
@@ -186,7 +191,9 @@ def _recalled(folder: Path, key: str, shape: tuple[int, int, int]) -> Chunking |
     return kept if (kept.num_vertices, kept.chunks, kept.shards) == shape else None
 
 
-def _cut(graph: Graph, chunks: int, shards: int, cut: Partitioner, seed: int) -> Chunking:
+def _cut(
+    graph: Graph, chunks: int, shards: int, cut: Partitioner, order: str, seed: int
+) -> Chunking:
     adjacency, work = structure(graph), vertex_work(graph)
     chunk = _chunk_of_vertex(adjacency, work, chunks, cut, seed)
     part = _part_of_vertex(adjacency, work, chunk, chunks, shards, cut, seed)
@@ -194,7 +201,8 @@ def _cut(graph: Graph, chunks: int, shards: int, cut: Partitioner, seed: int) ->
     cell = chunk.astype(np.int64) * shards + shard
     bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
     ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
-    return Chunking(np.argsort(cell, kind="stable").astype(np.int64), ptr.astype(np.int64))
+    perm = np.lexsort((locality_rank(adjacency, work, order, seed), cell))
+    return Chunking(perm.astype(np.int64), ptr.astype(np.int64))
 
 
 def _check_counts(n: int, chunks: int, shards: int) -> None:

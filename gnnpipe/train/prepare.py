@@ -212,7 +212,8 @@ def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
         if mesh.rank == 0:
             chunking = make_chunking(
                 graph, chunks=config.chunks, shards=config.shards, seed=config.seed,
-                partitioner=config.partitioner, cache_dir=config.cache_dir,
+                partitioner=config.partitioner, order=config.order,
+                cache_dir=config.cache_dir,
             )  # fmt: skip
     except InputError as fault:
         error = fault

@@ -38,7 +38,8 @@ def test_the_second_time_it_is_taken_from_disk(graph, cuts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"chunks": 5}, {"shards": 3}, {"seed": 1}, {"partitioner": "range"}]
+    "change",
+    [{"chunks": 5}, {"shards": 3}, {"seed": 1}, {"partitioner": "range"}, {"order": "metis"}],
 )
 def test_another_setting_is_another_entry(graph, cuts, tmp_path, change):
     make(graph, tmp_path)
