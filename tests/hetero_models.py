@@ -48,11 +48,13 @@ class Hetero(nn.Module):
         self.encode = nn.ModuleDict({t: nn.Linear(w, HIDDEN) for t, w in WIDTHS.items()})
         self.subjects = nn.Embedding(COUNTS["subject"], HIDDEN)
         self.convs = nn.ModuleList()
-        for _ in range(2):
+        edge_norm = [nn.Linear(2 * HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU()]
+        edge_conv = pyg.EdgeConv(nn.Sequential(*edge_norm))
+        for cites in (pyg.GCNConv(HIDDEN, HIDDEN), edge_conv):
             self.convs.append(
                 pyg.HeteroConv(
                     {
-                        ("paper", "cites", "paper"): pyg.GCNConv(HIDDEN, HIDDEN),
+                        ("paper", "cites", "paper"): cites,
                         ("author", "writes", "paper"): pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN),
                         ("paper", "written_by", "author"): pyg.GATConv(
                             (HIDDEN, HIDDEN), HIDDEN, add_self_loops=False, dropout=0.2

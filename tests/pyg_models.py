@@ -261,7 +261,8 @@ def edge_norm(inside, outside):
     """EdgeConv as PyG's point cloud examples write it: a BatchNorm over edges."""
     norm = nn.BatchNorm1d(HIDDEN, momentum=None, affine=False)
     layers = [Linear(2 * inside, HIDDEN, bias=False), norm, nn.ELU(), nn.Dropout(0.2)]
-    return pyg.EdgeConv(nn.Sequential(*layers, nn.Linear(HIDDEN, outside)), aggr="mean")
+    aggr = pyg.aggr.SoftmaxAggregation(learn=True)
+    return pyg.EdgeConv(nn.Sequential(*layers, nn.Linear(HIDDEN, outside)), aggr)
 
 
 def basic(kind, **settings):

@@ -287,10 +287,30 @@ def test_statistics_that_do_not_move_are_told():
         Trainer(quick_config(), graph=small_graph(), model=Dead()).fit()
 
 
+class Doubling(nn.Linear):
+    """Another map in evaluation, and with dropout."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training) * (2 - self.training)
+
+
+def edge_conv(first):
+    return pyg.EdgeConv(nn.Sequential(first, nn.BatchNorm1d(3)))
+
+
+def hooked():
+    linear = nn.Linear(14, 3)
+    linear.register_forward_hook(lambda module, given, out: out if module.training else 2 * out)
+    return linear
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: pyg.EdgeConv(pyg.MLP([14, 8, 8, 3])), "EdgeConv.*holds a BatchNorm1d"),
+        (lambda: pyg.EdgeConv(pyg.MLP([14, 8, 8, 3])), "EdgeConv.*right behind the first linear"),
+        # Their forward would never be called.
+        (lambda: edge_conv(Doubling(14, 3)), "BatchNorm1d that cannot be taken apart"),
+        (lambda: edge_conv(hooked()), "BatchNorm1d that cannot be taken apart"),
         (lambda: pyg.GCN(7, 8, 2, 3, flow="target_to_source"), "from target to source"),
     ],
 )

@@ -123,6 +123,7 @@ def test_bytes_are_the_closed_form(shape):
         assert counted["pipeline" if shape[0] > 1 else "graph"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("name", ["hetero conv", "hgt"])
 def test_a_chunk_may_have_no_vertex_of_a_type(name):
     """20 chunks, 9 subjects."""

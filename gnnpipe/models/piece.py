@@ -96,7 +96,7 @@ class Piece(ABC):
         """The weights of these ops, by their names in the whole model."""
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """The mean [F] of what an aggregation pushed of ``count`` vertices in an epoch of training.
+        """The mean [F] of what an aggregation pushed of ``count`` vertices or edges, in an epoch.
 
         For pieces that keep moving statistics of it.
         """

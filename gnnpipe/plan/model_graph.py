@@ -36,7 +36,7 @@ class Op:
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False
-    """It aggregates to the mean over all vertices."""
+    """It aggregates to the mean over all vertices, or all edges."""
     vertex_type: str = ""
     """The type of the vertices that its outputs are rows of, '' if there is but one."""
     pushed_type: str = ""

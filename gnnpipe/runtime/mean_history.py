@@ -25,6 +25,8 @@ class MeanHistory(History):
     def __init__(self, spec: HistorySpec, width: int, everyone: Everyone) -> None:
         super().__init__(spec, width, num_rows=spec.layout.num_chunks)
         self.count = everyone.count
+        """Vertices, or edges: there may be none."""
+        self._divisor = max(self.count, 1)
         self._weights = everyone.weights
         self._shares = everyone.shares.to(self.table.device)[:, None]
 
@@ -41,7 +43,7 @@ class MeanHistory(History):
             part = rows.detach().sum(0, dtype=torch.float64)
         else:
             part = self._weights[slice(*self.rows(chunk))] @ rows.detach().double()
-        self.table[chunk] = self._summed(part / self.count)
+        self.table[chunk] = self._summed(part / self._divisor)
 
     def read(self, chunk: int) -> Tensor:
         """The mean, once for each own row: [C, F]."""
@@ -55,7 +57,7 @@ class MeanHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """Gradient [C, F] of the rows that the chunk pushed."""
         start, stop = self.rows(chunk)
-        found = self._grads.sum(0) / self.count
+        found = self._grads.sum(0) / self._divisor
         if self._weights is not None:
             found = self._weights[start:stop, None] * found
         # From here on this chunk's gradients are only read by other chunks.

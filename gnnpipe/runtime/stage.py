@@ -85,7 +85,7 @@ class Stage:
         if self._training:
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch)
-                if isinstance(history, MeanHistory):
+                if isinstance(history, MeanHistory) and history.count:
                     self.piece.observe(name, history.mean, history.count)
         self._scratch.clear()
         self._walks.clear()

@@ -152,8 +152,8 @@ def _structure(
             weights = edges_into(graph, kind)
             own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
         sizes = np.bincount(chunk, weights, layout.num_chunks)
-        count = max(round(float(sizes.sum())), 1)
-        return Everyone(count, torch.from_numpy(sizes / count), own)
+        count = round(float(sizes.sum()))
+        return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
     rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
         return LinearOperator.build(rows, layout, into, prepared.dtype, device)

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE
+from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
@@ -197,7 +197,7 @@ def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
     whole = prepared.model.piece(0, prepared.plan.num_ops)
     kinds = {a.structure for a in whole.aggregations} - {PAIRS}
-    return kinds <= {"gcn", "gcn-loopless", "sum", "edges", "loops", EVERYONE, BY_EDGES} and (
+    return kinds <= {"gcn", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
         prepared.graph.is_symmetric
     )
 

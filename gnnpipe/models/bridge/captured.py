@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE, RELATION, WEIGHTED, relation_ends
+from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 from gnnpipe.models.bridge.arguments import edge_inputs
 from gnnpipe.models.bridge.marks import aggregate
@@ -242,7 +242,7 @@ class Captured(Model):
             relation = "" if number is None else f"{RELATION}{number}"
             return f"edges{relation}", *self.ends[str(index.target)]
         structure = str(op.kwargs["structure"])
-        if structure.startswith((EVERYONE, BY_EDGES)):
+        if structure.startswith(EVERYONE):  # Over edges, too.
             return structure, vertex_type, vertex_type
         return structure, *relation_ends(self._relations, structure)
 

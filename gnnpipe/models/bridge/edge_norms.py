@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch_geometric import nn as pyg
 
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE
@@ -42,27 +43,33 @@ class _AfterNorm(pyg.MessagePassing):  # type: ignore[misc]
         return out
 
 
+def _is_one_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Its forward is that of one of these, and nothing else: it will not be called."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type_before_parametrizations(module) in kinds and not hooks
+
+
 def _taken_apart(layers: Any) -> tuple[Any, Any, nn.Module]:
     """The first linear map, the norm behind it, and the rest; ``OtherKindError`` if it has none."""
-    if type(layers) is pyg.MLP:
+    if _is_one_of(layers, pyg.MLP):
         dropout = [nn.Dropout(p) for p in layers.dropout]
         lins, norms = list(layers.lins), list(layers.norms)
         if len(norms) != 1 or layers.act_first or not isinstance(layers.act, nn.Module | None):
             raise OtherKindError
         found = [lins[0], norms[0], *([layers.act] if layers.act else []), dropout[0]]
         found += [lins[1], dropout[1]] if layers.plain_last else []
-    elif type(layers) is nn.Sequential:
+    elif _is_one_of(layers, nn.Sequential):
         found = list(layers)
     else:
         raise OtherKindError
     if len(found) < 2:
         raise OtherKindError
     lin, norm, *rest = found
-    norm = norm.module if isinstance(norm, pyg.BatchNorm) else norm
+    norm = norm.module if _is_one_of(norm, pyg.BatchNorm) else norm
     others = [m for layer in rest for m in layer.modules()]
     if (
-        not isinstance(lin, nn.Linear | pyg.Linear)
-        or type(norm) is not nn.BatchNorm1d
+        not _is_one_of(lin, nn.Linear, pyg.Linear)
+        or not _is_one_of(norm, nn.BatchNorm1d)
         or any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in others)
     ):
         raise OtherKindError
@@ -79,7 +86,7 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     of_pair, of_difference = lin.weight[:, : width // 2], lin.weight[:, width // 2 :]
     reading = nn.functional.linear(x, of_pair - of_difference, lin.bias)
     read = nn.functional.linear(x, of_difference)
-    # Centred before anything is squared; what one end loses the other gains.
+    # Centred before anything is squared; what one end loses the other gains, but for staleness.
     middle = aggregate(read, structure=EVERYONE)
     read, reading = read - middle, reading + middle
 
@@ -101,13 +108,8 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     scale = torch.rsqrt(variance + norm.eps)
     if norm.affine:
         scale = scale * norm.weight
-        return make(_AfterNorm(rest, _reduction(conv)), read * scale, centred * scale + norm.bias)
-    return make(_AfterNorm(rest, _reduction(conv)), read * scale, centred * scale)
-
-
-def _reduction(conv: Any) -> Any:
-    """As ``MessagePassing`` takes it."""
-    return conv.aggr if isinstance(conv.aggr, str) else conv.aggr_module
+    reading = centred * scale + norm.bias if norm.affine else centred * scale
+    return make(_AfterNorm(rest, conv.aggr_module), read * scale, reading)
 
 
 EDGE_RULES: dict[type[nn.Module], Rule] = {pyg.EdgeConv: _edge_conv}

@@ -97,7 +97,7 @@ NORMS: dict[type[nn.Module], Callable[[Any, Any, str], Any]] = {
 def move_statistics(module: nn.Module, what: str, now: Tensor, count: int) -> None:
     """A BatchNorm's moving 'mean' or 'variance' [F] after an epoch, as torch moves them.
 
-    ``now``: over ``count`` vertices. The mean comes first.
+    ``now``: over ``count`` vertices, or edges. The mean comes first.
     """
     assert isinstance(module, nn.BatchNorm1d)
     assert module.running_mean is not None

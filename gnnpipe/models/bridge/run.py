@@ -94,7 +94,7 @@ class SampleRun:
             return x.mean(0, keepdim=True).expand_as(x)
         graph = self.sample.graph
         if kind.startswith(BY_EDGES):
-            name = self.types.get(call.all_input_nodes[0], "")
+            name = relation_ends(graph.relations, kind)[1]
             weights = torch.from_numpy(edges_into(graph, kind)[graph.row_types[name]])
             return ((weights @ x) / weights.sum()).expand_as(x)
         rows = weighted_rows(graph, kind)
@@ -205,6 +205,11 @@ def _advice(conv: MessagePassing) -> str:
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         return "It sends from target to source: turn the edges round (edge_index.flip(0)) instead"
     norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and isinstance(conv, pyg.EdgeConv):
+        return (
+            "It holds a BatchNorm1d that cannot be taken apart: let there be one, right behind the "
+            "first linear layer of its nn, and read x, not a pair"
+        )
     if norms and not isinstance(conv, pyg.GINConv):
         return (
             f"It holds a {type(norms[0]).__name__}, whose statistics would be those of what it is "

@@ -172,16 +172,17 @@ class _Tracer(fx.Tracer):
             given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
             if set(given) == {"x_dict", "edge_index_dict"}:
                 x = {k: v for k, v in given["x_dict"].items() if v is not None}
-                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], self._make)
+                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], partial(self._make, m))
         if isinstance(m, pyg.MessagePassing) and type(m) in _RULES:
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
         return super().call_module(m, forward, args, kwargs)
 
-    def _make(self, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
-        """Record the call of a convolution that a rule has made, beside the model's own modules."""
-        name = f"made_{self._made}"
+    def _make(self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
+        """Record the call of a convolution that the rule ``of`` another has made."""
+        path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
+        name = f"part_{self._made}_of_{path}"
         self._made += 1
         self.root.add_module(name, conv)
         self.submodule_paths = {**(self.submodule_paths or {}), conv: name}
@@ -207,7 +208,7 @@ class _Tracer(fx.Tracer):
         if set(others) - set(takes) or needed - set(others):
             return None
         if "make" in takes:
-            others["make"] = partial(self._make, edges=edges)
+            others["make"] = partial(self._make, m, edges=edges)
         number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
         try:
