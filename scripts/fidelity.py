@@ -1,7 +1,7 @@
 """Does pipelined training end where exact training ends? Runs the cells, writes the pages.
 
 python scripts/fidelity.py run main single      # cells of these tables that are not there yet
-python scripts/fidelity.py run main --only squirrel gcn --workers 2
+python scripts/fidelity.py run main --only amazon_photo gcn --workers 2
 python scripts/fidelity.py report               # docs/benchmarks/fidelity_*.md and plots
 
 For a fixed K and seed the result does not depend on S and G (law 2 of docs/concepts.md), so one
@@ -118,11 +118,17 @@ def run(names: list[str], only: list[str], workers: int) -> int:
     """Every cell that is not there yet."""
     have = done()
     todo: dict[str, Cell] = {}
+    asked = 0
     for name in names:
         for cell in tables()[name]:
             key = cell.key()
-            if key not in have and all(word in key.split("|") for word in only):
-                todo[key] = cell
+            known = {*key.split("|"), cell.dataset.partition("+")[0]}
+            if known.issuperset(only):
+                asked += 1
+                todo |= {} if key in have else {key: cell}
+    if not asked:
+        print(f"--only {' '.join(only)}: no cell of {', '.join(names)} has all these words")
+        return 2
     print(f"{len(todo)} cells to run", flush=True)
     failed = 0
     DATA.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +159,8 @@ def main() -> int:
     runner.add_argument("--workers", type=int, default=1)
     commands.add_parser("report", help="write the pages and plots")
     words = parser.parse_args()
+    if words.command == "run" and words.workers < 1:
+        parser.error(f"--workers {words.workers}: must be at least 1")
     if words.command == "run":
         return run(words.tables, words.only, words.workers)
     from fidelity_report import write_pages

@@ -11,6 +11,10 @@ from fidelity_cells import ABLATION, Cell, tables
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 TAIL = 20
+BOUNDS = {"main": (0.5, 1.0), "single": (1.0, 2.0), "again": (1.0, 2.0), "arxiv": (1.0, 1.0)}
+"""Points that auto may end under exact, set before anything was run: on the mean, and a row."""
+SLACK = 0.3
+"""Points that the deviation may be above twice that of exact."""
 Rows = Mapping[str, Mapping[str, Any]]
 
 
@@ -20,7 +24,11 @@ def write_pages(rows: Rows) -> None:
     for name, title, write in (
         ("main", "Does `auto` end where `exact` ends?", pairs_page),
         ("single", "One seed: other settings, models and graphs", pairs_page),
-        ("again", "Three seeds of the settings that one seed leaves outside the bound", pairs_page),
+        (
+            "again",
+            "Squirrel with small steps, where one seed ends far under: three seeds",
+            pairs_page,
+        ),
         ("arxiv", "A graph of the size of ogbn-arxiv", pairs_page),
         ("ablation", "Technique by technique", ablation_page),
     ):
@@ -39,11 +47,13 @@ def made_by(rows: Rows, cells: Sequence[Cell], have: Sequence[Cell], name: str) 
     found = [rows[cell.key()] for cell in have]
     commits = ", ".join(sorted({r["commit"] for r in found}))
     dates = ", ".join(sorted({r["date"] for r in found}))
+    epochs = ", ".join(sorted({str(cell.epochs) for cell in have}))
     machines = ", ".join(sorted({f"{r['machine']}, torch {r['torch']}" for r in found}))
     return [
         f"Made by `scripts/fidelity.py run {name}` and `report`; commits {commits}; {dates}; "
         f"{machines}, one thread. {len(have)} of {len(cells)} runs are in. Hidden 64, dropout "
-        "0.5, Adam without weight decay. Test accuracy in %; *tail* is the mean of the last 20 "
+        f"0.5, Adam without weight decay, {epochs} epochs; pubmed is split 10/20/70, the others as "
+        "they come. Test accuracy in %; *tail* is the mean of the last 20 "
         "epochs, each of them evaluated, and *dev* their deviation. *exact* walks one chunk; "
         "*auto* K chunks, in one process: for a fixed K and seed the result does not depend on S "
         "or G.",
@@ -71,11 +81,12 @@ def pairs(rows: Rows, have: Iterable[Cell]) -> dict[tuple[Any, ...], list[tuple[
 
 def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
     lines = [
-        "| graph | model | K | lr | seeds | exact, last | auto, last | difference | exact, tail | "
-        "auto, tail | difference | dev exact | dev auto |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| graph | model | K | lr | seeds | exact, last | auto, last | difference | by seed | "
+        "exact, tail | auto, tail | difference | dev exact | dev auto |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    last_gaps, tail_gaps, wide = [], [], []
+    last_gaps, tail_gaps, wide, outside = [], [], [], []
+    on_mean, of_row = BOUNDS[name]
     extra_edges, extra_rows = [], []
     found = pairs(rows, have)
     for (graph, model, layers, chunks, lr, _), both in found.items():
@@ -86,11 +97,15 @@ def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
         last_gaps.append(last[0] - last[1])
         tail_gaps.append(mean[0] - mean[1])
         wide.append(dev[0] - 2 * dev[1])
+        if last_gaps[-1] < -of_row or wide[-1] > SLACK:
+            what = f"{last_gaps[-1]:+.2f}" if last_gaps[-1] < -of_row else "deviation"
+            outside.append(f"{graph} {model} {layers}, K = {chunks}, lr {lr:g} ({what})")
+        seeds = " ".join(f"{a[-1] - e[-1]:+.2f}" for a, e in ends) if len(ends) > 1 else ""
         extra_edges += [a["extra_edges"] for a, _ in both]
         extra_rows += [a["extra_rows"] for a, _ in both]
         lines.append(
             f"| {graph} | {model} {layers} | {chunks} | {lr:g} | {len(both)} | {last[1]:.2f} | "
-            f"{last[0]:.2f} | {last_gaps[-1]:+.2f} | {mean[1]:.2f} | {mean[0]:.2f} | "
+            f"{last[0]:.2f} | {last_gaps[-1]:+.2f} | {seeds} | {mean[1]:.2f} | {mean[0]:.2f} | "
             f"{tail_gaps[-1]:+.2f} | {dev[1]:.2f} | {dev[0]:.2f} |"
         )
     lines += [
@@ -98,7 +113,10 @@ def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
         f"Mean difference: last epoch {statistics.mean(last_gaps):+.2f}, tail "
         f"{statistics.mean(tail_gaps):+.2f} points. Worst: {min(last_gaps):+.2f} and "
         f"{min(tail_gaps):+.2f}. Deviation of auto beyond twice that of exact: at most "
-        f"{max(wide):+.2f} points (0.30 allowed).",
+        f"{max(wide):+.2f} points.",
+        "",
+        f"Bounds set before the runs: {on_mean} points under on the mean, {of_row} in a row; a "
+        f"deviation of twice exact's and {SLACK} points. Outside: {'; '.join(outside) or 'none'}.",
         "",
         f"Extra work of the forecast, mean over the runs: {statistics.mean(extra_edges):.1%} of "
         f"the SpMM's edges, {statistics.mean(extra_rows):.1%} of the rows between stages.",
@@ -112,9 +130,11 @@ def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
 
 def ablation_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
     lines = [
-        "The target of a graph is 99 % of the best accuracy of exact. Time: epochs to the target "
-        "times the time of an epoch in one process, where exact walks one chunk and needs no "
-        "stages; on S stages the others overlap and exact does not.",
+        "GCNII of 16 layers, K = 32, lr 0.01, seed 0: one seed, and seeds differ by points where a "
+        "model hardly learns. *best* is the best TEST accuracy, and the target of a graph 99 % of "
+        "that of exact. Seconds: epochs to the target times the time of an epoch in one process, "
+        "where exact walks one chunk; the machine did other things too, so compare epochs. On S "
+        "stages the others overlap and exact does not.",
         "",
         "| graph | policy | last | tail | dev | best | epochs to target | s to target |",
         "|---|---|---|---|---|---|---|---|",
