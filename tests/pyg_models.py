@@ -308,6 +308,7 @@ MODELS = {
     "LINKX weighted": lambda: pyg.LINKX(60, IN, HIDDEN, OUT, 2, 2, 2),
     "embedded": Embedded,
     "GCN weighted": basic(pyg.GCN, jk="cat"),
+    "GCN improved": basic(pyg.GCN, improved=True),
     "weighted": Weighted,
     "attributed": Attributed,
     "GAT attributed": basic(pyg.GAT, heads=2, edge_dim=4),
@@ -316,8 +317,8 @@ MODELS = {
     "rgcn bases": lambda: Typed(num_bases=2),
 }  # fmt: skip
 CARRIED = {
-    "GCN weighted": "edge_weight", "weighted": "edge_weight", "attributed": "edge_attr",
-    "GAT attributed": "edge_attr", "NNConv": "edge_attr", "rgcn": "edge_type",
+    "GCN weighted": "edge_weight", "GCN improved": "edge_weight", "weighted": "edge_weight",
+    "attributed": "edge_attr", "GAT attributed": "edge_attr", "NNConv": "edge_attr", "rgcn": "edge_type",
     "rgcn bases": "edge_type", "LINKX weighted": "edge_weight",
 }  # fmt: skip
 """What the edges of the graph must carry for a model."""

@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
-_KINDS = ("gcn", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
+_KINDS = ("gcn", "gcn-improved", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
 WEIGHTED = "-weighted"
 """Ends the name of a matrix that is made of the graph's edge weights in place of ones."""
 RELATION = "@"
@@ -46,10 +46,10 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     """The aggregation matrix [N, N] of the whole graph, float64.
 
     ``gcn``: D^-1/2 (A + I) D^-1/2 with D the row sums of A + I, as PyG's ``gcn_norm``;
-    ``gcn-loopless``: the same of A; ``gcn-outgoing``: of A with D its column sums; ``mean``:
-    A over the number of neighbours; ``mean-looped``: the same of A + I; ``sum``: A; ``edges`` and
-    ``loops``: A and A + I, for what needs both ends of an edge. A holds ones; with ``WEIGHTED``
-    behind the name, the edge weights. The values of ``edges`` are the edges' numbers.
+    ``gcn-improved``: of A + 2 I; ``gcn-loopless``: of A; ``gcn-outgoing``: of A with D its column
+    sums; ``mean``: A over the number of neighbours; ``mean-looped``: the same of A + I; ``sum``: A;
+    ``edges`` and ``loops``: A and A + I, for what needs both ends of an edge. A holds ones; with
+    ``WEIGHTED`` behind the name, the edge weights. The values of ``edges`` are the edges' numbers.
 
     ``RELATION`` and a number behind it all: of the edges of that type alone. ``PAIRS``: not of
     edges but of the pairs of a link prediction; the values are their numbers.
@@ -69,8 +69,8 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
         assert graph.edge_weight is not None, "the model was recorded with edge weights"
         values = graph.edge_weight.astype(np.float64)
     adjacency = sp.csr_array((values, graph.indices, graph.indptr), shape=(n, n))
-    if base in ("gcn", "mean-looped", "loops"):
-        adjacency = _with_loops(adjacency)
+    if base in ("gcn", "gcn-improved", "mean-looped", "loops"):
+        adjacency = _with_loops(adjacency, 2.0 if base == "gcn-improved" else 1.0)
     elif kind not in (*LINEAR_KINDS, "edges"):
         raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS}, 'edges', 'loops'")
     counts = np.diff(adjacency.indptr)
@@ -111,14 +111,14 @@ def _of_relation(graph: Graph, number: int) -> Graph:
     )
 
 
-def _with_loops(adjacency: sp.csr_array) -> sp.csr_array:
-    """A + I; scipy's sum would merge parallel edges."""
+def _with_loops(adjacency: sp.csr_array, weight: float) -> sp.csr_array:
+    """A + weight I; scipy's sum would merge parallel edges."""
     n = adjacency.shape[0]
     counts = np.diff(adjacency.indptr)
     own = np.arange(n)
     looped = sp.csr_array(
         (
-            np.insert(adjacency.data, adjacency.indptr[1:], 1.0),
+            np.insert(adjacency.data, adjacency.indptr[1:], weight),
             np.insert(adjacency.indices, adjacency.indptr[1:], own),
             np.concatenate([[0], np.cumsum(counts + 1)]),
         ),

@@ -197,7 +197,7 @@ def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
     whole = prepared.model.piece(0, prepared.plan.num_ops)
     kinds = {a.structure for a in whole.aggregations} - {PAIRS}
-    return kinds <= {"gcn", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
+    return kinds <= {"gcn", "gcn-improved", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
         prepared.graph.is_symmetric
     )
 

@@ -60,12 +60,12 @@ def _plus_bias(conv: Any, out: Any) -> Any:
 
 
 def _gcn_structure(conv: Any) -> str:
-    """What ``gcn_norm`` makes of the edges; ``OtherKindError`` if they are weighed otherwise."""
-    if getattr(conv, "improved", False):
-        raise OtherKindError
+    """What ``gcn_norm`` makes of the edges."""
     if not getattr(conv, "normalize", True):
         return "sum"
-    return "gcn" if conv.add_self_loops else "gcn-loopless"
+    if not conv.add_self_loops:
+        return "gcn-loopless"
+    return "gcn-improved" if getattr(conv, "improved", False) else "gcn"
 
 
 def _reduction(conv: Any) -> str:

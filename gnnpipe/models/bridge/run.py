@@ -218,7 +218,7 @@ def _advice(conv: MessagePassing) -> str:
     if type(conv) in RULES:
         return (
             "It normalises over the whole graph, and is taken apart for that only with its plain "
-            "settings (not improved) and with edge_weight as the graph has it: compute the weights "
+            "settings and with edge_weight as the graph has it: compute the weights "
             "before the graph is made"
         )
     return "It may read degrees or statistics of the whole graph, or draw random numbers"
