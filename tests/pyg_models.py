@@ -318,7 +318,7 @@ MODELS = {
 }  # fmt: skip
 CARRIED = {
     "GCN weighted": "edge_weight", "GCN improved": "edge_weight", "weighted": "edge_weight",
-    "attributed": "edge_attr", "GAT attributed": "edge_attr", "NNConv": "edge_attr", "rgcn": "edge_type",
-    "rgcn bases": "edge_type", "LINKX weighted": "edge_weight",
+    "attributed": "edge_attr", "GAT attributed": "edge_attr", "NNConv": "edge_attr",
+    "rgcn": "edge_type", "rgcn bases": "edge_type", "LINKX weighted": "edge_weight",
 }  # fmt: skip
 """What the edges of the graph must carry for a model."""
