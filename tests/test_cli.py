@@ -280,3 +280,10 @@ def test_a_rank_that_raises_ends_all_with_its_own_error_first(tmp_path, shape):
     first = done.stderr.index("Traceback")
     assert "a fault made on purpose" in done.stderr[first : first + 4000]
     assert "lost another rank" not in done.stderr[: done.stderr.index("on purpose")]
+
+
+@pytest.mark.parametrize(("epochs", "told"), [("23", True), ("24", False)])
+def test_a_run_too_short_for_its_snapshots_is_told_so(epochs, told, capsys):
+    words = ["--chunks", "4", "--staleness", "paper", "--epochs", epochs]
+    assert main(["info", *SMALL, *words]) == 0
+    assert ("every stale row is zero; try --snapshot-every 4" in capsys.readouterr().out) == told

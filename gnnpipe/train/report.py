@@ -86,6 +86,11 @@ def head_lines(prepared: Prepared) -> list[str]:
             many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
             words.append(f"the first {many} exact")
         lines.append(f"staleness {config.staleness}: {', '.join(words)}")
+        if t.snapshot_every >= config.epochs > 1 and not t.exact_epochs:
+            lines.append(
+                f"the run ends before its first snapshot: every stale row is zero; try "
+                f"--snapshot-every {max(1, config.epochs // 5)}"
+            )
     return lines
 
 
