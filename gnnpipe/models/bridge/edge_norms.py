@@ -20,6 +20,7 @@ from torch_geometric import nn as pyg
 
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 from gnnpipe.models.bridge.marks import aggregate, in_training
+from gnnpipe.models.bridge.norms import positive
 from gnnpipe.models.bridge.rules import OtherKindError, Rule
 
 __all__ = ["EDGE_RULES"]
@@ -100,12 +101,10 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     mean = over_edges(reading + near, "mean")
     centred = reading - mean
     variance = over_edges(centred * centred + 2.0 * centred * near + square, "variance")
-    # A forecast of the stale part may come out below zero.
-    variance = torch.clamp(variance, min=0.0)
     if path:
         centred = reading - in_training(mean, norm.running_mean)
         variance = in_training(variance, norm.running_var)
-    scale = torch.rsqrt(variance + norm.eps)
+    scale = torch.rsqrt(positive(variance) + norm.eps)
     if norm.affine:
         scale = scale * norm.weight
     reading = centred * scale + norm.bias if norm.affine else centred * scale

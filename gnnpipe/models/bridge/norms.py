@@ -17,7 +17,7 @@ from torch_geometric import nn as pyg
 from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.models.bridge.marks import aggregate, in_training
 
-__all__ = ["NORMS", "move_statistics"]
+__all__ = ["NORMS", "move_statistics", "positive"]
 
 
 def _mean(x: Any, path: str = "", what: str = "") -> Any:
@@ -29,7 +29,7 @@ def _square(x: Any) -> Any:
     return x * x
 
 
-def _positive(variance: Any) -> Any:
+def positive(variance: Any) -> Any:
     """A forecast of the stale part may come out below zero."""
     return torch.clamp(variance, min=0.0)
 
@@ -49,7 +49,7 @@ def batch_norm(module: Any, x: Any, path: str) -> Any:
     if path:
         mean = in_training(mean, module.running_mean)
         variance = in_training(variance, module.running_var)
-    return _affine(module, (x - mean) * torch.rsqrt(_positive(variance) + module.eps))
+    return _affine(module, (x - mean) * torch.rsqrt(positive(variance) + module.eps))
 
 
 def layer_norm(module: Any, x: Any, path: str) -> Any:
@@ -58,13 +58,13 @@ def layer_norm(module: Any, x: Any, path: str) -> Any:
         return None
     centred = x - _mean(x.mean(dim=-1, keepdim=True))
     variance = _mean(_square(centred).mean(dim=-1, keepdim=True))
-    return _affine(module, centred / (torch.sqrt(_positive(variance)) + module.eps))
+    return _affine(module, centred / (torch.sqrt(positive(variance)) + module.eps))
 
 
 def graph_norm(module: Any, x: Any, path: str) -> Any:
     """With a share of the mean that is learned."""
     centred = x - _mean(x) * module.mean_scale
-    variance = _positive(_mean(_square(centred)))
+    variance = positive(_mean(_square(centred)))
     return module.weight * centred / torch.sqrt(variance + module.eps) + module.bias
 
 
@@ -74,7 +74,7 @@ def pair_norm(module: Any, x: Any, path: str) -> Any:
     if module.scale_individually:
         return module.scale * centred / (module.eps + centred.norm(2, -1, keepdim=True))
     length = _mean(_square(centred).sum(-1, keepdim=True))
-    return module.scale * centred / torch.sqrt(module.eps + _positive(length))
+    return module.scale * centred / torch.sqrt(module.eps + positive(length))
 
 
 def mean_subtraction(module: Any, x: Any, path: str) -> Any:
