@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["GCNLayer"]
@@ -41,10 +43,10 @@ class GCNLayer(Layer):
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform (the first layer has), bias, norm and activation; the last gives logits."""
-        if not self.is_first or self.is_last:
-            received = self.lin(received)
-        x = received + self.bias
-        return {"x": x if self.is_last else torch.relu(self.norm(x))}
+        if self.is_last:
+            return {"x": linear(received, self.lin.weight, self.bias)}
+        weight = None if self.is_first else self.lin.weight
+        return {"x": norm_relu(self.norm, self.bias, received, weight)}
 
 
 MODELS.add("gcn", GCNLayer)

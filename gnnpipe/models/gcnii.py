@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.models.fused import gcnii_mix
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["GCNIILayer"]
@@ -46,16 +47,15 @@ class GCNIILayer(Layer):
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push x after dropout; the first layer makes x = h0 from the features."""
         if self.is_first:
-            x = h0 = torch.relu(self.encode(rows.features))
+            x = h0 = torch.relu_(self.encode(rows.features))
         else:
             x, h0 = values["x"], values["h0"]
         return rows.dropout(x, self.spec.dropout, site=self.index), {"h0": h0}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Mix with h0, map, norm and activation."""
-        h0, alpha = values["h0"], self.spec.alpha
-        mixed = torch.lerp(received, h0, alpha)
-        x = torch.relu(self.norm(torch.lerp(mixed, self.lin(mixed), self.beta)))
+        h0 = values["h0"]
+        x = gcnii_mix(received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta)
         if not self.is_last:
             return {"x": x, "h0": h0}
         site = self.spec.num_layers

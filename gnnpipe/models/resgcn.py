@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["ResGCNLayer"]
@@ -39,15 +40,17 @@ class ResGCNLayer(Layer):
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the pre-activated rows; keep the residual."""
         x = self.encode(rows.features) if self.is_first else values["x"]
-        active = rows.dropout(torch.relu(self.norm(x)), self.spec.dropout, site=self.index)
+        active = rows.dropout(
+            norm_relu(self.norm, None, x, None), self.spec.dropout, site=self.index
+        )
         return active, {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform and add to the residual."""
-        x = values["x"] + self.lin(received) + self.bias
+        x = torch.addmm(values["x"] + self.bias, received, self.lin.weight.t())
         if not self.is_last:
             return {"x": x}
-        x = torch.relu(self.norm_out(x))
+        x = norm_relu(self.norm_out, None, x, None)
         return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["SAGELayer"]
@@ -47,11 +49,14 @@ class SAGELayer(Layer):
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Add the neighbours' mean to the row's own part."""
-        if self.is_first and not self.is_last:
-            out = received + values["x"] + self.bias
-        else:
-            out = self.lin(received) + self.lin_self(values["x"]) + self.bias
-        return {"x": out if self.is_last else torch.relu(self.norm(out))}
+        own = values["x"]
+        if self.is_last:
+            own = linear(own, self.lin_self.weight, self.bias)
+            return {"x": torch.addmm(own, received, self.lin.weight.t())}
+        if self.is_first:
+            return {"x": norm_relu(self.norm, self.bias, own, None, received, None)}
+        pairs = own, self.lin_self.weight, received, self.lin.weight
+        return {"x": norm_relu(self.norm, self.bias, *pairs)}
 
 
 MODELS.add("sage", SAGELayer)

@@ -1,0 +1,107 @@
+"""Row-wise work between two aggregations, as one step of autograd.
+
+By autograd alone the same work is a chain of steps: each allocates its result and its gradient, and
+on the rows of a chunk (a few hundred) the calls cost as much as the numbers. Written out, backward
+is a product for the rows, one for the weight, and one pass for norm and activation each, and as
+little is kept as can be: what the norm reads and what the activation gave. R rows, F columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["gcnii_mix", "norm_relu"]
+
+_norm_backward = torch.ops.aten.native_layer_norm_backward
+_relu_backward = torch.ops.aten.threshold_backward
+
+
+class _NormRelu(torch.autograd.Function):
+    """``relu(norm(sum of x W^T + bias))``; a weight may be missing, and is one then."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, bias: Tensor | None,
+                *pairs: Tensor | None) -> Tensor:  # fmt: skip
+        total = bias
+        for x, weight in zip(pairs[::2], pairs[1::2], strict=True):
+            assert x is not None
+            if weight is None:
+                total = x if total is None else total + x
+            else:
+                total = x @ weight.t() if total is None else torch.addmm(total, x, weight.t())
+        assert total is not None
+        out, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], scale, shift, eps)
+        out.relu_()
+        ctx.save_for_backward(scale, shift, total, mean, rstd, out, *pairs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scale, shift, total, mean, rstd, out, *pairs = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wants = [True, needs[0], needs[1]]
+        rows, to_scale, to_shift = _norm_backward(
+            _relu_backward(grad, out, 0), total, total.shape[-1:], mean, rstd, scale, shift, wants
+        )
+        found: list[Tensor | None] = [to_scale, to_shift, None, rows.sum(0) if needs[3] else None]
+        for i in range(0, len(pairs), 2):
+            x, weight = pairs[i], pairs[i + 1]
+            to_x = None
+            if needs[4 + i]:
+                to_x = rows if weight is None else rows @ weight
+            found += [to_x, rows.t() @ x if needs[5 + i] else None]
+        return tuple(found)
+
+
+def norm_relu(norm: nn.LayerNorm, bias: Tensor | None, *pairs: Tensor | None) -> Tensor:
+    """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
+
+    x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity.
+    """
+    found: Tensor = _NormRelu.apply(norm.weight, norm.bias, norm.eps, bias, *pairs)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _GCNIIMix(torch.autograd.Function):
+    """GCNII's mix with the first rows, its linear map, norm and ReLU."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, first: Tensor, weight: Tensor, scale: Tensor,
+                shift: Tensor, alpha: float, beta: float, eps: float) -> Tensor:  # fmt: skip
+        mixed = torch.lerp(received, first, alpha)
+        total = torch.addmm(mixed, mixed, weight.t(), beta=1 - beta, alpha=beta)
+        out, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], scale, shift, eps)
+        out.relu_()
+        ctx.save_for_backward(mixed, weight, scale, shift, total, mean, rstd, out)
+        ctx.alpha, ctx.beta = alpha, beta
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, weight, scale, shift, total, mean, rstd, out = ctx.saved_tensors
+        alpha, beta, needs = ctx.alpha, ctx.beta, ctx.needs_input_grad
+        rows, to_scale, to_shift = _norm_backward(
+            _relu_backward(grad, out, 0), total, total.shape[-1:], mean, rstd, scale, shift,
+            [True, needs[3], needs[4]],
+        )  # fmt: skip
+        to_weight = (rows.t() @ mixed).mul_(beta) if needs[2] else None
+        to_mixed = torch.addmm(rows, rows, weight, beta=1 - beta, alpha=beta)
+        to_first = to_mixed * alpha if needs[1] else None
+        to_received = to_mixed.mul_(1 - alpha)
+        return to_received, to_first, to_weight, to_scale, to_shift, None, None, None
+
+
+def gcnii_mix(
+    received: Tensor, first: Tensor, weight: Tensor, norm: nn.LayerNorm, alpha: float, beta: float
+) -> Tensor:
+    """``relu(norm((1 - beta) m + beta m W^T))`` with ``m`` between ``received`` and ``first``.
+
+    ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F].
+    """
+    found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
+        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps
+    )
+    return found
