@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gnnpipe.models.dropout import keyed_dropout, row_keys
+from gnnpipe.models.dropout import KeptMasks, keyed_dropout, row_keys
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
 
@@ -53,3 +53,16 @@ def test_gradient_has_the_same_mask():
 def test_zero_probability_is_the_identity():
     x = torch.randn(4, 4)
     assert keyed_dropout(x, row_keys(torch.arange(4)), 0.0, **KEY) is x
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.3])
+def test_masks_made_together_are_those_of_each_chunk(probability):
+    keys = row_keys(torch.arange(3000))
+    x = torch.ones(3000, 130)  # More rows than are hashed in one go, and half a hash over.
+    whole = keyed_dropout(x, keys, probability, **KEY)
+    masks = KeptMasks(keys)
+    for epoch in (KEY["epoch"], KEY["epoch"] + 1, KEY["epoch"]):
+        key = KEY | {"epoch": epoch}
+        some = slice(700, 2900)
+        part = keyed_dropout(x[some], keys[some], probability, **key, masks=masks, start=700)
+        assert torch.equal(part, whole[some]) == (epoch == KEY["epoch"])

@@ -84,6 +84,16 @@ class RowCSR:
                 True,  # include_last_offset
             )[0]
 
+    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows start:stop as [stop - start, T]."""
+        indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)
+        number = torch.repeat_interleave(
+            torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff().long()
+        )
+        found = values.new_zeros(len(offsets) - 1, self.num_columns)
+        found[number, indices.long()] = values
+        return found
+
     def _range(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the entries of rows start:stop, and where each row starts among them."""
         if (start, stop) not in self._ranges:

@@ -14,17 +14,22 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["edge_keys", "keyed_dropout", "row_keys"]
+__all__ = ["KeptMasks", "edge_keys", "keyed_dropout", "row_keys"]
 
 # Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio), as
 # signed numbers because torch's int32 is signed.
 _GOLDEN = -1640531527
 _MULTIPLIERS = (-2048144789, -1028477387)
+_AT_ONCE = 65536
+"""Hashes; twice as many numbers of 32 bits as fit a second-level cache of 512 KiB."""
 
 
-def _mix(state: Tensor) -> Tensor:
-    """Scramble int32 in place: two rounds of multiply, then xor with the logically shifted."""
-    shifted = torch.empty_like(state)
+def _mix(state: Tensor, shifted: Tensor | None = None) -> Tensor:
+    """Scramble int32 in place: two rounds of multiply, then xor with the logically shifted.
+
+    ``shifted``: room of the same size.
+    """
+    shifted = torch.empty_like(state) if shifted is None else shifted
     for multiplier, shift in zip(_MULTIPLIERS, (15, 16), strict=True):
         state *= multiplier
         torch.bitwise_right_shift(state, shift, out=shifted)
@@ -65,7 +70,7 @@ def _scalar_key(*parts: int) -> int:
 
 
 def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[Tensor, float]:
-    """Mask [C, width] of the entries kept, and the share of entries that are kept.
+    """Mask [C, width] int8 of the entries kept (1), and the share of entries that are kept.
 
     The hash gives bytes where the probability is a whole number of 256ths, else 16-bit numbers, so
     the share that is dropped is the one asked for to 1/65,536.
@@ -77,8 +82,47 @@ def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[
     per_hash = 4 if whole else 2
     columns = _column_keys(-(-width // per_hash), keys.device)
     rows = _mix(keys ^ key)
-    drawn = _mix(rows[:, None] ^ columns[None, :]).view(unit)[:, :width]
-    return drawn >= (threshold if whole else threshold - 32768), 1.0 - threshold / levels
+    mask = torch.empty(len(rows), len(columns) * per_hash, dtype=torch.bool, device=keys.device)
+    # On a CPU the dozen passes of the hash stay in the cache, a run of rows at a time.
+    run = max(1, _AT_ONCE // len(columns)) if keys.device.type == "cpu" else max(1, len(rows))
+    scratch = columns.new_empty(2, min(run, len(rows)), len(columns))
+    for start in range(0, len(rows), run):
+        some = rows[start : start + run, None]
+        state, shifted = scratch[0, : len(some)], scratch[1, : len(some)]
+        torch.bitwise_xor(some, columns[None, :], out=state)
+        drawn = _mix(state, shifted).view(unit)
+        least = threshold if whole else threshold - 32768
+        torch.ge(drawn, least, out=mask[start : start + run])
+    return mask.view(torch.int8)[:, :width], 1.0 - threshold / levels
+
+
+class KeptMasks:
+    """The masks of all rows of a shard, each made at once and handed out by chunk.
+
+    With many small chunks the calls for each would cost more than the hash. A training pass needs
+    all of them until its backward pass is done; they are forgotten when the next epoch asks.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        """``keys`` [n] from ``row_keys``."""
+        self._keys = keys
+        self._pass = (-1, -1)
+        self._made: dict[tuple[int, int, float], tuple[Tensor, float]] = {}
+
+    def rows(
+        self, start: int, count: int, width: int, probability: float, seed: int, epoch: int,
+        site: int,
+    ) -> tuple[Tensor, float]:  # fmt: skip
+        """Mask [count, width] int8 of the rows from ``start`` on, and the share that is kept."""
+        if self._pass != (seed, epoch):
+            self._pass = (seed, epoch)
+            self._made.clear()
+        what = (site, width, probability)
+        if what not in self._made:
+            key = _scalar_key(seed, epoch, site)
+            self._made[what] = _keep_mask(self._keys, width, probability, key)
+        mask, kept = self._made[what]
+        return mask[start : start + count], kept
 
 
 class _Dropout(torch.autograd.Function):
@@ -86,6 +130,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x: Tensor, mask: Tensor, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(mask)
         ctx.scale = scale
+        # An int8 mask is multiplied three times as fast as a bool one.
         return (x * mask).mul_(scale)
 
     @staticmethod
@@ -95,14 +140,26 @@ class _Dropout(torch.autograd.Function):
 
 
 def keyed_dropout(
-    x: Tensor, keys: Tensor, probability: float, *, seed: int, epoch: int, site: int
+    x: Tensor,
+    keys: Tensor,
+    probability: float,
+    *,
+    seed: int,
+    epoch: int,
+    site: int,
+    masks: KeptMasks | None = None,
+    start: int = 0,
 ) -> Tensor:
     """``x`` [C, F] with entries dropped by ``keys`` [C] (from ``row_keys``) and the rest scaled.
 
-    ``site`` tells the dropouts of one model apart. Zero probability returns ``x`` itself.
+    ``site`` tells the dropouts of one model apart. Zero probability returns ``x`` itself. The rows
+    may be those from ``start`` on of some whose ``masks`` are made together.
     """
     if probability == 0.0 or not x.numel():
         return x
-    mask, kept = _keep_mask(keys, x.shape[1], probability, _scalar_key(seed, epoch, site))
+    if masks is None:
+        mask, kept = _keep_mask(keys, x.shape[1], probability, _scalar_key(seed, epoch, site))
+    else:
+        mask, kept = masks.rows(start, len(x), x.shape[1], probability, seed, epoch, site)
     result: Tensor = _Dropout.apply(x, mask, 1.0 / kept)  # type: ignore[no-untyped-call]
     return result

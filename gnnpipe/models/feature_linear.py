@@ -7,7 +7,7 @@ times the weight, and the weight's gradient is the transposed CSR times the grad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import scipy.sparse as sp
@@ -18,61 +18,138 @@ from torch_geometric.nn.inits import glorot
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
 
-__all__ = [
-    "FeatureLinear", "FeatureRows", "SparseRows", "dense_features", "feature_linear",
-    "feature_rows",
-]  # fmt: skip
+__all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
+
+
+class FeatureTable:
+    """Features [n, in] of all rows of a shard, dense or sparse, and gradients on their way back.
+
+    The gradient of a weight [out, in] is as wide as the features: made chunk by chunk it would be
+    written and added K times. So the chunks leave the gradients of their rows here, and the last
+    one back pays for all with one product.
+    """
+
+    def __init__(self, x: Features, dtype: torch.dtype, device: torch.device) -> None:
+        self._transposed: RowCSR | None = None
+        self._x: Tensor | RowCSR
+        if isinstance(x, np.ndarray):
+            self._x = torch.from_numpy(np.ascontiguousarray(x)).to(device=device, dtype=dtype)
+        else:
+            turned = sp.csr_array(x.T.tocsr())
+            turned.sort_indices()
+            self._x = RowCSR.from_scipy(x, dtype, device)
+            self._transposed = RowCSR.from_scipy(turned, dtype, device)
+        self.num_rows = int(x.shape[0])
+        self._waiting: dict[int, _Waiting] = {}
+
+    def rows(self, start: int = 0, stop: int | None = None) -> FeatureRows:
+        """Those of a chunk, or all."""
+        return FeatureRows(self, start, self.num_rows if stop is None else stop)
+
+    def times(self, weight: Tensor, start: int, stop: int) -> Tensor:
+        """Rows start:stop times ``weight.T``: [stop - start, out]."""
+        if isinstance(self._x, Tensor):
+            return self._x[start:stop] @ weight.t()
+        return self._x.matmul(weight.t().contiguous(), start, stop)
+
+    def dense(self, start: int, stop: int) -> Tensor:
+        """Rows start:stop as one tensor."""
+        if isinstance(self._x, Tensor):
+            return self._x[start:stop]
+        return self._x.dense(start, stop)
+
+    def leave(self, weight: int | None, grad: Tensor, start: int, stop: int) -> Tensor | None:
+        """Take the gradient of what ``times`` gave; that of the weight if nothing is missing.
+
+        ``weight`` tells the weights of several linear maps apart; none: it must not wait.
+        """
+        if weight is None or stop - start == self.num_rows:
+            return self._product(grad, start, stop)
+        waiting = self._waiting[weight]
+        waiting.expected.discard(start)
+        if waiting.grads is None:
+            waiting.grads = grad.new_empty(self.num_rows, grad.shape[1])
+        waiting.grads[start:stop] = grad
+        waiting.chunks.add(start)
+        waiting.missing = (waiting.missing or self.num_rows) - (stop - start)
+        if waiting.missing:
+            return None
+        waiting.chunks.clear()
+        return self._product(waiting.grads, 0, self.num_rows)
+
+    def expect(self, weight: Tensor, start: int, stop: int) -> int | None:
+        """The name by which the gradient of ``weight`` waits for that of the other chunks.
+
+        None, it must not: the weight is made anew for each chunk, this one has used it before, or
+        has no rows.
+        """
+        name = id(weight)
+        if start == stop or not (weight.is_leaf and torch.is_grad_enabled()):
+            return None
+        waiting = self._waiting.setdefault(name, _Waiting())
+        if start in waiting.chunks:
+            raise RuntimeError("a chunk's gradient of the features' weight never came back")
+        if start in waiting.expected:
+            return None
+        waiting.expected.add(start)
+        return name
+
+    def _product(self, grad: Tensor, start: int, stop: int) -> Tensor:
+        """[out, in], of gradients [stop - start, out]."""
+        if isinstance(self._x, Tensor):
+            return grad.t() @ self._x[start:stop]
+        assert self._transposed is not None
+        if stop - start < self.num_rows:
+            whole = grad.new_zeros(self.num_rows, grad.shape[1])
+            whole[start:stop] = grad
+            grad = whole
+        return self._transposed.matmul(grad.contiguous()).t()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Gradients that the chunks of an epoch have left for one weight."""
+
+    grads: Tensor | None = None
+    """[n, out]."""
+    chunks: set[int] = field(default_factory=set)
+    """Where those begin that have left theirs."""
+    expected: set[int] = field(default_factory=set)
+    """Where those begin that went forward and are not back."""
+    missing: int = 0
+    """Rows; 0 before the first chunk and after the last."""
 
 
 @dataclass(frozen=True, eq=False)
-class SparseRows:
-    """Sparse features of some rows: the matrix [C, F] and its transpose."""
+class FeatureRows:
+    """Rows start:stop of a table, C of them."""
 
-    forward: RowCSR
-    transposed: RowCSR
+    table: FeatureTable
+    start: int
+    stop: int
 
-
-FeatureRows = Tensor | SparseRows
-
-
-def feature_rows(x: Features, dtype: torch.dtype, device: torch.device) -> FeatureRows:
-    """Features [C, F] as a layer reads them, sparse if they are sparse."""
-    if isinstance(x, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(x)).to(device=device, dtype=dtype)
-    turned = sp.csr_array(x.T.tocsr())
-    turned.sort_indices()
-    return SparseRows(RowCSR.from_scipy(x, dtype, device), RowCSR.from_scipy(turned, dtype, device))
+    def dense(self) -> Tensor:
+        """[C, in] as one tensor, for work that sparse rows do not know."""
+        return self.table.dense(self.start, self.stop)
 
 
-class _SparseLinear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: Tensor, rows: SparseRows) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.rows = rows
-        return rows.forward.matmul(weight.t().contiguous())
+    def forward(ctx, weight, rows: FeatureRows, name: int | None) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.rows, ctx.name = rows, name
+        return rows.table.times(weight, rows.start, rows.stop)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        return ctx.rows.transposed.matmul(grad.contiguous()).t(), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[no-untyped-def]
+        rows = ctx.rows
+        return rows.table.leave(ctx.name, grad, rows.start, rows.stop), None, None
 
 
 def feature_linear(features: FeatureRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` [C, out] of dense or sparse rows [C, in]; weight [out, in]."""
-    if isinstance(features, Tensor):
-        return nn.functional.linear(features, weight, bias)
-    product: Tensor = _SparseLinear.apply(weight, features)  # type: ignore[no-untyped-call]
+    """``x @ weight.T + bias`` of feature rows [C, in], as [C, out]; weight [out, in]."""
+    name = features.table.expect(weight, features.start, features.stop)
+    product: Tensor = _Product.apply(weight, features, name)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias
-
-
-def dense_features(features: FeatureRows) -> Tensor:
-    """Rows [C, F] as one tensor, for work that sparse rows do not know."""
-    if isinstance(features, Tensor):
-        return features
-    rows = features.forward
-    counts = (rows.indptr[1:] - rows.indptr[:-1]).long()
-    number = torch.repeat_interleave(torch.arange(rows.num_rows, device=counts.device), counts)
-    dense = rows.values.new_zeros(rows.num_rows, rows.num_columns)
-    dense[number, rows.indices.long()] = rows.values
-    return dense
 
 
 class FeatureLinear(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
-from gnnpipe.models.dropout import keyed_dropout
+from gnnpipe.models.dropout import KeptMasks, keyed_dropout
 from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
 from gnnpipe.registry import Registry
 
@@ -43,6 +43,9 @@ class Rows:
     """[C] int64, the number of each vertex in the graph as it was read."""
     block: Block | None = None
     """Edges into these rows, for layers that aggregate by themselves (not linear)."""
+    masks: KeptMasks | None = None
+    """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
+    start: int = 0
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -59,7 +62,10 @@ class Rows:
         """Keyed dropout of ``x`` [C, F] while training; ``site`` is unique in the model."""
         if not self.training:
             return x
-        return keyed_dropout(x, self.keys, probability, seed=self.seed, epoch=self.epoch, site=site)
+        return keyed_dropout(
+            x, self.keys, probability, seed=self.seed, epoch=self.epoch, site=site,
+            masks=self.masks, start=self.start,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

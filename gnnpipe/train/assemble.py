@@ -78,9 +78,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     else:
         answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
     criterion = Loss(answers, prepared.loss_fn, num_targets(graph))
-    chunks = zip(whole.own_ptr[:-1], whole.own_ptr[1:], strict=True)
     stage = Stage(
-        piece, [rows.of(whole.own[start:stop]) for start, stop in chunks], history,
+        piece, rows.chunks(layouts), history,
         criterion if is_last else None,
     )  # fmt: skip
     forecaster = None

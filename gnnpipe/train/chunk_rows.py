@@ -1,14 +1,18 @@
-"""The rows of a chunk, of pilots, or of the whole graph, as a piece of the model gets them."""
+"""The rows of the chunks, of pilots, or of the whole graph, as a piece of the model gets them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Rows
-from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import feature_rows
+from gnnpipe.models.dropout import KeptMasks, row_keys
+from gnnpipe.models.feature_linear import FeatureTable
 from gnnpipe.train.prepare import Prepared
 
 __all__ = ["ChunkRows"]
@@ -26,26 +30,57 @@ class ChunkRows:
 
     def of(self, part: npt.NDArray[np.int64]) -> Rows:
         """Of these rows, of every type a part of its own if there are several."""
-        graph = self._prepared.graph
-        if graph.types is None:
-            return self._of_type(part, "")
-        parts = {
-            name: self._of_type(part[is_of[part]], name) for name, is_of in graph.row_types.items()
-        }
-        return Rows(parts[graph.target].keys, None, seed=self._prepared.config.seed, parts=parts)
+        types = self._prepared.graph.row_types
+        return self._cut({name: part[is_of[part]] for name, is_of in types.items()}, None)[0]
 
-    def _of_type(self, part: npt.NDArray[np.int64], vertex_type: str) -> Rows:
+    def chunks(self, layouts: Mapping[str, ShardLayout]) -> list[Rows]:
+        """Of every chunk of a shard; features and dropout masks are those of the whole shard."""
+        types = self._prepared.graph.row_types
+        own = {name: layouts[name].own for name in types}
+        return self._cut(own, {name: layouts[name].own_ptr for name in types})
+
+    def _cut(
+        self,
+        own: Mapping[str, npt.NDArray[np.int64]],
+        pointers: Mapping[str, npt.NDArray[np.int64]] | None,
+    ) -> list[Rows]:
+        """Rows by type, cut where ``pointers`` say, or not at all."""
+        graph = self._prepared.graph
+        by_type = {
+            name: self._of_type(rows, name, [0, len(rows)] if pointers is None else pointers[name])
+            for name, rows in own.items()
+        }
+        if graph.types is None:
+            return next(iter(by_type.values()))
+        seed = self._prepared.config.seed
+        return [
+            Rows(own.keys, None, seed=seed, parts={k: v[c] for k, v in by_type.items()})
+            for c, own in enumerate(by_type[graph.target])
+        ]
+
+    def _of_type(
+        self, part: npt.NDArray[np.int64], vertex_type: str, pointer: npt.ArrayLike
+    ) -> list[Rows]:
         prepared, device = self._prepared, self._device
         graph = prepared.graph
         original = prepared.chunking.perm[part]
         within = original if graph.types is None else graph.types.number[part]
-        features = None
+        table = None
         if self._reads_features and (graph.types is None or vertex_type in graph.types.features):
             x = graph.features(vertex_type)[self._number[part]]
-            features = feature_rows(x, prepared.dtype, device)
-        return Rows(
-            keys=row_keys(torch.from_numpy(original)).to(device),
-            vertices=torch.from_numpy(within).to(device),
-            features=features,
-            seed=prepared.config.seed,
-        )
+            table = FeatureTable(x, prepared.dtype, device)
+        keys = row_keys(torch.from_numpy(original)).to(device)
+        vertices = torch.from_numpy(within).to(device)
+        ends = np.asarray(pointer).tolist()
+        masks = KeptMasks(keys) if len(ends) > 2 else None
+        return [
+            Rows(
+                keys=keys[start:stop],
+                vertices=vertices[start:stop],
+                features=None if table is None else table.rows(start, stop),
+                seed=prepared.config.seed,
+                masks=masks,
+                start=start,
+            )
+            for start, stop in pairwise(ends)
+        ]

@@ -60,7 +60,7 @@ class KeyedDropout(_Dropout):
         kind, site = next(self._kinds), next(self._sites)
         if not self._rows.training:
             return x
-        rows = replace(self._rows, keys=self._keys(kind, len(x)))
+        rows = replace(self._rows, keys=self._keys(kind, len(x)), masks=None)
         flat = x.flatten(1) if x.dim() > 1 else x[:, None]
         return rows.dropout(flat, probability, site).reshape(x.shape)
 

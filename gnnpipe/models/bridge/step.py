@@ -19,7 +19,7 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
 from gnnpipe.models.bridge.recording import FEATURES, attribute, is_input
-from gnnpipe.models.feature_linear import dense_features, feature_linear
+from gnnpipe.models.feature_linear import feature_linear
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received
 
@@ -227,7 +227,7 @@ def _linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) 
 
 def _dense_features(rows: Rows) -> Tensor:
     assert rows.features is not None
-    return dense_features(rows.features)
+    return rows.features.dense()
 
 
 def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:

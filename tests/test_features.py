@@ -1,0 +1,86 @@
+"""Features of a shard's rows: the product with a weight, and its gradient chunk by chunk."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from gnnpipe.models.feature_linear import FeatureTable, feature_linear
+
+ROWS, FEATURES, WIDTH = 13, 9, 4
+CUTS = [0, 5, 5, 11, ROWS]
+"""A chunk may be empty."""
+
+
+def table(is_sparse: bool) -> tuple[FeatureTable, torch.Tensor]:
+    x = np.random.default_rng(0).standard_normal((ROWS, FEATURES))
+    x[np.abs(x) < 0.7] = 0.0
+    made = FeatureTable(sp.csr_array(x) if is_sparse else x, torch.float64, torch.device("cpu"))
+    return made, torch.from_numpy(x)
+
+
+def loss_by_chunk(made: FeatureTable, weight, bias, uses: int = 1) -> torch.Tensor:
+    """Backward chunk by chunk, the last first; the sum of squares of what comes out."""
+    parts = []
+    for start, stop in pairwise(CUTS):
+        rows = made.rows(start, stop)
+        out = sum((i + 1) * feature_linear(rows, weight, bias) for i in range(uses))
+        parts.append(out.square().sum())
+    for part in reversed(parts):
+        part.backward()
+    return sum(part.detach() for part in parts)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_chunks_give_the_gradient_of_the_whole(is_sparse, uses):
+    made, x = table(is_sparse)
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(WIDTH, dtype=torch.float64, requires_grad=True)
+    plain = ((x @ weight.T + bias) * sum(range(1, uses + 1))).square().sum()
+    expected = torch.autograd.grad(plain, [weight, bias])
+    for _ in range(2):  # The second epoch begins with nothing left over.
+        weight.grad = bias.grad = None
+        found = loss_by_chunk(made, weight, bias, uses)
+        assert torch.allclose(found, plain.detach())
+        assert torch.allclose(weight.grad, expected[0])
+        assert torch.allclose(bias.grad, expected[1])
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_weight_made_for_each_chunk(is_sparse):
+    made, x = table(is_sparse)
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    for start, stop in pairwise(CUTS):
+        feature_linear(made.rows(start, stop), weight * 2).square().sum().backward()
+    (expected,) = torch.autograd.grad((x @ (2 * weight).T).square().sum(), [weight])
+    assert torch.allclose(weight.grad, expected)
+
+
+def test_two_weights_do_not_mix():
+    made, x = table(is_sparse=True)
+    a, b = (torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True) for _ in "ab")
+    for start, stop in pairwise(CUTS):
+        rows = made.rows(start, stop)
+        (feature_linear(rows, a) * feature_linear(rows, b)).sum().backward()
+    expected = torch.autograd.grad(((x @ a.T) * (x @ b.T)).sum(), [a, b])
+    assert torch.allclose(a.grad, expected[0])
+    assert torch.allclose(b.grad, expected[1])
+
+
+def test_a_gradient_that_never_came_is_told():
+    made, _ = table(is_sparse=True)
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    feature_linear(made.rows(0, 5), weight).sum().backward()
+    with pytest.raises(RuntimeError, match="never"):
+        feature_linear(made.rows(0, 5), weight)
+    with torch.no_grad():
+        feature_linear(made.rows(0, 5), weight)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_dense_rows(is_sparse):
+    made, x = table(is_sparse)
+    assert torch.equal(made.rows(5, 11).dense(), x[5:11])
