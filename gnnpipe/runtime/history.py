@@ -159,7 +159,8 @@ class LinearHistory(History):
         transposed = self.operator.transposed
         own = transposed.matmul(self._grads, start, stop)
         low, high = self.exchange.halo_range(chunk)
-        self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
+        if self.exchange.mesh.shards > 1:
+            self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
         if self.scale != 1.0:
             # From here on this chunk's gradients are only read by other chunks.
             first, last = self.into(chunk)

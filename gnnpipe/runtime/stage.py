@@ -64,6 +64,7 @@ class Stage:
         self.histories = {a.name: open_history(a, True) for a in piece.aggregations}
         self._scratch: dict[str, History] = {}
         self._walks: dict[int, _Walk] = {}
+        self._rows_now = self.rows
         self._epoch = 0
         self._training = False
 
@@ -75,6 +76,7 @@ class Stage:
     def begin(self, epoch: int, training: bool) -> None:
         """Start a pass over all chunks."""
         self._epoch, self._training = epoch, training
+        self._rows_now = [replace(rows, epoch=epoch, training=training) for rows in self.rows]
         self._walks.clear()
         if training:
             for history in self.histories.values():
@@ -104,7 +106,7 @@ class Stage:
 
     def _forward_step(self, chunk: int, step: int, walk: _Walk) -> Values:
         leaves = {name: _leaf(value, self._training) for name, value in walk.values.items()}
-        rows = replace(self.rows[chunk], epoch=self._epoch, training=self._training)
+        rows = self._rows_now[chunk]
         received = {}
         if step > 0:
             for aggregation in self.piece.rounds[step - 1]:

@@ -7,6 +7,7 @@ and a mask for each part of the split.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,6 +33,12 @@ class Answers:
     masks: list[Tensor]
     """[3, R] bool: train, val, test."""
     are_pairs: bool
+
+    @cached_property
+    def to_train(self) -> list[tuple[Tensor, Tensor]]:
+        """By chunk: numbers [r] of the rows that are trained on, and their labels."""
+        rows = [mask[0].nonzero().squeeze(1) for mask in self.masks]
+        return [(r, y[r]) for r, y in zip(rows, self.labels, strict=True)]
 
     @classmethod
     def of_vertices(
@@ -79,13 +86,13 @@ class Loss:
 
     def __call__(self, logits: Tensor, chunk: int) -> Tensor:
         """Of logits [R, C] of a chunk; a scalar."""
-        chosen = self.answers.masks[chunk][0].nonzero().squeeze(1)
+        chosen, y = self.answers.to_train[chunk]
         if self.loss_fn is None:
-            return loss_sum(logits[chosen], self.answers.labels[chunk][chosen]) / self.total
+            return loss_sum(logits.index_select(0, chosen), y) / self.total
         if not len(chosen):
             # Not every loss knows what to make of no rows.
             return logits.sum() * 0.0
-        found, y = logits[chosen], self.answers.labels[chunk][chosen]
+        found = logits.index_select(0, chosen)
         if self.answers.are_pairs:
             found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
         return self.loss_fn(found, y) / self.total
