@@ -1,0 +1,223 @@
+"""An epoch on one device, one thread, against PyG and DGL in the same run.
+
+python scripts/single_speed.py run [--graphs A B] [--models M] [--layers 3 16] [--widths 128]
+                                   [--dgl-python PYTHON] [--repeats 7]
+python scripts/single_speed.py report     # writes docs/benchmarks/single_speed.md
+
+The contenders of a cell (``peers.py``) are processes that take turns, one epoch each, so that what
+else the machine does falls on all of them; all use the same allocator settings. A finished cell is
+kept in docs/benchmarks/data/single_speed.jsonl and not measured again. DGL 1.1.3 runs with
+torch 2.13 when it is installed without its dependencies, in an environment of its own:
+
+python -m venv dgl-env; dgl-env/bin/pip install torch==2.13.0 torch_geometric numpy scipy pymetis
+dgl-env/bin/pip install --no-deps dgl==1.1.3; dgl-env/bin/pip install requests networkx psutil tqdm
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from fidelity import commit  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks" / "single_speed.md"
+DATA = Path(os.environ.get("SS_DATA", ROOT / "docs" / "benchmarks" / "data" / "single_speed.jsonl"))
+DENSE = {
+    "squirrel": "squirrel",
+    "planted, degree 80": "synthetic:planted:n=30000,degree=80,classes=20,features=128",
+}
+SPARSE = {name: name for name in ("debian", "coauthor_physics", "ego_twitter", "cnr_2000")}
+CONTENDERS = ("ours", "ours:32", "floor", "pyg:csr", "pyg:sparse", "pyg:edge_index", "dgl")
+WARM_UP = 3
+
+
+class Contender:
+    """A process that waits for its turn."""
+
+    def __init__(self, python: str, name: str, cell: list[str]) -> None:
+        line = [python, str(ROOT / "scripts" / "peers.py"), name, *cell]
+        # Peak memory is this process's own only if it does not inherit ours.
+        self.process = subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.times: list[float] = []
+        self.failed = ""
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line or line.startswith("failed"):
+            self.failed = line.removeprefix("failed ") or "died"
+        return line
+
+    def start(self) -> None:
+        self._line()
+
+    def turn(self) -> None:
+        if self.failed:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        line = self._line()
+        if not self.failed:
+            self.times.append(float(line))
+
+    def end(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.failed:
+            self.process.wait()
+            return {"failed": self.failed}
+        peak = float(self._line())
+        self.process.wait()
+        return {"seconds": self.times[WARM_UP:], "peak_mib": peak}
+
+
+def done() -> dict[str, dict[str, Any]]:
+    if not DATA.exists():
+        return {}
+    return {row["cell"]: row for row in map(json.loads, DATA.read_text().splitlines())}
+
+
+def measure(cell: list[str], contenders: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    running = {}
+    for name in contenders:
+        python = args.dgl_python if name == "dgl" else sys.executable
+        running[name] = Contender(python, name, cell)
+        running[name].start()
+    for _ in range(WARM_UP + args.repeats):
+        for one in running.values():
+            one.turn()
+    return {name: one.end() for name, one in running.items()}
+
+
+def run(args: argparse.Namespace) -> None:
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    for graph in args.graphs:
+        for model in args.models:
+            for layers in args.layers:
+                for width in args.widths:
+                    key = f"{graph}|{model}|{layers}|{width}"
+                    if key in done():
+                        continue
+                    contenders = [
+                        name for name in args.contenders
+                        if not (name == "floor" and model == "gat")
+                        and not (name == "dgl" and not args.dgl_python)
+                    ]  # fmt: skip
+                    dataset = {**DENSE, **SPARSE}[graph]
+                    found = measure([dataset, model, str(layers), str(width)], contenders, args)
+                    row = {
+                        "cell": key, "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+                        "allocator": allocator(), "results": found,
+                    }  # fmt: skip
+                    with DATA.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    print(key, {k: brief(v) for k, v in found.items()}, flush=True)
+
+
+def allocator() -> str:
+    names = ("THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", "LD_PRELOAD")
+    return " ".join(f"{n}={os.environ[n]}" for n in names if os.environ.get(n)) or "as it comes"
+
+
+def median(result: dict[str, Any] | None) -> float:
+    return statistics.median(result["seconds"]) if result and "seconds" in result else float("nan")
+
+
+def brief(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    if "failed" in result:
+        return str(result["failed"])
+    ms = [1e3 * t for t in result["seconds"]]
+    return f"{statistics.median(ms):.0f} ({min(ms):.0f}-{max(ms):.0f})"
+
+
+def ratio(mine: float, other: float, digits: int = 2) -> str:
+    return f"{other / mine:.{digits}f}" if other == other and mine == mine else ""
+
+
+def report(args: argparse.Namespace) -> None:
+    rows = list(done().values())
+    commits = sorted({row["commit"] for row in rows})
+    text = [
+        "# An epoch on one device", "",
+        f"Made by `scripts/single_speed.py run` and `report`; commits {', '.join(commits)}; "
+        f"{max(row['date'] for row in rows)}; one thread; allocator: "
+        f"{', '.join(sorted({row['allocator'] for row in rows}))}, the same for all.",
+        "Milliseconds of an epoch (forward, loss, backward, Adam; dropout 0.5), median (least to "
+        "most); the contenders take turns. *best form* is the faster of PyG with a torch CSR "
+        "tensor and, where torch_sparse is installed, a SparseTensor. *floor* is our own epoch "
+        "without its aggregations plus reading every neighbour's row once for each of them. *K = "
+        "32* is our default policy of stale rows on 32 chunks against one chunk. PyG's and DGL's "
+        "SAGE aggregates the raw features in its first layer, ours their linear map. ego_twitter "
+        "and cnr_2000 have 128 random features.", "",
+    ]  # fmt: skip
+    head = [
+        "graph", "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",
+        "PyG SparseTensor", "PyG edge_index", "DGL", "best form / ours", "edge_index / ours",
+        "DGL / ours",
+    ]  # fmt: skip
+    models = list(dict.fromkeys(row["cell"].split("|")[1] for row in rows))
+    for model in models:
+        text += [
+            f"## {model}",
+            "",
+            f"| graph | {' | '.join(head)} |",
+            "|---" * (len(head) + 1) + "|",
+        ]
+        for row in rows:
+            graph, name, layers, width = row["cell"].split("|")
+            if name != model:
+                continue
+            r = row["results"]
+            ms = {k: median(r.get(k)) for k in CONTENDERS}
+            forms = [v for v in (ms["pyg:csr"], ms["pyg:sparse"]) if v == v]
+            best = min(forms) if forms else float("nan")
+            cells = [
+                layers, width, brief(r.get("ours")), brief(r.get("floor")),
+                ratio(ms["floor"], ms["ours"]), ratio(ms["ours"], ms["ours:32"]),
+                *(brief(r.get(k)) for k in ("pyg:csr", "pyg:sparse", "pyg:edge_index", "dgl")),
+                ratio(ms["ours"], best), ratio(ms["ours"], ms["pyg:edge_index"], 1),
+                ratio(ms["ours"], ms["dgl"]),
+            ]  # fmt: skip
+            text.append(f"| {graph} | {' | '.join(cells)} |")
+        text.append("")
+    PAGE.write_text("\n".join(text), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    actions = parser.add_subparsers(required=True)
+    one = actions.add_parser("run")
+    one.add_argument("--graphs", nargs="+", default=[*DENSE, *SPARSE], choices=[*DENSE, *SPARSE])
+    one.add_argument("--models", nargs="+", default=["gcn", "sage", "gcnii", "gat"])
+    one.add_argument("--layers", nargs="+", type=int, default=[3, 16])
+    one.add_argument("--widths", nargs="+", type=int, default=[128])
+    one.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    one.add_argument("--dgl-python")
+    one.add_argument("--repeats", type=int, default=7)
+    one.set_defaults(call=run)
+    actions.add_parser("report").set_defaults(call=report)
+    args = parser.parse_args()
+    args.call(args)
+
+
+if __name__ == "__main__":
+    main()
