@@ -80,6 +80,10 @@ class Blocks:
         blocks = (_block(local, layout, into, c, keys, edge_data) for c in range(layout.num_chunks))
         return cls(tuple(blocks), local, edge_data, layout is into)
 
+    def reads(self, chunk: int) -> Tensor:
+        """Table rows that a chunk reads, but for its own."""
+        return self.chunks[chunk].halo_rows
+
     def select(self, rows: Tensor) -> Block:
         """The edges into some own rows [P]; every neighbour counts as a halo row of the block."""
         part = self.local[rows.cpu().numpy()]

@@ -180,6 +180,13 @@ class LinearOperator:
         other = forward if same else RowCSR.from_scipy(turned, dtype, device)
         return cls(forward, other, into.own_ptr.tolist())
 
+    def reads(self, chunk: int) -> Tensor:
+        """Table rows that a chunk reads, once for each edge."""
+        start, stop = self.into_ptr[chunk : chunk + 2]
+        return self.forward.indices[
+            int(self.forward.indptr[start]) : int(self.forward.indptr[stop])
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class Everyone:

@@ -18,7 +18,7 @@ class Drift:
 
     def __init__(self, rows: Tensor) -> None:
         """``rows`` [s]: local numbers of this shard's sampled own rows."""
-        self._rows = rows
+        self.rows = rows
         self._before: Tensor | None = None
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
         """Squares of the change and of the rows, of the last whole epoch, over the sample."""
@@ -26,12 +26,12 @@ class Drift:
     def before(self, table: Tensor) -> None:
         """Called ahead of every push; keeps the rows [N, F] as they are at the first."""
         if self._before is None:
-            self._before = table[self._rows]
+            self._before = table[self.rows]
 
     def after(self, table: Tensor) -> None:
         """Called at the end of the epoch."""
         if self._before is None:
             return
-        before, now = self._before.double(), table[self._rows].double()
+        before, now = self._before.double(), table[self.rows].double()
         self.sums = torch.stack([(now - before).square().sum(), now.square().sum()])
         self._before = None

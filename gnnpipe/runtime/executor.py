@@ -163,7 +163,7 @@ class Executor:
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
-        self.forecaster.carry()
+        self.forecaster.carry(self._order)
 
     def _send_forward(self, action: Action) -> None:
         before = self.mailbox.sent_bytes

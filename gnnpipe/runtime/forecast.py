@@ -15,7 +15,7 @@ map is the identity to the bit, and nothing changes (law 8).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import Everyone, LinearOperator
+from gnnpipe.graph.stale_rows import StaleRows
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History
@@ -138,11 +139,18 @@ class Forecaster:
         self.maps: dict[str, AffineMap] = {}
         """By aggregation, of the last pass."""
         self._before = copy.deepcopy(piece)
-        found: dict[Hashable, _Neighbours] = {}
+        self._neighbours: dict[Hashable, _Neighbours] = {}
+        self._stale: dict[Hashable, StaleRows] = {}
+        self._over = {a.name: a.over for a in piece.aggregations}
         for a in piece.aggregations:
-            if a.over not in found:
-                found[a.over] = _Neighbours(structures(a), pilots[a.vertex_type])
-        self._neighbours = found
+            if a.over in self._neighbours:
+                continue
+            structure, history = structures(a), histories[a.name]
+            self._neighbours[a.over] = _Neighbours(structure, pilots[a.vertex_type])
+            if not isinstance(structure, Everyone):
+                # The measured rows, too: drift is what a forecast leaves.
+                measured = None if history.drift is None else history.drift.rows
+                self._stale[a.over] = StaleRows(structure, history.layout, measured)
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -184,10 +192,12 @@ class Forecaster:
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
-    def carry(self) -> None:
-        """Apply the maps to the tables."""
+    def carry(self, order: Sequence[int]) -> None:
+        """Apply the maps to the rows that are read stale when the chunks stand in ``order``."""
         for name, found in self.maps.items():
-            self.histories[name].move(found.factor, found.shift)
+            stale = self._stale.get(self._over[name])
+            rows = None if stale is None else stale.in_order(order)
+            self.histories[name].move(found.factor, found.shift, rows)
 
 
 class _Neighbours:

@@ -107,11 +107,14 @@ class History(ABC):
         self.table[start:stop] = rows.detach()
         self.exchange.push(chunk, self.table)
 
-    def move(self, factor: Tensor, shift: Tensor) -> None:
-        """Every row, halo included, becomes ``row @ factor + shift``: [F, F] and [F]."""
-        # Block by block: no second table.
-        for rows in torch.split(self.table, _MOVED_AT_ONCE):
-            rows.copy_(torch.addmm(shift, rows, factor))
+    def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
+        """These ``rows`` [t], or all, become ``row @ factor + shift``: [F, F] and [F]."""
+        if rows is None:
+            rows = torch.arange(len(self.table), device=self.table.device)
+        # Some at a time: no second table.
+        for some in torch.split(rows, _MOVED_AT_ONCE):
+            moved = torch.addmm(shift, self.table.index_select(0, some), factor)
+            self.table.index_copy_(0, some, moved)
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:

@@ -64,7 +64,7 @@ class MeanHistory(History):
         self._grads[chunk] *= self.scale
         return found.to(self._dtype).expand(stop - start, -1)
 
-    def move(self, factor: Tensor, shift: Tensor) -> None:
+    def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
         """Every row becomes ``row @ factor + shift``, and every part of the mean with them."""
         moved = self.table @ factor.double() + self._shares * shift.double()
         self.table.copy_(moved)

@@ -1,0 +1,62 @@
+"""Which rows of a table are read stale when the chunks stand in a given order.
+
+A row is if some chunk that reads it stands before the chunk that pushes it. What is done to stale
+rows (a forecast) need not be done to the others: in a well-cut graph most rows are read by their
+own chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.blocks import Blocks
+from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.graph.operators import LinearOperator
+
+__all__ = ["StaleRows"]
+
+
+class StaleRows:
+    """Of the tables of one rank that are read through one structure."""
+
+    def __init__(
+        self, structure: LinearOperator | Blocks, layout: ShardLayout, always: Tensor | None = None
+    ) -> None:
+        """``layout`` of the rows that are read; ``always`` [s]: rows that count as stale ones."""
+        pushes = np.empty(layout.num_rows, dtype=np.int32)
+        chunks = np.arange(layout.num_chunks, dtype=np.int32)
+        pushes[: layout.num_own] = np.repeat(chunks, np.diff(layout.own_ptr))
+        pushes[layout.num_own :] = np.repeat(chunks, np.diff(layout.halo_ptr))
+        rows, readers = [], []
+        is_read = np.zeros(layout.num_rows, dtype=bool)
+        for chunk in range(layout.num_chunks):
+            found = structure.reads(chunk).cpu().numpy()
+            is_read[found] = True
+            others = np.flatnonzero(is_read & (pushes != chunk)).astype(np.int32)
+            is_read[found] = False
+            rows.append(others)
+            readers.append(np.full(len(others), chunk, dtype=np.int32))
+        # One entry for each row and each other chunk that reads it.
+        self._rows, self._readers = np.concatenate(rows), np.concatenate(readers)
+        self._pushes = pushes[self._rows]
+        self._is_always = np.zeros(layout.num_rows, dtype=bool)
+        self._device = torch.device("cpu")
+        if always is not None:
+            self._device = always.device
+            self._is_always[always.cpu().numpy()] = True
+        self._last: tuple[tuple[int, ...], Tensor] | None = None
+
+    def in_order(self, order: Sequence[int]) -> Tensor:
+        """Rows [t] int64, ascending; ``order[position]`` is the chunk that stands there."""
+        key = tuple(order)
+        if self._last is None or self._last[0] != key:
+            position = np.empty(len(key), dtype=np.int32)
+            position[list(key)] = np.arange(len(key))
+            is_stale = self._is_always.copy()
+            is_stale[self._rows[position[self._readers] < position[self._pushes]]] = True
+            self._last = key, torch.from_numpy(np.flatnonzero(is_stale)).to(self._device)
+        return self._last[1]
