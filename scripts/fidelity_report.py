@@ -81,15 +81,15 @@ def pairs(rows: Rows, have: Iterable[Cell]) -> dict[tuple[Any, ...], list[tuple[
 
 def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
     lines = [
-        "| graph | model | K | lr | seeds | exact, last | auto, last | difference | by seed | "
-        "exact, tail | auto, tail | difference | dev exact | dev auto |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| graph | model | K | lr | epochs | seeds | exact, last | auto, last | difference | "
+        "by seed | exact, tail | auto, tail | difference | dev exact | dev auto |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     last_gaps, tail_gaps, wide, outside = [], [], [], []
     on_mean, of_row = BOUNDS[name]
     extra_edges, extra_rows = [], []
     found = pairs(rows, have)
-    for (graph, model, layers, chunks, lr, _), both in found.items():
+    for (graph, model, layers, chunks, lr, epochs), both in found.items():
         ends = [(tail(a), tail(e)) for a, e in both]
         last = [statistics.mean(side[-1] for side in column) for column in zip(*ends, strict=True)]
         mean = [statistics.mean(map(statistics.mean, c)) for c in zip(*ends, strict=True)]
@@ -99,14 +99,15 @@ def pairs_page(name: str, rows: Rows, have: Sequence[Cell]) -> list[str]:
         wide.append(dev[0] - 2 * dev[1])
         if last_gaps[-1] < -of_row or wide[-1] > SLACK:
             what = f"{last_gaps[-1]:+.2f}" if last_gaps[-1] < -of_row else "deviation"
-            outside.append(f"{graph} {model} {layers}, K = {chunks}, lr {lr:g} ({what})")
+            where = f"{graph} {model} {layers}, K = {chunks}, lr {lr:g}, {epochs} epochs"
+            outside.append(f"{where} ({what})")
         seeds = " ".join(f"{a[-1] - e[-1]:+.2f}" for a, e in ends) if len(ends) > 1 else ""
         extra_edges += [a["extra_edges"] for a, _ in both]
         extra_rows += [a["extra_rows"] for a, _ in both]
         lines.append(
-            f"| {graph} | {model} {layers} | {chunks} | {lr:g} | {len(both)} | {last[1]:.2f} | "
-            f"{last[0]:.2f} | {last_gaps[-1]:+.2f} | {seeds} | {mean[1]:.2f} | {mean[0]:.2f} | "
-            f"{tail_gaps[-1]:+.2f} | {dev[1]:.2f} | {dev[0]:.2f} |"
+            f"| {graph} | {model} {layers} | {chunks} | {lr:g} | {epochs} | {len(both)} | "
+            f"{last[1]:.2f} | {last[0]:.2f} | {last_gaps[-1]:+.2f} | {seeds} | "
+            f"{mean[1]:.2f} | {mean[0]:.2f} | {tail_gaps[-1]:+.2f} | {dev[1]:.2f} | {dev[0]:.2f} |"
         )
     lines += [
         "",
