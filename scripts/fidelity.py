@@ -57,7 +57,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     drift, moved, missed = [], [], []
     for epoch in range(config.epochs):
         start = time.perf_counter()
-        order = chunk_order(config, epoch)
+        order = chunk_order(prepared.config, epoch)
         loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
         stale = measure_staleness(prepared, assembly, mesh, order, epoch)
         times.append(time.perf_counter() - start)

@@ -79,7 +79,7 @@ def ours(graph: Any, model: str, layers: int, width: int, chunks: int = 1) -> tu
 
     def epoch() -> None:
         number = next(count)
-        order = chunk_order(config, number)
+        order = chunk_order(prepared.config, number)
         train_epoch(assembly, mesh, prepared.program_of(number), order, number)
 
     return epoch, assembly
@@ -241,6 +241,11 @@ def build(contender: str, dataset: str, model: str, layers: int, width: int) -> 
     name, _, form = contender.partition(":")
     if name == "ours":
         return ours(graph, model, layers, width, int(form or 1))[0]
+    if name == "whole":
+        from gnnpipe.train import row_blocks
+
+        row_blocks.KEPT_BYTES = 1 << 60
+        return ours(graph, model, layers, width)[0]
     if name == "floor":
         return floor(graph, model, layers, width)
     if name == "pyg":

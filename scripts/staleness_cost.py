@@ -83,7 +83,7 @@ def main() -> None:
         for epoch in range(EPOCHS + 2):
             spent.update(drift=0.0, forecast=0.0)
             start = time.perf_counter()
-            order = chunk_order(config, epoch)
+            order = chunk_order(prepared.config, epoch)
             train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
             measure(prepared, assembly, mesh, order, epoch)
             if epoch >= 2:

@@ -26,7 +26,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
     assembly = assemble(prepared, mesh)
     assembly.executor.optimizer = None
     losses = [
-        train_epoch(assembly, mesh, prepared.program, chunk_order(config, e), e)
+        train_epoch(assembly, mesh, prepared.program, chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
     stage = assembly.executor.stage

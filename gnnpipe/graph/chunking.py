@@ -99,6 +99,15 @@ class Chunking:
         out[self.perm] = np.arange(self.num_vertices)
         return out
 
+    def split(self, chunks: int) -> Chunking:
+        """The one chunk of one shard as several of nearly equal size, in the same order."""
+        if self.chunks * self.shards != 1:
+            raise ValueError(
+                f"{self.chunks} chunks on {self.shards} shards are not one run of rows"
+            )
+        ends = np.linspace(0, self.num_vertices, chunks + 1).astype(np.int64)
+        return Chunking(self.perm, np.stack([ends[:-1], ends[1:]], axis=1))
+
     def chunk_of_row(self) -> npt.NDArray[np.int32]:
         """[N], the chunk of each new row."""
         sizes = self.cell_sizes.sum(axis=1)

@@ -69,8 +69,12 @@ def _scalar_key(*parts: int) -> int:
     return state - 2**32 if state >= 2**31 else state
 
 
-def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[Tensor, float]:
+def _keep_mask(
+    keys: Tensor, width: int, probability: float, key: int, room: Tensor | None = None
+) -> tuple[Tensor, float]:
     """Mask [C, width] int8 of the entries kept (1), and the share of entries that are kept.
+
+    ``room``: a mask of the same size that is no longer needed.
 
     The hash gives bytes where the probability is a whole number of 256ths, else 16-bit numbers, so
     the share that is dropped is the one asked for to 1/65,536.
@@ -82,7 +86,11 @@ def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[
     per_hash = 4 if whole else 2
     columns = _column_keys(-(-width // per_hash), keys.device)
     rows = _mix(keys ^ key)
-    mask = torch.empty(len(rows), len(columns) * per_hash, dtype=torch.bool, device=keys.device)
+    full = len(columns) * per_hash
+    if room is None:
+        mask = torch.empty(len(rows), full, dtype=torch.bool, device=keys.device)
+    else:
+        mask = room.as_strided((len(rows), full), (full, 1)).view(torch.bool)
     # On a CPU the dozen passes of the hash stay in the cache, a run of rows at a time.
     run = max(1, _AT_ONCE // len(columns)) if keys.device.type == "cpu" else max(1, len(rows))
     scratch = columns.new_empty(2, min(run, len(rows)), len(columns))
@@ -100,29 +108,26 @@ class KeptMasks:
     """The masks of all rows of a shard, each made at once and handed out by chunk.
 
     With many small chunks the calls for each would cost more than the hash. A training pass needs
-    all of them until its backward pass is done; they are forgotten when the next epoch asks.
+    all of them until its backward pass is done; the next epoch's are written over them.
     """
 
     def __init__(self, keys: Tensor) -> None:
         """``keys`` [n] from ``row_keys``."""
         self._keys = keys
-        self._pass = (-1, -1)
-        self._made: dict[tuple[int, int, float], tuple[Tensor, float]] = {}
+        self._made: dict[tuple[int, int, float], tuple[int, Tensor, float]] = {}
 
     def rows(
         self, start: int, count: int, width: int, probability: float, seed: int, epoch: int,
         site: int,
     ) -> tuple[Tensor, float]:  # fmt: skip
         """Mask [count, width] int8 of the rows from ``start`` on, and the share that is kept."""
-        if self._pass != (seed, epoch):
-            self._pass = (seed, epoch)
-            self._made.clear()
-        what = (site, width, probability)
-        if what not in self._made:
-            key = _scalar_key(seed, epoch, site)
-            self._made[what] = _keep_mask(self._keys, width, probability, key)
-        mask, kept = self._made[what]
-        return mask[start : start + count], kept
+        what, key = (site, width, probability), _scalar_key(seed, epoch, site)
+        made = self._made.get(what)
+        if made is None or made[0] != key:
+            room = None if made is None else made[1]
+            made = (key, *_keep_mask(self._keys, width, probability, key, room))
+            self._made[what] = made
+        return made[1][start : start + count], made[2]
 
 
 class _Dropout(torch.autograd.Function):

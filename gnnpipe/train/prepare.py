@@ -34,6 +34,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
 from gnnpipe.train.choose import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.train.describe import describe
+from gnnpipe.train.row_blocks import row_blocks, walked_in
 from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
 __all__ = ["Prepared", "chunk_order", "prepare"]
@@ -130,6 +131,9 @@ def prepare(
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
     described = describe(chosen, graph)
+    blocks = row_blocks(config, described, graph.num_vertices, plan)
+    if blocks > 1:
+        chunking, config = chunking.split(blocks), walked_in(config, blocks)
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,

@@ -77,7 +77,7 @@ class Reference:
         """What is learned, whether in training, and where each chunk's part starts and ends."""
         graph, pairs = self.prepared.graph, self.prepared.graph.pairs
         if pairs is not None:
-            starts = np.searchsorted(chunk, np.arange(self.prepared.config.chunks + 1))
+            starts = np.searchsorted(chunk, np.arange(self.prepared.plan.chunks + 1))
             label = torch.from_numpy(pairs.label)[:, None]
             return label, torch.from_numpy(pairs.part == 0), pairs.indptr[starts].tolist()
         target = self.chosen[graph.target]

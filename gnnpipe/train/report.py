@@ -61,6 +61,9 @@ def head_lines(prepared: Prepared) -> list[str]:
         split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
     else:
         split = list(graph.pairs.counts)
+    chunks = _count(prepared.quality.chunks, "chunk")
+    if prepared.quality.chunks < plan.chunks:
+        chunks += f" (in {plan.chunks} blocks of rows)"
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
@@ -69,11 +72,10 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} weights",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
-        f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
+        f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
-    if plan.chunks * plan.shards > 1:
-        lines += prepared.quality.lines()
+    lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:
         t = config.techniques
         words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]

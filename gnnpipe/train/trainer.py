@@ -193,7 +193,7 @@ class Trainer:
         rows = []
         for epoch in range(config.epochs):
             start = time.perf_counter()
-            order = chunk_order(config, epoch)
+            order = chunk_order(prepared.config, epoch)
             loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
             stale = measure_staleness(prepared, assembly, mesh, order, epoch)
             trained = time.perf_counter()
