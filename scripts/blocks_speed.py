@@ -24,8 +24,8 @@ GRAPHS = {
     "debian": "debian", "coauthor_physics": "coauthor_physics", "ego_twitter": "ego_twitter",
     "planted, 200,000 vertices": "synthetic:planted:n=200000,degree=20,classes=50,features=64",
 }  # fmt: skip
-MODELS = (("gcn", 3), ("sage", 3), ("gcnii", 8))
-WIDTH, REPEATS, WARM_UP = 128, 7, 3
+MODELS = (("gcn", 3), ("sage", 3), ("gcnii", 4))
+WIDTH, REPEATS, WARM_UP = 128, 5, 3
 
 
 def main() -> None:

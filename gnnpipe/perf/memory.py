@@ -91,6 +91,9 @@ def estimate_memory(
         numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
     history = numbers * number_bytes
     activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops if not op.over_pairs)
+    if plan.chunks > 1:
+        # Gradients of the encoded features wait for those of the other chunks.
+        activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)
     for op in ops:
         if op.over_pairs:
             # Of every chunk the rows that it reads; scores, and what ``decode`` keeps of a pair.
