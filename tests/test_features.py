@@ -71,13 +71,31 @@ def test_two_weights_do_not_mix():
 
 
 def test_a_gradient_that_never_came_is_told():
-    made, _ = table(is_sparse=True)
+    made, x = table(is_sparse=True)
     weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    made.begin()
     feature_linear(made.rows(0, 5), weight).sum().backward()
     with pytest.raises(RuntimeError, match="never"):
-        feature_linear(made.rows(0, 5), weight)
-    with torch.no_grad():
-        feature_linear(made.rows(0, 5), weight)
+        made.end()
+    # The next pass has nothing of it.
+    made.begin()
+    weight.grad = None
+    loss_by_chunk(made, weight, None)
+    made.end()
+    (expected,) = torch.autograd.grad((x @ weight.T).square().sum(), [weight])
+    assert torch.allclose(weight.grad, expected)
+
+
+def test_a_weight_that_was_frozen():
+    made, x = table(is_sparse=True)
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64)
+    for start, stop in pairwise(CUTS):
+        feature_linear(made.rows(start, stop), weight)
+    weight.requires_grad_(True)
+    loss_by_chunk(made, weight, None)
+    made.end()
+    (expected,) = torch.autograd.grad((x @ weight.T).square().sum(), [weight])
+    assert torch.allclose(weight.grad, expected)
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])

@@ -56,3 +56,37 @@ def test_a_loss_of_ones_own():
 def test_a_loss_that_is_no_sum_is_refused(loss, message):
     with pytest.raises(InputError, match=message):
         Trainer(TrainConfig(out="off"), graph=small_graph(), loss_fn=loss).fit()
+
+
+def only_one_class(logits, y):
+    """A constant where a chunk has none of it, which some losses give."""
+    chosen = y == 2
+    return F.cross_entropy(logits[chosen], y[chosen], reduction="sum") if chosen.any() else (
+        torch.zeros((), dtype=logits.dtype)
+    )  # fmt: skip
+
+
+def test_a_chunk_that_the_loss_leaves_out_loses_no_gradient():
+    class Rowwise(torch.nn.Module):
+        """The map of the features stands in the step of the loss."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = torch.nn.Linear(9, 8), torch.nn.Linear(8, 3)
+
+        def forward(self, x, edge_index):
+            return self.b(self.a(x).relu())
+
+    graph = small_graph(n=60, features=9)
+    weights = []
+    for chunks in (1, 20):
+        run = TrainConfig(
+            chunks=chunks, staleness="exact", epochs=2, lr=0.1, dtype="float64", out="off",
+            cache_dir="off", quiet=True,
+        )  # fmt: skip
+        trainer = Trainer(run, graph=graph, model=Rowwise(), loss_fn=only_one_class)
+        trainer.fit()
+        weights.append(trainer.model.state_dict())
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], atol=1e-9), name

@@ -77,6 +77,18 @@ class FeatureTable:
         waiting.chunks.clear()
         return self._product(waiting.grads, 0, self.num_rows)
 
+    def begin(self) -> None:
+        """A training pass begins: nothing is expected, nothing waits. The room is kept."""
+        for waiting in self._waiting.values():
+            waiting.chunks.clear()
+            waiting.expected.clear()
+            waiting.missing = 0
+
+    def end(self) -> None:
+        """``RuntimeError`` if gradients of the pass still wait for those of a chunk."""
+        if any(waiting.chunks for waiting in self._waiting.values()):
+            raise RuntimeError("a chunk's gradient of the features' weight never came back")
+
     def expect(self, weight: Tensor, start: int, stop: int) -> int | None:
         """The name by which the gradient of ``weight`` waits for that of the other chunks.
 
@@ -84,12 +96,11 @@ class FeatureTable:
         has no rows.
         """
         name = id(weight)
-        if start == stop or not (weight.is_leaf and torch.is_grad_enabled()):
+        is_trained = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
+        if start == stop or not is_trained:
             return None
         waiting = self._waiting.setdefault(name, _Waiting())
-        if start in waiting.chunks:
-            raise RuntimeError("a chunk's gradient of the features' weight never came back")
-        if start in waiting.expected:
+        if start in waiting.expected or start in waiting.chunks:
             return None
         waiting.expected.add(start)
         return name
@@ -111,7 +122,7 @@ class _Waiting:
     """Gradients that the chunks of an epoch have left for one weight."""
 
     grads: Tensor | None = None
-    """[n, out]."""
+    """[n, out]; kept for the next epoch."""
     chunks: set[int] = field(default_factory=set)
     """Where those begin that have left theirs."""
     expected: set[int] = field(default_factory=set)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
+from gnnpipe.models.feature_linear import FeatureTable
 from gnnpipe.runtime.history import BlockHistory, History
 from gnnpipe.runtime.mean_history import MeanHistory
 
@@ -79,18 +80,27 @@ class Stage:
         self._rows_now = [replace(rows, epoch=epoch, training=training) for rows in self.rows]
         self._walks.clear()
         if training:
+            for table in self._feature_tables():
+                table.begin()
             for history in self.histories.values():
                 history.begin_epoch(epoch)
 
     def end(self) -> None:
         """Finish the pass: snapshots after training, nothing left after evaluation."""
         if self._training:
+            for table in self._feature_tables():
+                table.end()
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch)
                 if isinstance(history, MeanHistory) and history.count:
                     self.piece.observe(name, history.mean, history.count)
         self._scratch.clear()
         self._walks.clear()
+
+    def _feature_tables(self) -> set[FeatureTable]:
+        """Those that the chunks read, of every type of vertices."""
+        every = [part for rows in self.rows for part in (rows, *rows.parts.values())]
+        return {part.features.table for part in every if part.features is not None}
 
     def enter(self, chunk: int, values: Values) -> None:
         """Values [C, width] of a chunk from the stage before; none for the first stage."""

@@ -75,7 +75,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
-    lines += prepared.quality.lines()
+    if prepared.quality.chunks * plan.shards > 1:
+        lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:
         t = config.techniques
         words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]

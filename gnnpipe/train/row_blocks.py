@@ -28,21 +28,22 @@ _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
 )  # fmt: skip
 
 
-def row_blocks(config: TrainConfig, model: ModelGraph, num_vertices: int, plan: Plan | None) -> int:
-    """How many blocks, 1 for none; a ``plan`` that is given says it.
+def row_blocks(
+    config: TrainConfig, model: ModelGraph, num_vertices: int, plan: Plan | None, device: str
+) -> int:
+    """How many blocks, 1 for none; also 1 if a ``plan`` that is given has another number.
 
-    Only on one rank, and only of models whose aggregations are products or means: a convolution on
-    a block would copy the rows that it reads for each block.
+    Only on one rank on a CPU, and only of models whose aggregations are products or means: a
+    convolution on a block would copy the rows that it reads for each block.
     """
-    if config.chunks * config.world_size > 1:
+    if config.chunks * config.world_size > 1 or device != "cpu":
         return 1
-    if plan is not None:
-        return plan.chunks if plan.schedule == "layer-sync" else 1
     if not all(op.is_linear or op.is_mean for op in model.aggregations):
         return 1
     width = max((op.push_width for op in model.aggregations), default=0)
     size = num_vertices * width * (8 if config.dtype == "float64" else 4)
-    return -(-size // BLOCK_BYTES) if size > KEPT_BYTES else 1
+    blocks = -(-size // BLOCK_BYTES) if size > KEPT_BYTES else 1
+    return blocks if plan is None or plan.chunks == blocks else 1
 
 
 def walked_in(config: TrainConfig, blocks: int) -> TrainConfig:
