@@ -165,10 +165,10 @@ def report(args: argparse.Namespace) -> None:
         "most); the contenders take turns, 3 turns do not count; who needs over 3 s for an epoch "
         "takes 3 turns in all, of which the first does not count. *best form* is the faster of "
         "PyG with a torch CSR tensor and, where torch_sparse is installed, a SparseTensor. "
-        "*floor* is our own epoch without its aggregations plus reading every neighbour's row once for each of them. *K = "
-        "32* is our default policy of stale rows on 32 chunks against one chunk. PyG's and DGL's "
-        "SAGE aggregates the raw features in its first layer, ours their linear map. ego_twitter "
-        "and cnr_2000 have 128 random features.", "",
+        "*floor* is our own epoch without its aggregations plus reading every neighbour's row "
+        "once for each of them. *K = 32* is our default policy of stale rows on 32 chunks against "
+        "one chunk. PyG's and DGL's SAGE aggregates the raw features in its first layer, ours "
+        "their linear map. ego_twitter and cnr_2000 have 128 random features.", "",
     ]  # fmt: skip
     head = [
         "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",

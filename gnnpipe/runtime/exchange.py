@@ -67,7 +67,7 @@ class Exchange:
             own.index_add_(0, where, part)
 
     def _all_to_all(self, out: Tensor, data: Tensor, outs: list[int], ins: list[int]) -> None:
-        dist.all_to_all_single(out, data, outs, ins, group=self.mesh.graph_group)
+        _all_to_all(out, data, outs, ins, self.mesh)
         self.sent_bytes += data.numel() * data.element_size()
 
 
@@ -104,9 +104,14 @@ def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
     parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards for g in range(shards)]
     mine = parts[mesh.shard]
     gathered = flat.new_empty(mine * shards)
-    group = mesh.graph_group
-    dist.all_to_all_single(gathered, flat, [mine] * shards, parts, group=group)
+    _all_to_all(gathered, flat, [mine] * shards, parts, mesh)
     total = gathered.view(shards, mine).sum(0)
     # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
-    dist.all_to_all_single(flat, total.repeat(shards), parts, [mine] * shards, group=group)
+    _all_to_all(flat, total.repeat(shards), parts, [mine] * shards, mesh)
     return (flat.numel() - mine + (shards - 1) * mine) * flat.element_size()
+
+
+def _all_to_all(out: Tensor, data: Tensor, outs: list[int], ins: list[int], mesh: Mesh) -> None:
+    start = mesh.recorder.clock()
+    dist.all_to_all_single(out, data, outs, ins, group=mesh.graph_group)
+    mesh.recorder.met(start, start)

@@ -91,13 +91,19 @@ class Executor:
         self._order = order
         self._results = {}
         before = self._sent_bytes()
+        recorder = self.mesh.recorder
+        if training:
+            recorder.begin()
         self.stage.begin(epoch, training)
         for action in program.stages[self.mesh.stage]:
+            start = recorder.clock()
             try:
                 self._run[action.kind](action)
             except Exception as error:
                 error.add_note(self._where(action, epoch))
                 raise
+            recorder.action(action, start)
+        recorder.done()
         self.mailbox.drain()
         self._leaving.clear()
         self.stage.end()
@@ -168,16 +174,17 @@ class Executor:
     def _send_forward(self, action: Action) -> None:
         before = self.mailbox.sent_bytes
         widths = self._widths_out[action.peer]
-        self._send(action, _both(widths) if action.position == PILOT else widths)
+        self._send(action, "F", _both(widths) if action.position == PILOT else widths)
         if action.position == PILOT:
             self._pilot_bytes += self.mailbox.sent_bytes - before
 
     def _send_backward(self, action: Action) -> None:
-        self._send(action, self._widths_in[action.peer])
+        self._send(action, "B", self._widths_in[action.peer])
 
-    def _send(self, action: Action, names: Iterable[str]) -> None:
+    def _send(self, action: Action, way: str, names: Iterable[str]) -> None:
         values = self._leaving[action.position]
-        self.mailbox.send(action.peer, {name: values[name] for name in names})
+        wanted = {name: values[name] for name in names}
+        self.mailbox.send(way, action.peer, action.position, wanted)
 
     def _receive_forward(self, action: Action) -> None:
         self._post(action, "F")

@@ -28,7 +28,7 @@ class Mailbox:
         self.mesh = mesh
         self.dtype = dtype
         self.sent_bytes = 0
-        self._arriving: dict[Key, tuple[dict[str, Tensor], list[dist.Work]]] = {}
+        self._arriving: dict[Key, tuple[dict[str, Tensor], list[dist.Work], float]] = {}
         self._leaving: list[tuple[Tensor, dist.Work]] = []
 
     def post(
@@ -41,17 +41,21 @@ class Mailbox:
         }
         source = self.mesh.peer(peer)
         works = [_started(dist.irecv(t, src=source)) for t in room.values() if len(t)]
-        self._arriving[way, peer, position] = (room, works)
+        self._arriving[way, peer, position] = (room, works, self.mesh.recorder.clock())
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
         """The values that were posted, once they are here."""
-        room, works = self._arriving.pop((way, peer, position))
+        room, works, posted = self._arriving.pop((way, peer, position))
+        asked = self.mesh.recorder.clock()
         for work in works:
             work.wait()
+        size = sum(t.nbytes for t in room.values())
+        self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, asked)
         return room
 
-    def send(self, peer: int, values: Mapping[str, Tensor]) -> None:
+    def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""
+        self.mesh.recorder.sent(way, self.mesh.peer(peer), position)
         target = self.mesh.peer(peer)
         for name in sorted(values):
             tensor = values[name].detach().contiguous()

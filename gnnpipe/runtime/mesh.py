@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
+from gnnpipe.runtime.recorder import Recorder
 
 __all__ = ["Mesh", "launched_world_size"]
 
@@ -46,6 +47,7 @@ class Mesh:
     """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
     owns_group: bool = False
     """The ranks met here, and not before in the user's own script."""
+    recorder: Recorder = field(default_factory=Recorder, compare=False)
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
@@ -57,7 +59,8 @@ class Mesh:
                 f"make stages x shards {world}, or type: {torchrun_line(stages * shards)}"
             )
         if world == 1:
-            return cls(stages, shards, 0, _device(device, 0), None, None)
+            place = _device(device, 0)
+            return cls(stages, shards, 0, place, None, None, recorder=_recorder(place))
         owns_group = False
         if not dist.is_initialized():
             gpus = device != "cpu" and torch.cuda.is_available()
@@ -74,7 +77,9 @@ class Mesh:
             torch.cuda.set_device(place)
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
-        return cls(stages, shards, dist.get_rank(), place, group, control, owns_group)
+        return cls(
+            stages, shards, dist.get_rank(), place, group, control, owns_group, _recorder(place)
+        )
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -172,6 +177,10 @@ def torchrun_line(world_size: int) -> str:
         return f"gnnpipe {arguments}" if ours else f"python {script} {arguments}".rstrip()
     program = "-m gnnpipe" if ours else str(script)
     return f"torchrun --nproc-per-node {world_size} {program} {arguments}".rstrip()
+
+
+def _recorder(device: torch.device) -> Recorder:
+    return Recorder(is_on=device.type == "cpu")
 
 
 def _device(name: str, local_rank: int) -> torch.device:

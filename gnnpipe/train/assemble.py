@@ -55,6 +55,7 @@ class Assembly:
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
+    mesh.recorder.forget()
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
     layouts = table_layouts(graph, prepared.chunking, whole)
     first, last = prepared.plan.stages[mesh.stage]

@@ -35,7 +35,9 @@ def train_epoch(
 ) -> float:
     """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
     results = assembly.executor.run(program, order, epoch=epoch, training=True)
-    return mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
+    loss = mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
+    mesh.recorder.end()
+    return loss
 
 
 def results_by_chunk(assembly: Assembly) -> dict[int, Values]:

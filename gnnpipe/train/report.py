@@ -20,6 +20,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
+from gnnpipe.train.timing import time_lines
 
 if TYPE_CHECKING:
     from gnnpipe.train.result import RunResult
@@ -131,6 +132,7 @@ def result_lines(result: RunResult) -> list[str]:
             f"form {formula['total']:,}"
             f"{', equal' if counted == formula else ', NOT EQUAL'})"
         )
+        lines += time_lines(result.time_shares)
     if result.path is not None:
         lines.append(f"weights (epoch {result.weights_of_epoch}) and result: {result.path}")
     return lines

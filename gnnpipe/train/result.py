@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from gnnpipe.perf import TimeShares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import EpochRow, versions
+from gnnpipe.train.timing import gather_time_shares
 
 __all__ = ["RunResult", "gather_result"]
 
@@ -69,6 +71,11 @@ class RunResult:
     """By layer, of the last epoch: what the forecast left of it."""
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
+    time_shares: list[TimeShares]
+    """By rank: where the time of an epoch went (the median of the last five); empty on a GPU."""
+    link_bytes_per_s: list[float]
+    """By rank: how fast it receives from other stages, measured before the first epoch; infinite
+    (null) with one stage."""
     peak_memory_bytes: list[int]
     """Per rank; on a CPU of the whole process, on a GPU of torch's allocations."""
     versions: dict[str, str]
@@ -89,6 +96,7 @@ def gather_result(
     rows: Sequence[EpochRow],
     best: BestEpoch,
     path: Path | None,
+    link_bytes_per_s: float,
 ) -> RunResult:
     """The result of a run that has ended, on every rank."""
     config = prepared.config
@@ -120,6 +128,8 @@ def gather_result(
         missed=list(stale[-1].missed) if stale else [],
         comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
+        time_shares=gather_time_shares(mesh, link_bytes_per_s),
+        link_bytes_per_s=mesh.gather(link_bytes_per_s),
         peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
         history=list(rows), path=path,
     )  # fmt: skip

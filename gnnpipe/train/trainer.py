@@ -18,6 +18,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.probe import receive_bandwidth
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.learning_rate import LearningRate
@@ -123,12 +124,13 @@ class Trainer:
                 written = replace(written, model=f"passed-in:{prepared.model.name}")
             folder.open(written, prepared.plan, prepared.program_text())
             progress.say(f"run folder: {folder.path}")
+        link_bytes_per_s = receive_bandwidth(mesh)
         with progress:
             rows, best = self._loop(mesh, prepared, assembly, folder, progress)
         best.restore()
         weights = self._collect(mesh, prepared)
         path = folder.path if folder else None
-        result = gather_result(mesh, prepared, assembly, rows, best, path)
+        result = gather_result(mesh, prepared, assembly, rows, best, path, link_bytes_per_s)
         if folder is not None:
             folder.close(result.to_dict(), weights)
         for line in result_lines(result):

@@ -1,0 +1,117 @@
+"""Where an epoch's time goes: the rules on made notes, and real ranks that are really slow."""
+
+import time
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe.perf import Collective, EpochSpans, Message, time_shares
+
+NAP_S = 0.15
+
+
+def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
+    """Shares of rank 1, which got one message of rank 0 in an epoch of ten seconds."""
+    key = ("F", 0, 0)
+    notes = [
+        EpochSpans(0.0, 10.0, 10.0, sent_s={("F", 1, 0): sent}),
+        EpochSpans(0.0, 10.0, 10.0, messages=[Message(key, size_bytes, posted, asked, taken)]),
+    ]
+    return time_shares(notes, 1, [speed, speed])[1]
+
+
+@pytest.mark.parametrize(
+    ("times", "bubble", "exposed", "hidden"),
+    [
+        # Sent before it was asked for: whatever was waited is the wire.
+        ({"sent": 1, "posted": 0, "asked": 3, "taken": 3.5}, 0, 0.5, 0.1),
+        # Sent after: the stage before was late, then the wire.
+        ({"sent": 4, "posted": 0, "asked": 3, "taken": 4.5}, 1, 0.5, 0),
+        # No room before 2.95: it could not start earlier.
+        ({"sent": 1, "posted": 2.95, "asked": 3, "taken": 3}, 0, 0, 0.05),
+        # Clocks that are a little apart must not give negative times.
+        ({"sent": 3.6, "posted": 0, "asked": 3, "taken": 3.5}, 0.5, 0, 0),
+    ],
+)
+def test_a_wait_for_a_message_is_split_where_it_was_sent(times, bubble, exposed, hidden):
+    found = of_message(**times)
+    assert found.bubble_s == pytest.approx(bubble)
+    assert found.exposed_pipeline_s == pytest.approx(exposed)
+    assert found.hidden_pipeline_s == pytest.approx(hidden)
+    assert found.compute_s == pytest.approx(10 - bubble - exposed)
+    assert found.epoch_s == pytest.approx(10)
+
+
+def test_waits_among_shards_and_at_the_end():
+    # Stage 0 has ranks 0 and 1, stage 1 has ranks 2 and 3.
+    ends = [(6, Collective(2, 2, 5)), (7, Collective(4, 4, 5)), (9, None), (9, None)]
+    notes = [
+        EpochSpans(0.0, 10.0, done, collectives=[c] if c else [], sent_s={}) for done, c in ends
+    ]
+    found = time_shares(notes, 2, [float("inf")] * 4)
+    # Rank 0 came two seconds before rank 1, and was done one second before it.
+    assert found[0].imbalance_s == pytest.approx(2 + 1)
+    assert found[0].exposed_graph_s == pytest.approx(1)
+    assert found[0].bubble_s == pytest.approx(2)
+    assert found[1].imbalance_s == pytest.approx(0)
+    assert found[1].bubble_s == pytest.approx(2)
+    assert found[2].bubble_s == 0
+    assert all(share.epoch_s == pytest.approx(10) for share in found)
+
+
+def test_an_exchange_under_compute_is_hidden():
+    notes = [
+        EpochSpans(0.0, 10.0, 10.0, collectives=[Collective(1, 4, 4.5)]),
+        EpochSpans(0.0, 10.0, 10.0, collectives=[Collective(2, 3, 4.5)]),
+    ]
+    found = time_shares(notes, 2, [float("inf")] * 2)
+    assert [share.hidden_graph_s for share in found] == pytest.approx([2, 1])
+    assert [share.exposed_graph_s for share in found] == pytest.approx([0.5, 1.5])
+
+
+def slow_rank(shape, slow):
+    """Time shares and epoch times of a run in which one rank naps in every forward action."""
+    from gnnpipe import Trainer
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.stage import Stage
+
+    stages, shards, chunks = shape
+    mesh = Mesh.join(stages, shards)
+    forward = Stage.forward
+
+    def napping(self, chunk, steps):
+        if mesh.rank == slow and self._training:
+            time.sleep(NAP_S)
+        return forward(self, chunk, steps)
+
+    Stage.forward = napping
+    config = quick_config(
+        stages=stages, shards=shards, chunks=chunks, layers=4, staleness="none", eval_every=0
+    )
+    try:
+        result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
+    finally:
+        Stage.forward = forward
+    return result.time_shares, [row.epoch_time_s for row in result.history]
+
+
+def test_a_slow_stage_is_bubble_elsewhere():
+    for shares, times in run_ranks(slow_rank, 2, (2, 1, 2), 0):
+        assert shares[0].compute_s > 2 * NAP_S * 0.9
+        assert shares[1].bubble_s > 2 * NAP_S * 0.9
+        assert shares[1].compute_s < NAP_S
+        assert shares[0].imbalance_s == shares[1].imbalance_s == 0
+        assert min(times) * 0.8 < shares[0].epoch_s < max(times) * 1.1
+
+
+def test_a_slow_shard_is_imbalance_elsewhere():
+    for shares, _ in run_ranks(slow_rank, 2, (1, 2, 1), 1):
+        assert shares[1].compute_s > NAP_S * 0.9
+        assert shares[0].imbalance_s > NAP_S * 0.9
+        assert shares[0].compute_s < NAP_S
+        assert shares[0].bubble_s == shares[0].exposed_pipeline_s == 0
+
+
+def test_one_rank_computes_all_the_time():
+    (shares, _), = run_ranks(slow_rank, 1, (1, 1, 1), -1)  # fmt: skip
+    assert shares[0].compute_s == pytest.approx(shares[0].epoch_s, rel=0.05)
