@@ -73,6 +73,12 @@ class TrainConfig:
                          group="training", low=0, below=2**32)  # fmt: skip
     dtype: str = setting("float32", "number type of weights and rows", group="training",
                           choices=("float32", "float64"))  # fmt: skip
+    comm_dtype: str = setting(
+        "same",
+        "number type of the rows on the wire and in the tables: same (as --dtype), or bf16 (half "
+        "the bytes, 8 bits of precision; sums stay in --dtype)",
+        group="training", choices=("same", "bf16"),
+    )  # fmt: skip
     lr_schedule: str = setting(
         "constant",
         "learning rate over the epochs: constant, cosine (half a cosine down, 0 after the last "

@@ -50,6 +50,7 @@ def estimate_memory(
     pilot_feature_entries: int,
     extra_weights: int,
     number_bytes: int,
+    row_bytes: int,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -57,7 +58,8 @@ def estimate_memory(
     ``own_pairs``: pairs that the shard scores.
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
     ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
-    features; ``extra_weights``: copies of the weights beside those that are trained.
+    features; ``extra_weights``: copies of the weights beside those that are trained;
+    ``row_bytes``: of a number in the tables, ``number_bytes`` of any other.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -69,8 +71,8 @@ def estimate_memory(
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
-        structure = copies * entries * (4 + number_bytes) + 4 * (n + read_rows)
-    structure += pilot_edges * (4 + number_bytes) if linear else 0
+        structure = copies * entries * (4 + row_bytes) + 4 * (n + read_rows)
+    structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
     if any(op.over_pairs for op in ops):
@@ -82,14 +84,15 @@ def estimate_memory(
         each = 2 * (4 + number_bytes) if sparse_features else number_bytes
         features = (feature_entries + pilot_feature_entries) * each
     alone = plan.chunks == 1 and plan.shards == 1
-    tables = 0 if alone else 2 if snapshot else 1
+    # Where nothing is rounded, the rows of a single chunk are their own table.
+    tables = 0 if alone and row_bytes == number_bytes else 2 if snapshot else 1
     pushing = [op for op in ops if op.aggregates and not op.is_mean]
     numbers = 0
     for op in pushing:
         read, reading = rows[op.pushed_type], own_rows[op.vertex_type]
         # Gradients are kept of the rows that read, where the aggregation is a product.
         numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
-    history = numbers * number_bytes
+    history = numbers * row_bytes
     activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops if not op.over_pairs)
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.

@@ -41,11 +41,13 @@ def closed_form_volume(
     num_vertices: Mapping[str, int],
     crossings: Mapping[str, int],
     number_bytes: int,
+    row_bytes: int,
     pilots: Mapping[str, int],
 ) -> CommVolume:
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
-    N, M and P by the type of the vertices, '' if there is but one:
+    N, M and P by the type of the vertices, '' if there is but one; rows take ``row_bytes`` for a
+    number, weights and pilot rows ``number_bytes``:
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
@@ -67,8 +69,8 @@ def closed_form_volume(
         for op in model.aggregations
     )
     return CommVolume(
-        pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * number_bytes,
-        graph=2 * pushed * number_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
+        pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
+        graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
         control=2 * sum(pilots[t] * width for t, width in sent.items()) * number_bytes
         + 2 * (plan.shards - 1) * fit * 8 * any(pilots.values()),

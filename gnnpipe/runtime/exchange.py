@@ -23,8 +23,9 @@ __all__ = ["Exchange", "GradientSum", "sum_over_shards"]
 class Exchange:
     """Moves the boundary rows of one chunk between the shards of a stage. H columns."""
 
-    def __init__(self, layout: ShardLayout, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, layout: ShardLayout, mesh: Mesh, dtype: torch.dtype) -> None:
+        """``dtype``: of the tables, and so of the rows that are sent."""
+        self.mesh, self.dtype = mesh, dtype
         self.sent_bytes = 0
         self._send_rows = [torch.from_numpy(rows).to(mesh.device) for rows in layout.send_rows]
         self._send_counts: list[list[int]] = layout.send_counts.tolist()
@@ -57,12 +58,12 @@ class Exchange:
         if self.mesh.shards == 1:
             return
         counts = self._send_counts[chunk]
-        arrived = own.new_empty(sum(counts), own.shape[1])
-        self._all_to_all(arrived, halo, counts, self._receive_counts[chunk])
+        arrived = own.new_empty(sum(counts), own.shape[1], dtype=self.dtype)
+        self._all_to_all(arrived, halo.to(self.dtype), counts, self._receive_counts[chunk])
         rows = self._send_rows[chunk] - first
         # Shard by shard: within one shard no row repeats, so the sum has one fixed order.
         for part, where in zip(
-            torch.split(arrived, counts), torch.split(rows, counts), strict=True
+            torch.split(arrived.to(own.dtype), counts), torch.split(rows, counts), strict=True
         ):
             own.index_add_(0, where, part)
 

@@ -49,10 +49,12 @@ class Executor:
         layouts: Mapping[str, ShardLayout],
         exchanges: Sequence[Exchange],
         optimizer: torch.optim.Optimizer | None,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         forecaster: Forecaster | None = None,
     ) -> None:
-        """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories."""
+        """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories;
+        ``dtypes``: of values, and of what stages send of them.
+        """
         self.plan = plan
         self.mesh = mesh
         self.stage = stage
@@ -60,7 +62,7 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = optimizer
         self.forecaster = forecaster
-        self.mailbox = Mailbox(mesh, dtype)
+        self.mailbox = Mailbox(mesh, *dtypes)
         self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}

@@ -128,6 +128,7 @@ class Forecaster:
         rows: Rows,
         totals: Mapping[str, tuple[int, bool]],
         mesh: Mesh,
+        dtype: torch.dtype,
     ) -> None:
         """By the type of the vertices, ``pilots`` [p]: this shard's own rows among the pilot rows;
         ``totals``: those of all shards, and whether these are all vertices.
@@ -146,7 +147,7 @@ class Forecaster:
             if a.over in self._neighbours:
                 continue
             structure, history = structures(a), histories[a.name]
-            self._neighbours[a.over] = _Neighbours(structure, pilots[a.vertex_type])
+            self._neighbours[a.over] = _Neighbours(structure, pilots[a.vertex_type], dtype)
             if not isinstance(structure, Everyone):
                 # The measured rows, too: drift is what a forecast leaves.
                 measured = None if history.drift is None else history.drift.rows
@@ -203,7 +204,9 @@ class Forecaster:
 class _Neighbours:
     """What the pilot rows read of a table, before and after a map, with one product."""
 
-    def __init__(self, structure: LinearOperator | Blocks | Everyone, pilots: Tensor) -> None:
+    def __init__(
+        self, structure: LinearOperator | Blocks | Everyone, pilots: Tensor, dtype: torch.dtype
+    ) -> None:
         self.block: Block | None = None
         self._linear: RowCSR | None = None
         if isinstance(structure, Everyone):
@@ -214,19 +217,19 @@ class _Neighbours:
         else:
             self._linear = structure.forward.select(pilots)
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
-            self._weights = self._linear.matmul(ones)
+            self._weights = self._linear.matmul(ones).to(dtype)
 
     def read(
         self, table: Tensor, old: Tensor, new: Tensor, found: AffineMap
     ) -> tuple[Received, Received]:
         """What the next step gets with the table as it is, and as it will be."""
         if self._linear is not None:
-            was = self._linear.matmul(table)
+            was = self._linear.matmul(table).to(old.dtype)
             return Received(was), Received(was @ found.factor + self._weights * found.shift)
         if self.block is None:
             mean = table.sum(0).to(old.dtype).expand(len(old), -1)
             return Received(mean), Received(mean + found.shift)
-        halo = table[self.block.halo_rows]
+        halo = table[self.block.halo_rows].to(old.dtype)
         moved = torch.addmm(found.shift, halo, found.factor)
         if not self._is_square:
             return Received(halo, self.block), Received(moved, self.block)

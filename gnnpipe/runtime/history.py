@@ -38,6 +38,7 @@ class HistorySpec:
     layout: ShardLayout
     exchange: Exchange
     dtype: torch.dtype
+    """Of what is read; the table's own is that of ``exchange``."""
     snapshot_every: int = 1
     """Stale reads come from a snapshot this many epochs apart; 1: from the last epoch."""
     scale: float = 1.0
@@ -60,10 +61,10 @@ class History(ABC):
         mesh = spec.exchange.mesh
         # A single chunk on a single shard IS the table; it then needs no copy and no memory.
         self._whole = num_rows is None and spec.layout.num_chunks == 1 and mesh.shards == 1
-        self._dtype = spec.dtype
+        self._dtype, row_dtype = spec.dtype, spec.exchange.dtype
         if num_rows is None:
             size = (0 if self._whole else spec.layout.num_rows, width)
-            self.table = torch.zeros(size, dtype=spec.dtype, device=mesh.device)
+            self.table = torch.zeros(size, dtype=row_dtype, device=mesh.device)
         else:
             size = (num_rows, width)
             self.table = torch.zeros(size, dtype=torch.float64, device=mesh.device)
@@ -99,7 +100,7 @@ class History(ABC):
     def push(self, chunk: int, rows: Tensor) -> None:
         """Write the chunk's rows [C, F], and its halo rows from the other shards."""
         if self._whole:
-            self.table = rows.detach()
+            self.table = rows.detach().to(self.table.dtype)
             return
         if self.drift is not None:
             self.drift.before(self.table)
@@ -113,8 +114,9 @@ class History(ABC):
             rows = torch.arange(len(self.table), device=self.table.device)
         # Some at a time: no second table.
         for some in torch.split(rows, _MOVED_AT_ONCE):
-            moved = torch.addmm(shift, self.table.index_select(0, some), factor)
-            self.table.index_copy_(0, some, moved)
+            found = self.table.index_select(0, some).to(factor.dtype)
+            moved = torch.addmm(shift, found, factor)
+            self.table.index_copy_(0, some, moved.to(self.table.dtype))
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
@@ -146,12 +148,12 @@ class LinearHistory(History):
 
     def read(self, chunk: int) -> Tensor:
         """Aggregated rows [C, F]."""
-        return self.operator.forward.matmul(self.table, *self.into(chunk))
+        return self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C, F] of the aggregated rows."""
         if self.layout.num_chunks == 1:
-            self._grads = grad.contiguous()
+            self._grads = grad.to(self.table.dtype).contiguous()
             return
         start, stop = self.into(chunk)
         self._grads[start:stop] = grad
@@ -160,9 +162,9 @@ class LinearHistory(History):
         """Everything recorded so far, brought back over the edges to the chunk's rows."""
         start, stop = self.rows(chunk)
         transposed = self.operator.transposed
-        own = transposed.matmul(self._grads, start, stop)
-        low, high = self.exchange.halo_range(chunk)
+        own = transposed.matmul(self._grads, start, stop).to(self._dtype)
         if self.exchange.mesh.shards > 1:
+            low, high = self.exchange.halo_range(chunk)
             self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
         if self.scale != 1.0:
             # From here on this chunk's gradients are only read by other chunks.
@@ -185,6 +187,8 @@ class BlockHistory(History):
     def __init__(self, spec: HistorySpec, width: int, blocks: Blocks) -> None:
         super().__init__(spec, width)
         self.blocks = blocks
+        # A row is given gradients many times, so that their sum must not be rounded each time.
+        self._grads = self._grads.to(spec.dtype)
 
     def block(self, chunk: int) -> Block:
         """The edges of a chunk."""
@@ -193,7 +197,8 @@ class BlockHistory(History):
     def read(self, chunk: int) -> Tensor:
         """Rows [C + H, F] of the chunk's block."""
         start, stop = self._own(chunk)
-        return torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
+        rows = torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
+        return rows.to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C + H, F] of the block's rows, added to what each row has."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.schedule import PILOT
 
 __all__ = ["Mailbox"]
 
@@ -24,9 +25,13 @@ Key = tuple[str, int, int]
 class Mailbox:
     """The messages of one rank."""
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
+        """Values are of ``dtype``; those of chunks travel as ``row_dtype``, pilot rows as they are.
+
+        Their movement, which the forecast is made of, is smaller than what rounding leaves.
+        """
         self.mesh = mesh
-        self.dtype = dtype
+        self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
         self._arriving: dict[Key, tuple[dict[str, Tensor], list[dist.Work], float]] = {}
         self._leaving: list[tuple[Tensor, dist.Work]] = []
@@ -36,7 +41,7 @@ class Mailbox:
     ) -> None:
         """Make room for values of these sizes (rows, width) and start to receive them."""
         room = {
-            name: torch.empty(sizes[name], dtype=self.dtype, device=self.mesh.device)
+            name: torch.empty(sizes[name], dtype=self._dtype(position), device=self.mesh.device)
             for name in sorted(sizes)
         }
         source = self.mesh.peer(peer)
@@ -51,14 +56,17 @@ class Mailbox:
             work.wait()
         size = sum(t.nbytes for t in room.values())
         self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, asked)
-        return room
+        return {name: values.to(self.dtype) for name, values in room.items()}
+
+    def _dtype(self, position: int) -> torch.dtype:
+        return self.dtype if position == PILOT else self.row_dtype
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""
         self.mesh.recorder.sent(way, self.mesh.peer(peer), position)
         target = self.mesh.peer(peer)
         for name in sorted(values):
-            tensor = values[name].detach().contiguous()
+            tensor = values[name].detach().to(self._dtype(position)).contiguous()
             if not len(tensor):
                 continue  # A chunk may have no vertex of a type; nobody waits for it.
             self._leaving.append((tensor, _started(dist.isend(tensor, dst=target))))

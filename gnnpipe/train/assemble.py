@@ -96,7 +96,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         }
         forecaster = Forecaster(
             piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
-            replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh,
+            replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh, dtype,
         )  # fmt: skip
     # As a group, which may be empty: a stage need not have weights.
     optimizer = torch.optim.Adam(
@@ -104,7 +104,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     )
     executor = Executor(
         prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
-        optimizer, dtype, forecaster,
+        optimizer, (dtype, prepared.row_dtype), forecaster,
     )  # fmt: skip
     return Assembly(
         executor, target, evaluation_program(prepared.plan), answers, prepared.metric,
@@ -123,7 +123,7 @@ def _history_specs(
     return {
         name: HistorySpec(
             layout,
-            Exchange(layout, mesh),
+            Exchange(layout, mesh, prepared.row_dtype),
             prepared.dtype,
             techniques.snapshot_every,
             techniques.scale_live_gradients,
@@ -156,7 +156,7 @@ def _structure(
         return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
     rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
-        return LinearOperator.build(rows, layout, into, prepared.dtype, device)
+        return LinearOperator.build(rows, layout, into, prepared.row_dtype, device)
     data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
     if kind == PAIRS:
         data = data_of_pairs(graph)

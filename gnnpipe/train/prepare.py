@@ -93,6 +93,11 @@ class Prepared:
         """Number type of weights and rows."""
         return torch.float64 if self.config.dtype == "float64" else torch.float32
 
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Number type of rows on the wire and in the tables."""
+        return torch.bfloat16 if self.config.comm_dtype == "bf16" else self.dtype
+
 
 def prepare(
     config: TrainConfig,
@@ -170,7 +175,8 @@ def prepare(
     types = graph.row_types.items()
     volume = closed_form_volume(
         plan, described, num_vertices=graph.vertex_counts,
-        crossings=quality.crossings_by_type, number_bytes=8 if dtype == torch.float64 else 4,
+        crossings=quality.crossings_by_type, number_bytes=dtype.itemsize,
+        row_bytes=2 if config.comm_dtype == "bf16" else dtype.itemsize,
         pilots={name: int(rows[pilots].sum()) for name, rows in types},
     )  # fmt: skip
     return Prepared(

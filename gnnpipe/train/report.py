@@ -182,6 +182,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     pilot_feature_entries=_feature_entries(graph, pilots),
                     extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
                     number_bytes=prepared.dtype.itemsize,
+                    row_bytes=prepared.row_dtype.itemsize,
                 )
             )
     return estimates

@@ -1,0 +1,51 @@
+"""--comm-dtype bf16: half the bytes, the same rounding for every number of shards, small errors."""
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe import Trainer
+from gnnpipe.runtime.mesh import Mesh
+
+MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat")
+
+
+def losses_of(shape, comm_dtype, staleness="auto"):
+    """Losses of each epoch, and the bytes of one, by model."""
+    stages, shards, chunks = shape
+    mesh = Mesh.join(stages, shards)
+    found = {}
+    for model in MODELS:
+        config = quick_config(
+            model=model, layers=4, hidden=8, heads=2, stages=stages, shards=shards, chunks=chunks,
+            dtype="float32", comm_dtype=comm_dtype, staleness=staleness,
+        )  # fmt: skip
+        result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
+        assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
+        found[model] = [row.loss for row in result.history], result.comm_bytes_per_epoch
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape"), [(1, (1, 1, 1)), (1, (1, 1, 6)), (2, (1, 2, 6)), (4, (2, 2, 6))]
+)
+def test_losses_are_near_and_rows_take_half(ranks, shape):
+    whole = run_ranks(losses_of, ranks, shape, "same")[0]
+    half = run_ranks(losses_of, ranks, shape, "bf16")[0]
+    for model in MODELS:
+        (losses, sent), (rounded, fewer) = whole[model], half[model]
+        assert rounded == pytest.approx(losses, rel=0.02), model
+        assert rounded != losses, model
+        for axis in ("pipeline", "graph"):
+            assert 2 * fewer[axis] == sent[axis]
+        # Weights are summed, and rows are forecast, as they are.
+        for axis in ("gradient", "control"):
+            assert fewer[axis] == sent[axis]
+
+
+def test_rows_are_rounded_alike_on_one_shard_and_on_two():
+    alone = losses_of((1, 1, 1), "bf16")
+    together = run_ranks(losses_of, 2, (1, 2, 1), "bf16")[0]
+    for model in MODELS:
+        # The first epoch has no backward behind it, whose halo gradients are rounded on the wire.
+        assert together[model][0][0] == pytest.approx(alone[model][0][0], rel=1e-6), model
+        assert together[model][0] == pytest.approx(alone[model][0], rel=0.02), model
