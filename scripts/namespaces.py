@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from types import TracebackType
+from typing import IO
 
 __all__ = ["Hosts"]
 
@@ -25,7 +26,7 @@ class Hosts:
     """``count`` hosts, each linked with ``mbit`` Mbit/s both ways (0: unlimited).
 
     >>> with Hosts(2, 200) as hosts:                                        # doctest: +SKIP
-    ...     ranks = [hosts.start(i, ["python", "rank.py"], {}) for i in range(2)]
+    ...     ranks = [hosts.start(i, ["python", "rank.py"], {}, 29517, log) for i in range(2)]
     """
 
     def __init__(self, count: int, mbit: float, prefix: str = "gnnpipe") -> None:
@@ -87,9 +88,9 @@ class Hosts:
         )  # fmt: skip
 
     def start(
-        self, host: int, command: list[str], more: Mapping[str, str], port: int = 29517
+        self, host: int, command: list[str], more: Mapping[str, str], port: int, errors: IO[str]
     ) -> subprocess.Popen[str]:
-        """A rank on a host; its output is a pipe."""
+        """A rank on a host; its input and output are pipes."""
         env = {
             **os.environ, "RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.count),
             "MASTER_ADDR": self.address(0), "MASTER_PORT": str(port),
@@ -97,7 +98,7 @@ class Hosts:
         }  # fmt: skip
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name(host), *command],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
 
     def sent_bytes(self, host: int) -> int:

@@ -16,6 +16,7 @@ dgl-env/bin/pip install --no-deps dgl==1.1.3; dgl-env/bin/pip install requests n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -70,20 +71,22 @@ class Contender:
         if self.failed or slow:
             return
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it says why, or that it died
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
         line = self._line()
         if not self.failed:
             self.times.append(float(line))
 
     def end(self) -> dict[str, Any]:
         assert self.process.stdin is not None
-        self.process.stdin.close()
-        if self.failed:
-            self.process.wait()
-            return {"failed": self.failed}
-        peak = float(self._line())
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        line = "" if self.failed else self._line()
         self.process.wait()
+        if self.failed:
+            return {"failed": self.failed}
+        peak = float(line)
         counted = self.times[1 if len(self.times) == SLOW_TURNS else WARM_UP :]
         return {"seconds": counted, "peak_mib": peak}
 

@@ -1,0 +1,71 @@
+"""One rank of a contender of ``network_speed.py``: trains an epoch for each line read.
+
+python scripts/network_rank.py CONFIG_JSON
+
+Every rank answers ``ready``; after each ``go`` all train one epoch. When their input ends, rank 0
+answers with a line of JSON: epoch times, time shares of every rank, bytes sent and by closed form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict, astuple
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+    from peers import load
+
+    from gnnpipe import TrainConfig
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.probe import receive_bandwidth
+    from gnnpipe.train.assemble import assemble
+    from gnnpipe.train.metrics import train_epoch
+    from gnnpipe.train.prepare import chunk_order, prepare
+    from gnnpipe.train.result import _peak_memory
+    from gnnpipe.train.timing import gather_time_shares
+
+    torch.set_num_threads(1)
+    settings = json.loads(sys.argv[1])
+    graph = load(settings.pop("graph"))
+    config = TrainConfig(**settings, out="off", quiet=True, device="cpu", timeout_s=600.0)
+    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    prepared = prepare(config, mesh, graph)
+    assembly = assemble(prepared, mesh)
+    speed = receive_bandwidth(mesh)
+    print("ready", file=answers, flush=True)
+    times, shares = [], []
+    for epoch, _ in enumerate(sys.stdin):
+        order = chunk_order(prepared.config, epoch)
+        start = time.perf_counter()
+        train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+        times.append(time.perf_counter() - start)
+        while len(mesh.recorder.epochs) > 1:
+            mesh.recorder.epochs.popleft()
+        shares.append([asdict(share) for share in gather_time_shares(mesh, speed)])
+        print(times[-1], file=answers, flush=True)
+    counted = [int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])]
+    found = {
+        "seconds": times, "shares": shares, "sent": sum(counted),
+        "closed_form": prepared.volume.total, "by_axis": counted,
+        "crossings_per_vertex": prepared.quality.crossings_per_vertex,
+        "peak": mesh.gather(_peak_memory(mesh)),
+        "stale": 0.0 if prepared.report.exact else 1.0,
+    }  # fmt: skip
+    print(json.dumps(found), file=answers, flush=True)
+    mesh.leave()
+
+
+if __name__ == "__main__":
+    main()
