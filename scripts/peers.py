@@ -182,7 +182,7 @@ def with_dgl(graph: Any, model: str, layers: int, width: int) -> Epoch:
     )
     if model != "sage":
         g = dgl.add_self_loop(g)
-    g = g.formats(["csr", "csc"])
+    g = g.formats(["coo", "csr", "csc"])
 
     def conv(i: int, wide: int, out: int) -> Any:
         if model == "gcn":
