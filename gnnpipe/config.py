@@ -166,6 +166,13 @@ class TrainConfig:
         group="staleness", low=0,
     )  # fmt: skip
 
+    recompute: bool = setting(
+        False,
+        "keep only what each layer reads until backward, and make the rest again there, dropout "
+        "and all: less memory, the same results, one more forward pass of the dense work",
+        group="shape",
+    )  # fmt: skip
+
     out: str = setting(
         "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
         group="output",

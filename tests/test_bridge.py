@@ -90,6 +90,12 @@ def test_chunks_on_one_process(name, staleness):
     assert_all_within(largest_difference([(1, 1, 6)], [name], staleness=staleness))
 
 
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("name", pyg_models.MODELS)
+def test_recomputed(name):
+    assert_all_within(largest_difference([(1, 1, 1), (1, 1, 6)], [name], recompute=True))
+
+
 # One of each kind; what the others differ in is seen on one process.
 ON_RANKS = (
     "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN batch norm", "gcnii", "deep dense", "appnp",

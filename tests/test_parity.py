@@ -49,6 +49,9 @@ def assert_equal(found, dtype):
         (8, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
         (8, {"shuffle_chunks": True, "staleness": "none"}),
         (8, {"partitioner": "random", "dropout": 0.3}),
+        (1, {"recompute": True}),
+        (8, {"recompute": True, "epochs": 5}),
+        (8, {"recompute": True, "staleness": "exact", "epochs": 2}),
         (20, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
     ],
 )

@@ -51,6 +51,7 @@ def estimate_memory(
     extra_weights: int,
     number_bytes: int,
     row_bytes: int,
+    recompute: bool,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -93,7 +94,9 @@ def estimate_memory(
         # Gradients are kept of the rows that read, where the aggregation is a product.
         numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
     history = numbers * row_bytes
-    activations = sum(_kept(op) * own_rows[op.vertex_type] for op in ops if not op.over_pairs)
+    activations = sum(
+        _kept(op, recompute) * own_rows[op.vertex_type] for op in ops if not op.over_pairs
+    )
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.
         activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)
@@ -108,12 +111,15 @@ def estimate_memory(
     return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
 
 
-def _kept(op: Op) -> int:
-    """Numbers that autograd keeps for a row of an op.
+def _kept(op: Op, recompute: bool) -> int:
+    """Numbers that are kept for a row of an op until backward.
 
-    The aggregated row, the norm's input, the activation's output, the row after dropout with its
+    With ``recompute`` the aggregated row, or the rows of a block, and the values handed on. Else
+    the aggregated row, the norm's input, the activation's output, the row after dropout with its
     mask (a quarter), the values handed on; an estimate that the standard models stay near.
     """
+    if recompute:
+        return op.push_width * (1 if op.is_linear or op.is_mean else 2) + sum(op.outputs.values())
     dropout = 0.0 if op.reads_features else 1.25
     wide = op.push_width * (3 + dropout) + sum(op.outputs.values())
     return int(wide if op.is_linear or op.is_mean else wide * 2)

@@ -31,7 +31,8 @@ class _Step:
 
     leaves: Values
     received: dict[str, Received]
-    outputs: Values
+    outputs: Values | None
+    """None: to be made again from what went in."""
     pushed: Values
 
 
@@ -53,11 +54,15 @@ class Stage:
         rows: Sequence[Rows],
         open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
+        recompute: bool = False,
     ) -> None:
         """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
 
         ``open_history`` makes the history of an aggregation, for training (True) or evaluation.
+        With ``recompute`` only what a step reads is kept until backward, not what it makes on the
+        way; what it read stale cannot be read again, for the tables have moved on.
         """
+        self.recompute = recompute
         self.piece = piece
         self.rows = list(rows)
         self.criterion = criterion
@@ -109,14 +114,12 @@ class Stage:
     def forward(self, chunk: int, steps: range) -> Values:
         """Run steps of a chunk; the values behind the last of them."""
         walk = self._walks[chunk]
-        with torch.set_grad_enabled(self._training):
-            for step in steps:
-                walk.values = self._forward_step(chunk, step, walk)
+        for step in steps:
+            walk.values = self._forward_step(chunk, step, walk)
         return walk.values
 
     def _forward_step(self, chunk: int, step: int, walk: _Walk) -> Values:
         leaves = {name: _leaf(value, self._training) for name, value in walk.values.items()}
-        rows = self._rows_now[chunk]
         received = {}
         if step > 0:
             for aggregation in self.piece.rounds[step - 1]:
@@ -124,15 +127,25 @@ class Stage:
                 block = history.block(chunk) if isinstance(history, BlockHistory) else None
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
-        pushed, values = self.piece.step(step, leaves, received, rows)
+        with torch.set_grad_enabled(self._training and not self.recompute):
+            pushed, values = self._compute(chunk, step, leaves, received)
         if step < self.num_steps - 1:
             for aggregation in self.piece.rounds[step]:
                 self._history(aggregation, step).push(chunk, pushed[aggregation.name])
-        elif self._training and self.criterion is not None:
-            values = {"loss": self.criterion(values["x"], chunk)}
-        if self._training:
+        if self._training and self.recompute:
+            walk.tape.append(_Step(leaves, received, None, {}))
+        elif self._training:
             walk.tape.append(_Step(leaves, received, values, pushed))
         return values
+
+    def _compute(
+        self, chunk: int, step: int, leaves: Values, received: dict[str, Received]
+    ) -> tuple[Values, Values]:
+        """What a step of the piece pushes and hands on; behind the last one the loss."""
+        pushed, values = self.piece.step(step, leaves, received, self._rows_now[chunk])
+        if step == self.num_steps - 1 and self._training and self.criterion is not None:
+            values = {"loss": self.criterion(values["x"], chunk)}
+        return pushed, values
 
     def seed(self, chunk: int, grads: Values) -> None:
         """Gradients of the values that the chunk left the stage with."""
@@ -146,13 +159,17 @@ class Stage:
     def backward(self, chunk: int, steps: range) -> Values:
         """Undo steps, the last first; the gradients of the values in front of them."""
         walk = self._walks[chunk]
-        for _ in steps:
+        for step in reversed(steps):
             record = walk.tape.pop()
+            pushed, values = record.pushed, record.outputs
+            if values is None:
+                with torch.enable_grad():
+                    pushed, values = self._compute(chunk, step, record.leaves, record.received)
             outputs, grads = [], []
-            for name, pushed in record.pushed.items():
-                outputs.append(pushed)
+            for name, rows in pushed.items():
+                outputs.append(rows)
                 grads.append(self.histories[name].pull(chunk))
-            for name, value in record.outputs.items():
+            for name, value in values.items():
                 outputs.append(value)
                 grads.append(walk.grads[name])
             _backward(outputs, grads)

@@ -81,7 +81,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     criterion = Loss(answers, prepared.loss_fn, num_targets(graph))
     stage = Stage(
         piece, rows.chunks(layouts), history,
-        criterion if is_last else None,
+        criterion if is_last else None, config.recompute,
     )  # fmt: skip
     forecaster = None
     if len(prepared.pilots):

@@ -72,7 +72,8 @@ class ChunkRows:
         keys = row_keys(torch.from_numpy(original)).to(device)
         vertices = torch.from_numpy(within).to(device)
         ends = np.asarray(pointer).tolist()
-        masks = KeptMasks(keys) if len(ends) > 2 else None
+        # Kept masks take a byte for each number that is dropped; made again, they are the same.
+        masks = KeptMasks(keys) if len(ends) > 2 and not prepared.config.recompute else None
         return [
             Rows(
                 keys=keys[start:stop],

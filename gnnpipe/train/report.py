@@ -183,6 +183,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
                     number_bytes=prepared.dtype.itemsize,
                     row_bytes=prepared.row_dtype.itemsize,
+                    recompute=config.recompute,
                 )
             )
     return estimates

@@ -1,0 +1,74 @@
+"""--recompute: the same bits on every shape, and nothing kept on the way forward."""
+
+import pytest
+import torch
+from helpers import quick_config, run_ranks, small_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gnnpipe import Trainer
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.stage import Stage
+
+OURS = ("gcn", "sage", "gcnii", "resgcn", "gat")
+
+
+def losses_and_weights(shape, model, recompute, mesh=None, **more):
+    stages, shards, chunks = shape
+    config = quick_config(
+        model=model, layers=4, hidden=8, heads=2, stages=stages, shards=shards, chunks=chunks,
+        dtype="float32", recompute=recompute, **more,
+    )  # fmt: skip
+    trainer = Trainer(config, graph=small_graph(sparse=True), mesh=mesh)
+    result = trainer.fit()
+    return [row.loss for row in result.history], trainer.model.state_dict()
+
+
+def assert_same(shape, model, mesh=None, **more):
+    losses, weights = losses_and_weights(shape, model, False, mesh, **more)
+    again, others = losses_and_weights(shape, model, True, mesh, **more)
+    assert again == losses
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    model=st.sampled_from(OURS),
+    chunks=st.sampled_from([1, 2, 5]),
+    staleness=st.sampled_from(["auto", "none", "paper", "exact"]),
+    dropout=st.sampled_from([0.0, 0.5, 0.3]),
+)
+def test_same_bits(model, chunks, staleness, dropout):
+    assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
+
+
+def on_ranks(shape):
+    mesh = Mesh.join(shape[0], shape[1])
+    for model in OURS:
+        assert_same(shape, model, mesh)
+    return True
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 3), (2, 2, 3)])
+def test_same_bits_on_ranks(shape):
+    assert all(run_ranks(on_ranks, shape[0] * shape[1], shape))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("model", OURS)
+def test_nothing_is_kept_on_the_way_forward(model, chunks, monkeypatch):
+    forward, kept = Stage.forward, []
+
+    def watched(self, chunk, steps):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (kept.append(t.nbytes), t)[1], lambda t: t
+        ):
+            return forward(self, chunk, steps)
+
+    monkeypatch.setattr(Stage, "forward", watched)
+    losses_and_weights((1, 1, chunks), model, False)
+    assert sum(kept) > 0
+    kept.clear()
+    losses_and_weights((1, 1, chunks), model, True)
+    assert kept == []
