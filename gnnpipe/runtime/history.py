@@ -148,7 +148,10 @@ class LinearHistory(History):
 
     def read(self, chunk: int) -> Tensor:
         """Aggregated rows [C, F]."""
-        return self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
+        found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
+        if self._whole:
+            self.table = self.table.new_empty(0, self.table.shape[1])  # nobody reads it again
+        return found
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C, F] of the aggregated rows."""
@@ -166,7 +169,9 @@ class LinearHistory(History):
         if self.exchange.mesh.shards > 1:
             low, high = self.exchange.halo_range(chunk)
             self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
-        if self.scale != 1.0:
+        if self.layout.num_chunks == 1:
+            self._grads = self._grads.new_empty(0, own.shape[1])
+        elif self.scale != 1.0:
             # From here on this chunk's gradients are only read by other chunks.
             first, last = self.into(chunk)
             self._grads[first:last] *= self.scale

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.models.feature_linear import FeatureTable
@@ -25,15 +26,19 @@ Criterion = Callable[[Tensor, int], Tensor]
 """Logits [C, classes] of a chunk's own rows and the chunk to its part of the loss, a scalar."""
 
 
+Entries = dict[str, GradientEdge | None]
+"""Where backward enters, by name; None where nothing there depends on a weight or on another row.
+The rows themselves are not kept: autograd keeps those that it needs."""
+
+
 @dataclass
 class _Step:
     """What backward needs of one step of one chunk."""
 
     leaves: Values
     received: dict[str, Received]
-    outputs: Values | None
-    """None: to be made again from what went in."""
-    pushed: Values
+    made: tuple[Entries, Entries] | None
+    """Of what was pushed, and of what was handed on; None: the step is to be run again."""
 
 
 @dataclass
@@ -132,10 +137,9 @@ class Stage:
         if step < self.num_steps - 1:
             for aggregation in self.piece.rounds[step]:
                 self._history(aggregation, step).push(chunk, pushed[aggregation.name])
-        if self._training and self.recompute:
-            walk.tape.append(_Step(leaves, received, None, {}))
-        elif self._training:
-            walk.tape.append(_Step(leaves, received, values, pushed))
+        if self._training:
+            made = None if self.recompute else (_entries(pushed), _entries(values))
+            walk.tape.append(_Step(leaves, received, made))
         return values
 
     def _compute(
@@ -161,18 +165,16 @@ class Stage:
         walk = self._walks[chunk]
         for step in reversed(steps):
             record = walk.tape.pop()
-            pushed, values = record.pushed, record.outputs
-            if values is None:
+            made = record.made
+            if made is None:
                 with torch.enable_grad():
-                    pushed, values = self._compute(chunk, step, record.leaves, record.received)
-            outputs, grads = [], []
-            for name, rows in pushed.items():
-                outputs.append(rows)
-                grads.append(self.histories[name].pull(chunk))
-            for name, value in values.items():
-                outputs.append(value)
-                grads.append(walk.grads[name])
-            _backward(outputs, grads)
+                    again = self._compute(chunk, step, record.leaves, record.received)
+                made = _entries(again[0]), _entries(again[1])
+                del again
+            pushed, handed_on = made
+            grads = [self.histories[name].pull(chunk) for name in pushed]
+            grads += [walk.grads[name] for name in handed_on]
+            _backward([*pushed.values(), *handed_on.values()], grads)
             for name, received in record.received.items():
                 self.histories[name].record(chunk, _grad(received.rows))
             walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
@@ -191,11 +193,14 @@ class Stage:
         return self._scratch[aggregation.name]
 
 
-def _backward(outputs: list[Tensor], grads: list[Tensor]) -> None:
-    """From those that depend on a weight or on another row; features alone do not."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+def _entries(made: Values) -> Entries:
+    return {name: get_gradient_edge(t) if t.requires_grad else None for name, t in made.items()}
+
+
+def _backward(entries: list[GradientEdge | None], grads: list[Tensor]) -> None:
+    pairs = [(e, g) for e, g in zip(entries, grads, strict=True) if e is not None]
     if pairs:
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
 
 
 def _leaf(value: Tensor, requires_grad: bool) -> Tensor:
