@@ -136,7 +136,8 @@ def prepare(
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
     described = describe(chosen, graph)
-    blocks = row_blocks(config, described, graph.num_vertices, plan, mesh.device.type)
+    sizes = graph.num_vertices, graph.num_edges
+    blocks = row_blocks(config, described, sizes, plan, mesh.device.type)
     if blocks > 1:
         chunking, config = chunking.split(blocks), walked_in(config, blocks)
     if plan is None:

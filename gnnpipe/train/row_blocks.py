@@ -22,6 +22,11 @@ KEPT_BYTES = 32 << 20
 BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
+MESSAGE_BYTES = 16 << 20
+"""Of a block's messages, one for each edge, where the aggregation makes them: each is read and
+written a dozen times, so they are to stay near the cache, but the rows that a block reads are
+copied for it (docs/benchmarks/blocks.md)."""
+
 _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
     ("shuffle_chunks", "snapshot_every", "scale_live_gradients", "pilots_per_column",
      "exact_epochs")
@@ -29,20 +34,27 @@ _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
 
 
 def row_blocks(
-    config: TrainConfig, model: ModelGraph, num_vertices: int, plan: Plan | None, device: str
+    config: TrainConfig,
+    model: ModelGraph,
+    sizes: tuple[int, int],
+    plan: Plan | None,
+    device: str,
 ) -> int:
     """How many blocks, 1 for none; also 1 if a ``plan`` that is given has another number.
 
-    Only on one rank on a CPU, and only of models whose aggregations are products or means: a
-    convolution on a block would copy the rows that it reads for each block.
+    ``sizes``: vertices and edges. Only on one rank on a CPU.
     """
     if config.chunks * config.world_size > 1 or device != "cpu":
         return 1
-    if not all(op.is_linear or op.is_mean for op in model.aggregations):
-        return 1
-    width = max((op.push_width for op in model.aggregations), default=0)
-    size = num_vertices * width * (8 if config.dtype == "float64" else 4)
-    blocks = -(-size // BLOCK_BYTES) if size > KEPT_BYTES else 1
+    num_vertices, num_edges = sizes
+    number_bytes = 8 if config.dtype == "float64" else 4
+    blocks = 1
+    for op in model.aggregations:
+        has_messages = not (op.is_linear or op.is_mean or op.over_pairs)
+        rows, at_once = (num_edges, MESSAGE_BYTES) if has_messages else (num_vertices, BLOCK_BYTES)
+        size = rows * op.push_width * number_bytes
+        if size > KEPT_BYTES:
+            blocks = max(blocks, -(-size // at_once))
     return blocks if plan is None or plan.chunks == blocks else 1
 
 
