@@ -41,6 +41,11 @@ class GATLayer(Layer):
         if self.is_last:
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
+    @property
+    def kept_per_edge(self) -> int:
+        """Its message, and four steps of the attention of each head."""
+        return self.spec.hidden + 4 * self.spec.heads
+
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the linear map of the features, or of x after dropout."""
         if self.is_first:

@@ -23,6 +23,7 @@ class GCNIILayer(Layer):
     """One GCNII layer; the first also encodes the features, the last also decodes to classes."""
 
     aggregation = "gcn"
+    kept_rows = 4.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -123,6 +124,18 @@ class Layer(nn.Module, ABC):
     def out_widths(self) -> dict[str, int]:
         """Name and width of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
+
+    kept_rows: ClassVar[float] = 3.25
+    """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
+    norm's input, the activation's output, a quarter for the dropout mask; tests/test_memory.py
+    counts it."""
+    kept_rows_recomputed: ClassVar[float] = 1.0
+    """The same with ``--recompute``: the aggregated row."""
+
+    @property
+    def kept_per_edge(self) -> int:
+        """Numbers kept of an edge."""
+        return 0
 
     @abstractmethod
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:

@@ -20,6 +20,7 @@ class ResGCNLayer(Layer):
     """One ResGCN+ layer; the first also encodes the features, the last also decodes to classes."""
 
     aggregation = "gcn"
+    kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

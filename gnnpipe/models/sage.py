@@ -21,6 +21,8 @@ class SAGELayer(Layer):
     """One GraphSAGE layer; all but the last end with LayerNorm and ReLU, all but the first drop."""
 
     aggregation = "mean"
+    kept_rows = 4.25
+    kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

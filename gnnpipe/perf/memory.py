@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gnnpipe.plan import ModelGraph, Op, Plan
+from gnnpipe.plan import ModelGraph, Plan
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
@@ -95,7 +95,15 @@ def estimate_memory(
         numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
     history = numbers * row_bytes
     activations = sum(
-        _kept(op, recompute) * own_rows[op.vertex_type] for op in ops if not op.over_pairs
+        (op.kept_per_row_recomputed if recompute else op.kept_per_row) * own_rows[op.vertex_type]
+        + (0 if recompute else op.kept_per_edge * entries)
+        for op in ops
+        if not op.over_pairs
+    )
+    # What leaves the stage, and the gradients that do, stay until all have left.
+    leaving = (*plan.sends(stage), *plan.receives(stage))
+    activations += sum(
+        width * own_rows[t.types.get(name, "")] for t in leaving for name, width in t.widths.items()
     )
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.
@@ -109,17 +117,3 @@ def estimate_memory(
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
-
-
-def _kept(op: Op, recompute: bool) -> int:
-    """Numbers that are kept for a row of an op until backward.
-
-    With ``recompute`` the aggregated row, or the rows of a block, and the values handed on. Else
-    the aggregated row, the norm's input, the activation's output, the row after dropout with its
-    mask (a quarter), the values handed on; an estimate that the standard models stay near.
-    """
-    if recompute:
-        return op.push_width * (1 if op.is_linear or op.is_mean else 2) + sum(op.outputs.values())
-    dropout = 0.0 if op.reads_features else 1.25
-    wide = op.push_width * (3 + dropout) + sum(op.outputs.values())
-    return int(wide if op.is_linear or op.is_mean else wide * 2)

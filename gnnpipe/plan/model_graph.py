@@ -33,6 +33,12 @@ class Op:
     """Width of the rows it pushes into its history table and aggregates; 0: row-wise."""
     kept_widths: Mapping[str, int] = field(default_factory=dict)
     """Values it holds for a row while the row's neighbours are aggregated."""
+    kept_per_row: int = 0
+    """Numbers that are kept of a row until backward."""
+    kept_per_row_recomputed: int = 0
+    """The same with ``--recompute``."""
+    kept_per_edge: int = 0
+    """Numbers that are kept of an edge, without ``--recompute``."""
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False

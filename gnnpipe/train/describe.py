@@ -72,15 +72,22 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
         flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2 and is_product)
         reads = model.reads_features(call)
         found = aggregations.get(call.name)
+        pushed, width = found.width if found else 0, model.facts[call].width
+        has_messages = found is not None and not (found.is_linear or found.is_mean)
         ops.append(
             Op(
                 name=call.name,
                 inputs=tuple(source.name for source in model.inputs(call)),
-                outputs={call.name: model.facts[call].width},
+                outputs={call.name: width},
                 num_parameters=sum(p.numel() for p in new),
                 flops_per_row=0 if reads else flops,
                 flops_per_feature=flops // _width(graph, model, call) if reads else 0,
-                push_width=found.width if found else 0,
+                push_width=pushed,
+                # Of a model that is not ours only a guess can be made: what is read and made, and
+                # of an edge its message.
+                kept_per_row=2 * pushed + width,
+                kept_per_row_recomputed=pushed,
+                kept_per_edge=pushed if has_messages else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
                 is_linear=found.is_linear if found else True,
@@ -105,7 +112,9 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
         flops_per_row=2 * (matrices - reads),
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
-        kept_widths=dict(layer.kept_widths),
+        kept_per_row=int(layer.push_width * layer.kept_rows),
+        kept_per_row_recomputed=int(layer.push_width * layer.kept_rows_recomputed),
+        kept_per_edge=layer.kept_per_edge,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),

@@ -1,0 +1,59 @@
+"""What a step keeps until backward is what the layers say they keep: counted, tensor by tensor."""
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.stage import Stage
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.describe import describe
+from gnnpipe.train.metrics import train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
+
+N, HIDDEN = 400, 32
+
+
+def kept_bytes(monkeypatch, layers, graph, **settings):
+    """Bytes of all tensors that forward leaves behind, weights and what is small left out."""
+    kept = {}
+    forward = Stage.forward
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    def watched(self, chunk, steps):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = forward(self, chunk, steps)
+        for step in self._walks[chunk].tape:
+            for tensor in (*step.leaves.values(), *(r.rows for r in step.received.values())):
+                keep(tensor)
+        return out
+
+    monkeypatch.setattr(Stage, "forward", watched)
+    config = quick_config(layers=layers, hidden=HIDDEN, dtype="float32", epochs=1, **settings)
+    mesh = Mesh.alone()
+    prepared = prepare(config, mesh, graph)
+    assembly = assemble(prepared, mesh)
+    train_epoch(assembly, mesh, prepared.program_of(0), chunk_order(config, 0), 0)
+    monkeypatch.setattr(Stage, "forward", forward)
+    weights = {p.untyped_storage().data_ptr() for p in assembly.executor.stage.piece.parameters()}
+    return sum(size for place, (_, size) in kept.items() if place not in weights and size >= N)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
+def test_layers_keep_what_they_say(model, recompute, monkeypatch):
+    graph = small_graph(n=N, features=16, degree=8)
+    settings = {"model": model, "recompute": recompute}
+    four, eight = (kept_bytes(monkeypatch, n, graph, **settings) for n in (4, 8))
+    mesh = Mesh.alone()
+    prepared = prepare(quick_config(layers=8, hidden=HIDDEN, **settings), mesh, graph)
+    op = describe(prepared.model, prepared.graph).ops[3]  # neither the first nor the last
+    said = op.kept_per_row_recomputed if recompute else op.kept_per_row
+    per_layer = 4 * N * said
+    if not recompute:
+        per_layer += 4 * op.kept_per_edge * (graph.num_edges + N)
+    assert (eight - four) / 4 == pytest.approx(per_layer, rel=0.03)
