@@ -16,6 +16,9 @@ from gnnpipe.plan import ModelGraph, Plan
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
+_PASSING = 6
+"""Tensors of a chunk's rows that exist for a moment in backward."""
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -91,8 +94,11 @@ def estimate_memory(
     numbers = 0
     for op in pushing:
         read, reading = rows[op.pushed_type], own_rows[op.vertex_type]
-        # Gradients are kept of the rows that read, where the aggregation is a product.
-        numbers += op.push_width * (tables * read + (reading if op.is_linear else read))
+        # Gradients are kept of the rows that read, where the aggregation is a product; a single
+        # chunk's go at once.
+        is_transient = op.is_linear and plan.chunks == 1
+        grads = 0 if is_transient else reading if op.is_linear else read
+        numbers += op.push_width * (tables * read + grads)
     history = numbers * row_bytes
     activations = sum(
         (op.kept_per_row_recomputed if recompute else op.kept_per_row) * own_rows[op.vertex_type]
@@ -105,6 +111,9 @@ def estimate_memory(
     activations += sum(
         width * own_rows[t.types.get(name, "")] for t in leaving for name, width in t.widths.items()
     )
+    # What backward makes of one chunk on the way.
+    widest = max((op.push_width for op in ops), default=0)
+    activations += _PASSING * widest * n // plan.chunks
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.
         activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)
