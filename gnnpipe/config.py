@@ -180,6 +180,14 @@ class TrainConfig:
     quiet: bool = setting(False, "print nothing while training", group="output")
     device: str = setting("auto", "auto, cpu or cuda", group="ranks",
                            choices=("auto", "cpu", "cuda"))  # fmt: skip
+    kernel: str = setting(
+        "auto",
+        "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
+        "installed), measured (the fastest of them here; may differ from run to run, and with it "
+        "the last digits), or auto: embedding-bag on CPUs, measured on GPUs",
+        group="ranks",
+        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse"),
+    )  # fmt: skip
     timeout_s: float = setting(
         120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
     )

@@ -22,6 +22,11 @@ def check_together(config: TrainConfig) -> None:
     _check_model(config)
     _check_epochs(config)
     _check_staleness(config)
+    if config.comm_dtype == "bf16" and config.kernel in ("csr", "torch-sparse"):
+        raise InputError(
+            f"--kernel {config.kernel}: does not take the bf16 rows of --comm-dtype bf16; "
+            "try --kernel auto"
+        )
 
 
 def _check_model(config: TrainConfig) -> None:

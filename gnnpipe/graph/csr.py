@@ -1,9 +1,8 @@
 """Sparse rows times dense rows: the one product that carries every linear aggregation.
 
 A chunk is a contiguous range of rows, so the product takes a range of one CSR and copies nothing.
-``embedding_bag`` is the kernel: on CPUs it runs 3 to 4 times faster than torch's own CSR product
-(docs/adr/0007-embedding-bag-is-the-product.md). Its autograd is slow and is never used here:
-whoever needs the adjoint multiplies by the transposed CSR.
+The kernels (``graph.kernels``) have no autograd here: whoever needs the adjoint multiplies by the
+transposed CSR.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from torch import Tensor
+
+from gnnpipe.graph.kernels import Kernel, embedding_bag
 
 __all__ = ["RowCSR"]
 
@@ -29,6 +30,7 @@ class RowCSR:
     values: Tensor
     """[E], floating."""
     num_columns: int
+    kernel: Kernel = embedding_bag
     _ranges: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -46,7 +48,13 @@ class RowCSR:
         return sum(t.numel() * t.element_size() for t in (self.indptr, self.indices, self.values))
 
     @classmethod
-    def from_scipy(cls, matrix: sp.csr_array, dtype: torch.dtype, device: torch.device) -> RowCSR:
+    def from_scipy(
+        cls,
+        matrix: sp.csr_array,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: Kernel = embedding_bag,
+    ) -> RowCSR:
         """The same matrix as tensors, with 32-bit indices wherever they are wide enough."""
         wide = max(matrix.nnz, matrix.shape[1]) >= 2**31
         kind = np.int64 if wide else np.int32
@@ -55,6 +63,7 @@ class RowCSR:
             torch.from_numpy(np.ascontiguousarray(matrix.indices, dtype=kind)).to(device),
             torch.from_numpy(np.ascontiguousarray(matrix.data)).to(device=device, dtype=dtype),
             int(matrix.shape[1]),
+            kernel,
         )
 
     def select(self, rows: Tensor) -> RowCSR:
@@ -66,23 +75,14 @@ class RowCSR:
         entries = start + torch.arange(len(start), device=rows.device)
         return RowCSR(
             indptr.to(self.indptr.dtype), self.indices[entries], self.values[entries],
-            self.num_columns,
+            self.num_columns, self.kernel,
         )  # fmt: skip
 
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
         indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)
         with torch.no_grad():
-            return torch.embedding_bag(
-                dense.detach(),
-                indices,
-                offsets,
-                False,  # scale_grad_by_freq
-                0,  # mode: sum
-                False,  # sparse gradients
-                values,
-                True,  # include_last_offset
-            )[0]
+            return self.kernel(offsets, indices, values, self.num_columns, dense.detach())
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop as [stop - start, T]."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.kernels import Kernel, embedding_bag
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
@@ -162,6 +163,7 @@ class LinearOperator:
         into: ShardLayout,
         dtype: torch.dtype,
         device: torch.device,
+        kernel: Kernel = embedding_bag,
     ) -> LinearOperator:
         """Cut a shard's part out of the whole graph's ``weighted_rows``.
 
@@ -170,14 +172,14 @@ class LinearOperator:
         local = local_rows(rows, layout, into)
         turned = sp.csr_array(local.T.tocsr())
         turned.sort_indices()
-        forward = RowCSR.from_scipy(local, dtype, device)
+        forward = RowCSR.from_scipy(local, dtype, device, kernel)
         same = (
             local.shape == turned.shape
             and np.array_equal(local.indptr, turned.indptr)
             and np.array_equal(local.indices, turned.indices)
             and np.array_equal(local.data, turned.data)
         )
-        other = forward if same else RowCSR.from_scipy(turned, dtype, device)
+        other = forward if same else RowCSR.from_scipy(turned, dtype, device, kernel)
         return cls(forward, other, into.own_ptr.tolist())
 
     def reads(self, chunk: int) -> Tensor:

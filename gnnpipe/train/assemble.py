@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.graph.kernels import Kernel, embedding_bag, kernel_named, time_kernels
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
@@ -61,7 +62,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     first, last = prepared.plan.stages[mesh.stage]
     piece = prepared.model.piece(first, last)
     piece.to(mesh.device)
-    structures = {a.over: _structure(a, prepared, layouts, mesh.device) for a in piece.aggregations}
+    kernel = _kernel(prepared, layouts, mesh)
+    structures = {
+        a.over: _structure(a, prepared, layouts, mesh.device, kernel) for a in piece.aggregations
+    }
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
 
@@ -136,11 +140,32 @@ def _history_specs(
     }
 
 
+def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) -> Kernel:
+    """What the config asks for; if that is to be measured, the fastest on rank 0, for all ranks."""
+    name = prepared.config.kernel
+    if name == "auto":
+        name = "measured" if mesh.device.type == "cuda" else "embedding-bag"
+    if name == "measured":
+        whole = prepared.model.piece(0, prepared.plan.num_ops)
+        linear = [a for a in whole.aggregations if a.is_linear]
+        name = "embedding-bag"
+        if linear and mesh.rank == 0:
+            widest = max(linear, key=lambda a: a.width)
+            operator = _structure(widest, prepared, layouts, mesh.device, embedding_bag)
+            assert isinstance(operator, LinearOperator)
+            m = operator.forward
+            times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
+            name = min(times, key=lambda kernel: times[kernel])
+        name = mesh.share(name)
+    return kernel_named(name)
+
+
 def _structure(
     aggregation: Aggregation,
     prepared: Prepared,
     layouts: Mapping[str, ShardLayout],
     device: torch.device,
+    kernel: Kernel,
 ) -> LinearOperator | Blocks | Everyone:
     graph, kind = prepared.graph, aggregation.structure
     layout, into = layouts[aggregation.pushed_type], layouts[aggregation.vertex_type]
@@ -156,7 +181,7 @@ def _structure(
         return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
     rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
-        return LinearOperator.build(rows, layout, into, prepared.row_dtype, device)
+        return LinearOperator.build(rows, layout, into, prepared.row_dtype, device, kernel)
     data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
     if kind == PAIRS:
         data = data_of_pairs(graph)

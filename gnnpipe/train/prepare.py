@@ -22,6 +22,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.kernels import kernel_named
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_pilots
@@ -114,6 +115,8 @@ def prepare(
     check_parts(config, graph, model)
     error: InputError | None = None
     try:
+        if config.kernel not in ("auto", "measured"):
+            kernel_named(config.kernel)  # that it is here
         if graph is None:
             graph = load_graph(
                 config.dataset, data_dir=config.data_dir, split=config.split, seed=config.seed,

@@ -1,0 +1,96 @@
+"""Every kernel gives the same product; the fastest is taken where it is asked for."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe import TrainConfig, Trainer
+from gnnpipe.errors import InputError
+from gnnpipe.graph import kernels
+from gnnpipe.graph.csr import RowCSR
+
+HERE = [
+    name for name in kernels.KERNELS
+    if name != "torch-sparse" or importlib.util.find_spec("torch_sparse")
+]  # fmt: skip
+
+
+def matrix(seed=0, rows=50, columns=40):
+    """With empty rows at both ends and in between."""
+    rng = np.random.default_rng(seed)
+    dense = rng.standard_normal((rows, columns)) * (rng.random((rows, columns)) < 0.2)
+    dense[[0, 7, rows - 1]] = 0
+    return sp.csr_array(dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HERE)
+def test_products(name, dtype):
+    a = matrix()
+    rows = RowCSR.from_scipy(a, dtype, torch.device("cpu"), kernels.kernel_named(name))
+    dense = torch.randn(40, 6, dtype=dtype)
+    truth = torch.from_numpy(a.toarray()).to(dtype) @ dense
+    for start, stop in ((0, 50), (0, 1), (5, 23), (23, 23), (49, 50)):
+        torch.testing.assert_close(rows.matmul(dense, start, stop), truth[start:stop])
+    chosen = torch.tensor([8, 7, 30])
+    torch.testing.assert_close(rows.select(chosen).matmul(dense), truth[chosen])
+    assert rows.select(chosen).kernel is rows.kernel
+
+
+def losses(kernel, shape=(1, 1, 3)):
+    stages, shards, chunks = shape
+    config = quick_config(
+        model="gcnii", layers=3, hidden=8, kernel=kernel, stages=stages, shards=shards,
+        chunks=chunks,
+    )  # fmt: skip
+    result = Trainer(config, graph=small_graph(directed=True)).fit()
+    return [row.loss for row in result.history]
+
+
+@pytest.mark.parametrize("name", [*HERE, "measured"])
+def test_training(name):
+    assert losses(name) == pytest.approx(losses("auto"), rel=1e-11)
+
+
+def fastest_is_csr(shape):
+    """Each rank would measure another kernel; rank 0's holds for all."""
+    import torch.distributed as dist
+
+    from gnnpipe.train import assemble
+
+    used = []
+    csr = kernels.KERNELS["csr"]
+    assemble.kernel_named = lambda name: used.append(name) or csr
+    assemble.time_kernels = lambda *_: (
+        {"csr": 1.0, "embedding-bag": 2.0} if dist.get_rank() == 0 else {"embedding-bag": 1.0}
+    )
+    losses("measured", shape)
+    return used
+
+
+def test_all_ranks_take_what_rank_0_measures():
+    assert run_ranks(fastest_is_csr, 2, (1, 2, 3)) == [["csr"], ["csr"]]
+
+
+def test_one_that_fails_is_not_taken():
+    a = matrix()
+    args = [torch.from_numpy(x) for x in (a.indptr, a.indices)]
+    times = kernels.time_kernels(*args, torch.from_numpy(a.data).to(torch.bfloat16), 40, 8)
+    assert "embedding-bag" in times
+    assert "csr" not in times  # torch 2.13 on a CPU has none for bf16
+
+
+@pytest.mark.skipif("torch-sparse" in HERE, reason="torch_sparse is installed")
+def test_a_package_that_is_missing_is_named_before_the_graph_is_read():
+    config = TrainConfig(dataset="no-such-graph", kernel="torch-sparse", out="off")
+    with pytest.raises(InputError, match=r"--kernel torch-sparse: .* is not installed; try"):
+        Trainer(config).fit()
+
+
+def test_kernels_that_do_not_take_bf16_are_refused():
+    with pytest.raises(InputError, match="--kernel csr: does not take the bf16 rows"):
+        TrainConfig(kernel="csr", comm_dtype="bf16")
