@@ -69,7 +69,10 @@ def test_an_exchange_under_compute_is_hidden():
     assert [share.exposed_graph_s for share in found] == pytest.approx([0.5, 1.5])
 
 
-def slow_rank(shape, slow):
+EVERY = -2
+
+
+def slow_rank(shape, slow, staleness="none"):
     """Time shares and epoch times of a run in which one rank naps in every forward action."""
     from gnnpipe import Trainer
     from gnnpipe.runtime.mesh import Mesh
@@ -80,13 +83,18 @@ def slow_rank(shape, slow):
     forward = Stage.forward
 
     def napping(self, chunk, steps):
-        if mesh.rank == slow and self._training:
+        if slow in (mesh.rank, EVERY) and self._training:
             time.sleep(NAP_S)
         return forward(self, chunk, steps)
 
     Stage.forward = napping
     config = quick_config(
-        stages=stages, shards=shards, chunks=chunks, layers=4, staleness="none", eval_every=0
+        stages=stages,
+        shards=shards,
+        chunks=chunks,
+        layers=4,
+        staleness=staleness,
+        eval_every=0,
     )
     try:
         result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
@@ -110,6 +118,14 @@ def test_a_slow_shard_is_imbalance_elsewhere():
         assert shares[0].imbalance_s > NAP_S * 0.9
         assert shares[0].compute_s < NAP_S
         assert shares[0].bubble_s == shares[0].exposed_pipeline_s == 0
+
+
+def test_boundary_rows_travel_while_the_next_chunk_is_computed():
+    chunks, steps = 3, 5
+    for shares, _ in run_ranks(slow_rank, 2, (1, 2, chunks), EVERY, "exact"):
+        # Of every step but the last, which pushes nothing, all chunks but the last.
+        assert shares[0].hidden_graph_s > (chunks - 1) * (steps - 1) * NAP_S * 0.9
+        assert shares[0].exposed_graph_s < shares[0].hidden_graph_s / 2
 
 
 def test_one_rank_computes_all_the_time():

@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["Exchange", "GradientSum", "sum_over_shards"]
+__all__ = ["Arrival", "Exchange", "GradientSum", "sum_over_shards"]
 
 
 class Exchange:
@@ -39,27 +39,33 @@ class Exchange:
         """Table rows that hold the halo of one chunk."""
         return self._halo[chunk]
 
-    def push(self, chunk: int, table: Tensor) -> None:
-        """Send the chunk's boundary rows of ``table`` [n + h, H], receive its halo rows into it."""
-        if self.mesh.shards == 1:
-            return
+    def push(self, chunk: int, table: Tensor) -> Arrival:
+        """Send the chunk's boundary rows of ``table`` [n + h, H], receive its halo rows into it.
+
+        Nobody may read those before they have arrived.
+        """
         start, stop = self._halo[chunk]
         boundary = table[self._send_rows[chunk]]
-        self._all_to_all(
+        return self._start(
             table[start:stop], boundary, self._receive_counts[chunk], self._send_counts[chunk]
         )
 
-    def pull(self, chunk: int, halo: Tensor, own: Tensor, first: int) -> None:
-        """The adjoint of ``push``: add what other shards found for this shard's boundary rows.
+    def send_back(self, chunk: int, halo: Tensor) -> Arrival:
+        """The adjoint of ``push``: gradients ``halo`` [halo rows of the chunk, H] to their owners.
 
-        ``halo`` [halo rows of the chunk, H] goes to its owners; what comes in is added to ``own``
-        [own rows of the chunk, H], whose first row is table row ``first``.
+        What arrives is for ``add``.
         """
-        if self.mesh.shards == 1:
-            return
         counts = self._send_counts[chunk]
-        arrived = own.new_empty(sum(counts), own.shape[1], dtype=self.dtype)
-        self._all_to_all(arrived, halo.to(self.dtype), counts, self._receive_counts[chunk])
+        arrived = halo.new_empty(sum(counts), halo.shape[1], dtype=self.dtype)
+        data = halo.to(self.dtype).contiguous()
+        return self._start(arrived, data, counts, self._receive_counts[chunk])
+
+    def add(self, chunk: int, arrival: Arrival, own: Tensor, first: int) -> None:
+        """Add what other shards found for this shard's boundary rows.
+
+        To ``own`` [own rows of the chunk, H], whose first row is table row ``first``.
+        """
+        arrived, counts = arrival.wait(), self._send_counts[chunk]
         rows = self._send_rows[chunk] - first
         # Shard by shard: within one shard no row repeats, so the sum has one fixed order.
         for part, where in zip(
@@ -67,9 +73,31 @@ class Exchange:
         ):
             own.index_add_(0, where, part)
 
-    def _all_to_all(self, out: Tensor, data: Tensor, outs: list[int], ins: list[int]) -> None:
-        _all_to_all(out, data, outs, ins, self.mesh)
+    def _start(self, out: Tensor, data: Tensor, outs: list[int], ins: list[int]) -> Arrival:
         self.sent_bytes += data.numel() * data.element_size()
+        return Arrival(out, data, outs, ins, self.mesh)
+
+
+class Arrival:
+    """Rows on their way between shards; work goes on until somebody waits for them."""
+
+    def __init__(
+        self, out: Tensor, data: Tensor, outs: list[int], ins: list[int], mesh: Mesh
+    ) -> None:
+        """``data`` goes out in runs of ``ins`` rows, ``out`` comes in in runs of ``outs``."""
+        self._out, self._recorder = out, mesh.recorder
+        self._data = data  # must live until it has left
+        self._started_s = mesh.recorder.clock()
+        self._work = dist.all_to_all_single(
+            out, data, outs, ins, group=mesh.graph_group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """What has come in."""
+        asked = self._recorder.clock()
+        self._work.wait()
+        self._recorder.met(self._started_s, asked)
+        return self._out
 
 
 class GradientSum:
@@ -105,14 +133,8 @@ def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
     parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards for g in range(shards)]
     mine = parts[mesh.shard]
     gathered = flat.new_empty(mine * shards)
-    _all_to_all(gathered, flat, [mine] * shards, parts, mesh)
+    Arrival(gathered, flat, [mine] * shards, parts, mesh).wait()
     total = gathered.view(shards, mine).sum(0)
     # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
-    _all_to_all(flat, total.repeat(shards), parts, [mine] * shards, mesh)
+    Arrival(flat, total.repeat(shards), parts, [mine] * shards, mesh).wait()
     return (flat.numel() - mine + (shards - 1) * mine) * flat.element_size()
-
-
-def _all_to_all(out: Tensor, data: Tensor, outs: list[int], ins: list[int], mesh: Mesh) -> None:
-    start = mesh.recorder.clock()
-    dist.all_to_all_single(out, data, outs, ins, group=mesh.graph_group)
-    mesh.recorder.met(start, start)

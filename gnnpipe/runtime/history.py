@@ -22,7 +22,7 @@ from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.runtime.drift import Drift
-from gnnpipe.runtime.exchange import Exchange
+from gnnpipe.runtime.exchange import Arrival, Exchange
 
 __all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory"]
 
@@ -70,6 +70,7 @@ class History(ABC):
             self.table = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
+        self._arriving: list[Arrival] = []
         sample = spec.sample
         if sample is not None and num_rows is not None:
             sample = torch.arange(num_rows, device=mesh.device)
@@ -82,6 +83,7 @@ class History(ABC):
     def begin_epoch(self, epoch: int) -> None:
         """Stale reads start from the snapshot, if there is one; no gradient is left over."""
         self.scale = 1.0 if epoch < self._exact_epochs else self._late_scale
+        self._arriving.clear()  # of a pass that was ended by an error
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
         self._clear_gradients()
@@ -91,6 +93,7 @@ class History(ABC):
 
         Also at the end of the exact epochs: what comes next must not read zeros.
         """
+        self.settle()
         if self.drift is not None:
             self.drift.after(self.table)
         due = (epoch + 1) % self.snapshot_every == 0 or epoch + 1 == self._exact_epochs
@@ -106,7 +109,14 @@ class History(ABC):
             self.drift.before(self.table)
         start, stop = self.rows(chunk)
         self.table[start:stop] = rows.detach()
-        self.exchange.push(chunk, self.table)
+        if self.exchange.mesh.shards > 1:
+            self._arriving.append(self.exchange.push(chunk, self.table))
+
+    def settle(self) -> None:
+        """Wait for all halo rows that are on their way: the table is about to be read."""
+        for arrival in self._arriving:
+            arrival.wait()
+        self._arriving.clear()
 
     def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
         """These ``rows`` [t], or all, become ``row @ factor + shift``: [F, F] and [F]."""
@@ -148,6 +158,7 @@ class LinearHistory(History):
 
     def read(self, chunk: int) -> Tensor:
         """Aggregated rows [C, F]."""
+        self.settle()
         found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
         if self._whole:
             self.table = self.table.new_empty(0, self.table.shape[1])  # nobody reads it again
@@ -164,11 +175,14 @@ class LinearHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """Everything recorded so far, brought back over the edges to the chunk's rows."""
         start, stop = self.rows(chunk)
-        transposed = self.operator.transposed
-        own = transposed.matmul(self._grads, start, stop).to(self._dtype)
+        transposed, arrival = self.operator.transposed, None
         if self.exchange.mesh.shards > 1:
-            low, high = self.exchange.halo_range(chunk)
-            self.exchange.pull(chunk, transposed.matmul(self._grads, low, high), own, start)
+            # First, so that it travels under the larger product.
+            halo = transposed.matmul(self._grads, *self.exchange.halo_range(chunk))
+            arrival = self.exchange.send_back(chunk, halo)
+        own = transposed.matmul(self._grads, start, stop).to(self._dtype)
+        if arrival is not None:
+            self.exchange.add(chunk, arrival, own, start)
         if self.layout.num_chunks == 1:
             self._grads = self._grads.new_empty(0, own.shape[1])
         elif self.scale != 1.0:
@@ -201,6 +215,7 @@ class BlockHistory(History):
 
     def read(self, chunk: int) -> Tensor:
         """Rows [C + H, F] of the chunk's block."""
+        self.settle()
         start, stop = self._own(chunk)
         rows = torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
         return rows.to(self._dtype)
@@ -223,9 +238,13 @@ class BlockHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """What the chunk's rows were given, here and by the other shards."""
         start, stop = self.rows(chunk)
+        arrival = None
+        if self.exchange.mesh.shards > 1:
+            low, high = self.exchange.halo_range(chunk)
+            arrival = self.exchange.send_back(chunk, self._grads[low:high])
         own = self._grads[start:stop].clone()
-        low, high = self.exchange.halo_range(chunk)
-        self.exchange.pull(chunk, self._grads[low:high], own, start)
+        if arrival is not None:
+            self.exchange.add(chunk, arrival, own, start)
         return own
 
     def _clear_gradients(self) -> None:
