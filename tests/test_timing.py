@@ -73,8 +73,10 @@ EVERY = -2
 
 
 def slow_rank(shape, slow, staleness="none"):
-    """Time shares and epoch times of a run in which one rank naps in every forward action."""
+    """Time shares and epoch times of a run in which one rank naps in every forward action, or every
+    rank in every action."""
     from gnnpipe import Trainer
+    from gnnpipe.runtime import stage
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.runtime.stage import Stage
 
@@ -87,7 +89,13 @@ def slow_rank(shape, slow, staleness="none"):
             time.sleep(NAP_S)
         return forward(self, chunk, steps)
 
+    def napping_back(entries, grads):
+        if slow == EVERY:
+            time.sleep(NAP_S)
+        backward(entries, grads)
+
     Stage.forward = napping
+    backward, stage._backward = stage._backward, napping_back
     config = quick_config(
         stages=stages,
         shards=shards,
@@ -99,7 +107,7 @@ def slow_rank(shape, slow, staleness="none"):
     try:
         result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
     finally:
-        Stage.forward = forward
+        Stage.forward, stage._backward = forward, backward
     return result.time_shares, [row.epoch_time_s for row in result.history]
 
 
@@ -123,8 +131,9 @@ def test_a_slow_shard_is_imbalance_elsewhere():
 def test_boundary_rows_travel_while_the_next_chunk_is_computed():
     chunks, steps = 3, 5
     for shares, _ in run_ranks(slow_rank, 2, (1, 2, chunks), EVERY, "exact"):
-        # Of every step but the last, which pushes nothing, all chunks but the last.
-        assert shares[0].hidden_graph_s > (chunks - 1) * (steps - 1) * NAP_S * 0.9
+        # Of every step but the last, which pushes nothing, all chunks but the last (on the way
+        # back but the first); both ways.
+        assert shares[0].hidden_graph_s > 2 * (chunks - 1) * (steps - 1) * NAP_S * 0.9
         assert shares[0].exposed_graph_s < shares[0].hidden_graph_s / 2
 
 

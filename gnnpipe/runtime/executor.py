@@ -7,7 +7,7 @@ exchange and the gradient sum have counted between its first action and its last
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -71,6 +71,7 @@ class Executor:
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
+        self._next: Action | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
         self._results: dict[int, dict[str, Tensor]] = {}
         self._run: dict[str, Callable[[Action], None]] = {
@@ -97,7 +98,8 @@ class Executor:
         if training:
             recorder.begin()
         self.stage.begin(epoch, training)
-        for action in program.stages[self.mesh.stage]:
+        actions = program.stages[self.mesh.stage]
+        for action, self._next in zip(actions, (*actions[1:], None), strict=True):
             start = recorder.clock()
             try:
                 self._run[action.kind](action)
@@ -158,9 +160,19 @@ class Executor:
                     for name, grad in self.mailbox.take("B", peer, action.position).items():
                         grads[name] = grads[name] + grad if name in grads else grad
                 self.stage.seed(chunk, grads)
-        grads = self.stage.backward(chunk, range(*action.steps))
+        grads = self.stage.backward(chunk, range(*action.steps), self._following(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
+
+    def _following(self, action: Action) -> int | None:
+        """The chunk that goes back over the same single step next, if one does.
+
+        What it pulls was recorded by the step behind, which all chunks have been through.
+        """
+        is_same = self._next is not None and replace(self._next, position=action.position) == action
+        if not is_same or action.steps[1] - action.steps[0] > 1 or self._next is None:
+            return None
+        return self._order[self._next.position]
 
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None

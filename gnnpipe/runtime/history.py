@@ -71,6 +71,7 @@ class History(ABC):
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
         self._arriving: list[Arrival] = []
+        self._returning: dict[int, Arrival] = {}
         sample = spec.sample
         if sample is not None and num_rows is not None:
             sample = torch.arange(num_rows, device=mesh.device)
@@ -84,6 +85,7 @@ class History(ABC):
         """Stale reads start from the snapshot, if there is one; no gradient is left over."""
         self.scale = 1.0 if epoch < self._exact_epochs else self._late_scale
         self._arriving.clear()  # of a pass that was ended by an error
+        self._returning.clear()
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
         self._clear_gradients()
@@ -136,9 +138,25 @@ class History(ABC):
     def record(self, chunk: int, grad: Tensor) -> None:
         """Note the gradient of what ``read`` gave."""
 
+    def begin_pull(self, chunk: int) -> None:
+        """All that the chunk's ``pull`` needs has been recorded: halo gradients can leave."""
+        if self.exchange.mesh.shards > 1 and chunk not in self._returning:
+            halo = self._halo_gradients(*self.exchange.halo_range(chunk))
+            self._returning[chunk] = self.exchange.send_back(chunk, halo)
+
     @abstractmethod
     def pull(self, chunk: int) -> Tensor:
         """Gradient [C, F] of the rows that the chunk pushed."""
+
+    def _add_returned(self, chunk: int, own: Tensor) -> Tensor:
+        """``own`` [C, F] with what the other shards found for these rows."""
+        if chunk in self._returning:
+            self.exchange.add(chunk, self._returning.pop(chunk), own, self.rows(chunk)[0])
+        return own
+
+    @abstractmethod
+    def _halo_gradients(self, low: int, high: int) -> Tensor:
+        """Gradients [high - low, F] of rows of other shards, by table row."""
 
     @abstractmethod
     def _clear_gradients(self) -> None:
@@ -175,14 +193,9 @@ class LinearHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """Everything recorded so far, brought back over the edges to the chunk's rows."""
         start, stop = self.rows(chunk)
-        transposed, arrival = self.operator.transposed, None
-        if self.exchange.mesh.shards > 1:
-            # First, so that it travels under the larger product.
-            halo = transposed.matmul(self._grads, *self.exchange.halo_range(chunk))
-            arrival = self.exchange.send_back(chunk, halo)
-        own = transposed.matmul(self._grads, start, stop).to(self._dtype)
-        if arrival is not None:
-            self.exchange.add(chunk, arrival, own, start)
+        self.begin_pull(chunk)  # first, so that it travels under the larger product
+        own = self.operator.transposed.matmul(self._grads, start, stop).to(self._dtype)
+        self._add_returned(chunk, own)
         if self.layout.num_chunks == 1:
             self._grads = self._grads.new_empty(0, own.shape[1])
         elif self.scale != 1.0:
@@ -190,6 +203,9 @@ class LinearHistory(History):
             first, last = self.into(chunk)
             self._grads[first:last] *= self.scale
         return own
+
+    def _halo_gradients(self, low: int, high: int) -> Tensor:
+        return self.operator.transposed.matmul(self._grads, low, high)
 
     def _clear_gradients(self) -> None:
         # A single chunk records everything at once and overwrites what is here.
@@ -238,14 +254,11 @@ class BlockHistory(History):
     def pull(self, chunk: int) -> Tensor:
         """What the chunk's rows were given, here and by the other shards."""
         start, stop = self.rows(chunk)
-        arrival = None
-        if self.exchange.mesh.shards > 1:
-            low, high = self.exchange.halo_range(chunk)
-            arrival = self.exchange.send_back(chunk, self._grads[low:high])
-        own = self._grads[start:stop].clone()
-        if arrival is not None:
-            self.exchange.add(chunk, arrival, own, start)
-        return own
+        self.begin_pull(chunk)
+        return self._add_returned(chunk, self._grads[start:stop].clone())
+
+    def _halo_gradients(self, low: int, high: int) -> Tensor:
+        return self._grads[low:high]
 
     def _clear_gradients(self) -> None:
         self._grads = _zeroed(self._grads, self.layout.num_rows)

@@ -54,6 +54,12 @@ class MeanHistory(History):
         """Gradient [C, F] of what ``read`` gave."""
         self._grads[chunk] = self._summed(grad.sum(0, dtype=torch.float64))
 
+    def begin_pull(self, chunk: int) -> None:
+        """Nothing is on its way: the sums are made when they are recorded."""
+
+    def _halo_gradients(self, low: int, high: int) -> Tensor:
+        raise AssertionError("a mean has no halo")
+
     def pull(self, chunk: int) -> Tensor:
         """Gradient [C, F] of the rows that the chunk pushed."""
         start, stop = self.rows(chunk)

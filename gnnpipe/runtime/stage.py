@@ -160,8 +160,12 @@ class Stage:
         loss = self._walks[chunk].values["loss"]
         self.seed(chunk, {"loss": torch.ones_like(loss)})
 
-    def backward(self, chunk: int, steps: range) -> Values:
-        """Undo steps, the last first; the gradients of the values in front of them."""
+    def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
+        """Undo steps, the last first; the gradients of the values in front of them.
+
+        ``following``: a chunk whose gradients of the last step's push are all recorded by now, and
+        which comes next; those of its halo rows leave meanwhile.
+        """
         walk = self._walks[chunk]
         for step in reversed(steps):
             record = walk.tape.pop()
@@ -174,6 +178,9 @@ class Stage:
             pushed, handed_on = made
             grads = [self.histories[name].pull(chunk) for name in pushed]
             grads += [walk.grads[name] for name in handed_on]
+            if following is not None and step == steps.stop - 1:
+                for name in pushed:
+                    self.histories[name].begin_pull(following)
             _backward([*pushed.values(), *handed_on.values()], grads)
             for name, received in record.received.items():
                 self.histories[name].record(chunk, _grad(received.rows))
