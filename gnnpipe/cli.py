@@ -164,6 +164,11 @@ def _verify(options: argparse.Namespace) -> int:
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = _config(options, VERIFY_DEFAULTS)
+    if config.comm_dtype != "same":
+        raise InputError(
+            f"--comm-dtype {config.comm_dtype}: rounds rows, which one device does not; verify "
+            "without it"
+        )
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import head_lines

@@ -76,7 +76,7 @@ class TrainConfig:
     comm_dtype: str = setting(
         "same",
         "number type of the rows on the wire and in the tables: same (as --dtype), or bf16 (half "
-        "the bytes, 8 bits of precision; sums stay in --dtype)",
+        "the bytes, 8 bits of precision, of edge weights and aggregated rows too)",
         group="training", choices=("same", "bf16"),
     )  # fmt: skip
     lr_schedule: str = setting(
@@ -131,6 +131,13 @@ class TrainConfig:
         group="shape",
     )  # fmt: skip
 
+    recompute: bool = setting(
+        False,
+        "keep only what each layer reads until backward, and make the rest again there, dropout "
+        "and all: less memory, the same results, one more forward pass of the dense work",
+        group="shape",
+    )  # fmt: skip
+
     staleness: str = setting(
         "auto",
         "auto: stale rows are forecast; none: no technique; paper: all three of GNNPipe; exact: "
@@ -164,13 +171,6 @@ class TrainConfig:
         "epochs at the start that are walked layer by layer, without stale reads "
         "(default: by --staleness)",
         group="staleness", low=0,
-    )  # fmt: skip
-
-    recompute: bool = setting(
-        False,
-        "keep only what each layer reads until backward, and make the rest again there, dropout "
-        "and all: less memory, the same results, one more forward pass of the dense work",
-        group="shape",
     )  # fmt: skip
 
     out: str = setting(

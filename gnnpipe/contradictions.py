@@ -22,11 +22,6 @@ def check_together(config: TrainConfig) -> None:
     _check_model(config)
     _check_epochs(config)
     _check_staleness(config)
-    if config.comm_dtype == "bf16" and config.kernel in ("csr", "torch-sparse"):
-        raise InputError(
-            f"--kernel {config.kernel}: does not take the bf16 rows of --comm-dtype bf16; "
-            "try --kernel auto"
-        )
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -34,6 +29,11 @@ def _check_model(config: TrainConfig) -> None:
         raise InputError(
             f"--heads {config.heads}: does not divide --hidden {config.hidden}; "
             f"try --hidden {math.ceil(config.hidden / config.heads) * config.heads}"
+        )
+    if config.model == "gat" and config.kernel not in ("auto", "embedding-bag"):
+        raise InputError(
+            f"--kernel {config.kernel}: gat has no product with the adjacency; leave it out, or "
+            "try another --model"
         )
 
 

@@ -55,7 +55,9 @@ def main() -> None:
                 f"{brief(blocks)} | {blocks['peak_mib']:.0f} | {ratio:.2f} |"
             )
             print(lines[-1], flush=True)
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # What was measured by hand stays.
+    _, mark, rest = PAGE.read_text().partition("\n## Attention") if PAGE.exists() else ("",) * 3
+    PAGE.write_text("\n".join(lines) + "\n" + mark + rest, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pipeline, graph parallel and hybrid on 2 or 4 hosts with slow links: time, bytes, exposed share.
 
 python scripts/network_speed.py run [--graphs G] [--models M] [--layers 32] [--mbit 200] [--hosts 4]
-python scripts/network_speed.py report      # writes docs/benchmarks/network.md, .csv and .png
+python scripts/network_speed.py report      # writes docs/benchmarks/network.md and .csv
 
 Hosts are network namespaces of this machine (``namespaces.py``; needs root), one rank and one
 thread each, so on two cores four ranks share them: what is compared shares them alike. The
@@ -40,13 +40,13 @@ HIDDEN, CHUNKS, WARM_UP = 128, 32, 2
 """The first epoch is exact and the second has cold links."""
 
 
-def contenders(hosts: int, chunks: int) -> dict[str, dict[str, Any]]:
-    """Shapes by name; graph parallel is exact and has one chunk."""
+def contenders(hosts: int, chunks: int, model: str) -> dict[str, dict[str, Any]]:
+    """Shapes by name; graph parallel is exact and has one chunk. Hybrid for one model only."""
     found = {
         "pipeline": {"stages": hosts, "shards": 1, "chunks": chunks},
         "graph": {"stages": 1, "shards": hosts, "chunks": 1},
     }
-    if hosts > 2:
+    if hosts > 2 and model == "gcn":
         found["hybrid"] = {"stages": hosts // 2, "shards": 2, "chunks": chunks}
     found["pipeline bf16"] = {**found["pipeline"], "comm_dtype": "bf16"}
     return found
@@ -103,7 +103,7 @@ def done() -> dict[str, dict[str, Any]]:
 
 
 def measure(cell: dict[str, Any], repeats: int) -> dict[str, Any]:
-    shapes = contenders(cell["hosts"], cell["chunks"])
+    shapes = contenders(cell["hosts"], cell["chunks"], cell["model"])
     with Hosts(cell["hosts"], cell["mbit"]) as hosts:
         running: dict[str, Contender] = {}
         try:

@@ -256,10 +256,10 @@ from gnnpipe.runtime.mesh import launched_world_size
 from gnnpipe.runtime.stage import Stage
 import os
 plain = Stage.backward
-def backward(self, chunk, steps):
+def backward(self, chunk, steps, following=None):
     if os.environ["RANK"] == "1" and self._epoch == 2 and chunk == 1:
         raise RuntimeError("a fault made on purpose")
-    return plain(self, chunk, steps)
+    return plain(self, chunk, steps, following)
 Stage.backward = backward
 from gnnpipe.cli import main
 sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe.perf import Collective, EpochSpans, Message, time_shares
 
-NAP_S = 0.15
+NAP_S = 0.25
 
 
 def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
@@ -123,7 +123,7 @@ def test_a_slow_stage_is_bubble_elsewhere():
 def test_a_slow_shard_is_imbalance_elsewhere():
     for shares, _ in run_ranks(slow_rank, 2, (1, 2, 1), 1):
         assert shares[1].compute_s > NAP_S * 0.9
-        assert shares[0].imbalance_s > NAP_S * 0.9
+        assert shares[0].imbalance_s > NAP_S * 0.7
         assert shares[0].compute_s < NAP_S
         assert shares[0].bubble_s == shares[0].exposed_pipeline_s == 0
 

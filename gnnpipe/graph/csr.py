@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.kernels import Kernel, embedding_bag
+from gnnpipe.graph.kernels import Kernel, embedding_bag, index_type
 
 __all__ = ["RowCSR"]
 
@@ -56,7 +56,7 @@ class RowCSR:
         kernel: Kernel = embedding_bag,
     ) -> RowCSR:
         """The same matrix as tensors, with 32-bit indices wherever they are wide enough."""
-        wide = max(matrix.nnz, matrix.shape[1]) >= 2**31
+        wide = max(matrix.nnz, matrix.shape[1]) >= 2**31 or index_type(kernel) == torch.int64
         kind = np.int64 if wide else np.int32
         return cls(
             torch.from_numpy(np.ascontiguousarray(matrix.indptr, dtype=kind)).to(device),

@@ -8,7 +8,7 @@ columns, E entries, F features.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import time
 import warnings
 from collections.abc import Callable
@@ -19,7 +19,9 @@ from torch import Tensor
 from gnnpipe.errors import InputError
 from gnnpipe.registry import Registry
 
-__all__ = ["KERNELS", "Kernel", "embedding_bag", "kernel_named", "time_kernels"]
+__all__ = [
+    "KERNELS", "Kernel", "embedding_bag", "index_type", "kernel_named", "time_kernels"
+]  # fmt: skip
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor], Tensor]
 """offsets [R + 1], indices [E], values [E], T and dense rows [T, F] to [R, F]; no autograd. Offsets
@@ -59,12 +61,10 @@ def _torch_csr(
 def _torch_sparse(
     offsets: Tensor, indices: Tensor, values: Tensor, columns: int, dense: Tensor
 ) -> Tensor:
-    """pyg's torch_sparse, a package of its own that must match torch's version."""
+    """pyg's torch_sparse, a package of its own that must match torch's version; int64 only."""
     del columns
-    import torch_sparse  # noqa: F401  # registers the operator
-
     found: Tensor = torch.ops.torch_sparse.spmm_sum(
-        None, offsets.long(), indices.long(), values, None, None, dense
+        None, offsets, indices, values, None, None, dense
     )
     return found
 
@@ -74,14 +74,31 @@ KERNELS.add("csr", _torch_csr)
 KERNELS.add("torch-sparse", _torch_sparse)
 
 
-def kernel_named(name: str) -> Kernel:
-    """The kernel, if it can be had here: ``InputError`` otherwise."""
+def index_type(kernel: Kernel) -> torch.dtype | None:
+    """The only type of offsets and indices that it takes; None: 32 or 64 bits."""
+    return torch.int64 if kernel is _torch_sparse else None
+
+
+def kernel_named(name: str, dtype: torch.dtype, device: torch.device) -> Kernel:
+    """The kernel, if it works here: ``InputError`` otherwise. It multiplies 1 by 1 to be sure."""
     kernel = KERNELS[name]
-    if name == "torch-sparse" and importlib.util.find_spec("torch_sparse") is None:
-        raise InputError(
-            "--kernel torch-sparse: the package torch_sparse is not installed; "
-            "try --kernel embedding-bag, or pip install torch_sparse"
+    try:
+        if name == "torch-sparse":
+            importlib.import_module("torch_sparse")  # registers the operator
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        index = torch.arange(2, device=device, dtype=index_type(kernel) or torch.int32)
+        kernel(index, index[:1], one[0], 1, one)
+    except Exception as error:  # whatever a package that was built for another torch comes up with
+        missing = isinstance(error, ModuleNotFoundError)
+        why = (
+            "the package torch_sparse is not installed"
+            if missing
+            else (
+                f"does not work on {device.type} with {str(dtype).removeprefix('torch.')} rows "
+                f"({str(error).splitlines()[0][:80] if str(error) else type(error).__name__})"
+            )
         )
+        raise InputError(f"--kernel {name}: {why}; try --kernel auto") from None
     return kernel
 
 
@@ -96,14 +113,16 @@ def time_kernels(
     found = {}
     for name in KERNELS:
         try:
-            kernel = kernel_named(name)
-            times = []
-            for _ in range(rounds + 1):
-                start = _now(values.device)
-                kernel(offsets, indices, values, columns, dense)
-                times.append(_now(values.device) - start)
-        except (InputError, ImportError, RuntimeError, NotImplementedError):
+            kernel = kernel_named(name, values.dtype, values.device)
+        except InputError:
             continue
+        kind = index_type(kernel) or indices.dtype
+        which = offsets.to(kind), indices.to(kind)
+        times = []
+        for _ in range(rounds + 1):
+            start = _now(values.device)
+            kernel(*which, values, columns, dense)
+            times.append(_now(values.device) - start)
         found[name] = min(times[1:])
     return found
 

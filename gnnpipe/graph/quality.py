@@ -20,7 +20,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.partition import vertex_work
 
-__all__ = ["CutQuality", "chunk_edges", "cut_quality", "stale_share"]
+__all__ = ["CutQuality", "chunk_edges", "copied_rows", "cut_quality", "stale_share"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,11 @@ def chunk_edges(graph: Graph, chunking: Chunking) -> sp.coo_array:
         counts.append(count[read])
     data = np.concatenate(counts)
     return sp.coo_array((data, (np.concatenate(rows), np.concatenate(columns))), shape=(k, k))
+
+
+def copied_rows(graph: Graph, chunking: Chunking) -> int:
+    """Rows that chunks read from others, once for each chunk, of a renumbered graph."""
+    return len(_crossings(graph, chunking.chunk_of_row())[1])
 
 
 def stale_share(counts: sp.coo_array, order: Sequence[int]) -> float:

@@ -55,6 +55,7 @@ def estimate_memory(
     number_bytes: int,
     row_bytes: int,
     recompute: bool,
+    copied_share: float,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -63,7 +64,8 @@ def estimate_memory(
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
     ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
     features; ``extra_weights``: copies of the weights beside those that are trained;
-    ``row_bytes``: of a number in the tables, ``number_bytes`` of any other.
+    ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
+    that a chunk reads from others, per own row, which convolutions on blocks keep a copy of.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -105,6 +107,11 @@ def estimate_memory(
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
         if not op.over_pairs
+    )
+    activations += sum(
+        int(op.push_width * copied_share * own_rows[op.vertex_type])
+        for op in ops
+        if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs)
     )
     # What leaves the stage, and the gradients that do, stay until all have left.
     leaving = (*plan.sends(stage), *plan.receives(stage))

@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gnnpipe.schedule import Action
-
 __all__ = ["Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
 
 
@@ -56,8 +54,6 @@ class EpochSpans:
     end_s: float = 0.0
     done_s: float = 0.0
     """When its last action was over."""
-    actions: list[tuple[Action, float, float]] = field(default_factory=list)
-    """Start and end of each action."""
     messages: list[Message] = field(default_factory=list)
     sent_s: dict[tuple[str, int, int], float] = field(default_factory=dict)
     """By (way, rank that it went to, position)."""
@@ -68,7 +64,6 @@ class EpochSpans:
         o = offset_s
         return EpochSpans(
             self.start_s + o, self.end_s + o, self.done_s + o,
-            [(action, a + o, b + o) for action, a, b in self.actions],
             [
                 Message(m.key, m.size_bytes, m.posted_s + o, m.asked_s + o, m.taken_s + o)
                 for m in self.messages

@@ -95,18 +95,17 @@ class Executor:
         self._results = {}
         before = self._sent_bytes()
         recorder = self.mesh.recorder
+        recorder.drop()
         if training:
             recorder.begin()
         self.stage.begin(epoch, training)
         actions = program.stages[self.mesh.stage]
         for action, self._next in zip(actions, (*actions[1:], None), strict=True):
-            start = recorder.clock()
             try:
                 self._run[action.kind](action)
             except Exception as error:
                 error.add_note(self._where(action, epoch))
                 raise
-            recorder.action(action, start)
         recorder.done()
         self.mailbox.drain()
         self._leaving.clear()

@@ -120,6 +120,11 @@ class History(ABC):
             arrival.wait()
         self._arriving.clear()
 
+    def _read_once(self) -> None:
+        """What a single chunk pushed is read by itself, and by nobody else."""
+        if self._whole:
+            self.table = self.table.new_empty(0, self.table.shape[1])
+
     def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
         """These ``rows`` [t], or all, become ``row @ factor + shift``: [F, F] and [F]."""
         if rows is None:
@@ -178,8 +183,7 @@ class LinearHistory(History):
         """Aggregated rows [C, F]."""
         self.settle()
         found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
-        if self._whole:
-            self.table = self.table.new_empty(0, self.table.shape[1])  # nobody reads it again
+        self._read_once()
         return found
 
     def record(self, chunk: int, grad: Tensor) -> None:
@@ -234,6 +238,7 @@ class BlockHistory(History):
         self.settle()
         start, stop = self._own(chunk)
         rows = torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
+        self._read_once()
         return rows.to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Notes of what a rank does and waits for while it trains, for ``perf.time_shares``.
+"""Notes of what a rank waits for while it trains, for ``perf.time_shares``.
 
-A few clock readings for an action and a message, each well under a microsecond; the last epochs are
-kept. On a GPU actions only start work, so there is nothing to note.
+A few clock readings for a message, each well under a microsecond; the last epochs are kept. On a
+GPU actions only start work, so there is nothing to note.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import time
 from collections import deque
 
 from gnnpipe.perf import Collective, EpochSpans, Message
-from gnnpipe.schedule import Action
 
 __all__ = ["Recorder"]
 
@@ -34,16 +33,16 @@ class Recorder:
     def forget(self) -> None:
         """A new run begins."""
         self.epochs.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """The epoch was ended by an error, or is none to be noted."""
+        self._now = None
 
     def begin(self) -> None:
         """An epoch begins."""
         if self.is_on:
             self._now = EpochSpans(self.clock())
-
-    def action(self, action: Action, start_s: float) -> None:
-        """An action that began then is over."""
-        if self._now is not None:
-            self._now.actions.append((action, start_s, self.clock()))
 
     def sent(self, way: str, target: int, position: int) -> None:
         """Values are on their way to a rank."""

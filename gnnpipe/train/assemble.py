@@ -157,7 +157,7 @@ def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) 
             times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
             name = min(times, key=lambda kernel: times[kernel])
         name = mesh.share(name)
-    return kernel_named(name)
+    return kernel_named(name, prepared.row_dtype, mesh.device)
 
 
 def _structure(

@@ -92,12 +92,22 @@ class Prepared:
     @property
     def dtype(self) -> torch.dtype:
         """Number type of weights and rows."""
-        return torch.float64 if self.config.dtype == "float64" else torch.float32
+        return number_dtype(self.config)
 
     @property
     def row_dtype(self) -> torch.dtype:
         """Number type of rows on the wire and in the tables."""
-        return torch.bfloat16 if self.config.comm_dtype == "bf16" else self.dtype
+        return row_dtype(self.config)
+
+
+def number_dtype(config: TrainConfig) -> torch.dtype:
+    """Number type of weights and sums."""
+    return torch.float64 if config.dtype == "float64" else torch.float32
+
+
+def row_dtype(config: TrainConfig) -> torch.dtype:
+    """Number type of rows on the wire and in the tables."""
+    return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)
 
 
 def prepare(
@@ -116,7 +126,7 @@ def prepare(
     error: InputError | None = None
     try:
         if config.kernel not in ("auto", "measured"):
-            kernel_named(config.kernel)  # that it is here
+            kernel_named(config.kernel, row_dtype(config), mesh.device)  # that it works here
         if graph is None:
             graph = load_graph(
                 config.dataset, data_dir=config.data_dir, split=config.split, seed=config.seed,
@@ -129,7 +139,7 @@ def prepare(
     _check_same(graph, mesh)
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    dtype = number_dtype(config)
     if loss_fn is not None:
         check_loss(loss_fn, graph, dtype)
     # Before the cut, which may take long: a model that cannot be used is told of at once.
@@ -180,7 +190,7 @@ def prepare(
     volume = closed_form_volume(
         plan, described, num_vertices=graph.vertex_counts,
         crossings=quality.crossings_by_type, number_bytes=dtype.itemsize,
-        row_bytes=2 if config.comm_dtype == "bf16" else dtype.itemsize,
+        row_bytes=row_dtype(config).itemsize,
         pilots={name: int(rows[pilots].sum()) for name, rows in types},
     )  # fmt: skip
     return Prepared(

@@ -17,6 +17,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.graph.quality import copied_rows
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
@@ -158,6 +159,8 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     if graph.types is not None:
         sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
     symmetric = _symmetric(prepared)
+    linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
+    copied = 0.0 if linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
     estimates = []
     for stage in range(plan.num_stages):
         for shard in range(plan.shards):
@@ -184,6 +187,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
                     number_bytes=prepared.dtype.itemsize,
                     row_bytes=prepared.row_dtype.itemsize,
                     recompute=config.recompute,
+                    copied_share=copied,
                 )
             )
     return estimates

@@ -27,6 +27,9 @@ MESSAGE_BYTES = 16 << 20
 written a dozen times, so they are to stay near the cache, but the rows that a block reads are
 copied for it (docs/benchmarks/blocks.md)."""
 
+MOST_BLOCKS = 1024
+"""With more of them, calls and copied rows cost more than is won."""
+
 _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
     ("shuffle_chunks", "snapshot_every", "scale_live_gradients", "pilots_per_column",
      "exact_epochs")
@@ -42,7 +45,9 @@ def row_blocks(
 ) -> int:
     """How many blocks, 1 for none; also 1 if a ``plan`` that is given has another number.
 
-    ``sizes``: vertices and edges. Only on one rank on a CPU.
+    ``sizes``: vertices and edges. Only on one rank on a CPU. Where an aggregation makes messages,
+    only of vertices of one type, for a block might have none of another; and not to recompute them,
+    for the rows that a block reads are kept until backward.
     """
     if config.chunks * config.world_size > 1 or device != "cpu":
         return 1
@@ -50,11 +55,14 @@ def row_blocks(
     number_bytes = 8 if config.dtype == "float64" else 4
     blocks = 1
     for op in model.aggregations:
-        has_messages = not (op.is_linear or op.is_mean or op.over_pairs)
+        has_messages = not (op.is_linear or op.is_mean)
+        if has_messages and (op.vertex_type or op.over_pairs or config.recompute):
+            return 1
         rows, at_once = (num_edges, MESSAGE_BYTES) if has_messages else (num_vertices, BLOCK_BYTES)
         size = rows * op.push_width * number_bytes
         if size > KEPT_BYTES:
             blocks = max(blocks, -(-size // at_once))
+    blocks = min(blocks, MOST_BLOCKS)
     return blocks if plan is None or plan.chunks == blocks else 1
 
 

@@ -1,6 +1,7 @@
 """Every kernel gives the same product; the fastest is taken where it is asked for."""
 
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph import kernels
 from gnnpipe.graph.csr import RowCSR
 
+CPU = torch.device("cpu")
 HERE = [
     name for name in kernels.KERNELS
     if name != "torch-sparse" or importlib.util.find_spec("torch_sparse")
@@ -31,7 +33,7 @@ def matrix(seed=0, rows=50, columns=40):
 @pytest.mark.parametrize("name", HERE)
 def test_products(name, dtype):
     a = matrix()
-    rows = RowCSR.from_scipy(a, dtype, torch.device("cpu"), kernels.kernel_named(name))
+    rows = RowCSR.from_scipy(a, dtype, CPU, kernels.kernel_named(name, dtype, CPU))
     dense = torch.randn(40, 6, dtype=dtype)
     truth = torch.from_numpy(a.toarray()).to(dtype) @ dense
     for start, stop in ((0, 50), (0, 1), (5, 23), (23, 23), (49, 50)):
@@ -64,7 +66,7 @@ def fastest_is_csr(shape):
 
     used = []
     csr = kernels.KERNELS["csr"]
-    assemble.kernel_named = lambda name: used.append(name) or csr
+    assemble.kernel_named = lambda name, *_: used.append(name) or csr
     assemble.time_kernels = lambda *_: (
         {"csr": 1.0, "embedding-bag": 2.0} if dist.get_rank() == 0 else {"embedding-bag": 1.0}
     )
@@ -91,6 +93,17 @@ def test_a_package_that_is_missing_is_named_before_the_graph_is_read():
         Trainer(config).fit()
 
 
+def test_a_package_that_is_broken_is_refused_and_not_measured(tmp_path, monkeypatch):
+    """As one is that was built for another torch: its library cannot be loaded."""
+    (tmp_path / "torch_sparse.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch_sparse", raising=False)
+    with pytest.raises(InputError, match=r"--kernel torch-sparse: .*undefined symbol"):
+        losses("torch-sparse")
+    assert losses("measured") == pytest.approx(losses("auto"), rel=1e-11)
+
+
 def test_kernels_that_do_not_take_bf16_are_refused():
-    with pytest.raises(InputError, match="--kernel csr: does not take the bf16 rows"):
-        TrainConfig(kernel="csr", comm_dtype="bf16")
+    config = TrainConfig(dataset="no-such-graph", kernel="csr", comm_dtype="bf16", out="off")
+    with pytest.raises(InputError, match="--kernel csr: does not work on cpu with bfloat16 rows"):
+        Trainer(config).fit()
