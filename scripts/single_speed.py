@@ -182,7 +182,8 @@ def report(args: argparse.Namespace) -> None:
         "PyG with a torch CSR tensor and, where torch_sparse is installed, a SparseTensor. "
         "*floor* is meant as a lower bound, and where the rows stay in the cache it is none, for "
         "torch's gather is slower there than the product: our own epoch without its "
-        "aggregations plus reading every neighbour's row once for each of them. *K = 32* is our default policy of stale rows on 32 chunks against "
+        "aggregations plus reading every neighbour's row once for each of them. *K = 32* is our "
+        "default policy of stale rows on 32 chunks against "
         "one chunk. PyG's and DGL's SAGE aggregates the raw features in its first layer, ours "
         "their linear map. ego_twitter and cnr_2000 have 128 random features. " + args.note, "",
     ]  # fmt: skip
