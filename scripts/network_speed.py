@@ -191,8 +191,8 @@ def report(args: argparse.Namespace) -> None:
         "*hybrid*: G = 2. MB: what the program sent in an epoch, equal to the closed form in "
         "every cell. *Exposed*: the share of the pipeline's communication time that was waited "
         "for. Four ranks share two cores, so compute weighs twice as much as on four machines. "
-        "*Imbalance*: the share of the graph-parallel epoch that a rank waits for other shards, whose "
-        "boundaries METIS does not make equal.",
+        "*Imbalance*: the share of the graph-parallel epoch that a rank waits for other shards, "
+        "whose boundaries METIS does not make equal.",
         "",
     ]  # fmt: skip
     table: list[dict[str, Any]] = []
