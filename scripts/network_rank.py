@@ -53,7 +53,7 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         while len(mesh.recorder.epochs) > 1:
             mesh.recorder.epochs.popleft()
-        shares.append([asdict(share) for share in gather_time_shares(mesh, speed)])
+        shares.append([asdict(share) for share in gather_time_shares(mesh, speed, 1)])
         print(times[-1], file=answers, flush=True)
     counted = [int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])]
     found = {

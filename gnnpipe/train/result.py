@@ -72,7 +72,8 @@ class RunResult:
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
     time_shares: list[TimeShares]
-    """By rank: where the time of an epoch went (the median of the last five); empty on a GPU."""
+    """By rank: where the time of an epoch went (the median of the last five, warm-up left out as
+    above); empty on a GPU."""
     link_bytes_per_s: list[float]
     """By rank: how fast it receives from other stages, measured before the first epoch; infinite
     (null) with one stage."""
@@ -107,6 +108,7 @@ def gather_result(
     assert last is not None, "the last epoch is always evaluated"
     assert chosen is not None
     times = [r.epoch_time_s for r in rows]
+    counted_epochs = len(times) - min(WARM_UP, len(times) - 1)
     stale = [r.staleness for r in rows if r.staleness is not None]
     return RunResult(
         dataset=prepared.graph.name, model=prepared.model.name,
@@ -121,14 +123,14 @@ def gather_result(
         test_metric=last.test_metric, best_val_metric=chosen.val_metric,
         test_metric_at_best_val=chosen.test_metric,
         weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
-        epoch_time_s=statistics.median(times[min(WARM_UP, len(times) - 1) :]),
+        epoch_time_s=statistics.median(times[-counted_epochs:]),
         stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
         drift=list(stale[-1].drift) if stale else [],
         moved=list(stale[-1].moved) if stale else [],
         missed=list(stale[-1].missed) if stale else [],
         comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
-        time_shares=gather_time_shares(mesh, link_bytes_per_s),
+        time_shares=gather_time_shares(mesh, link_bytes_per_s, counted_epochs),
         link_bytes_per_s=mesh.gather(link_bytes_per_s),
         peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
         history=list(rows), path=path,

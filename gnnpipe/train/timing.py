@@ -11,13 +11,14 @@ from gnnpipe.runtime.probe import clock_offset
 __all__ = ["gather_time_shares", "time_lines"]
 
 
-def gather_time_shares(mesh: Mesh, link_bytes_per_s: float) -> list[TimeShares]:
+def gather_time_shares(mesh: Mesh, link_bytes_per_s: float, counted: int) -> list[TimeShares]:
     """By rank, of the epoch of median length among the last ones; empty on a GPU.
 
-    ``link_bytes_per_s``: how fast this rank receives. On every rank.
+    ``link_bytes_per_s``: how fast this rank receives; ``counted``: epochs at the end that are no
+    warm-up. On every rank.
     """
     offset = clock_offset(mesh)
-    mine = [spans.shifted(offset) for spans in mesh.recorder.epochs]
+    mine = [spans.shifted(offset) for spans in list(mesh.recorder.epochs)[-counted:]]
     both = mesh.gather((mine, link_bytes_per_s))
     epochs = list(zip(*(spans for spans, _ in both), strict=True))
     if not epochs:
