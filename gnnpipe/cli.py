@@ -21,13 +21,16 @@ from typing import Any, NoReturn, TextIO
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages
-from gnnpipe.errors import InputError
+from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.registry import nearest
 from gnnpipe.settings import flag
 
 __all__ = ["main"]
 
-GROUPS = ("data", "model", "training", "evaluation", "shape", "staleness", "ranks", "output")
+GROUPS = (
+    "data", "model", "training", "evaluation", "shape", "staleness", "ranks", "output",
+    "checkpoints",
+)  # fmt: skip
 
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
@@ -79,6 +82,11 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "--seeds", type=_reader(int), metavar="INT",
         help="train so many times, from --seed on, and print mean and deviation",
     )  # fmt: skip
+    train.add_argument(
+        "--resume", metavar="DIR",
+        help="go on with the run in this folder, from its newest whole checkpoint; other flags "
+        "change its settings from there on",
+    )  # fmt: skip
     for command in (train, info, verify):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
@@ -112,13 +120,18 @@ def _reader(kind: type) -> Any:
 
 
 def _config(options: argparse.Namespace, defaults: dict[str, Any]) -> TrainConfig:
-    """Command's defaults, then the TOML file, then flags."""
+    """Command's defaults, then the TOML file, then flags; or a run's own, then flags."""
     values = dict(defaults)
     if options.config is not None:
         values |= {k.replace("-", "_"): v for k, v in TrainConfig.read_toml(options.config).items()}
     names = {f.name for f in dataclasses.fields(TrainConfig)}
     values |= {k: v for k, v in vars(options).items() if k in names}
-    config = TrainConfig.from_dict(values)
+    if getattr(options, "resume", None) is not None:
+        from gnnpipe.train.resume import resumed_config
+
+        config = resumed_config(options.resume, values)
+    else:
+        config = TrainConfig.from_dict(values)
     check_stages(config)
     return config
 
@@ -127,10 +140,14 @@ def _train(options: argparse.Namespace) -> int:
     config = _config(options, {})
     if options.seeds is not None and options.seeds < 1:
         raise InputError(f"--seeds {options.seeds}: must be at least 1")
+    if options.seeds is not None and options.resume is not None:
+        raise InputError(
+            f"--seeds {options.seeds}: goes with no --resume; go on with the folder of one seed"
+        )
     from gnnpipe.train.trainer import Trainer
 
     if options.seeds is None:
-        trainer = Trainer(config)
+        trainer = Trainer(config, resume=options.resume)
         trainer.fit()
         trainer.close()
         return 0
@@ -199,8 +216,8 @@ def _verify(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit code: 0 done, 1 a fault of the run (or verify found a difference), 2 bad input, 130
-    interrupted.
+    The exit code: 0 done, 1 a fault of the run (or verify found a difference), 2 bad input, 75
+    told to stop (and ready to be gone on with), 130 interrupted.
     """
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -218,11 +235,15 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise InputError("gnnpipe: give a command: train, info or verify; see `gnnpipe --help`")
         run = {"train": _train, "info": _info, "verify": _verify}[options.command]
         return run(options)
-    except (InputError, FloatingPointError) as error:
+    except (InputError, FloatingPointError, FailedError) as error:
         # Every rank stands before the same fault; one line is enough.
         if rank == "0":
             print(f"gnnpipe: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
+    except StoppedError as stop:
+        if rank == "0":
+            print(f"gnnpipe: {stop}", file=sys.stderr, flush=True)
+        return 75
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`); nothing more can be said to them.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -230,7 +251,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         if rank == "0":
             print(
-                "gnnpipe: interrupted; the run folder holds the metrics so far, no weights",
+                "gnnpipe: interrupted; the run folder holds the metrics and checkpoints so far",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return 130

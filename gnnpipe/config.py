@@ -22,6 +22,7 @@ from typing import Any
 from gnnpipe.contradictions import check_together
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
+from gnnpipe.run_settings import RunSettings
 from gnnpipe.settings import check_border, setting, typed
 from gnnpipe.techniques import PRESETS, Techniques
 
@@ -29,7 +30,7 @@ __all__ = ["Techniques", "TrainConfig", "parse_split"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RunSettings):
     """The settings of one training run; see ``gnnpipe train --help`` for the same in words.
 
     Raises ``InputError`` naming the field, the value and what to try.
@@ -91,6 +92,16 @@ class TrainConfig:
         group="training", low=0,
     )  # fmt: skip
     lr_patience: int = setting(50, "see --lr-schedule plateau", group="training", low=1)
+    clip_norm: float = setting(
+        0.0, "gradients longer than this, over all weights, are made so long (0: never)",
+        group="training", low=0,
+    )  # fmt: skip
+    on_nan: str = setting(
+        "stop",
+        "when loss or gradients are no numbers: stop, skip (leave out the step) or restore (go on "
+        "from the last checkpoint with half the learning rate)",
+        group="training", choices=("stop", "skip", "restore"),
+    )  # fmt: skip
 
     eval_every: int = setting(
         10, "evaluate every n-th epoch and the last (0: only the last)", group="evaluation", low=0
@@ -172,25 +183,6 @@ class TrainConfig:
         "(default: by --staleness)",
         group="staleness", low=0,
     )  # fmt: skip
-
-    out: str = setting(
-        "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
-        group="output",
-    )  # fmt: skip
-    quiet: bool = setting(False, "print nothing while training", group="output")
-    device: str = setting("auto", "auto, cpu or cuda", group="ranks",
-                           choices=("auto", "cpu", "cuda"))  # fmt: skip
-    kernel: str = setting(
-        "auto",
-        "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
-        "installed), measured (the fastest of them here; may differ from run to run, and with it "
-        "the last digits), or auto: embedding-bag on CPUs, measured on GPUs",
-        group="ranks",
-        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse"),
-    )  # fmt: skip
-    timeout_s: float = setting(
-        120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
-    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(TrainConfig)

@@ -21,6 +21,7 @@ def check_together(config: TrainConfig) -> None:
     """``InputError`` on the first contradiction."""
     _check_model(config)
     _check_epochs(config)
+    _check_checkpoints(config)
     _check_staleness(config)
 
 
@@ -71,6 +72,19 @@ def _check_epochs(config: TrainConfig) -> None:
         raise InputError(
             f"--lr-patience {config.lr_patience}: the run ends before, by {end}; "
             "try less, or --lr-schedule constant"
+        )
+
+
+def _check_checkpoints(config: TrainConfig) -> None:
+    if config.out == "off" and config.checkpoint_every:
+        raise InputError(
+            f"--checkpoint-every {config.checkpoint_every}: nothing is written with --out off; "
+            "give --out a folder"
+        )
+    if config.on_nan == "restore" and (config.out == "off" or config.checkpoint_every == 0):
+        why = "--out off" if config.out == "off" else "--checkpoint-every 0"
+        raise InputError(
+            f"--on-nan restore: with {why} there is no checkpoint to go back to; try --on-nan skip"
         )
 
 

@@ -133,7 +133,7 @@ def falling(monkeypatch, values):
         value = next(made)
         return Scores(value, value, value, value, value, value)
 
-    monkeypatch.setattr("gnnpipe.train.trainer.evaluate", fake)
+    monkeypatch.setattr("gnnpipe.train.loop.evaluate", fake)
 
 
 def test_patience_ends_the_run_and_keeps_the_best_weights(monkeypatch, tmp_path):

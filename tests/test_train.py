@@ -157,7 +157,7 @@ def test_best_epoch_is_the_first_with_the_best_validation_and_time_is_training_a
         scores = next(made)
         return Scores(*scores, *scores)
 
-    monkeypatch.setattr("gnnpipe.train.trainer.evaluate", slow)
+    monkeypatch.setattr("gnnpipe.train.loop.evaluate", slow)
     config = TrainConfig(dataset="karate", epochs=4, eval_every=1, out="off", quiet=True)
     result = Trainer(config).fit()
     assert (result.best_epoch, result.best_val_acc, result.test_acc_at_best_val) == (2, 0.9, 0.2)

@@ -6,6 +6,7 @@ exchange and the gradient sum have counted between its first action and its last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,6 +18,7 @@ from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.exchange import Exchange, GradientSum
 from gnnpipe.runtime.forecast import Forecaster
+from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
@@ -50,10 +52,11 @@ class Executor:
         exchanges: Sequence[Exchange],
         optimizer: torch.optim.Optimizer | None,
         dtypes: tuple[torch.dtype, torch.dtype],
+        guard: Guard,
         forecaster: Forecaster | None = None,
     ) -> None:
         """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories;
-        ``dtypes``: of values, and of what stages send of them.
+        ``dtypes``: of values, and of what stages send of them; ``guard`` looks at the gradients.
         """
         self.plan = plan
         self.mesh = mesh
@@ -62,6 +65,12 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = optimizer
         self.forecaster = forecaster
+        self.guard = guard
+        self.has_stepped = True
+        """Whether the last training pass changed the weights: not where loss or gradients were no
+        numbers."""
+        self.faulty_chunks: list[int] = []
+        """Chunks whose loss was no number in the last training pass."""
         self.mailbox = Mailbox(mesh, *dtypes)
         self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
@@ -223,8 +232,12 @@ class Executor:
     def _step(self, action: Action) -> None:
         if self.forecaster is not None:
             self.forecaster.remember()
+        losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
+        self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
+        self.has_stepped = self.guard.passes(sum(losses.values()))
         if self.optimizer is not None:
-            self.optimizer.step()
+            if self.has_stepped:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
 

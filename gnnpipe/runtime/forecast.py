@@ -139,7 +139,8 @@ class Forecaster:
         self.sent_bytes = 0
         self.maps: dict[str, AffineMap] = {}
         """By aggregation, of the last pass."""
-        self._before = copy.deepcopy(piece)
+        self.before = copy.deepcopy(piece)
+        """With the weights of the last epoch."""
         self._neighbours: dict[Hashable, _Neighbours] = {}
         self._stale: dict[Hashable, StaleRows] = {}
         self._over = {a.name: a.over for a in piece.aggregations}
@@ -156,7 +157,7 @@ class Forecaster:
     @torch.no_grad()
     def remember(self) -> None:
         """Keep the weights as those of the last epoch; called before they change."""
-        for kept, now in zip(self._before.parameters(), self.piece.parameters(), strict=True):
+        for kept, now in zip(self.before.parameters(), self.piece.parameters(), strict=True):
             kept.copy_(now)
 
     @torch.no_grad()
@@ -171,7 +172,7 @@ class Forecaster:
         now: dict[str, Received] = {}
         self.maps = {}
         for step in range(self.piece.num_steps):
-            old_rows, old = self._before.step(step, old, was, self.rows)
+            old_rows, old = self.before.step(step, old, was, self.rows)
             new_rows, new = self.piece.step(step, new, now, self.rows)
             was, now = {}, {}
             for a in self.piece.rounds[step] if step < self.piece.num_steps - 1 else ():

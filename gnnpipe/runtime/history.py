@@ -77,6 +77,16 @@ class History(ABC):
             sample = torch.arange(num_rows, device=mesh.device)
         self.drift = None if sample is None else Drift(sample)
 
+    @property
+    def lasting(self) -> Tensor:
+        """What the next epoch's stale reads start from: all that a later run needs of the table."""
+        return self.table if self._snapshot is None else self._snapshot
+
+    def forget_faults(self) -> None:
+        """What is no number becomes zero: stale readers would hand it on for ever."""
+        for table in (self.table, self.lasting):
+            table.nan_to_num_(0.0, 0.0, 0.0)
+
     def rows(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk as (start, stop)."""
         return self._ptr[chunk], self._ptr[chunk + 1]

@@ -35,6 +35,11 @@ class MeanHistory(History):
         """[F] float64."""
         return self.table.sum(0)
 
+    def settle_at(self, parts: Tensor) -> None:
+        """Start from these parts [K', F]; of other chunks only their sum is of use."""
+        is_same = parts.shape == self.table.shape
+        self.lasting.copy_(parts if is_same else self._shares * parts.sum(0))
+
     def push(self, chunk: int, rows: Tensor) -> None:
         """The chunk's rows [C, F] of this shard; those of the other shards are added."""
         if self.drift is not None:

@@ -45,6 +45,8 @@ class Mesh:
     """The ranks that share this stage; none when G = 1."""
     control_group: dist.ProcessGroup | None
     """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
+    saving_group: dist.ProcessGroup | None = None
+    """All ranks over gloo, for the thread that writes checkpoints."""
     owns_group: bool = False
     """The ranks met here, and not before in the user's own script."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
@@ -67,6 +69,7 @@ class Mesh:
             _meet("cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout_s))
             owns_group = True
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
+        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         mesh = cls(stages, shards, dist.get_rank(), torch.device("cpu"), None, control)
         try:
             place, fault = _device(device, int(os.environ.get("LOCAL_RANK", "0"))), None
@@ -78,7 +81,15 @@ class Mesh:
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
         return cls(
-            stages, shards, dist.get_rank(), place, group, control, owns_group, _recorder(place)
+            stages,
+            shards,
+            dist.get_rank(),
+            place,
+            group,
+            control,
+            saving,
+            owns_group,
+            _recorder(place),
         )
 
     @classmethod

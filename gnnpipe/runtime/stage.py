@@ -71,6 +71,8 @@ class Stage:
         self.piece = piece
         self.rows = list(rows)
         self.criterion = criterion
+        self.watch: Callable[[int, int, Values], None] | None = None
+        """Called with (chunk, step, what it made), where somebody looks for a fault."""
         self._open = open_history
         self.histories = {a.name: open_history(a, True) for a in piece.aggregations}
         self._scratch: dict[str, History] = {}
@@ -134,6 +136,8 @@ class Stage:
                 received[aggregation.name] = Received(leaf, block)
         with torch.set_grad_enabled(self._training and not self.recompute):
             pushed, values = self._compute(chunk, step, leaves, received)
+        if self.watch is not None:
+            self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:
             for aggregation in self.piece.rounds[step]:
                 self._history(aggregation, step).push(chunk, pushed[aggregation.name])

@@ -23,6 +23,7 @@ from gnnpipe.models.dropout import row_keys
 from gnnpipe.runtime.exchange import Exchange
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.runtime.forecast import Forecaster
+from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.history import History, HistorySpec
 from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
@@ -108,7 +109,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     )
     executor = Executor(
         prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
-        optimizer, (dtype, prepared.row_dtype), forecaster,
+        optimizer, (dtype, prepared.row_dtype),
+        Guard(piece.named_parameters(), mesh, config.clip_norm), forecaster,
     )  # fmt: skip
     return Assembly(
         executor, target, evaluation_program(prepared.plan), answers, prepared.metric,

@@ -29,7 +29,8 @@ class BestEpoch:
         """
         self._sign = -1.0 if less_is_better else 1.0
         self._weights, self._keeps, self._patience = weights, keeps, patience
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
+        """Weights of the best epoch, in order; empty if none are kept."""
         self.epoch = 0
         """From 1; 0 before the first evaluation."""
         self.scores: Scores | None = None
@@ -39,8 +40,13 @@ class BestEpoch:
         if self.scores is None or self._height(scores) > self._height(self.scores):
             self.epoch, self.scores = epoch, scores
             if self._keeps:
-                self._kept = [p.detach().clone() for p in self._weights]
+                self.kept = [p.detach().clone() for p in self._weights]
         return bool(self._patience) and epoch - self.epoch >= self._patience
+
+    def take(self, epoch: int, scores: Scores, kept: Sequence[Tensor]) -> None:
+        """Start from the best of a run so far; ``kept``: its weights, if they are to be kept."""
+        self.epoch, self.scores = epoch, scores
+        self.kept = list(kept) if self._keeps else []
 
     def _height(self, scores: Scores) -> float:
         return -math.inf if math.isnan(scores.val_metric) else self._sign * scores.val_metric
@@ -48,5 +54,5 @@ class BestEpoch:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the kept weights back, if any were kept."""
-        for parameter, kept in zip(self._weights, self._kept, strict=self._keeps):
+        for parameter, kept in zip(self._weights, self.kept, strict=self._keeps):
             parameter.copy_(kept)

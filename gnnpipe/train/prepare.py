@@ -7,10 +7,8 @@ and ``assemble`` goes on.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +33,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
 from gnnpipe.train.choose import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.train.describe import describe
+from gnnpipe.train.identity import agreed_digest
 from gnnpipe.train.row_blocks import row_blocks, walked_in
 from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
@@ -64,6 +63,8 @@ class Prepared:
     """[K, K] edges by (reading chunk, chunk read); none where nothing is stale."""
     metric: str
     """What is reported beside accuracy; never 'auto'."""
+    digest: str
+    """Of the graph as it was given: a run goes on with the same one only."""
     loss_fn: LossFn | None = None
     """The user's own; none: cross entropy, of classes or of labels."""
 
@@ -136,7 +137,7 @@ def prepare(
         error = fault
     mesh.agree(error)
     assert graph is not None
-    _check_same(graph, mesh)
+    digest = agreed_digest(graph, mesh)
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
     dtype = number_dtype(config)
@@ -195,33 +196,8 @@ def prepare(
     )  # fmt: skip
     return Prepared(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
-        volume, pilots, edges, metric, loss_fn,
+        volume, pilots, edges, metric, digest, loss_fn,
     )  # fmt: skip
-
-
-def _check_same(graph: Graph, mesh: Mesh) -> None:
-    """``InputError`` if the ranks have made different graphs; of features a sample is looked at."""
-    if mesh.world_size == 1:
-        return
-    n = graph.num_vertices
-    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
-    arrays += [graph.test_mask, *graph.edge_data.values()]
-    if graph.pairs is not None:
-        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
-    for name in graph.row_types if graph.types is None else graph.types.features:
-        x = graph.features(name)
-        rows = x[:: max(1, n // _SAMPLED)]
-        arrays.append(rows.data if sp.issparse(rows) else rows)
-    digest = [zlib.crc32(np.ascontiguousarray(a).tobytes()) for a in arrays]
-    if len(set(map(tuple, mesh.gather(digest)))) > 1:
-        raise InputError(
-            "graph: is another on every rank; make it in the same way, and seed what draws "
-            "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
-        )
-
-
-_SAMPLED = 10_000
-"""Rows of features that are compared between ranks."""
 
 
 def _num_edges(graph: Graph) -> dict[str, int]:

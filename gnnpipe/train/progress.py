@@ -27,6 +27,7 @@ class Progress:
         self.metric = "" if metric == "accuracy" else f"{metric}: "
         self.speaks = speaks
         self.console = Console(highlight=False, soft_wrap=True)
+        self._done = 0
         self._live: RichProgress | None = None
         self._last = 0.0
         self._scores = ""
@@ -37,6 +38,10 @@ class Progress:
         if self.speaks:
             self.console.print(text, markup=False)
 
+    def start_at(self, epoch: int) -> None:
+        """So many epochs were done before."""
+        self._done = epoch
+
     def __enter__(self) -> Progress:
         if self.speaks and self.console.is_terminal:
             live = RichProgress(
@@ -44,7 +49,7 @@ class Progress:
                 TextColumn("{task.description}"), TimeRemainingColumn(),
                 console=self.console,
             )  # fmt: skip
-            task = live.add_task("", total=self.epochs)
+            task = live.add_task("", total=self.epochs, completed=self._done)
             self._update = lambda text: live.update(task, advance=1, description=text)
             self._live = live
             live.start()

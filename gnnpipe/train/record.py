@@ -7,13 +7,16 @@ an epoch, result.json and model.pt come last. A folder that holds another run is
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
+import io
 import json
 import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -88,14 +91,20 @@ def run_path(config: TrainConfig) -> Path:
 class RunFolder:
     """Writes one run's folder; only rank 0 has one."""
 
-    def __init__(self, path: Path) -> None:
-        """Check the place before any work: ``InputError`` if it is taken or cannot be written."""
-        self.path = path
+    def __init__(self, path: Path, goes_on: bool = False) -> None:
+        """Check the place before any work: ``InputError`` if it is taken or cannot be written.
+
+        ``goes_on``: the run in it is the one to be gone on with.
+        """
+        self.path, self.goes_on = path, goes_on
+        self._columns: list[str] = []
+        self._lock: int | None = None
         if path.exists() and not path.is_dir():
             raise InputError(f"--out {str(path)!r}: is a file; give a folder")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and any(path.iterdir()) and not goes_on:
             raise InputError(
-                f"--out {str(path)!r}: holds another run (or other files); give a new folder"
+                f"--out {str(path)!r}: holds another run (or other files); give a new folder, or "
+                f"go on with it by --resume {path}"
             )
         existing = path
         while not existing.exists():
@@ -104,19 +113,50 @@ class RunFolder:
             raise InputError(
                 f"--out {str(path)!r}: {str(existing)!r} cannot be written; give another folder"
             )
+        if goes_on:
+            self._claim()
+
+    def _claim(self) -> None:
+        """Two processes must not write one run; the lock goes with the process, however it ends."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a disk that has no locks
+            self.release()
+            raise InputError(
+                f"--out {str(self.path)!r}: another process is writing this run; wait for its end, "
+                "or give another folder"
+            ) from None
+
+    def release(self) -> None:
+        """Nothing more will be written."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:
         """Make the folder and write what is known before the first epoch."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(self.path / "config.toml", "x", encoding="utf-8") as file:
-                file.write(config.to_toml())
-        except FileExistsError:
-            raise InputError(
-                f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
-            ) from None
-        (self.path / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-        (self.path / "program.txt").write_text(program, encoding="utf-8")
+        text = config.to_toml()
+        if self.goes_on:
+            before = (self.path / "config.toml").read_text(encoding="utf-8")
+            if before != text:
+                number = 1 + sum(1 for _ in self.path.glob("config-before-*.toml"))
+                _replace(self.path / f"config-before-{number}.toml", before)
+            _replace(self.path / "config.toml", text)
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(self.path / "config.toml", "x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                raise InputError(
+                    f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
+                ) from None
+            self._claim()
+        _replace(self.path / "plan.json", plan.to_json())
+        _replace(self.path / "program.txt", program)
 
     @property
     def _metrics(self) -> Path:
@@ -125,32 +165,69 @@ class RunFolder:
     def add(self, row: EpochRow) -> None:
         """Append a row to metrics.csv; it is on disk when this returns."""
         cells = row.cells()
-        is_new = not self._metrics.exists()
+        if not self._columns or not set(cells) <= set(self._columns):
+            self._widen(list(cells))
         with open(self._metrics, "a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, cells)
-            if is_new:
-                writer.writeheader()
-            writer.writerow(cells)
+            csv.DictWriter(file, self._columns, restval="").writerow(cells)
+
+    def _widen(self, columns: list[str]) -> None:
+        """Make room for new columns: a run that goes on in another shape may know more."""
+        rows: list[dict[str, str]] = []
+        if self._columns:
+            with open(self._metrics, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        self._columns += [name for name in columns if name not in self._columns]
+        self._write(rows)
+
+    def rewrite(self, rows: Sequence[EpochRow]) -> None:
+        """Make metrics.csv what it was after these rows."""
+        cells = [row.cells() for row in rows]
+        self._columns = list(dict.fromkeys(name for row in cells for name in row))
+        self._write(cells)
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        _replace(self._metrics, text.getvalue())
 
     def close(self, result: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         """Write result.json and the trained weights, model.pt (a ``state_dict``)."""
-        torch.save(dict(weights), self.path / "model.pt")
+        aside = self.path / ".aside-model.pt"
+        torch.save(dict(weights), aside)
+        os.replace(aside, self.path / "model.pt")
         text = json.dumps(plain(result), indent=1, allow_nan=False)
-        (self.path / "result.json").write_text(text + "\n", encoding="utf-8")
+        _replace(self.path / "result.json", text + "\n")
 
 
-def claim_folder(config: TrainConfig, mesh: Mesh) -> RunFolder | None:
-    """The run's folder on rank 0, checked; an error there ends every rank. ``None`` elsewhere."""
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    aside = path.with_name(f".aside-{path.name}")
+    with open(aside, "w", newline="", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def claim_folder(
+    config: TrainConfig, mesh: Mesh, resumed: Path | None = None
+) -> tuple[RunFolder | None, Path | None]:
+    """The run's folder on rank 0, checked, and its path on every rank; an error ends every rank.
+
+    ``resumed``: the folder of the run that is gone on with. Both ``None`` if nothing is written.
+    """
     folder, error = None, None
     if mesh.rank == 0 and config.out != "off":
         try:
-            folder = RunFolder(run_path(config))
+            path = run_path(config)
+            goes_on = resumed is not None and path.resolve() == resumed.resolve()
+            folder = RunFolder(path, goes_on)
         except InputError as fault:
             error = str(fault)
-    failed = mesh.share(error)
+    failed, path = mesh.share((error, folder.path if folder else None))
     if failed:
         raise InputError(failed)
-    return folder
+    return folder, path
 
 
 def _writable(folder: Path) -> bool:

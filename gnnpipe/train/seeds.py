@@ -100,7 +100,7 @@ def fit_seeds(
     if config.seed + count > 2**32:
         raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
     met = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-    folder = claim_folder(config, met)
+    folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
     for seed in range(config.seed, config.seed + count):
         if met.rank == 0 and not config.quiet:

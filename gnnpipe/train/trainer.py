@@ -6,9 +6,9 @@ The same script runs on one device and under torchrun; every rank makes a ``Trai
 
 from __future__ import annotations
 
-import math
-import time
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,18 @@ from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import receive_bandwidth
 from gnnpipe.train.assemble import Assembly, assemble
-from gnnpipe.train.best import BestEpoch
-from gnnpipe.train.learning_rate import LearningRate
-from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk, train_epoch
-from gnnpipe.train.prepare import Prepared, chunk_order, prepare
+from gnnpipe.train.checkpoint.folder import sweep
+from gnnpipe.train.checkpoint.saver import Saver
+from gnnpipe.train.loop import Loop
+from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
+from gnnpipe.train.prepare import Prepared, prepare
 from gnnpipe.train.progress import Progress
-from gnnpipe.train.record import EpochRow, RunFolder, claim_folder
+from gnnpipe.train.record import RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
 from gnnpipe.train.result import RunResult, gather_result
-from gnnpipe.train.staleness import measure_staleness
-from gnnpipe.train.task import ERRORS, LossFn
+from gnnpipe.train.resume import Start, find_start
+from gnnpipe.train.stopping import Stopping
+from gnnpipe.train.task import LossFn
 
 __all__ = ["Trainer"]
 
@@ -51,6 +53,7 @@ class Trainer:
         plan: Plan | None = None,
         mesh: Mesh | None = None,
         loss_fn: LossFn | None = None,
+        resume: str | Path | None = None,
     ) -> None:
         """Parts that are not given are made from ``config``: graph, model, plan.
 
@@ -62,13 +65,18 @@ class Trainer:
         ``mesh`` if the ranks have met before, for another run of this process. ``loss_fn`` maps
         logits [R, C] and labels [R] of some training vertices to the SUM of their losses; it is
         divided by the number of training labels.
+
+        ``resume``: the folder of a run to go on with from its newest whole checkpoint; ``config``
+        is then what ``resumed_config`` gives.
         """
         self.config = config
         self._graph, self._model, self._plan = graph, model, plan
         self._mesh, self._loss_fn = mesh, loss_fn
+        self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
         self._assembly: Assembly | None = None
         self._fitted = False
+        self._stopping = Stopping(config.time_limit_s)
 
     @property
     def model(self) -> nn.Module:
@@ -87,12 +95,13 @@ class Trainer:
             self._mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
         return self._mesh
 
-    def _setup(self) -> tuple[Mesh, Prepared]:
+    def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:
         """Read, cut and plan; done once."""
         mesh = self._join()
         if self._prepared is None:
+            config = self.config if start is None else start.refilling(self.config)
             self._prepared = prepare(
-                self.config, mesh, self._graph, self._model, self._plan, self._loss_fn
+                config, mesh, self._graph, self._model, self._plan, self._loss_fn
             )
         return mesh, self._prepared
 
@@ -106,36 +115,67 @@ class Trainer:
         if self._fitted:
             raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
         self._fitted = True
+        mesh = self._join()
         # The folder first: a run that cannot be written must not read and cut for an hour.
-        folder = claim_folder(config, self._join())
-        mesh, prepared = self._setup()
+        resumed = self._resume or _restarted(config, mesh)
+        folder, path = claim_folder(config, mesh, resumed)
+        try:
+            return self._fit(mesh, folder, path, resumed)
+        finally:
+            if folder is not None:
+                folder.release()
+
+    def _fit(
+        self, mesh: Mesh, folder: RunFolder | None, path: Path | None, resumed: Path | None
+    ) -> RunResult:
+        config = self.config
+        start, told = None, ""
+        if resumed is not None:
+            start, told = find_start(resumed, config.epochs, mesh, self._resume is not None)
+        prepared = self._setup(start)[1]
         progress = Progress(
             config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
         )
-        for line in head_lines(prepared):
+        for line in [*filter(None, told.splitlines()), *head_lines(prepared)]:
             progress.say(line)
         assembly = self._ready()[2]
+        saver = None
+        if path is not None:
+            saver = Saver(path, config.checkpoints_kept, mesh.saving_group, mesh.rank)
+        loop = Loop(
+            config, mesh, prepared, assembly, folder, saver, progress, {"graph": prepared.digest}
+        )
+        if start is not None:
+            loop.take(start)
+            progress.start_at(start.epoch)
         if folder is not None:
-            written = config
-            if self._graph is not None:
-                # A name that no reader knows: repeating the run must not train another graph.
-                written = replace(config, dataset=f"passed-in:{prepared.graph.name}")
-            if self._model is not None:
-                written = replace(written, model=f"passed-in:{prepared.model.name}")
-            folder.open(written, prepared.plan, prepared.program_text())
+            folder.open(self._written(prepared), prepared.plan, prepared.program_text())
+            if start is not None:
+                folder.rewrite(start.rows)
+            sweep(folder.path)
             progress.say(f"run folder: {folder.path}")
         link_bytes_per_s = receive_bandwidth(mesh)
-        with progress:
-            rows, best = self._loop(mesh, prepared, assembly, folder, progress)
+        with progress, self._stopping:
+            loop.run(self._stopping)
+        rows, best = loop.rows, loop.best
         best.restore()
         weights = self._collect(mesh, prepared)
-        path = folder.path if folder else None
         result = gather_result(mesh, prepared, assembly, rows, best, path, link_bytes_per_s)
         if folder is not None:
             folder.close(result.to_dict(), weights)
         for line in result_lines(result):
             progress.say(line)
         return result
+
+    def _written(self, prepared: Prepared) -> TrainConfig:
+        """The config as the run's folder keeps it."""
+        written = self.config
+        if self._graph is not None:
+            # A name that no reader knows: repeating the run must not train another graph.
+            written = replace(written, dataset=f"passed-in:{prepared.graph.name}")
+        if self._model is not None:
+            written = replace(written, model=f"passed-in:{prepared.model.name}")
+        return written
 
     def evaluate(self) -> Scores:
         """Exact scores with the current weights, on every rank."""
@@ -178,52 +218,6 @@ class Trainer:
             self._assembly = assemble(prepared, mesh)
         return mesh, prepared, self._assembly
 
-    def _loop(
-        self,
-        mesh: Mesh,
-        prepared: Prepared,
-        assembly: Assembly,
-        folder: RunFolder | None,
-        progress: Progress,
-    ) -> tuple[list[EpochRow], BestEpoch]:
-        config, executor = self.config, assembly.executor
-        assert executor.optimizer is not None
-        learning_rate = LearningRate(executor.optimizer, config)
-        state = [tensor for _, tensor in executor.stage.piece.named_state()]
-        is_error = prepared.metric in ERRORS
-        best = BestEpoch(state, config.kept_epoch == "best", config.patience, is_error)
-        rows = []
-        for epoch in range(config.epochs):
-            start = time.perf_counter()
-            order = chunk_order(prepared.config, epoch)
-            loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
-            stale = measure_staleness(prepared, assembly, mesh, order, epoch)
-            trained = time.perf_counter()
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"epoch {epoch + 1}: the loss is {loss}; try a smaller --lr (now {config.lr})"
-                )
-            last = epoch + 1 == config.epochs
-            due = config.eval_every and (epoch + 1) % config.eval_every == 0
-            scores = evaluate(assembly, mesh) if last or due else None
-            row = EpochRow(
-                epoch + 1, loss, scores, trained - start, time.perf_counter() - trained,
-                learning_rate.value, stale,
-            )  # fmt: skip
-            rows.append(row)
-            if folder is not None:
-                folder.add(row)
-            progress.epoch(row)
-            sign = -1.0 if is_error else 1.0
-            learning_rate.step(sign * scores.val_metric if scores else None)
-            if scores is not None and best.see(epoch + 1, scores) and not last:
-                progress.say(
-                    f"stopped after epoch {epoch + 1}: validation {prepared.metric} has not become "
-                    f"better since epoch {best.epoch}"
-                )
-                break
-        return rows, best
-
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
         """The weights of all stages, loaded into the model on every rank."""
         model = prepared.model
@@ -233,3 +227,16 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
+
+
+def _restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
+    """The run to go on with, if torchrun has started these ranks again after a fault."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and not config.out:
+        raise InputError(
+            f"--out: torchrun --max-restarts {restarts} can go on only with a run whose folder it "
+            "knows; give --out a folder"
+        )
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and config.out != "off"
+    path = Path(config.out)
+    return path if mesh.share(is_again and (path / "config.toml").exists()) else None

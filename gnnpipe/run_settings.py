@@ -1,0 +1,58 @@
+"""Settings of a run as a process: where it is written, what it runs on, and how it ends.
+
+None of them changes what is learned; a run can be gone on with under other ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gnnpipe.settings import setting
+
+__all__ = ["RunSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The part of ``TrainConfig`` that is not about the model or its training."""
+
+    out: str = setting(
+        "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
+        group="output",
+    )  # fmt: skip
+    quiet: bool = setting(False, "print nothing while training", group="output")
+    device: str = setting("auto", "auto, cpu or cuda", group="ranks",
+                           choices=("auto", "cpu", "cuda"))  # fmt: skip
+    kernel: str = setting(
+        "auto",
+        "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
+        "installed), measured (the fastest of them here; may differ from run to run, and with it "
+        "the last digits), or auto: embedding-bag on CPUs, measured on GPUs",
+        group="ranks",
+        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse"),
+    )  # fmt: skip
+    timeout_s: float = setting(
+        120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
+    )
+
+    checkpoint_every: int | None = setting(
+        None,
+        "epochs from one checkpoint to the next (default: as many as take about ten minutes; 0: "
+        "none, except when the run is told to stop)",
+        group="checkpoints", low=0,
+    )  # fmt: skip
+    checkpoints_kept: int = setting(
+        2, "checkpoints that remain; older ones are removed", group="checkpoints", low=1
+    )
+    checkpoint_tables: bool = setting(
+        True,
+        "keep the history tables in checkpoints; without them they are small, and the first epoch "
+        "after --resume is walked exactly, to fill the tables again",
+        group="checkpoints",
+    )  # fmt: skip
+    time_limit_s: float = setting(
+        0.0,
+        "seconds after which the run writes a checkpoint and ends with exit code 75, as it does on "
+        "SIGTERM (0: no limit)",
+        group="checkpoints", low=0,
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""The checkpoints of a run: which is the newest that is whole, and which may go.
+
+They lie in ``checkpoints/epoch-000120`` of the run's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from gnnpipe.errors import InputError
+from gnnpipe.train.checkpoint.files import StoredCheckpoint, is_aside
+
+__all__ = ["checkpoint_path", "drop_old", "newest_whole", "sweep"]
+
+
+def checkpoint_path(run: Path, epoch: int) -> Path:
+    """Where the checkpoint behind an epoch (from 1) lies."""
+    return run / "checkpoints" / f"epoch-{epoch:06d}"
+
+
+def _all(run: Path) -> list[Path]:
+    """Newest first."""
+    try:
+        found = list((run / "checkpoints").iterdir())
+    except OSError:
+        return []
+    named = [(m, p) for p in found if (m := re.fullmatch(r"epoch-(\d{6,12})", p.name))]
+    return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]), reverse=True)]
+
+
+def newest_whole(run: Path) -> tuple[StoredCheckpoint | None, list[str]]:
+    """The newest checkpoint that is whole, if there is one; and what is wrong with newer ones."""
+    faults: list[str] = []
+    for path in _all(run):
+        try:
+            return StoredCheckpoint(path), faults
+        except InputError as error:
+            faults.append(str(error))
+    return None, faults
+
+
+def drop_old(run: Path, kept: int) -> None:
+    """Remove all but the newest ``kept``; what cannot be removed stays."""
+    for path in _all(run)[kept:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(run: Path) -> None:
+    """Remove what an interrupted write has left."""
+    with contextlib.suppress(OSError):
+        for path in (run / "checkpoints").iterdir():
+            if is_aside(path):
+                shutil.rmtree(path, ignore_errors=True)

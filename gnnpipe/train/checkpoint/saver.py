@@ -1,0 +1,76 @@
+"""Writes checkpoints while training goes on.
+
+The tensors are copied between two epochs, which takes as long as memory does; the rest happens in
+a thread, which talks to the other ranks in a group of its own. One write at a time: the next one
+waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gnnpipe.train.checkpoint.files import write_checkpoint
+from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Of one rank; all ranks save at the same epochs."""
+
+    def __init__(self, run: Path, kept: int, group: dist.ProcessGroup | None, rank: int) -> None:
+        """``run``: the folder of the run, that all ranks see; ``kept`` checkpoints remain."""
+        self.run, self._kept, self._group, self._rank = run, kept, group, rank
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.begun = 0
+        """Epoch of the last checkpoint that was begun; 0: none."""
+        self.whole = 0
+        """Epoch of the newest checkpoint that is known to be whole; 0: none."""
+
+    def save(self, epoch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Begin to write the checkpoint behind ``epoch`` (from 1)."""
+        self.wait()
+        self.begun = epoch
+        self._thread = threading.Thread(
+            target=self._write, args=(epoch, tensors, state), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, epoch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        try:
+            write_checkpoint(checkpoint_path(self.run, epoch), tensors, state, self._group)
+            if self._rank == 0:
+                drop_old(self.run, self._kept)
+        except BaseException as error:  # a CheckpointException is no Exception
+            self._error = error
+
+    def wait(self) -> None:
+        """Until what was begun is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._error is None:
+                self.whole = self.begun
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write has gone wrong, as far as is known now."""
+        return self._error is not None
+
+    @property
+    def fault(self) -> str:
+        """What went wrong, in a line."""
+        error = self._error
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

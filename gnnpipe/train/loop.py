@@ -1,0 +1,235 @@
+"""The loop over the epochs, from wherever the run stands to its end.
+
+Whatever makes one rank leave the loop (a signal, a disk that is full, numbers that are none) is
+first told to all, so that all leave it behind the same epoch.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import FailedError, StoppedError
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import Assembly
+from gnnpipe.train.best import BestEpoch
+from gnnpipe.train.checkpoint.saver import Saver
+from gnnpipe.train.checkpoint.tensors import load_tensors, set_draw_states, tensors_of
+from gnnpipe.train.diagnose import find_fault
+from gnnpipe.train.learning_rate import LearningRate
+from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.progress import Progress
+from gnnpipe.train.record import EpochRow, RunFolder
+from gnnpipe.train.resume import Start, find_start, state_of
+from gnnpipe.train.staleness import measure_staleness
+from gnnpipe.train.stopping import Stopping
+from gnnpipe.train.task import ERRORS
+
+__all__ = ["Loop"]
+
+CHECKPOINT_AFTER_S = 600.0
+"""Between two checkpoints, where no number of epochs is given."""
+
+LEAST_LR_FACTOR = 2.0**-5
+"""A run that has been restored more often will not be helped by another time."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """One run on one rank; ``rows`` and ``best`` are what has come out so far."""
+
+    config: TrainConfig
+    mesh: Mesh
+    prepared: Prepared
+    assembly: Assembly
+    folder: RunFolder | None
+    """On rank 0, if the run is written."""
+    saver: Saver | None
+    """If the run is written."""
+    progress: Progress
+    identity: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        config, executor = self.config, self.assembly.executor
+        assert executor.optimizer is not None
+        self.rows: list[EpochRow] = []
+        self._weights = dict(executor.stage.piece.named_state())
+        self._is_error = self.prepared.metric in ERRORS
+        self.best = self._no_best()
+        self._lr_factor = 1.0
+        self._learning_rate = LearningRate(executor.optimizer, config)
+        self._saved_at = time.monotonic()
+
+    def _no_best(self) -> BestEpoch:
+        keeps = self.config.kept_epoch == "best"
+        weights = list(self._weights.values())
+        return BestEpoch(weights, keeps, self.config.patience, self._is_error)
+
+    def take(self, start: Start) -> None:
+        """Stand where a checkpoint left the run."""
+        start.check(self.identity)
+        kept = load_tensors(start.stored, self.prepared, self.assembly, self.mesh)
+        set_draw_states(start.stored, self.mesh.rank, self.mesh.world_size)
+        self.rows = list(start.rows)
+        self.best = self._no_best()
+        if start.best is not None and (kept or self.config.kept_epoch == "last"):
+            in_order = [kept[name] for name in self._weights] if kept else []
+            self.best.take(*start.best, in_order)
+        self._set_learning_rate(start.lr_factor)
+
+    def _set_learning_rate(self, factor: float) -> None:
+        """As it stands after the epochs that are done: the schedule is walked again."""
+        optimizer = self.assembly.executor.optimizer
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group.pop("initial_lr", None)
+            group["lr"] = self.config.lr * factor
+        self._lr_factor = factor
+        self._learning_rate = LearningRate(optimizer, self.config)
+        with warnings.catch_warnings():
+            # Torch expects a step of the optimizer before one of the schedule.
+            warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
+            for row in self.rows:
+                self._learning_rate.step(self._score(row))
+
+    def _score(self, row: EpochRow) -> float | None:
+        """The validation metric of an epoch that was evaluated; more is better."""
+        if row.scores is None:
+            return None
+        return -row.scores.val_metric if self._is_error else row.scores.val_metric
+
+    def run(self, stopping: Stopping) -> None:
+        """Train up to the last epoch, or until patience runs out.
+
+        Raises ``StoppedError`` when told to stop, ``FailedError`` when a checkpoint cannot be
+        written, ``FloatingPointError`` when loss or gradients are no longer numbers.
+        """
+        while len(self.rows) < self.config.epochs:
+            is_over = self._epoch(len(self.rows))
+            self._meet(stopping, is_over)
+            if is_over:
+                break
+        if self.saver is not None:
+            self.saver.wait()
+            self._say_failed(self.mesh.sum([float(self.saver.has_failed)])[0] > 0)
+
+    def _epoch(self, epoch: int) -> bool:
+        """Train one, evaluate where it is due, note it; whether patience has run out."""
+        config, mesh, executor = self.config, self.mesh, self.assembly.executor
+        start = time.perf_counter()
+        order = chunk_order(self.prepared.config, epoch)
+        loss = train_epoch(self.assembly, mesh, self.prepared.program_of(epoch), order, epoch)
+        stale = measure_staleness(self.prepared, self.assembly, mesh, order, epoch)
+        trained = time.perf_counter()
+        if not executor.has_stepped and self._mend(epoch, loss):
+            return False
+        last = epoch + 1 == config.epochs
+        due = config.eval_every and (epoch + 1) % config.eval_every == 0
+        scores = evaluate(self.assembly, mesh) if last or due else None
+        row = EpochRow(
+            epoch + 1, loss, scores, trained - start,
+            time.perf_counter() - trained if scores else 0.0, self._learning_rate.value, stale,
+        )  # fmt: skip
+        self.rows.append(row)
+        if self.folder is not None:
+            self.folder.add(row)
+        self.progress.epoch(row)
+        self._learning_rate.step(self._score(row))
+        is_over = scores is not None and self.best.see(epoch + 1, scores) and not last
+        if is_over:
+            self.progress.say(
+                f"stopped after epoch {epoch + 1}: validation {self.prepared.metric} has not "
+                f"become better since epoch {self.best.epoch}"
+            )
+        return is_over
+
+    def _meet(self, stopping: Stopping, is_over: bool) -> None:
+        """Hear from all ranks whether to stop or to write a checkpoint."""
+        if self.saver is None:
+            told = self.mesh.sum([float(stopping.is_due(self.rows[-1].epoch_time_s))])
+            if told[0]:
+                raise StoppedError(self._stopped(stopping, "nothing was written (--out off)"))
+            return
+        every = self.config.checkpoint_every
+        is_old = time.monotonic() - self._saved_at > CHECKPOINT_AFTER_S
+        is_last = is_over or len(self.rows) == self.config.epochs
+        wanted = len(self.rows) % every == 0 or is_last if every else every is None and is_old
+        # Who has written checkpoints can be gone on with, for more epochs.
+        wanted = wanted or (is_last and self.saver.whole > 0 and every != 0)
+        time_s = self.rows[-1].epoch_time_s if self.rows else 0.0
+        stops, fails, writes = self.mesh.sum([
+            float(stopping.is_due(time_s) and not is_last), float(self.saver.has_failed),
+            float(bool(wanted) and self.mesh.rank == 0),
+        ])  # fmt: skip
+        self._say_failed(fails > 0)
+        if (stops or writes) and self.rows and self.saver.begun != len(self.rows):
+            self._save()
+        if stops:
+            self.saver.wait()
+            self._say_failed(self.mesh.sum([float(self.saver.has_failed)])[0] > 0)
+            raise StoppedError(self._stopped(stopping, f"go on with --resume {self.saver.run}"))
+
+    def _stopped(self, stopping: Stopping, where: str) -> str:
+        reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
+        return f"stopped after epoch {len(self.rows)} ({reason}); {where}"
+
+    def _say_failed(self, has_failed: bool) -> None:
+        """End every rank if a checkpoint could not be written."""
+        if not has_failed:
+            return
+        assert self.saver is not None
+        fault = next(filter(None, self.mesh.gather(self.saver.fault)), "unknown")
+        whole = self.saver.whole
+        last = f"the last whole one is of epoch {whole}" if whole else "there is none before it"
+        raise FailedError(
+            f"checkpoint of epoch {self.saver.begun} could not be written to "
+            f"{self.saver.run / 'checkpoints'}: {fault}; {last}; make room and go on with "
+            f"--resume {self.saver.run}"
+        )
+
+    def _save(self) -> None:
+        assert self.saver is not None
+        best = None if self.best.scores is None else (self.best.epoch, self.best.scores)
+        state = state_of(self.rows, best, self.identity, self._lr_factor)
+        kept: dict[str, Tensor] = dict(zip(self._weights, self.best.kept, strict=False))
+        tensors = tensors_of(
+            self.prepared, self.assembly, self.mesh, kept, self.config.checkpoint_tables
+        )
+        self.saver.save(len(self.rows), tensors, state)
+        self._saved_at = time.monotonic()
+
+    def _mend(self, epoch: int, loss: float) -> bool:
+        """What ``--on-nan`` asks for, on every rank; whether the epoch is to be trained again."""
+        config = self.config
+        where = find_fault(self.assembly, self.mesh, epoch, loss)
+        if config.on_nan == "skip":
+            for history in self.assembly.executor.stage.histories.values():
+                history.forget_faults()
+            self.progress.say(f"{where}; its step is skipped")
+            return False
+        if config.on_nan == "restore" and self.saver is not None:
+            self.saver.wait()
+            start, _ = find_start(self.saver.run, config.epochs, self.mesh, needs_one=False)
+            factor = self._lr_factor / 2
+            if start is not None and factor >= LEAST_LR_FACTOR:
+                self.take(start)
+                self._set_learning_rate(factor)
+                if self.folder is not None:
+                    self.folder.rewrite(self.rows)
+                self.progress.say(
+                    f"{where}; going on from epoch {start.epoch} with --lr x {factor:g}"
+                )
+                return True
+            where += "; no checkpoint to go back to" if start is None else "; restored too often"
+        if self.saver is not None:
+            self.saver.wait()
+        raise FloatingPointError(
+            f"{where}; try a smaller --lr (now {self._learning_rate.value:g}) or --clip-norm 1"
+        )

@@ -1,0 +1,73 @@
+"""Told to stop: by SIGTERM, as a scheduler does before it takes the machine away, or by the clock.
+
+A run stops between two epochs, behind a checkpoint. If an epoch takes longer than the sender of the
+signal waits, the process ends without: the last checkpoint is what remains.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+
+__all__ = ["STOPPED", "Stopping"]
+
+STOPPED = 75
+"""Exit code of a run that was told to stop: EX_TEMPFAIL, try again."""
+
+GRACE_S = 25.0
+"""Most wait 30 s from SIGTERM to SIGKILL; some of it is left for leaving."""
+
+
+class Stopping:
+    """Of one rank; a context in which SIGTERM is noted instead of obeyed."""
+
+    def __init__(self, time_limit_s: float) -> None:
+        """The clock begins now; 0 is no limit."""
+        self._limit, self._start = time_limit_s, time.monotonic()
+        self._before: object = None
+        self._timer: threading.Timer | None = None
+        self.reason = ""
+        """Why, once it is so."""
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if threading.current_thread() is threading.main_thread():
+            before = self._before if callable(self._before) else signal.SIG_DFL
+            signal.signal(signal.SIGTERM, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.reason = "SIGTERM"
+        if self._timer is None:
+            self._timer = threading.Timer(GRACE_S, _leave)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def is_due(self, epoch_time_s: float) -> bool:
+        """Whether to stop now, when another epoch would take so long."""
+        if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
+            self.reason = self.reason or f"--time-limit-s {self._limit:g}"
+        return bool(self.reason)
+
+
+def _leave() -> None:
+    print(
+        f"gnnpipe: the epoch was not over {GRACE_S:.0f} s after SIGTERM; what remains is the last "
+        "checkpoint",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    os._exit(STOPPED)
