@@ -258,7 +258,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         # Another rank's fault reaches this one as a broken connection. The rank at fault speaks
         # first: torchrun ends the others while they wait here.
-        if _lost_peer(error):
+        from gnnpipe.train.rank_log import is_lost_peer
+
+        if is_lost_peer(error):
             time.sleep(PATIENCE_S)
             print(f"gnnpipe: rank {rank} lost another rank: {error}", file=sys.stderr, flush=True)
         else:
@@ -278,9 +280,3 @@ def _show_warning(
     """One line, from one rank, without the line of code that it came from."""
     if os.environ.get("RANK", "0") == "0":
         print(f"gnnpipe: warning: {message}", file=sys.stderr, flush=True)
-
-
-def _lost_peer(error: Exception) -> bool:
-    """The error came out of torch.distributed rather than out of this rank's own work."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "distributed" in frames[-1].filename.split(os.sep)

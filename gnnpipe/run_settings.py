@@ -32,8 +32,11 @@ class RunSettings:
         choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse"),
     )  # fmt: skip
     timeout_s: float = setting(
-        120.0, "seconds a rank waits for another before the run is ended", group="ranks", above=0
-    )
+        120.0,
+        "seconds a rank waits for another before the run is ended; one that gives no sign of life "
+        "is given up after an eighth of it",
+        group="ranks", above=0,
+    )  # fmt: skip
 
     checkpoint_every: int | None = setting(
         None,

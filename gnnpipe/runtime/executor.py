@@ -28,6 +28,9 @@ __all__ = ["CommBytes", "Executor"]
 
 T = TypeVar("T")
 
+_AROUND = 4
+"""Actions before and behind a failing one that are shown with it."""
+
 
 @dataclass(frozen=True)
 class CommBytes:
@@ -81,6 +84,7 @@ class Executor:
         """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
         self._next: Action | None = None
+        self._at: tuple[Action, int] | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
         self._results: dict[int, dict[str, Tensor]] = {}
         self._run: dict[str, Callable[[Action], None]] = {
@@ -109,12 +113,16 @@ class Executor:
             recorder.begin()
         self.stage.begin(epoch, training)
         actions = program.stages[self.mesh.stage]
-        for action, self._next in zip(actions, (*actions[1:], None), strict=True):
+        for index, action in enumerate(actions):
+            self._at = action, epoch
+            self._next = actions[index + 1] if index + 1 < len(actions) else None
             try:
                 self._run[action.kind](action)
             except Exception as error:
-                error.add_note(self._where(action, epoch))
+                error.add_note(f"gnnpipe: {self.doing}")
+                error.add_note(self._marked(actions, index))
                 raise
+        self._at = None
         recorder.done()
         self.mailbox.drain()
         self._leaving.clear()
@@ -132,12 +140,24 @@ class Executor:
             self.gradient_sum.sent_bytes, control,
         )  # fmt: skip
 
-    def _where(self, action: Action, epoch: int) -> str:
+    @property
+    def doing(self) -> str:
+        """Where this rank is: chunk, epoch and action, or that it is between epochs."""
+        place = f"rank {self.mesh.rank} (stage {self.mesh.stage}, shard {self.mesh.shard})"
+        if self._at is None:
+            return f"{place}, between two passes"
+        action, epoch = self._at
         chunk = f", chunk {self._order[action.position]}" if action.position >= 0 else ""
-        return (
-            f"gnnpipe: rank {self.mesh.rank} (stage {self.mesh.stage}, shard {self.mesh.shard})"
-            f"{chunk}, epoch {epoch}, action {action.text(self.stage.num_steps)}"
-        )
+        return f"{place}{chunk}, epoch {epoch + 1}, action {action.text(self.stage.num_steps)}"
+
+    def _marked(self, actions: Sequence[Action], index: int) -> str:
+        """The part of the stage's program around an action, with that one marked."""
+        first, last = max(index - _AROUND, 0), index + _AROUND + 1
+        texts = [a.text(self.stage.num_steps) for a in actions[first:last]]
+        texts[index - first] = f">>> {texts[index - first]} <<<"
+        dots = ["..."] if first else [], ["..."] if last < len(actions) else []
+        words = " ".join([*dots[0], *texts, *dots[1]])
+        return f"stage {self.mesh.stage}, action {index + 1} of {len(actions)}: {words}"
 
     def _rows(self, chunk: int, value: str) -> int:
         pointer = self.layouts[self._types.get(value, "")].own_ptr

@@ -7,6 +7,7 @@ The same script runs on one device and under torchrun; every rank makes a ``Trai
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError
+from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import receive_bandwidth
+from gnnpipe.runtime.watchdog import SILENCE_SHARE, Watchdog
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
@@ -26,6 +28,7 @@ from gnnpipe.train.loop import Loop
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
 from gnnpipe.train.prepare import Prepared, prepare
 from gnnpipe.train.progress import Progress
+from gnnpipe.train.rank_log import RankLog
 from gnnpipe.train.record import RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
 from gnnpipe.train.result import RunResult, gather_result
@@ -119,14 +122,28 @@ class Trainer:
         # The folder first: a run that cannot be written must not read and cut for an hour.
         resumed = self._resume or _restarted(config, mesh)
         folder, path = claim_folder(config, mesh, resumed)
+        log = RankLog(path, mesh.rank)
         try:
-            return self._fit(mesh, folder, path, resumed)
+            return self._fit(mesh, folder, path, resumed, log)
+        except InputError:
+            raise  # nothing has been touched, and so it shall be
+        except StoppedError as error:
+            log.say(str(error))
+            raise
+        except BaseException as error:
+            log.failed(error)
+            raise
         finally:
             if folder is not None:
                 folder.release()
 
     def _fit(
-        self, mesh: Mesh, folder: RunFolder | None, path: Path | None, resumed: Path | None
+        self,
+        mesh: Mesh,
+        folder: RunFolder | None,
+        path: Path | None,
+        resumed: Path | None,
+        log: RankLog,
     ) -> RunResult:
         config = self.config
         start, told = None, ""
@@ -155,8 +172,12 @@ class Trainer:
             sweep(folder.path)
             progress.say(f"run folder: {folder.path}")
         link_bytes_per_s = receive_bandwidth(mesh)
-        with progress, self._stopping:
+        log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")
+        silence_s = config.timeout_s * SILENCE_SHARE
+        watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.die)
+        with progress, self._stopping, watchdog:
             loop.run(self._stopping)
+        log.say(f"{len(loop.rows)} epochs are done")
         rows, best = loop.rows, loop.best
         best.restore()
         weights = self._collect(mesh, prepared)

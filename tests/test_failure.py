@@ -1,0 +1,180 @@
+"""A rank that fails, falls silent or sees no numbers ends the run promptly, and says where."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+from test_resume import config, table
+
+from gnnpipe import Trainer
+from gnnpipe.errors import InputError
+from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.runtime.guard import Guard
+from gnnpipe.runtime.mesh import Mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launch(out, *words, script=None):
+    program = [str(script)] if script else ["-m", "gnnpipe"]
+    line = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        *program, "train", "--dataset", "karate", "--hidden", "8", "--stages", "2", "--chunks", "3",
+        "--epochs", "100000", "--cache-dir", "off", "--out", str(out), *words,
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def begun(process, out, epochs=3):
+    """Until a few epochs are done; the pids of the ranks."""
+    while not (out / "metrics.csv").exists() or len(table(out)) < epochs:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
+    out = tmp_path / "run"
+    process = launch(out, "--timeout-s", "32")
+    ranks = begun(process, out)
+    os.kill(ranks[1], number)
+    start = time.monotonic()
+    said = process.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 30
+    assert process.returncode != 0
+    if number == signal.SIGSTOP:
+        assert "rank 1 has been silent for 4 s" in said
+        assert "Last known: rank 1 (stage 1, shard 0)" in said
+        assert "The others: rank 0 (stage 0, shard 0)" in said
+        assert "silent" in (out / "logs" / "rank-0.txt").read_text()
+        assert "has been silent" in said[said.index("Root Cause") :]
+
+
+def test_sigterm_to_torchrun_leaves_a_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    process = launch(out)
+    begun(process, out)
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - start < 30
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("epoch-")) == len(table(out))
+
+
+RAISING = """
+import os, sys
+from gnnpipe.runtime.stage import Stage
+plain = Stage.backward
+def backward(self, chunk, steps, following=None):
+    if os.environ["RANK"] == "1" and self._epoch == 2 and chunk == 1:
+        raise MemoryError("made on purpose")
+    return plain(self, chunk, steps, following)
+Stage.backward = backward
+from gnnpipe.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_first_cause_stands_last_and_marks_the_program(tmp_path):
+    script = tmp_path / "raising.py"
+    script.write_text(RAISING)
+    process = launch(tmp_path / "run", script=script)
+    said = process.communicate(timeout=60)[0]
+    last = said[said.index("Root Cause") :]
+    cause = "rank 1 (stage 1, shard 0), chunk 1, epoch 3, action 1B1: MemoryError: made on purpose"
+    assert cause in last
+    assert ">>> 1B1 <<<" in last
+    assert ">>> 1B1 <<<" in (tmp_path / "run" / "logs" / "rank-1.txt").read_text()
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Rows of layer 2 that are no numbers, where ``bad(epoch, training)`` says so."""
+
+    def poison(bad):
+        plain = GCNIILayer.before
+
+        def before(self, values, rows):
+            pushed, values = plain(self, values, rows)
+            if self.index == 2 and not rows.pilot and bad(rows.epoch, rows.training):
+                pushed = pushed * float("nan")
+            return pushed, values
+
+        monkeypatch.setattr(GCNIILayer, "before", before)
+
+    return poison
+
+
+def test_numbers_that_are_none_are_named(poisoned, tmp_path):
+    seen = []
+    poisoned(lambda epoch, training: seen.append(epoch) or 3 in seen)
+    out = tmp_path / "run"
+    with pytest.raises(FloatingPointError) as caught:
+        Trainer(config(out, eval_every=0), small_graph()).fit()
+    text = str(caught.value)
+    assert "epoch 4: the loss is nan, first in stage 0, layer gcnii2, chunk 0; try a" in text
+    assert len(table(out)) == 3, "what was done before stays"
+
+
+def test_a_step_without_numbers_is_left_out(poisoned, tmp_path):
+    poisoned(lambda epoch, training: training and epoch == 3)
+    result = Trainer(config(tmp_path / "run", on_nan="skip"), small_graph()).fit()
+    losses = [row.loss for row in result.history]
+    assert [i for i, loss in enumerate(losses) if loss != loss] == [3]
+    assert len(losses) == 9
+
+
+def test_restore_goes_back_with_half_the_learning_rate(poisoned, tmp_path):
+    seen = []
+
+    def bad(epoch, training):
+        """All six chunks of epoch 5, the first two times that it is trained."""
+        seen.append(epoch if training else -1)
+        return training and epoch == 5 and seen.count(5) <= 12
+
+    poisoned(bad)
+    run = config(tmp_path / "run", on_nan="restore", checkpoint_every=2)
+    result = Trainer(run, small_graph()).fit()
+    assert [row.epoch for row in result.history] == list(range(1, 10))
+    assert {row.lr for row in result.history[:4]} == {0.05}
+    assert {row.lr for row in result.history[4:]} == {0.0125}
+    assert [float(row["loss"]) for row in table(tmp_path / "run")] == [
+        row.loss for row in result.history
+    ]
+
+
+def test_restore_needs_checkpoints():
+    with pytest.raises(InputError, match="--on-nan restore: with --out off"):
+        config("off", on_nan="restore")
+
+
+def clipped(stages, limit):
+    mesh = Mesh.join(stages, 1)
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for i, weight in enumerate(weights):
+        weight.grad = torch.full((3,), float(1 + i + 2 * mesh.rank))
+    guard = Guard([(f"w{i}", w) for i, w in enumerate(weights)], mesh, limit)
+    assert guard.passes(1.0)
+    return guard.norm, [w.grad.tolist() for w in weights]
+
+
+def test_gradients_are_clipped_by_their_length_over_all_stages():
+    whole = (3 * (1 + 4 + 9 + 16)) ** 0.5
+    for rank, (norm, grads) in enumerate(run_ranks(clipped, 2, 2, whole / 2)):
+        assert norm == pytest.approx(whole)
+        assert [g[0] for g in grads] == pytest.approx([0.5 + rank, 1 + rank])
+    (_, free), _ = run_ranks(clipped, 2, 2, 0.0)
+    assert free == [[1.0] * 3, [2.0] * 3]
