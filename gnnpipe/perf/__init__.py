@@ -2,9 +2,10 @@
 
 from gnnpipe.perf.memory import MemoryEstimate, estimate_memory
 from gnnpipe.perf.spans import Collective, EpochSpans, Message, TimeShares, time_shares
+from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
 from gnnpipe.perf.volume import CommVolume, closed_form_volume
 
 __all__ = [
-    "Collective", "CommVolume", "EpochSpans", "MemoryEstimate", "Message", "TimeShares",
-    "closed_form_volume", "estimate_memory", "time_shares",
+    "Collective", "CommVolume", "EpochSpans", "MemoryEstimate", "Message", "Span", "TimeShares",
+    "Trace", "closed_form_volume", "estimate_memory", "read_trace", "time_shares", "write_trace",
 ]  # fmt: skip
