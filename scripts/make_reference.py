@@ -62,6 +62,7 @@ FILES = """## The run folder
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
 | `metrics.csv` | a row an epoch | see below |
 | `result.json` | at the end | see below |
+| `trace.json` | at the end, on CPUs | the timeline of one epoch as Chrome trace events; Perfetto opens it |
 | `model.pt` | at the end | the weights of all stages, a `state_dict` |
 
 The cut (which vertex is in which chunk) is not in the folder. It is made again from the graph, the
@@ -196,7 +197,7 @@ def page() -> str:
     lines += [
         f"| `{f.name}` | {told[f.name]} |"
         for f in dataclasses.fields(RunResult)
-        if f.name not in ("history", "path")
+        if f.name not in ("history", "timeline", "path")
     ]
     lines += ["", SEEDS.strip()]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ import torch
 from helpers import run_ranks, small_graph
 
 from gnnpipe import InputError, TrainConfig, Trainer
+from gnnpipe.perf import read_trace
 from gnnpipe.plan import Plan
 from gnnpipe.train.metrics import Scores
 from gnnpipe.train.prepare import chunk_order
@@ -59,7 +60,13 @@ def test_run_folder_is_whole_and_repeats(tmp_path):
     names = {p.name for p in out.iterdir()}
     assert names == {
         "config.toml", "plan.json", "program.txt", "metrics.csv", "result.json", "model.pt",
+        "trace.json",
     }  # fmt: skip
+    trace = read_trace(out / "trace.json")
+    assert trace.predicted == ()
+    kinds = [(s.kind, s.steps) for s in trace.measured if s.kind != "WAIT"]
+    program = Trainer(config)._setup()[1].program_of(6).stages[0]
+    assert kinds == [(a.kind, a.steps) for a in program]
     with open(out / "metrics.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [int(r["epoch"]) for r in rows] == list(range(1, 8))

@@ -1,11 +1,20 @@
 """What a plan costs before it runs, and where the time of an epoch went."""
 
+from gnnpipe.perf.measured import measured_spans
 from gnnpipe.perf.memory import MemoryEstimate, estimate_memory
-from gnnpipe.perf.spans import Collective, EpochSpans, Message, TimeShares, time_shares
+from gnnpipe.perf.spans import (
+    ActionTimes,
+    Collective,
+    EpochSpans,
+    Message,
+    TimeShares,
+    time_shares,
+)
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
 from gnnpipe.perf.volume import CommVolume, closed_form_volume
 
 __all__ = [
-    "Collective", "CommVolume", "EpochSpans", "MemoryEstimate", "Message", "Span", "TimeShares",
-    "Trace", "closed_form_volume", "estimate_memory", "read_trace", "time_shares", "write_trace",
+    "ActionTimes", "Collective", "CommVolume", "EpochSpans", "MemoryEstimate", "Message", "Span",
+    "TimeShares", "Trace", "closed_form_volume", "estimate_memory", "measured_spans", "read_trace",
+    "time_shares", "write_trace",
 ]  # fmt: skip

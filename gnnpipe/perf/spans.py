@@ -17,8 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
+from gnnpipe.schedule import Action
+
+__all__ = ["ActionTimes", "Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
+
+
+class ActionTimes(NamedTuple):
+    """When a rank did an action, waits inside it included; a plain tuple, for it is made often."""
+
+    action: Action
+    chunk: int
+    """The chunk at its position; PILOT or -1 where the position is that."""
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class EpochSpans:
     sent_s: dict[tuple[str, int, int], float] = field(default_factory=dict)
     """By (way, rank that it went to, position)."""
     collectives: list[Collective] = field(default_factory=list)
+    actions: list[ActionTimes] = field(default_factory=list)
 
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same notes on a clock that shows ``offset_s`` more."""
@@ -70,6 +84,7 @@ class EpochSpans:
             ],
             {key: at + o for key, at in self.sent_s.items()},
             [Collective(c.started_s + o, c.asked_s + o, c.left_s + o) for c in self.collectives],
+            [a._replace(start_s=a.start_s + o, end_s=a.end_s + o) for a in self.actions],
         )  # fmt: skip
 
 

@@ -116,12 +116,15 @@ class Executor:
         for index, action in enumerate(actions):
             self._at = action, epoch
             self._next = actions[index + 1] if index + 1 < len(actions) else None
+            started_s = recorder.clock()
             try:
                 self._run[action.kind](action)
             except Exception as error:
                 error.add_note(f"gnnpipe: {self.doing}")
                 error.add_note(self._marked(actions, index))
                 raise
+            chunk = order[action.position] if action.position >= 0 else action.position
+            recorder.acted(action, chunk, started_s)
         self._at = None
         recorder.done()
         self.mailbox.drain()

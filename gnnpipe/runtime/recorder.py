@@ -1,6 +1,7 @@
-"""Notes of what a rank waits for while it trains, for ``perf.time_shares``.
+"""Notes of what a rank does and waits for while it trains, for ``perf.time_shares`` and trace.json.
 
-A few clock readings for a message, each well under a microsecond; the last epochs are kept. On a
+A few clock readings for a message and two for an action, each well under a microsecond; the last
+epochs are kept. On a
 GPU actions only start work, so there is nothing to note.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from gnnpipe.perf import Collective, EpochSpans, Message
+from gnnpipe.perf import ActionTimes, Collective, EpochSpans, Message
+from gnnpipe.schedule import Action
 
 __all__ = ["Recorder"]
 
@@ -43,6 +45,11 @@ class Recorder:
         """An epoch begins."""
         if self.is_on:
             self._now = EpochSpans(self.clock())
+
+    def acted(self, action: Action, chunk: int, started_s: float) -> None:
+        """An action is over."""
+        if self._now is not None:
+            self._now.actions.append(ActionTimes(action, chunk, started_s, self.clock()))
 
     def sent(self, way: str, target: int, position: int) -> None:
         """Values are on their way to a rank."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import resource
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gnnpipe.perf import TimeShares
+from gnnpipe.perf import Span, TimeShares, measured_spans, time_shares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import EpochRow, versions
-from gnnpipe.train.timing import gather_time_shares
+from gnnpipe.train.timing import gather_epoch
 
 __all__ = ["RunResult", "gather_result"]
 
@@ -82,12 +82,15 @@ class RunResult:
     versions: dict[str, str]
     history: list[EpochRow] = field(default_factory=list, repr=False)
     """The rows of metrics.csv."""
+    timeline: tuple[Span, ...] = field(default=(), repr=False)
+    """What trace.json holds: the epoch that the time shares are of; empty on a GPU."""
     path: Path | None = None
     """The run's folder."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in result.json: without history and path."""
-        return {k: v for k, v in asdict(self).items() if k not in ("history", "path")}
+        """As it stands in result.json: without history, timeline and path."""
+        kept = asdict(replace(self, history=[], timeline=()))
+        return {k: v for k, v in kept.items() if k not in ("history", "timeline", "path")}
 
 
 def gather_result(
@@ -110,6 +113,7 @@ def gather_result(
     times = [r.epoch_time_s for r in rows]
     counted_epochs = len(times) - min(WARM_UP, len(times) - 1)
     stale = [r.staleness for r in rows if r.staleness is not None]
+    epoch, links = gather_epoch(mesh, counted_epochs), mesh.gather(link_bytes_per_s)
     return RunResult(
         dataset=prepared.graph.name, model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
@@ -130,10 +134,11 @@ def gather_result(
         missed=list(stale[-1].missed) if stale else [],
         comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
-        time_shares=gather_time_shares(mesh, link_bytes_per_s, counted_epochs),
-        link_bytes_per_s=mesh.gather(link_bytes_per_s),
+        time_shares=time_shares(epoch, config.shards, links) if epoch else [],
+        link_bytes_per_s=links,
         peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
-        history=list(rows), path=path,
+        history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
+        path=path,
     )  # fmt: skip
 
 

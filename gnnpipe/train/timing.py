@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from gnnpipe.perf import TimeShares, time_shares
+from gnnpipe.perf import EpochSpans, TimeShares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import clock_offset
 
-__all__ = ["gather_time_shares", "time_lines"]
+__all__ = ["gather_epoch", "time_lines"]
 
 
-def gather_time_shares(mesh: Mesh, link_bytes_per_s: float, counted: int) -> list[TimeShares]:
-    """By rank, of the epoch of median length among the last ones; empty on a GPU.
+def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
+    """Notes by rank, on one clock, of the epoch of median length among the last ones.
 
-    ``link_bytes_per_s``: how fast this rank receives; ``counted``: epochs at the end that are no
-    warm-up. On every rank.
+    ``counted``: epochs at the end that are no warm-up. On every rank; empty on a GPU.
     """
     offset = clock_offset(mesh)
-    mine = [spans.shifted(offset) for spans in list(mesh.recorder.epochs)[-counted:]]
-    both = mesh.gather((mine, link_bytes_per_s))
-    epochs = list(zip(*(spans for spans, _ in both), strict=True))
-    if not epochs:
+    epochs = list(mesh.recorder.epochs)[-counted:]
+    by_length = sorted(range(len(epochs)), key=lambda i: epochs[i].end_s - epochs[i].start_s)
+    # Rank 0 chooses; only that epoch travels.
+    chosen = mesh.share(by_length[len(by_length) // 2] if by_length else None)
+    if chosen is None:
         return []
-    by_length = sorted(epochs, key=lambda ranks: ranks[0].end_s - ranks[0].start_s)
-    return time_shares(by_length[len(epochs) // 2], mesh.shards, [speed for _, speed in both])
+    return mesh.gather(epochs[chosen].shifted(offset))
 
 
 def time_lines(shares: list[TimeShares]) -> list[str]:

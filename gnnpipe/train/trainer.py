@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import receive_bandwidth
@@ -183,6 +184,8 @@ class Trainer:
         weights = self._collect(mesh, prepared)
         result = gather_result(mesh, prepared, assembly, rows, best, path, link_bytes_per_s)
         if folder is not None:
+            if result.timeline:
+                write_trace(folder.path / "trace.json", Trace(result.timeline))
             folder.close(result.to_dict(), weights)
         for line in result_lines(result):
             progress.say(line)

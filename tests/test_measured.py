@@ -1,0 +1,136 @@
+"""The measured timeline: made notes with a known critical path, and real ranks of real runs."""
+
+import time
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe.perf import ActionTimes, Collective, EpochSpans, Message, Span, measured_spans
+from gnnpipe.schedule import Action
+
+NAP_S = 0.2
+
+
+def notes_of_two_stages():
+    """Two chunks: rank 0 takes 2 s for each forward, rank 1 takes 1 s, then both go back.
+
+    rank 0: F0 0-2, F1 2-4,                 B1 waits 6-6.5 (sent at 6.2)
+    rank 1: F0 waits 0-2, works 2-3, F1 waits 3-4.5 (0.5 s on the wire), works 4.5-5.5, B1 5.5-6.2
+    """
+
+    def act(kind, stage, position, start, end, steps=(0, 1), peer=-1):
+        return ActionTimes(Action(kind, stage, position, steps, peer), position, start, end)
+
+    first = EpochSpans(
+        10.0, 18.0, 18.0,
+        messages=[Message(("B", 1, 1), 100, 10, 16.0, 16.5)],
+        sent_s={("F", 1, 0): 12.0, ("F", 1, 1): 14.0},
+        actions=[
+            act("F", 0, 0, 10, 12), act("SEND_F", 0, 0, 12, 12.01, peer=1),
+            act("F", 0, 1, 12.01, 14), act("SEND_F", 0, 1, 14, 14.01, peer=1),
+            act("B", 0, 1, 16, 18),
+        ],
+    )  # fmt: skip
+    second = EpochSpans(
+        10.0, 18.0, 16.25,
+        messages=[Message(("F", 0, 0), 100, 10, 10, 12.0), Message(("F", 0, 1), 100, 10, 13, 14.5)],
+        sent_s={("B", 0, 1): 16.2},
+        actions=[
+            act("F", 1, 0, 10, 13), act("F", 1, 1, 13, 15.5), act("B", 1, 1, 15.5, 16.2),
+            act("SEND_B", 1, 1, 16.2, 16.25, peer=0),
+        ],
+    )  # fmt: skip
+    return [first, second]
+
+
+def test_spans_begin_at_zero_and_say_what_they_are():
+    spans = measured_spans(notes_of_two_stages(), 1)
+    assert spans[0] == Span(0, "F", 0.0, 2.0, 0, 0, (0, 1), is_critical=True)
+    send = next(s for s in spans if s.kind == "SEND_F")
+    assert (send.peer, send.size_bytes, send.chunk) == (1, 100, 0)
+    waits = [(s.rank, s.start_s, s.end_s) for s in spans if s.kind == "WAIT"]
+    assert waits == [
+        (0, 6, 6.5), (1, 0, 2), (1, 3, 4.5), (1, 6.25, 8)
+    ]  # fmt: skip
+    for rank in (0, 1):
+        starts = [s.start_s for s in spans if s.rank == rank]
+        assert starts == sorted(starts)
+
+
+def test_the_critical_path_goes_back_over_the_ranks_that_were_waited_for():
+    spans = measured_spans(notes_of_two_stages(), 1)
+    on = {(s.rank, s.name) for s in spans if s.is_critical and s.kind in "FB"}
+    # Rank 1's first chunk is not on it: its second one had to wait for rank 0 anyway.
+    assert on == {(0, "F 0"), (0, "F 1"), (1, "F 1"), (1, "B 1"), (0, "B 1")}
+    # Of rank 0's last wait most was on the wire, of rank 1's for chunk 1 a third.
+    assert [s.is_critical for s in spans if s.kind == "WAIT"] == [True, False, False, False]
+
+
+def test_the_last_shard_to_come_is_on_the_path():
+    step = Action("STEP", 0)
+    notes = [
+        EpochSpans(
+            0, 6, 6, collectives=[Collective(begun, begun, 5)],
+            actions=[ActionTimes(step, -1, 0, 5.5), ActionTimes(step, -1, 5.5, 6)],
+        )
+        for begun in (1, 4)
+    ]  # fmt: skip
+    spans = measured_spans(notes, 2)
+    first = [[s.is_critical for s in spans if s.rank == r and s.kind == "STEP"] for r in (0, 1)]
+    # Shard 0 goes on last, but until 4 s it was shard 1 that both waited for.
+    assert first == [[False, True], [True, False]]
+
+
+def timeline_of(shape, slow):
+    """The timeline of a run in which one rank naps in every forward action."""
+    from gnnpipe import Trainer
+    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.stage import Stage
+
+    stages, shards, chunks = shape
+    mesh = Mesh.join(stages, shards)
+    forward = Stage.forward
+
+    def napping(self, chunk, steps):
+        if slow == mesh.rank and self._training:
+            time.sleep(NAP_S)
+        return forward(self, chunk, steps)
+
+    Stage.forward = napping
+    config = quick_config(stages=stages, shards=shards, chunks=chunks, layers=4, eval_every=0)
+    try:
+        trainer = Trainer(config, graph=small_graph(), mesh=mesh)
+        result = trainer.fit()
+    finally:
+        Stage.forward = forward
+    program = trainer._prepared.program_of(config.epochs - 1)
+    return result.timeline, program, result.time_shares
+
+
+@pytest.mark.parametrize(
+    ("shape", "slow"), [((2, 1, 2), 0), ((2, 1, 2), 1), ((1, 2, 2), 1), ((2, 2, 2), 3)]
+)
+def test_the_timeline_of_a_real_run(shape, slow):
+    stages, shards, chunks = shape
+    spans, program, shares = run_ranks(timeline_of, stages * shards, shape, slow)[0]
+    for rank in range(stages * shards):
+        mine = [s for s in spans if s.rank == rank]
+        done = [(s.kind, s.steps) for s in mine if s.kind != "WAIT"]
+        assert done == [(a.kind, a.steps) for a in program.stages[rank // shards]]
+        ends = [s.end_s for s in mine if s.kind != "WAIT"]
+        begins = [s.start_s for s in mine if s.kind != "WAIT"]
+        assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+        walked = [s.chunk for s in mine if s.kind == "F" and s.steps[0] == 0]
+        assert sorted(walked) == list(range(chunks))
+    # The rank that naps is what everyone waits for.
+    naps = [s for s in spans if s.rank == slow and s.kind == "F"]
+    assert all(s.is_critical for s in naps)
+    assert sum(s.end_s - s.start_s for s in naps) >= chunks * NAP_S
+    critical = sum(s.end_s - s.start_s for s in spans if s.is_critical and s.kind != "WAIT")
+    assert critical > 0.5 * max(share.epoch_s for share in shares)
+
+
+def test_an_epoch_of_one_rank_is_all_critical():
+    spans, _, _ = run_ranks(timeline_of, 1, (1, 1, 1), -1)[0]
+    assert all(s.is_critical for s in spans if s.kind != "WAIT")
+    assert [s.kind for s in spans if s.kind != "WAIT"] == ["F", "B", "STEP"]
