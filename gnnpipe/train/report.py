@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from gnnpipe.train.result import RunResult
     from gnnpipe.train.staleness import Staleness
 
-__all__ = ["head_lines", "human_bytes", "info_lines", "memory_by_rank", "result_lines", "score"]
+__all__ = [
+    "head_lines", "human_bytes", "info_lines", "memory_by_rank", "memory_of_rank", "result_lines",
+    "score",
+]  # fmt: skip
 
 
 def human_bytes(size: float) -> str:
@@ -156,43 +159,46 @@ def _span(by_layer: Sequence[float]) -> str:
 
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
+    plan = prepared.plan
+    return [
+        memory_of_rank(prepared, stage, shard)
+        for stage in range(plan.num_stages)
+        for shard in range(plan.shards)
+    ]
+
+
+def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
+    """The estimate of one rank."""
     graph, plan, config = prepared.graph, prepared.plan, prepared.config
     sparse = isinstance(graph.x, sp.csr_array)
     if graph.types is not None:
         sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
-    symmetric = _symmetric(prepared)
     linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
-    copied = 0.0 if linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
-    estimates = []
-    for stage in range(plan.num_stages):
-        for shard in range(plan.shards):
-            layout = shard_layout(graph, prepared.chunking, shard)
-            layouts = table_layouts(graph, prepared.chunking, layout)
-            own_pairs = int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0
-            pilots = np.intersect1d(layout.own, prepared.pilots)
-            estimates.append(
-                estimate_memory(
-                    plan,
-                    prepared.model_graph,
-                    stage,
-                    own_rows={t: of.num_own for t, of in layouts.items()},
-                    halo_rows={t: len(of.halo) for t, of in layouts.items()},
-                    own_pairs=own_pairs,
-                    own_edges=int(graph.degrees[layout.own].sum()),
-                    feature_entries=_feature_entries(graph, layout.own),
-                    sparse_features=sparse,
-                    symmetric=symmetric,
-                    snapshot=config.techniques.snapshot_every > 1,
-                    pilot_edges=int(graph.degrees[pilots].sum()),
-                    pilot_feature_entries=_feature_entries(graph, pilots),
-                    extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
-                    number_bytes=prepared.dtype.itemsize,
-                    row_bytes=prepared.row_dtype.itemsize,
-                    recompute=config.recompute,
-                    copied_share=copied,
-                )
-            )
-    return estimates
+    layout = shard_layout(graph, prepared.chunking, shard)
+    layouts = table_layouts(graph, prepared.chunking, layout)
+    pilots = np.intersect1d(layout.own, prepared.pilots)
+    return estimate_memory(
+        plan,
+        prepared.model_graph,
+        stage,
+        own_rows={t: of.num_own for t, of in layouts.items()},
+        halo_rows={t: len(of.halo) for t, of in layouts.items()},
+        own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
+        own_edges=int(graph.degrees[layout.own].sum()),
+        feature_entries=_feature_entries(graph, layout.own),
+        sparse_features=sparse,
+        symmetric=_symmetric(prepared),
+        snapshot=config.techniques.snapshot_every > 1,
+        pilot_edges=int(graph.degrees[pilots].sum()),
+        pilot_feature_entries=_feature_entries(graph, pilots),
+        extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
+        number_bytes=prepared.dtype.itemsize,
+        row_bytes=prepared.row_dtype.itemsize,
+        recompute=config.recompute,
+        copied_share=(
+            0.0 if linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
+        ),
+    )
 
 
 def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from gnnpipe.perf import Span, TimeShares, measured_spans, time_shares
+from gnnpipe.graph.quality import CutQuality
+from gnnpipe.perf import MemoryEstimate, Span, TimeShares, measured_spans, time_shares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import EpochRow, versions
+from gnnpipe.train.report import memory_of_rank
 from gnnpipe.train.timing import gather_epoch
 
 __all__ = ["RunResult", "gather_result"]
@@ -79,6 +81,10 @@ class RunResult:
     (null) with one stage."""
     peak_memory_bytes: list[int]
     """Per rank; on a CPU of the whole process, on a GPU of torch's allocations."""
+    memory_estimate_bytes: list[MemoryEstimate]
+    """Per rank what `gnnpipe info` foretells, by part; without the interpreter and torch."""
+    cut: CutQuality
+    """What the chunks and shards cost: edges that they cut, rows that are read across, balance."""
     versions: dict[str, str]
     history: list[EpochRow] = field(default_factory=list, repr=False)
     """The rows of metrics.csv."""
@@ -113,6 +119,9 @@ def gather_result(
     times = [r.epoch_time_s for r in rows]
     counted_epochs = len(times) - min(WARM_UP, len(times) - 1)
     stale = [r.staleness for r in rows if r.staleness is not None]
+    # The peak first: the estimate needs memory of its own.
+    peaks = mesh.gather(_peak_memory(mesh))
+    estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
     epoch, links = gather_epoch(mesh, counted_epochs), mesh.gather(link_bytes_per_s)
     return RunResult(
         dataset=prepared.graph.name, model=prepared.model.name,
@@ -136,7 +145,8 @@ def gather_result(
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
         link_bytes_per_s=links,
-        peak_memory_bytes=mesh.gather(_peak_memory(mesh)), versions=versions(),
+        peak_memory_bytes=peaks, memory_estimate_bytes=mesh.gather(estimate),
+        cut=prepared.quality, versions=versions(),
         history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
         path=path,
     )  # fmt: skip
