@@ -1,8 +1,8 @@
 """Words to programs: the flags of ``gnnpipe``, made from the config's own definitions.
 
-``train`` trains, ``info`` reports before training, ``verify`` compares a shape with one device. A
-mistake in the input is one line on stderr and exit code 2; torch is only imported once the words
-make sense.
+``train`` trains, ``info`` reports before training, ``verify`` compares a shape with one device,
+``report`` makes a page of a run. A mistake in the input is one line on stderr and exit code 2;
+torch is only imported once the words make sense.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import FailedError, InputError, StoppedError
+from gnnpipe.page.command import add_flags, report
 from gnnpipe.registry import nearest
 from gnnpipe.settings import flag
 
@@ -87,10 +88,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         help="go on with the run in this folder, from its newest whole checkpoint; other flags "
         "change its settings from there on",
     )  # fmt: skip
+    page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
+    add_flags(page)
     for command in (train, info, verify):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
-    return parser, {"train": train, "info": info, "verify": verify}
+    return parser, {"train": train, "info": info, "verify": verify, "report": page}
 
 
 def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -232,9 +235,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         if unknown:
             commands.get(options.command, parser).refuse(unknown)
         if options.command is None:
-            raise InputError("gnnpipe: give a command: train, info or verify; see `gnnpipe --help`")
-        run = {"train": _train, "info": _info, "verify": _verify}[options.command]
-        return run(options)
+            raise InputError(
+                "gnnpipe: give a command: train, info, verify or report; see `gnnpipe --help`"
+            )
+        run = {"train": _train, "info": _info, "verify": _verify, "report": report}
+        return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:
         # Every rank stands before the same fault; one line is enough.
         if rank == "0":

@@ -38,8 +38,9 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 | `gnnpipe info` | graph, cut, memory and bytes of a shape, on one process, before any training |
 | `gnnpipe info --list` | the datasets known by name |
 | `gnnpipe verify` | train a shape and one device, compare losses and gradients |
+| `gnnpipe report RUN` | a page of a run: RUN/report.html or `--save FILE`; `--png`: pictures too |
 
-All three take `--config FILE` (TOML) and every setting below. Flags win over the file, the file
+The first three take `--config FILE` (TOML) and every setting below. Flags win over the file, it
 wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a folder of its
 own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also takes
 `--tolerance` (default {tolerance}). Its own defaults: {verify}.
@@ -62,7 +63,7 @@ FILES = """## The run folder
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
 | `metrics.csv` | a row an epoch | see below |
 | `result.json` | at the end | see below |
-| `trace.json` | at the end, on CPUs | the timeline of one epoch as Chrome trace events; Perfetto opens it |
+| `trace.json` | at the end, on CPUs | one epoch as Chrome trace events, for Perfetto |
 | `model.pt` | at the end | the weights of all stages, a `state_dict` |
 
 The cut (which vertex is in which chunk) is not in the folder. It is made again from the graph, the

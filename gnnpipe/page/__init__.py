@@ -1,0 +1,1 @@
+"""A run folder as one page that a browser opens, or as pictures for a paper. No torch here."""

@@ -1,0 +1,56 @@
+"""``gnnpipe report RUN``: its flags, and where the page and the pictures go."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gnnpipe.errors import InputError
+
+__all__ = ["add_flags", "report"]
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """The words that ``gnnpipe report`` takes."""
+    command.add_argument("run", metavar="RUN", help="folder of a run")
+    command.add_argument("--save", metavar="FILE", help="the page (default RUN/report.html)")
+    command.add_argument(
+        "--png", action="store_true",
+        help="also the curves and the timeline as PNG files beside the page, for a paper",
+    )  # fmt: skip
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page, and the pictures if asked for; say where they are."""
+    from gnnpipe.page.html import MARK, page
+    from gnnpipe.page.run import read_run
+
+    if options.save == "":
+        raise InputError("--save '': give a file, like report.html")
+    folder = Path(options.run)
+    target = Path(options.save) if options.save else folder / "report.html"
+    run = read_run(folder)
+    # Words from outside may hold what UTF-8 cannot.
+    text = page(run).encode("utf-8", "replace")
+    try:
+        if target.exists() and not _is_page(target, MARK):
+            raise InputError(
+                f"--save {str(target)!r}: is something else than a page of gnnpipe; give a new file"
+            )
+        target.write_bytes(text)
+    except OSError as error:
+        raise InputError(
+            f"--save {str(target)!r}: cannot be written ({error.strerror}); give another file"
+        ) from None
+    print(target)
+    if options.png:
+        from gnnpipe.page.png import write_pictures
+
+        for path in write_pictures(run, target.with_suffix("")):
+            print(path)
+    return 0
+
+
+def _is_page(path: Path, mark: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(mark)) == mark.encode()
