@@ -5,7 +5,7 @@ import time
 import pytest
 from helpers import quick_config, run_ranks, small_graph
 
-from gnnpipe.perf import ActionTimes, Collective, EpochSpans, Message, Span, measured_spans
+from gnnpipe.perf import Collective, EpochSpans, Message, Span, measured_spans
 from gnnpipe.schedule import Action
 
 NAP_S = 0.2
@@ -19,7 +19,7 @@ def notes_of_two_stages():
     """
 
     def act(kind, stage, position, start, end, steps=(0, 1), peer=-1):
-        return ActionTimes(Action(kind, stage, position, steps, peer), position, start, end)
+        return Action(kind, stage, position, steps, peer), start, end
 
     first = EpochSpans(
         10.0, 18.0, 18.0,
@@ -29,7 +29,7 @@ def notes_of_two_stages():
             act("F", 0, 0, 10, 12), act("SEND_F", 0, 0, 12, 12.01, peer=1),
             act("F", 0, 1, 12.01, 14), act("SEND_F", 0, 1, 14, 14.01, peer=1),
             act("B", 0, 1, 16, 18),
-        ],
+        ], order=(0, 1),
     )  # fmt: skip
     second = EpochSpans(
         10.0, 18.0, 16.25,
@@ -38,7 +38,7 @@ def notes_of_two_stages():
         actions=[
             act("F", 1, 0, 10, 13), act("F", 1, 1, 13, 15.5), act("B", 1, 1, 15.5, 16.2),
             act("SEND_B", 1, 1, 16.2, 16.25, peer=0),
-        ],
+        ], order=(0, 1),
     )  # fmt: skip
     return [first, second]
 
@@ -71,7 +71,7 @@ def test_the_last_shard_to_come_is_on_the_path():
     notes = [
         EpochSpans(
             0, 6, 6, collectives=[Collective(begun, begun, 5)],
-            actions=[ActionTimes(step, -1, 0, 5.5), ActionTimes(step, -1, 5.5, 6)],
+            actions=[(step, 0, 5.5), (step, 5.5, 6)],
         )
         for begun in (1, 4)
     ]  # fmt: skip

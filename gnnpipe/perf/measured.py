@@ -43,10 +43,9 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
     found: list[Span] = []
     for rank, notes in enumerate(ranks):
         stage, shard = divmod(rank, shards)
-        chunk_at = {a.action.position: a.chunk for a in notes.actions}
         waits = [
             Span(
-                rank, "WAIT", m.asked_s, m.taken_s, chunk_at.get(m.key[2], -1), stage,
+                rank, "WAIT", m.asked_s, m.taken_s, _chunk(notes, m.key[2]), stage,
                 peer=m.key[1], size_bytes=m.size_bytes,
             )
             for m in notes.messages
@@ -60,7 +59,7 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
             if length_s > SHORTEST_WAIT_S:
                 is_critical = wire[rank].inside(w.start_s, w.end_s) > length_s / 2
                 mine.append(replace(w, is_critical=is_critical))
-        for action, chunk, start_s, end_s in notes.actions:
+        for action, start_s, end_s in notes.actions:
             peer = action.peer * shards + shard if action.peer >= 0 else -1
             way = action.kind.removeprefix("SEND_")
             size = sizes.get((way, rank, peer, action.position), 0)
@@ -68,13 +67,18 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
             is_critical = work[rank].inside(start_s, end_s) > own_s / 2
             mine.append(
                 Span(
-                    rank, action.kind, start_s, end_s, chunk, stage, action.steps, peer, size,
-                    is_critical,
+                    rank, action.kind, start_s, end_s, _chunk(notes, action.position), stage,
+                    action.steps, peer, size, is_critical,
                 )
             )  # fmt: skip
         # Of equal beginnings the longer one first: viewers draw the later inside the earlier.
         found += sorted(mine, key=lambda s: (s.start_s, -s.end_s))
     return tuple(found)
+
+
+def _chunk(notes: EpochSpans, position: int) -> int:
+    """The chunk at a position; PILOT and -1 stay what they are."""
+    return notes.order[position] if position >= 0 else position
 
 
 class _Stretches:

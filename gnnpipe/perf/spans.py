@@ -17,21 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from gnnpipe.schedule import Action
 
 __all__ = ["ActionTimes", "Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
 
 
-class ActionTimes(NamedTuple):
-    """When a rank did an action, waits inside it included; a plain tuple, for it is made often."""
-
-    action: Action
-    chunk: int
-    """The chunk at its position; PILOT or -1 where the position is that."""
-    start_s: float
-    end_s: float
+ActionTimes = tuple[Action, float, float]
+"""An action, when it began and when it was over, waits inside it included. A bare tuple: the making
+of anything else would take longer than the reading of both clocks."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,8 @@ class EpochSpans:
     """By (way, rank that it went to, position)."""
     collectives: list[Collective] = field(default_factory=list)
     actions: list[ActionTimes] = field(default_factory=list)
+    order: Sequence[int] = ()
+    """The chunk at each position of the walk."""
 
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same notes on a clock that shows ``offset_s`` more."""
@@ -84,7 +80,8 @@ class EpochSpans:
             ],
             {key: at + o for key, at in self.sent_s.items()},
             [Collective(c.started_s + o, c.asked_s + o, c.left_s + o) for c in self.collectives],
-            [a._replace(start_s=a.start_s + o, end_s=a.end_s + o) for a in self.actions],
+            [(action, start_s + o, end_s + o) for action, start_s, end_s in self.actions],
+            self.order,
         )  # fmt: skip
 
 

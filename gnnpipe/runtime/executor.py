@@ -110,7 +110,7 @@ class Executor:
         recorder = self.mesh.recorder
         recorder.drop()
         if training:
-            recorder.begin()
+            recorder.begin(order)
         self.stage.begin(epoch, training)
         actions = program.stages[self.mesh.stage]
         for index, action in enumerate(actions):
@@ -123,8 +123,7 @@ class Executor:
                 error.add_note(f"gnnpipe: {self.doing}")
                 error.add_note(self._marked(actions, index))
                 raise
-            chunk = order[action.position] if action.position >= 0 else action.position
-            recorder.acted(action, chunk, started_s)
+            recorder.acted(action, started_s)
         self._at = None
         recorder.done()
         self.mailbox.drain()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from gnnpipe.perf import ActionTimes, Collective, EpochSpans, Message
+from gnnpipe.perf import Collective, EpochSpans, Message
 from gnnpipe.schedule import Action
 
 __all__ = ["Recorder"]
@@ -22,15 +23,13 @@ KEPT = 5
 class Recorder:
     """Of one rank. Between ``begin`` and ``end`` everything is noted, otherwise nothing."""
 
+    clock = staticmethod(time.perf_counter)
+    """Seconds."""
+
     def __init__(self, is_on: bool = True) -> None:
         self.is_on = is_on
         self.epochs: deque[EpochSpans] = deque(maxlen=KEPT)
         self._now: EpochSpans | None = None
-
-    @staticmethod
-    def clock() -> float:
-        """Seconds."""
-        return time.perf_counter()
 
     def forget(self) -> None:
         """A new run begins."""
@@ -41,15 +40,15 @@ class Recorder:
         """The epoch was ended by an error, or is none to be noted."""
         self._now = None
 
-    def begin(self) -> None:
-        """An epoch begins."""
+    def begin(self, order: Sequence[int]) -> None:
+        """An epoch begins, in which the chunks are walked in ``order``."""
         if self.is_on:
-            self._now = EpochSpans(self.clock())
+            self._now = EpochSpans(self.clock(), order=tuple(order))
 
-    def acted(self, action: Action, chunk: int, started_s: float) -> None:
+    def acted(self, action: Action, started_s: float) -> None:
         """An action is over."""
         if self._now is not None:
-            self._now.actions.append(ActionTimes(action, chunk, started_s, self.clock()))
+            self._now.actions.append((action, started_s, self.clock()))
 
     def sent(self, way: str, target: int, position: int) -> None:
         """Values are on their way to a rank."""
