@@ -61,9 +61,11 @@ def test_every_section_of_a_real_run(run, capsys):
     time = section(text, "time")
     assert all(word in time for word in ("compute", "bubble", "imbalance", "exposed graph"))
     memory = section(text, "memory")
-    assert human_bytes(result["peak_memory_bytes"][0]) in memory
+    peak, held = result["peak_memory_bytes"][0], result["memory_before_bytes"][0]
+    assert 0 < held <= peak
     estimate = sum(result["memory_estimate_bytes"][0].values())
-    assert human_bytes(estimate) in memory
+    assert f"rank 0: {human_bytes(peak - held)} of {human_bytes(estimate)} (" in memory
+    assert human_bytes(held + estimate) in memory
     sent = section(text, "bytes")
     assert sent.count("<td>equal</td>") == 5
     chunks = section(text, "chunks")

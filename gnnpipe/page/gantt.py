@@ -90,18 +90,20 @@ def _bar(span: Span, row: _Row, timeline: str, end_s: float) -> str:
     start, length = span.start_s / end_s, max(span.end_s - span.start_s, 0.0) / end_s
     place = f'x="{start:.4%}" y="{row.top + GAP // 2}" width="{length:.4%}" height="{ROW - GAP}"'
     classes = "span"
-    colour = ""
+    colour, tone = "", " light"
     if span.kind == "WAIT":
         classes += " wait"
     elif span.chunk >= 0:
-        light = 42 if span.kind.endswith("B") else 62
-        colour = f' fill="hsl({span.chunk * HUE_STEP % 360:.0f} 60% {light}%)"'
+        lightness, tone = (42, " light") if span.kind.endswith("B") else (66, "")
+        colour = f' fill="hsl({span.chunk * HUE_STEP % 360:.0f} 60% {lightness}%)"'
     if span.is_critical:
         classes += " critical"
     out = f'<rect class="{classes}"{colour} {place} data-tip="{escape(_tip(span, timeline))}"/>'
     if length > 0.015 and span.kind != "WAIT":
         # A box of its own cuts the words off where the bar ends.
-        out += f'<svg class="word" {place}><text x="3" y="13">{escape(span.name)}</text></svg>'
+        out += (
+            f'<svg class="word{tone}" {place}><text x="3" y="13">{escape(span.name)}</text></svg>'
+        )
     return out
 
 

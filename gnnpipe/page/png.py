@@ -89,5 +89,5 @@ def _colour(span: Span) -> tuple[float, float, float]:
         return (0.88, 0.88, 0.88)
     if span.chunk < 0:
         return (0.45, 0.45, 0.45)
-    light = 0.42 if span.kind.endswith("B") else 0.62
+    light = 0.42 if span.kind.endswith("B") else 0.66
     return colorsys.hls_to_rgb(span.chunk * HUE_STEP % 360 / 360, light, 0.6)

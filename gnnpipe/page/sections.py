@@ -12,6 +12,7 @@ SHARES = {
     "exposed graph": "exposed_graph_s", "bubble": "bubble_s", "imbalance": "imbalance_s",
 }  # fmt: skip
 AXES = ("pipeline", "graph", "gradient", "control", "total")
+HELD = "held before"
 PARTS = ("structure", "features", "history", "activations", "weights")
 
 
@@ -49,17 +50,24 @@ def time_section(result: Fields) -> str:
 
 
 def memory_section(result: Fields) -> str:
-    """The peak of every rank above its estimate."""
-    peaks, estimates = result.numbers("peak_memory_bytes"), result.each("memory_estimate_bytes")
+    """The peak of every rank above its estimate, both on what was held before training."""
+    peaks, before = result.numbers("peak_memory_bytes"), result.numbers("memory_before_bytes")
+    estimates = result.each("memory_estimate_bytes")
     rows: list[tuple[str, list[tuple[str, float]]]] = []
-    for rank, peak in enumerate(peaks):
-        rows.append((f"rank {rank}: peak", [("peak", peak)]))
-        if rank < len(estimates):
-            parts = [(part, float(estimates[rank].whole(part))) for part in PARTS]
-            rows.append((f"rank {rank}: estimate", parts))
+    lines = []
+    # All three have a value for every rank; what has fewer shows fewer.
+    for rank, (peak, held, estimate) in enumerate(zip(peaks, before, estimates, strict=False)):
+        grown = max(peak - held, 0.0)
+        parts = [(part, float(estimate.whole(part))) for part in PARTS]
+        rows.append((f"rank {rank}: peak", [(HELD, held), ("grown in training", grown)]))
+        rows.append((f"rank {rank}: estimate", [(HELD, held), *parts]))
+        whole = sum(of_part for _, of_part in parts)
+        ratio = f" ({grown / whole:.0%})" if whole else ""
+        lines.append(f"rank {rank}: {size(grown)} of {size(whole)}{ratio}")
+    few = lines[:16] + ["..."] * (len(lines) > 16)
     note = (
-        "On a CPU the peak is of the whole process. The estimate leaves out the interpreter and "
-        "torch, about 0.5 GiB, and what reading the data takes before training."
+        f"Grown in training, of the estimate: {', '.join(few)}. On a CPU the peak is of the whole "
+        "process since its start, so reading the data is part of it where that took more."
     )
     return bars("Memory by rank", rows, size) + _note(note)
 

@@ -31,6 +31,7 @@ from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.train.answers import Answers, Loss, data_of_pairs
 from gnnpipe.train.chunk_rows import ChunkRows
+from gnnpipe.train.memory_use import held_bytes
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import num_targets
 
@@ -52,11 +53,14 @@ class Assembly:
     several_labels: bool
     num_classes: int
     """Numbers that are scored for a vertex, or a pair."""
+    memory_before_bytes: int
+    """What the rank held before any of this."""
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
+    memory_before_bytes = held_bytes(mesh.device)
     mesh.recorder.forget()
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
     layouts = table_layouts(graph, prepared.chunking, whole)
@@ -115,6 +119,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     return Assembly(
         executor, target, evaluation_program(prepared.plan), answers, prepared.metric,
         graph.is_multi_label or graph.pairs is not None, prepared.model_graph.num_classes,
+        memory_before_bytes,
     )  # fmt: skip
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.perf import MemoryEstimate, Span, TimeShares, measured_spans, time_shares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
+from gnnpipe.train.memory_use import peak_bytes
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import EpochRow, versions
 from gnnpipe.train.report import memory_of_rank
@@ -81,6 +79,9 @@ class RunResult:
     (null) with one stage."""
     peak_memory_bytes: list[int]
     """Per rank; on a CPU of the whole process, on a GPU of torch's allocations."""
+    memory_before_bytes: list[int]
+    """Per rank, the same before its part was allocated: the interpreter, torch, the graph as read.
+    What the peak is above it can be set beside the estimate."""
     memory_estimate_bytes: list[MemoryEstimate]
     """Per rank what `gnnpipe info` foretells, by part; without the interpreter and torch."""
     cut: CutQuality
@@ -120,7 +121,7 @@ def gather_result(
     counted_epochs = len(times) - min(WARM_UP, len(times) - 1)
     stale = [r.staleness for r in rows if r.staleness is not None]
     # The peak first: the estimate needs memory of its own.
-    peaks = mesh.gather(_peak_memory(mesh))
+    peaks = mesh.gather(peak_bytes(mesh.device))
     estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
     epoch, links = gather_epoch(mesh, counted_epochs), mesh.gather(link_bytes_per_s)
     return RunResult(
@@ -145,14 +146,10 @@ def gather_result(
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
         link_bytes_per_s=links,
-        peak_memory_bytes=peaks, memory_estimate_bytes=mesh.gather(estimate),
+        peak_memory_bytes=peaks,
+        memory_before_bytes=mesh.gather(assembly.memory_before_bytes),
+        memory_estimate_bytes=mesh.gather(estimate),
         cut=prepared.quality, versions=versions(),
         history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
         path=path,
     )  # fmt: skip
-
-
-def _peak_memory(mesh: Mesh) -> int:
-    if mesh.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(mesh.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
