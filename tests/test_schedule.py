@@ -1,42 +1,15 @@
 """Law 3: programs are right for any stage DAG, and wrong ones are refused."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from stage_dags import chain, plans
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan, Transfer
+from gnnpipe.plan import Plan
 from gnnpipe.schedule import Action, check, evaluation_program, training_program
 from gnnpipe.schedule.check import ProgramError
-
-
-def chain(stages, chunks, schedule="fill-drain", layers_each=2, shards=1):
-    return Plan(
-        tuple((s * layers_each, (s + 1) * layers_each) for s in range(stages)),
-        (layers_each + 1,) * stages, shards, chunks,
-        schedule, tuple(Transfer(s, s + 1, {"x": 4}) for s in range(stages - 1)),
-    )  # fmt: skip
-
-
-@st.composite
-def plans(draw):
-    """Stages of 1 to 3 ops and 1 to 4 steps; all but the first hear from some earlier ones."""
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    transfers = [
-        Transfer(source, target, {"x": 4})
-        for target in range(1, len(sizes))
-        for source in draw(st.sets(st.integers(0, target - 1), min_size=1))
-    ]
-    schedule = draw(st.sampled_from(["fill-drain", "layer-sync"]))
-    stages = tuple(pairwise(bounds))
-    steps = tuple(draw(st.integers(1, 4)) for _ in stages)
-    return Plan(
-        stages, steps, draw(st.integers(1, 3)), draw(st.integers(1, 6)), schedule, tuple(transfers)
-    )
 
 
 @settings(deadline=None, max_examples=80)
