@@ -2,19 +2,26 @@
 
 from gnnpipe.perf.measured import measured_spans
 from gnnpipe.perf.memory import MemoryEstimate, estimate_memory
-from gnnpipe.perf.spans import (
-    ActionTimes,
-    Collective,
-    EpochSpans,
-    Message,
-    TimeShares,
-    time_shares,
-)
+from gnnpipe.perf.simulate import simulate
+from gnnpipe.perf.spans import ActionTimes, Collective, EpochSpans, Message, TimeShares, time_shares
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
 from gnnpipe.perf.volume import CommVolume, closed_form_volume
 
 __all__ = [
-    "ActionTimes", "Collective", "CommVolume", "EpochSpans", "MemoryEstimate", "Message", "Span",
-    "TimeShares", "Trace", "closed_form_volume", "estimate_memory", "measured_spans", "read_trace",
-    "time_shares", "write_trace",
-]  # fmt: skip
+    "ActionTimes",
+    "Collective",
+    "CommVolume",
+    "EpochSpans",
+    "MemoryEstimate",
+    "Message",
+    "Span",
+    "TimeShares",
+    "Trace",
+    "closed_form_volume",
+    "estimate_memory",
+    "measured_spans",
+    "read_trace",
+    "simulate",
+    "time_shares",
+    "write_trace",
+]

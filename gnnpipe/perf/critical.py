@@ -1,0 +1,51 @@
+"""The critical path in words: what would have to be faster for the epoch to be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from gnnpipe.perf.tasks import Task
+from gnnpipe.perf.timeline import Timeline
+
+__all__ = ["critical_shares", "critical_text"]
+
+_OF_A_STAGE = {
+    "F": "compute of", "B": "compute of", "PULL": "compute of", "BEGIN": "begin of",
+    "FORECAST": "forecast of", "CARRY": "forecast of", "STEP": "optimizer of",
+    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_GRAD": "gradient sum of",
+}  # fmt: skip
+
+
+def critical_shares(timeline: Timeline, names: Sequence[str] | None = None) -> dict[str, float]:
+    """Share of the makespan by what it is and where, the largest first; they add up to 1.
+
+    ``names`` of the stages ("stage 2" by default). The share is also how the epoch answers to a
+    small change: what has a share of 0.2 and gets 1 % faster makes it 0.2 % shorter.
+    """
+    time_s: dict[str, float] = defaultdict(float)
+    for task, _ in timeline.critical_path():
+        time_s[_place(timeline.tasks.what[task], names)] += timeline.tasks.duration_s[task]
+    total_s = sum(time_s.values())
+    shares = {place: spent / total_s for place, spent in time_s.items() if spent > 0}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def critical_text(
+    timeline: Timeline, names: Sequence[str] | None = None, least: float = 0.01
+) -> str:
+    """As in "64 % compute of stage 2, 21 % transfer 2 to 3"; those under ``least`` are other."""
+    shares = critical_shares(timeline, names)
+    parts = {place: share for place, share in shares.items() if share >= least}
+    rest = 1 - sum(parts.values())
+    if shares and rest >= least:
+        parts["other"] = rest
+    return ", ".join(f"{100 * share:.0f} % {place}" for place, share in parts.items())
+
+
+def _place(what: Task, names: Sequence[str] | None) -> str:
+    if what.kind.startswith("SEND_"):
+        return f"transfer {what.stage} to {what.peer}"
+    if what.kind in ("READ", "COPY"):
+        return "input"
+    return f"{_OF_A_STAGE[what.kind]} {names[what.stage] if names else f'stage {what.stage}'}"

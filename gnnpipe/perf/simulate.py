@@ -1,0 +1,85 @@
+"""List scheduling: tasks on resources, each started as soon as what it waits for is over.
+
+Tasks are taken in the order in which they become ready, so a wire serves those that came first. A
+device keeps its order whatever becomes ready, as an executor does. While all resources do (wires
+between two ranks do too: one rank feeds them, in the order of its program), a start is a maximum of
+ends: a task that is made faster can delay no other, and the makespan is the longest path through
+dependencies and resources. On a wire that several ranks share, the order can change with a duration
+and that is lost.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from gnnpipe.perf.collector import collector_paused
+from gnnpipe.perf.tasks import Tasks
+from gnnpipe.perf.timeline import Timeline
+
+__all__ = ["simulate"]
+
+
+@collector_paused()
+def simulate(tasks: Tasks) -> Timeline:
+    """The timeline of all tasks; ``ValueError`` names one that waits for ever.
+
+    One pass, n log(number ready at a time).
+    """
+    resource, duration = tasks.resource, tasks.duration_s
+    after, missing, is_next = _followers(tasks)
+    count = len(tasks)
+    start, end = [0.0] * count, [0.0] * count
+    ready, cause, is_busy = [0.0] * count, [-1] * count, [False] * count
+    free = [0.0] * len(tasks.resources)
+    last = [-1] * len(tasks.resources)
+    waiting = [(0.0, task) for task in range(count) if missing[task] == 0]
+    heapify(waiting)
+    done = 0
+    while waiting:
+        task = heappop(waiting)[1]
+        now, on = ready[task], resource[task]
+        if free[on] > now:
+            now, cause[task], is_busy[task] = free[on], last[on], True
+        start[task] = now
+        over = end[task] = now + duration[task]
+        free[on], last[on] = over, task
+        done += 1
+        for other in after[task]:
+            if over > ready[other]:
+                ready[other], cause[other], is_busy[other] = over, task, False
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(waiting, (ready[other], other))
+        other = is_next[task]
+        if other >= 0:
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(waiting, (max(ready[other], over), other))
+    if done < count:
+        stuck = next(task for task in range(count) if missing[task] > 0)
+        raise ValueError(f"task {stuck} waits for ever: {tasks.what[stuck]}")
+    return Timeline(tasks, start, end, cause, is_busy)
+
+
+def _followers(tasks: Tasks) -> tuple[list[list[int]], list[int], list[int]]:
+    """By task: who waits for it, how many it waits for, and who comes next on an ordered resource.
+
+    The turn on an ordered resource counts as one more that is waited for.
+    """
+    count = len(tasks)
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for task, before in enumerate(tasks.before):
+        missing[task] = len(before)
+        for other in before:
+            after[other].append(task)
+    in_order = [resource.in_order for resource in tasks.resources]
+    latest = [-1] * len(in_order)
+    is_next = [-1] * count
+    for task, on in enumerate(tasks.resource):
+        if in_order[on]:
+            if latest[on] >= 0:
+                is_next[latest[on]] = task
+                missing[task] += 1
+            latest[on] = task
+    return after, missing, is_next

@@ -1,0 +1,234 @@
+"""From a program to tasks: what the executor would do, written down instead of done.
+
+One task on the device of each rank for every F or B (for every step of it where there are shards,
+since rows are exchanged between steps), and one on a wire for every message and exchange. It
+follows ``runtime.executor`` closely:
+
+- a message is under way once it is sent AND its receive is posted (a gloo send only completes
+  then), and nobody waits for it but the first step that takes it;
+- boundary rows leave behind the step that pushed them and are waited for by the next step that
+  reads the table; gradients of halo rows leave before the product for the own rows and are waited
+  for behind it. Where a chunk goes back over the same single step next, its gradients leave before
+  this one's autograd;
+- the gradient sum is waited for at once.
+
+Sends and receives themselves take no time on a device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gnnpipe.perf.collector import collector_paused
+from gnnpipe.perf.costs import Costs
+from gnnpipe.perf.tasks import Task, Tasks
+from gnnpipe.schedule import PILOT, Action, Program
+
+__all__ = ["program_tasks"]
+
+
+@collector_paused()
+def program_tasks(
+    program: Program, costs: Costs, order: Sequence[int] | None = None, overlap: bool = True
+) -> Tasks:
+    """The tasks of one epoch; ``order[position]`` is the chunk that stands there (default: itself).
+
+    Without ``overlap`` a rank waits for everything that it sends before it goes on, and there is
+    always room where it goes. Devices are resources 0 .. ranks - 1, rank = stage * shards + shard.
+    """
+    order = range(program.chunks) if order is None else order
+    tasks = Tasks()
+    for rank in range(len(program.stages) * program.shards):
+        tasks.open(f"rank {rank}", in_order=True)
+    messages: dict[tuple[str, int, int, int], list[int]] = {}
+    for stage in range(len(program.stages)):
+        _StageWalk(program, costs, order, overlap, tasks, messages, stage).run()
+    return tasks
+
+
+class _StageWalk:
+    """The actions of one stage, for all its shards at once. Lists go by shard."""
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        order: Sequence[int],
+        overlap: bool,
+        tasks: Tasks,
+        messages: dict[tuple[str, int, int, int], list[int]],
+        stage: int,
+    ) -> None:
+        """``messages`` by (way, source, target, position), shared by all stages."""
+        self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
+        self.tasks, self.messages, self.stage = tasks, messages, stage
+        self.shards = range(program.shards)
+        self.num_steps = program.num_steps[stage]
+        self._last: list[int] = []
+        """The last task on each device."""
+        self._waits: list[list[int]] = [[] for _ in self.shards]
+        """What the next task on each device waits for."""
+        self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+        self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
+        self._returning: dict[tuple[int, int], int] = {}
+
+    def run(self) -> None:
+        """Add all tasks."""
+        actions = self.program.stages[self.stage]
+        self._last = [-1] * len(self.shards)
+        self._device("BEGIN", [self.costs.begin_s(self.stage, shard) for shard in self.shards])
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "B":
+                self._backward(action, following)
+            elif action.kind.startswith("RECV_"):
+                self._receive(action)
+            elif action.kind.startswith("SEND_"):
+                self._send(action)
+            elif action.kind == "REDUCE_GRAD":
+                self._reduce()
+            elif action.kind == "STEP":
+                updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
+                self._device("STEP", updates)
+            else:
+                self._pilot(action)
+
+    def _device(
+        self, kind: str, durations_s: list[float], position: int = -1, step: int = -1
+    ) -> None:
+        chunk = self.order[position] if position >= 0 else position
+        for shard in self.shards:
+            rank = self.stage * len(self.shards) + shard
+            what = Task(kind, self.stage, shard, position, chunk, step)
+            before = tuple(self._waits[shard])
+            self._waits[shard].clear()
+            self._last[shard] = self.tasks.add(what, rank, durations_s[shard], before)
+
+    def _wait(self, task: int) -> None:
+        for waits in self._waits:
+            waits.append(task)
+
+    def _pilot(self, action: Action) -> None:
+        if action.kind == "FORECAST":
+            self._take("F", PILOT)
+        each = [self.costs.pilot_s(action.kind, self.stage, shard) for shard in self.shards]
+        self._device(action.kind, each, PILOT)
+
+    def _forward(self, action: Action) -> None:
+        chunk = self.order[action.position]
+        if action.steps[0] == 0:
+            self._take("F", action.position)
+        if len(self.shards) == 1:
+            self._whole(action)
+            return
+        for step in range(*action.steps):
+            if step:
+                for pushed in self._pushed[step - 1]:
+                    self._wait(pushed)
+                self._pushed[step - 1].clear()
+            each = [self.costs.step_s("F", self.stage, shard, chunk, step) for shard in self.shards]
+            self._device("F", each, action.position, step)
+            if step < self.num_steps - 1:
+                pushed = self._exchange("F", action.position, step)
+                if self.overlap:
+                    self._pushed[step].append(pushed)
+                else:
+                    self._wait(pushed)
+
+    def _whole(self, action: Action) -> None:
+        """All steps at once: there is nobody to exchange rows with between them."""
+        chunk = self.order[action.position]
+        steps = range(*action.steps)
+        time_s = sum(self.costs.step_s(action.kind, self.stage, 0, chunk, step) for step in steps)
+        self._device(action.kind, [time_s], action.position, steps[0] if len(steps) == 1 else -1)
+
+    def _backward(self, action: Action, following: Action | None) -> None:
+        chunk = self.order[action.position]
+        if action.steps[1] == self.num_steps:
+            self._take("B", action.position)
+        if len(self.shards) == 1:
+            self._whole(action)
+            return
+        is_same = following is not None and replace(following, position=action.position) == action
+        for step in reversed(range(*action.steps)):
+            each = [self.costs.step_s("B", self.stage, shard, chunk, step) for shard in self.shards]
+            if step < self.num_steps - 1:
+                place = action.position, step
+                arriving = self._returning.pop(place, -1)
+                if arriving < 0:
+                    arriving = self._exchange("B", *place)
+                if not self.overlap:
+                    self._wait(arriving)
+                own = [self.costs.pull_s(self.stage, shard, chunk, step) for shard in self.shards]
+                self._device("PULL", own, *place)
+                each = [whole - part for whole, part in zip(each, own, strict=True)]
+                if self.overlap:
+                    self._wait(arriving)
+                    if is_same and following is not None and len(range(*action.steps)) == 1:
+                        comes = following.position, step
+                        self._returning[comes] = self._exchange("B", *comes)
+            self._device("B", each, action.position, step)
+
+    def _exchange(self, way: str, position: int, step: int) -> int:
+        chunk = self.order[position]
+        sizes = [
+            self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
+        ]
+        what = Task(f"EXCHANGE_{way}", self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
+        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        time_s = self.costs.exchange_s(self.stage, sizes)
+        return self.tasks.add(what, wire, time_s, tuple(self._last))
+
+    def _reduce(self) -> None:
+        size = self.costs.gradient_bytes(self.stage)
+        what = Task("REDUCE_GRAD", self.stage, size_bytes=2 * (len(self.shards) - 1) * size)
+        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        time_s = self.costs.reduce_s(self.stage, size)
+        self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
+
+    def _take(self, way: str, position: int) -> None:
+        """The next task on each device waits for the messages posted for this chunk."""
+        for message in self._arriving.pop((way, position), ()):
+            for waits, task in zip(self._waits, message, strict=True):
+                waits.append(task)
+
+    def _receive(self, action: Action) -> None:
+        message = self._message(action.kind[-1], action.peer, self.stage, action.position)
+        # Who waits for what it sends must not wait for room, too: stages that skip others would
+        # wait for each other for ever.
+        if self.overlap:
+            for task, posted in zip(message, self._last, strict=True):
+                self.tasks.before[task] = (*self.tasks.before[task], posted)
+        self._arriving[action.kind[-1], action.position].append(message)
+
+    def _send(self, action: Action) -> None:
+        message = self._message(action.kind[-1], self.stage, action.peer, action.position)
+        for task, made in zip(message, self._last, strict=True):
+            self.tasks.before[task] = (made, *self.tasks.before[task])
+        if not self.overlap:
+            for waits, task in zip(self._waits, message, strict=True):
+                waits.append(task)
+
+    def _message(self, way: str, source: int, target: int, position: int) -> list[int]:
+        """By shard the task of a message, made when one of its ends is seen first."""
+        key = way, source, target, position
+        if key not in self.messages:
+            chunk = self.order[position] if position >= 0 else position
+            self.messages[key] = [
+                self._on_the_wire(way, source, target, shard, position, chunk)
+                for shard in self.shards
+            ]
+        return self.messages[key]
+
+    def _on_the_wire(
+        self, way: str, source: int, target: int, shard: int, position: int, chunk: int
+    ) -> int:
+        size = self.costs.message_bytes(way, source, target, shard, chunk)
+        ranks = source * len(self.shards) + shard, target * len(self.shards) + shard
+        wire = self.tasks.open(self.costs.link(*ranks), in_order=False)
+        time_s = self.costs.link_s(ranks[0], ranks[1], size)
+        what = Task(f"SEND_{way}", source, shard, position, chunk, peer=target, size_bytes=size)
+        return self.tasks.add(what, wire, time_s)

@@ -1,0 +1,103 @@
+"""Costs that a test states, for the simulator."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class StatedCosts:
+    """The same for every stage and chunk, unless ``scale`` (stage, shard, chunk) says otherwise."""
+
+    forward_s: float = 1.0
+    """Of a step."""
+    backward_s: float = 2.0
+    own_share: float = 0.0
+    """Of a backward step, the product for the own rows."""
+    begin_time_s: float = 0.0
+    pilot_time_s: float = 0.0
+    update_time_s: float = 0.0
+    link_time_s: float = 0.0
+    exchange_time_s: float = 0.0
+    reduce_time_s: float = 0.0
+    message_size: int = 8
+    exchanged_size: int = 4
+    is_one_wire: bool = False
+    scale: Callable[[int, int, int], float] = lambda stage, shard, chunk: 1.0
+
+    def begin_s(self, stage, shard):
+        return self.begin_time_s
+
+    def step_s(self, way, stage, shard, chunk, step):
+        return {"F": self.forward_s, "B": self.backward_s}[way] * self.scale(stage, shard, chunk)
+
+    def pull_s(self, stage, shard, chunk, step):
+        return self.own_share * self.step_s("B", stage, shard, chunk, step)
+
+    def pilot_s(self, kind, stage, shard):
+        return self.pilot_time_s
+
+    def update_s(self, stage, shard):
+        return self.update_time_s
+
+    def message_bytes(self, way, source, target, shard, chunk):
+        return self.message_size
+
+    def exchange_bytes(self, way, stage, shard, chunk, step):
+        return self.exchanged_size
+
+    def gradient_bytes(self, stage):
+        return 16
+
+    def link_s(self, source, target, size_bytes):
+        return self.link_time_s
+
+    def exchange_s(self, stage, sizes_bytes):
+        return self.exchange_time_s
+
+    def reduce_s(self, stage, size_bytes):
+        return self.reduce_time_s
+
+    def link(self, source, target):
+        return "wire" if self.is_one_wire else f"link {source} to {target}"
+
+    def group(self, stage):
+        return "wire" if self.is_one_wire else f"shards of stage {stage}"
+
+
+class DrawnCosts(StatedCosts):
+    """Whole seconds from 0 to 9 for everything, by chance but always the same; sums are exact."""
+
+    def __init__(self, seed, is_one_wire=False):
+        super().__init__(is_one_wire=is_one_wire)
+        self.seed = seed
+
+    def _drawn(self, *what):
+        return float(random.Random(repr((self.seed, what))).randint(0, 9))
+
+    def begin_s(self, stage, shard):
+        return self._drawn("begin", stage, shard)
+
+    def step_s(self, way, stage, shard, chunk, step):
+        return self._drawn("step", way, stage, shard, chunk, step)
+
+    def pull_s(self, stage, shard, chunk, step):
+        return self.step_s("B", stage, shard, chunk, step) // 2
+
+    def pilot_s(self, kind, stage, shard):
+        return self._drawn("pilot", kind, stage, shard)
+
+    def update_s(self, stage, shard):
+        return self._drawn("update", stage, shard)
+
+    def message_bytes(self, way, source, target, shard, chunk):
+        return random.Random(repr((self.seed, way, source, target, shard, chunk))).randint(0, 99)
+
+    def link_s(self, source, target, size_bytes):
+        return self._drawn("link", source, target, size_bytes)
+
+    def exchange_s(self, stage, sizes_bytes):
+        return self._drawn("exchange", stage, *sizes_bytes)
+
+    def reduce_s(self, stage, size_bytes):
+        return self._drawn("reduce", stage)

@@ -1,0 +1,341 @@
+"""Law 4: timelines. Closed forms, what is true of every timeline, and the executor beside it."""
+
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stage_dags import chain, plans
+from stated_costs import DrawnCosts, StatedCosts
+from test_timing import EVERY, NAP_S, slow_rank
+
+from gnnpipe.perf import simulate, time_shares
+from gnnpipe.perf.critical import critical_shares, critical_text
+from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.tasks import Task, Tasks
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.schedule import evaluation_program, training_program
+
+
+def timeline_of(plan, costs, **settings):
+    return simulate(program_tasks(training_program(plan), costs, **settings))
+
+
+def shares_of(timeline, shards):
+    notes = simulated_notes(timeline, shards)
+    return time_shares(notes, shards, [float("inf")] * len(notes))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 8), (2, 8), (4, 4), (4, 32), (7, 3)])
+def test_a_uniform_pipeline_with_free_links(stages, chunks):
+    timeline = timeline_of(chain(stages, chunks), StatedCosts(forward_s=1.0, backward_s=2.0))
+    forward, backward = 3 * 1.0, 3 * 2.0
+    assert timeline.makespan_s == (chunks + stages - 1) * (forward + backward)
+    bubble = (stages - 1) / (chunks + stages - 1)
+    for idle in timeline.bubble_s()[:stages]:
+        assert idle / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
+    for share in shares_of(timeline, 1):
+        assert share.bubble_s / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
+        assert share.exposed_pipeline_s == 0
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 8), (4, 6)])
+def test_links_that_keep_up_are_seen_while_the_pipeline_fills_and_drains(stages, chunks):
+    f, b, link = 6.0, 9.0, 5.0
+    costs = StatedCosts(forward_s=f / 3, backward_s=b / 3, link_time_s=link)
+    timeline = timeline_of(chain(stages, chunks), costs)
+    full = (chunks + stages - 1) * (f + b) + 2 * (stages - 1) * link
+    assert timeline.makespan_s == full
+    waits = 2 * link * (chunks - 1)
+    blocking = timeline_of(chain(2, chunks), costs, overlap=False)
+    assert blocking.makespan_s == (chunks + 1) * (f + b) + 2 * link + waits
+
+
+@pytest.mark.parametrize("own_share", [0.0, 0.25, 0.75])
+def test_one_chunk_on_shards_shows_its_exchanges(own_share):
+    f, b, steps, wire = 2.0, 8.0, 5, 3.0
+    costs = StatedCosts(
+        f, b, own_share=own_share, exchange_time_s=wire, reduce_time_s=7.0, update_time_s=1.0,
+        begin_time_s=0.5,
+    )  # fmt: skip
+    timeline = timeline_of(chain(1, 1, layers_each=steps - 1, shards=3), costs)
+    back = max(own_share * b, wire) + (1 - own_share) * b
+    expected = 0.5 + steps * f + (steps - 1) * (wire + back) + b + 7.0 + 1.0
+    assert timeline.makespan_s == expected
+    for share in shares_of(timeline, 3):
+        late = (steps - 1) * (wire + max(wire - own_share * b, 0.0))
+        assert share.exposed_graph_s == late + 7.0
+        assert share.compute_s == expected - late - 7.0
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_layer_by_layer_exchanges_pass_under_the_next_chunk(chunks):
+    f, b, steps, wire = 3.0, 8.0, 4, 2.0
+    plan = chain(1, chunks, "layer-sync", layers_each=steps - 1, shards=2)
+    timeline = timeline_of(plan, StatedCosts(f, b, exchange_time_s=wire))
+    # Of each step that pushes, both ways, one chunk's exchange has nothing to pass under.
+    assert timeline.makespan_s == steps * chunks * (f + b) + 2 * (steps - 1) * wire
+    share = shares_of(timeline, 2)[0]
+    assert share.hidden_graph_s > 0
+    assert share.exposed_graph_s == 2 * (steps - 1) * wire
+    blocking = timeline_of(plan, StatedCosts(f, b, exchange_time_s=wire), overlap=False)
+    assert blocking.makespan_s == steps * chunks * (f + b) + 2 * (steps - 1) * chunks * wire
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_unequal_chunks_make_a_bubble_of_the_longest(order):
+    costs = StatedCosts(1.0, 2.0, scale=lambda stage, shard, chunk: [1.0, 4.0, 2.0][chunk])
+    timeline = timeline_of(chain(3, 3), costs, order=order)
+    assert timeline.makespan_s == (7.0 + 2 * 4.0) * 3 * (1.0 + 2.0)
+    of_rank_0 = [t for t in timeline.tasks.what if t.kind == "F" and t.stage == 0]
+    assert [(t.position, t.chunk) for t in of_rank_0] == list(enumerate(order))
+
+
+@pytest.mark.parametrize(("order", "expected"), [([0, 1], 24.0), ([1, 0], 42.0)])
+def test_the_order_of_chunks_decides(order, expected):
+    # Two machines and two jobs: first the one that the first machine is quickly done with
+    # (Johnson's rule), and back the other way round.
+    times = {(0, 0): 1.0, (1, 0): 10.0, (0, 1): 10.0, (1, 1): 1.0}
+    costs = StatedCosts(0.5, 0.5, scale=lambda stage, shard, chunk: times[stage, chunk])
+    assert timeline_of(chain(2, 2, layers_each=1), costs, order=order).makespan_s == expected
+
+
+def test_a_slow_shard_is_waited_for():
+    costs = StatedCosts(scale=lambda stage, shard, chunk: 3.0 if shard == 1 else 1.0)
+    timeline = timeline_of(chain(1, 1, shards=2), costs)
+    slow, fast = shares_of(timeline, 2)[1], shares_of(timeline, 2)[0]
+    assert timeline.makespan_s == slow.compute_s == 3 * fast.compute_s
+    assert fast.imbalance_s == timeline.makespan_s - fast.compute_s
+
+
+def test_the_critical_path_in_words():
+    costs = StatedCosts(
+        forward_s=1.0, backward_s=1.0, link_time_s=50.0,
+        scale=lambda stage, shard, chunk: 25.0 if stage == 1 else 0.0,
+    )  # fmt: skip
+    timeline = timeline_of(chain(3, 1, layers_each=1), costs)
+    shares = critical_shares(timeline)
+    assert list(shares) == [
+        "compute of stage 1", "transfer 0 to 1", "transfer 1 to 2", "transfer 2 to 1",
+        "transfer 1 to 0",
+    ]  # fmt: skip
+    assert sum(shares.values()) == pytest.approx(1)
+    names = ["layers 1 to 4", "layers 5 to 8", "layers 9 to 12"]
+    assert critical_text(timeline, names, least=0.2) == (
+        "33 % compute of layers 5 to 8, 67 % other"
+    )
+
+
+def test_a_wire_serves_first_come_first_served_and_a_device_keeps_its_order():
+    tasks = Tasks()
+    slow, fast = tasks.open("slow", in_order=True), tasks.open("fast", in_order=True)
+    wire = tasks.open("wire", in_order=False)
+    a = tasks.add(Task("F", 0), slow, 5.0)
+    b = tasks.add(Task("F", 1), fast, 1.0)
+    late = tasks.add(Task("SEND_F", 0, peer=2), wire, 4.0, (a,))
+    early = tasks.add(Task("SEND_F", 1, peer=2), wire, 6.0, (b,))
+    behind = tasks.add(Task("B", 0), fast, 1.0, (late,))
+    free = tasks.add(Task("B", 1), fast, 1.0)
+    timeline = simulate(tasks)
+    assert timeline.start_s[early] == 1.0
+    assert timeline.start_s[late] == 7.0
+    assert timeline.start_s[behind] == 11.0
+    assert timeline.start_s[free] == 12.0
+    assert [step.reason for step in timeline.critical_path()] == [
+        "start", "dependency", "resource", "dependency", "resource",
+    ]  # fmt: skip
+
+
+def test_what_waits_for_ever_is_named():
+    tasks = Tasks()
+    on = tasks.open("rank 0", in_order=True)
+    tasks.add(Task("F", 0), on, 1.0, (1,))
+    tasks.add(Task("B", 0), on, 1.0)
+    with pytest.raises(ValueError, match=r"task 0 waits for ever: Task\(kind='F'"):
+        simulate(tasks)
+
+
+def test_nothing_to_do_takes_no_time():
+    timeline = simulate(Tasks())
+    assert timeline.makespan_s == 0
+    assert timeline.critical_path() == []
+
+
+@st.composite
+def any_tasks(draw):
+    tasks = Tasks()
+    count = draw(st.integers(1, 4))
+    on = [tasks.open(str(i), in_order=draw(st.booleans())) for i in range(count)]
+    for task in range(draw(st.integers(1, 25))):
+        earlier = draw(st.sets(st.integers(0, task - 1), max_size=3)) if task else ()
+        duration = float(draw(st.integers(0, 9)))
+        tasks.add(Task("F", 0), draw(st.sampled_from(on)), duration, tuple(earlier))
+    return tasks
+
+
+def longest(tasks, more=()):
+    """The longest path through the dependencies, and ``more`` of them as pairs."""
+    before = {task: set(found) for task, found in enumerate(tasks.before)}
+    for first, second in more:
+        before[second].add(first)
+    end = {}
+    for task in TopologicalSorter(before).static_order():
+        end[task] = max((end[b] for b in before[task]), default=0.0) + tasks.duration_s[task]
+    return max(end.values())
+
+
+def turns(timeline):
+    """Pairs of tasks that follow each other on a resource."""
+    for resource in range(len(timeline.tasks.resources)):
+        on = [t for t, r in enumerate(timeline.tasks.resource) if r == resource]
+        if not timeline.tasks.resources[resource].in_order:
+            # Where tasks take no time, their ends tell the order.
+            on.sort(key=lambda t: (timeline.start_s[t], timeline.end_s[t]))
+        yield from pairwise(on)
+
+
+def assert_it_is_a_timeline(timeline):
+    tasks = timeline.tasks
+    for task, before in enumerate(tasks.before):
+        start = timeline.start_s[task]
+        assert start >= max((timeline.end_s[b] for b in before), default=0.0)
+        assert timeline.end_s[task] == start + tasks.duration_s[task]
+    for first, second in turns(timeline):
+        assert timeline.start_s[second] >= timeline.end_s[first]
+    path = timeline.critical_path()
+    assert path[0].reason == "start"
+    assert timeline.start_s[path[0].task] == 0.0
+    for a, b in pairwise(path):
+        assert timeline.start_s[b.task] == timeline.end_s[a.task]
+        is_needed = a.task in tasks.before[b.task]
+        assert is_needed or b.reason == "resource"
+        assert is_needed or tasks.resource[a.task] == tasks.resource[b.task]
+    critical = sum(tasks.duration_s[step.task] for step in path)
+    assert timeline.makespan_s == critical >= longest(tasks)
+    assert critical >= max(timeline.busy_s())
+    assert min(timeline.bubble_s()) >= 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(any_tasks())
+def test_what_is_true_of_every_timeline(tasks):
+    assert_it_is_a_timeline(simulate(tasks))
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans(), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans(), st.randoms())
+def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, overlap, chance):
+    program = training_program(plan, forecast)
+    order = list(range(plan.chunks))
+    chance.shuffle(order)
+    costs = DrawnCosts(seed, one)
+    timeline = simulate(program_tasks(program, costs, order, overlap))
+    assert_it_is_a_timeline(timeline)
+    assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(plan), costs, order)))
+    what = timeline.tasks.what
+    for rank, share in enumerate(shares_of(timeline, plan.shards)):
+        assert share.epoch_s == pytest.approx(timeline.makespan_s)
+        assert share.compute_s == pytest.approx(timeline.busy_s()[rank])
+        stage, shard = divmod(rank, plan.shards)
+        steps, chunks = plan.steps[stage], plan.chunks
+        done = sum(
+            costs.step_s(way, stage, shard, chunk, step)
+            for way in "FB" for chunk in range(chunks) for step in range(steps)
+        )  # fmt: skip
+        mine = [
+            timeline.tasks.duration_s[task]
+            for task, on in enumerate(timeline.tasks.resource)
+            if on == rank and what[task].kind in ("F", "B", "PULL")
+        ]
+        assert sum(mine) == done
+    sent = sum(t.size_bytes for t in what if t.kind.startswith("SEND_") and t.chunk >= 0)
+    assert sent == sum(
+        costs.message_bytes(way, *ends, shard, chunk)
+        for t in plan.transfers
+        for way, ends in (("F", (t.source, t.target)), ("B", (t.target, t.source)))
+        for shard in range(plan.shards) for chunk in range(plan.chunks)
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=80)
+@given(plans(), st.integers(0, 99), st.data())
+def test_what_is_not_critical_may_be_twice_as_fast(plan, seed, data):
+    """Exact where every wire belongs to two ranks: then nothing changes places."""
+    tasks = program_tasks(training_program(plan), DrawnCosts(seed))
+    timeline = simulate(tasks)
+    assert timeline.makespan_s == longest(tasks, turns(timeline))
+    path = [step.task for step in timeline.critical_path()]
+    critical = {tasks.resource[task] for task in path}
+    on = data.draw(st.integers(0, len(tasks.resources) - 1))
+    halved = [
+        d / 2 if r == on else d for r, d in zip(tasks.resource, tasks.duration_s, strict=True)
+    ]
+    faster = simulate(replace(tasks, duration_s=halved)).makespan_s
+    assert faster <= timeline.makespan_s
+    if on not in critical:
+        assert faster == timeline.makespan_s
+    gained = sum(
+        tasks.duration_s[s.task] for s in timeline.critical_path() if tasks.resource[s.task] == on
+    )
+    assert faster >= timeline.makespan_s - gained / 2
+
+
+def test_a_thousand_ranks():
+    stages, chunks = 1024, 128
+    timeline = timeline_of(chain(stages, chunks, layers_each=1), StatedCosts(0.5, 1.0))
+    # F and B of each chunk, its messages both ways, and per rank one begin and one step.
+    compute, messages = 2 * stages * chunks, 2 * (stages - 1) * chunks
+    assert len(timeline.tasks) == compute + messages + 2 * stages
+    assert timeline.makespan_s == (chunks + stages - 1) * 3.0
+
+
+def test_a_thousand_shards_in_stages():
+    plan = chain(32, 128, layers_each=1, shards=32)
+    timeline = timeline_of(plan, StatedCosts(0.5, 1.0))
+    ranks, chunks, steps = 1024, 128, 2
+    pulls = exchanges = 1
+    compute = ranks * chunks * (2 * steps + pulls) + 2 * ranks
+    wire = 2 * 31 * 32 * chunks + 32 * chunks * 2 * exchanges + 32
+    assert len(timeline.tasks) == compute + wire
+    assert timeline.makespan_s == (chunks + 31) * 3.0
+
+
+def notes_of(shape):
+    """What a real rank noted in its last epoch, and what its program makes of stated costs."""
+    from gnnpipe import Trainer
+    from gnnpipe.runtime.mesh import Mesh
+
+    stages, shards, chunks = shape
+    mesh = Mesh.join(stages, shards)
+    config = quick_config(
+        stages=stages, shards=shards, chunks=chunks, layers=4, staleness="none", eval_every=0
+    )
+    trainer = Trainer(config, graph=small_graph(), mesh=mesh)
+    trainer.fit()
+    found = mesh.recorder.epochs[-1]
+    program = training_program(trainer.plan)
+    simulated = simulated_notes(simulate(program_tasks(program, StatedCosts())), shards)
+    made = simulated[mesh.rank]
+    return [
+        ([m.key for m in notes.messages], list(notes.sent_s), len(notes.collectives))
+        for notes in (found, made)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (1, 2, 3), (2, 2, 2)])
+def test_executor_and_simulator_wait_for_the_same_things_in_the_same_order(shape):
+    for real, made in run_ranks(notes_of, shape[0] * shape[1], shape):
+        assert real[:2] == made[:2]
+        # The gradient sum of real ranks is two exchanges.
+        assert real[2] == made[2] + (shape[1] > 1)
+
+
+def test_an_epoch_of_naps_takes_what_the_simulator_says():
+    stages, chunks, layers = 2, 3, 4
+    naps = StatedCosts(forward_s=NAP_S / 3, backward_s=NAP_S)
+    predicted = timeline_of(chain(stages, chunks, layers_each=layers // stages), naps).makespan_s
+    for _, times in run_ranks(slow_rank, 2, (stages, 1, chunks), EVERY):
+        assert 0.99 < min(times) / predicted < 1.3
