@@ -29,7 +29,7 @@ def simulate(tasks: Tasks) -> Timeline:
     after, missing, is_next = _followers(tasks)
     count = len(tasks)
     start, end = [0.0] * count, [0.0] * count
-    ready, cause, is_busy = [0.0] * count, [-1] * count, [False] * count
+    ready, cause, is_queued = [0.0] * count, [-1] * count, [False] * count
     free = [0.0] * len(tasks.resources)
     last = [-1] * len(tasks.resources)
     waiting = [(0.0, task) for task in range(count) if missing[task] == 0]
@@ -39,14 +39,14 @@ def simulate(tasks: Tasks) -> Timeline:
         task = heappop(waiting)[1]
         now, on = ready[task], resource[task]
         if free[on] > now:
-            now, cause[task], is_busy[task] = free[on], last[on], True
+            now, cause[task], is_queued[task] = free[on], last[on], True
         start[task] = now
         over = end[task] = now + duration[task]
         free[on], last[on] = over, task
         done += 1
         for other in after[task]:
             if over > ready[other]:
-                ready[other], cause[other], is_busy[other] = over, task, False
+                ready[other], cause[other], is_queued[other] = over, task, False
             missing[other] -= 1
             if not missing[other]:
                 heappush(waiting, (ready[other], other))
@@ -58,7 +58,7 @@ def simulate(tasks: Tasks) -> Timeline:
     if done < count:
         stuck = next(task for task in range(count) if missing[task] > 0)
         raise ValueError(f"task {stuck} waits for ever: {tasks.what[stuck]}")
-    return Timeline(tasks, start, end, cause, is_busy)
+    return Timeline(tasks, start, end, cause, is_queued)
 
 
 def _followers(tasks: Tasks) -> tuple[list[list[int]], list[int], list[int]]:

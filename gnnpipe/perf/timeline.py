@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from gnnpipe.perf.tasks import Tasks
@@ -28,12 +29,13 @@ class Timeline:
     end_s: list[float]
     cause: list[int]
     """By task, the one whose end it started at; -1: it started at 0."""
-    is_busy: list[bool]
-    """By task: it waited for its resource, and not for something that it needs."""
-    makespan_s: float = field(init=False)
+    is_queued: list[bool]
+    """By task: what it needs was there, and its resource was not yet free."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "makespan_s", max(self.end_s, default=0.0))
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last task ends."""
+        return max(self.end_s, default=0.0)
 
     def busy_s(self) -> list[float]:
         """By resource."""
@@ -55,7 +57,7 @@ class Timeline:
         at = self.end_s.index(self.makespan_s) if self.end_s else -1
         while at >= 0:
             found = self.cause[at]
-            reason = "start" if found < 0 else "resource" if self.is_busy[at] else "dependency"
+            reason = "start" if found < 0 else "resource" if self.is_queued[at] else "dependency"
             path.append(CriticalTask(at, reason))
             at = found
         return path[::-1]
