@@ -1,0 +1,126 @@
+"""What if: the same program with other costs.
+
+How an epoch answers to a large change cannot be read off its critical path, for another path takes
+over; so it is simulated again. More chunks, stages or shards are another program, with chunks of
+other sizes, and no matter of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gnnpipe.perf.costs import Costs
+from gnnpipe.perf.simulate import simulate
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.schedule import Program
+
+__all__ = ["ChangedCosts", "what_ifs"]
+
+
+class ChangedCosts:
+    """``Costs`` of other devices and links than those of ``costs``."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        shards: int,
+        *,
+        link_bandwidth: float = 1.0,
+        shard_bandwidth: float = 1.0,
+        speed: Mapping[int, float] | None = None,
+    ) -> None:
+        """Factors: on the bandwidth between stages, and among shards (latencies stay); and on the
+        speed of ranks.
+        """
+        self._costs, self._shards = costs, shards
+        self._link, self._among = link_bandwidth, shard_bandwidth
+        self._speed = speed or {}
+
+    def _slower(self, stage: int, shard: int) -> float:
+        return 1.0 / self._speed.get(stage * self._shards + shard, 1.0)
+
+    def begin_s(self, stage: int, shard: int) -> float:
+        """At the rank's speed."""
+        return self._costs.begin_s(stage, shard) * self._slower(stage, shard)
+
+    def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
+        """At the rank's speed."""
+        return self._costs.step_s(way, stage, shard, chunk, step) * self._slower(stage, shard)
+
+    def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
+        """At the rank's speed."""
+        return self._costs.pull_s(stage, shard, chunk, step) * self._slower(stage, shard)
+
+    def pilot_s(self, kind: str, stage: int, shard: int) -> float:
+        """At the rank's speed."""
+        return self._costs.pilot_s(kind, stage, shard) * self._slower(stage, shard)
+
+    def update_s(self, stage: int, shard: int) -> float:
+        """At the rank's speed."""
+        return self._costs.update_s(stage, shard) * self._slower(stage, shard)
+
+    def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
+        """Unchanged."""
+        return self._costs.message_bytes(way, source, target, shard, chunk)
+
+    def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
+        """Unchanged."""
+        return self._costs.exchange_bytes(way, stage, shard, chunk, step)
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Unchanged."""
+        return self._costs.gradient_bytes(stage)
+
+    # With twice the bandwidth a message takes as long as one of half the size took.
+
+    def link_s(self, source: int, target: int, size_bytes: int) -> float:
+        """At the changed bandwidth."""
+        return self._costs.link_s(source, target, round(size_bytes / self._link))
+
+    def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
+        """At the changed bandwidth."""
+        return self._costs.exchange_s(stage, [round(b / self._among) for b in sizes_bytes])
+
+    def reduce_s(self, stage: int, size_bytes: int) -> float:
+        """At the changed bandwidth."""
+        return self._costs.reduce_s(stage, round(size_bytes / self._among))
+
+    def link(self, source: int, target: int) -> str:
+        """Unchanged."""
+        return self._costs.link(source, target)
+
+    def group(self, stage: int) -> str:
+        """Unchanged."""
+        return self._costs.group(stage)
+
+
+def what_ifs(
+    program: Program, costs: Costs, order: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Seconds of an epoch by what is changed, the epoch as it is first.
+
+    Twice the bandwidth, between stages and among shards (where there are such); the busiest rank
+    half and twice as fast; nothing overlapped.
+    """
+    shards, ranks = program.shards, len(program.stages) * program.shards
+    timeline = simulate(program_tasks(program, costs, order))
+    busy = timeline.busy_s()[:ranks]
+    busiest = busy.index(max(busy))
+    changes: dict[str, ChangedCosts] = {}
+    if len(program.stages) > 1:
+        changes["twice the bandwidth between stages"] = ChangedCosts(
+            costs, shards, link_bandwidth=2
+        )
+    if shards > 1:
+        changes["twice the bandwidth among shards"] = ChangedCosts(costs, shards, shard_bandwidth=2)
+    for factor, words in ((0.5, "half"), (2.0, "twice")):
+        changes[f"rank {busiest} {words} as fast"] = ChangedCosts(
+            costs, shards, speed={busiest: factor}
+        )
+    found = {"as it is": timeline.makespan_s}
+    for words, changed in changes.items():
+        found[words] = simulate(program_tasks(program, changed, order)).makespan_s
+    if ranks > 1:
+        blocking = program_tasks(program, costs, order, overlap=False)
+        found["nothing overlapped"] = simulate(blocking).makespan_s
+    return found
