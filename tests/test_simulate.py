@@ -54,6 +54,33 @@ def test_links_that_keep_up_are_seen_while_the_pipeline_fills_and_drains(stages,
     assert blocking.makespan_s == (chunks + 1) * (f + b) + 2 * link + waits
 
 
+def test_a_message_waits_until_there_is_room_for_it():
+    costs = StatedCosts(
+        1.0, 1.0, link_time_s=4.0, scale=lambda stage, shard, chunk: [0.5, 5.0][stage]
+    )
+    timeline = timeline_of(chain(2, 4, layers_each=1), costs)
+    at = {(t.kind, t.stage, t.position): i for i, t in enumerate(timeline.tasks.what)}
+    for position in (2, 3):
+        # Posted one action ahead: once the one before that is over.
+        room = timeline.end_s[at["F", 1, position - 2]]
+        assert timeline.end_s[at["F", 0, position]] < room
+        assert timeline.start_s[at["SEND_F", 0, position]] == room
+        message = simulated_notes(timeline, 1)[1].messages[position]
+        assert message.posted_s == room
+        assert message.taken_s == message.asked_s == room + 10.0
+
+
+@pytest.mark.parametrize("pilot", [1.0, 3.0, 5.0])
+def test_pilot_rows_go_ahead_of_the_chunks(pilot):
+    stages, chunks, f, b = 4, 6, 3.0, 6.0
+    program = training_program(chain(stages, chunks), forecast=True)
+    timeline = simulate(program_tasks(program, StatedCosts(pilot_time_s=pilot)))
+    # The last stage begins with its chunks when it has carried its tables, or the first chunk
+    # has come.
+    begins = max((stages + 1) * pilot, 2 * pilot + (stages - 1) * f)
+    assert timeline.makespan_s == begins + chunks * f + (chunks + stages - 1) * b
+
+
 @pytest.mark.parametrize("own_share", [0.0, 0.25, 0.75])
 def test_one_chunk_on_shards_shows_its_exchanges(own_share):
     f, b, steps, wire = 2.0, 8.0, 5, 3.0
