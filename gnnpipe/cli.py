@@ -16,15 +16,15 @@ import traceback
 import typing
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.page.command import add_flags, report
-from gnnpipe.registry import nearest
 from gnnpipe.settings import flag
+from gnnpipe.words import Words, may_speak, one_line, reader
 
 __all__ = ["main"]
 
@@ -41,29 +41,14 @@ PATIENCE_S = 10.0
 """How long a rank that lost another one keeps silent."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see `{self.prog} --help`")
-
-    def refuse(self, unknown: list[str]) -> NoReturn:
-        """Words that are no flag, with the nearest that is one."""
-        flags = [word for word in self._option_string_actions if word.startswith("--")]
-        hint = nearest(unknown[0], flags)
-        if hint.startswith("known"):
-            hint = f"see `{self.prog} --help`"
-        raise InputError(f"{unknown[0]}: unknown flag; {hint}")
-
-
-def _parser() -> tuple[_Parser, dict[str, _Parser]]:
-    parser = _Parser(
+def _parser() -> tuple[Words, dict[str, Words]]:
+    parser = Words(
         prog="gnnpipe",
         description="Train deep graph neural networks on the whole graph, on one device or many.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gnnpipe {__version__}")
-    commands = parser.add_subparsers(dest="command", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", parser_class=Words)
     train = commands.add_parser("train", help="train a model", allow_abbrev=False)
     info = commands.add_parser(
         "info", help="graph, cut, memory and bytes of a shape, before any training",
@@ -75,12 +60,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         allow_abbrev=False,
     )  # fmt: skip
     verify.add_argument(
-        "--tolerance", type=_reader(float), metavar="FLOAT",
+        "--tolerance", type=reader(float), metavar="FLOAT",
         help="largest relative difference allowed (default 1e-9 in float64, 1e-5 in float32)",
     )  # fmt: skip
 
     train.add_argument(
-        "--seeds", type=_reader(int), metavar="INT",
+        "--seeds", type=reader(int), metavar="INT",
         help="train so many times, from --seed on, and print mean and deviation",
     )  # fmt: skip
     train.add_argument(
@@ -110,16 +95,8 @@ def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) ->
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": _reader(kind), "metavar": kind.__name__.upper()}
+            options |= {"type": reader(kind), "metavar": kind.__name__.upper()}
         groups[field.metadata["group"]].add_argument(flag(field.name), **options)
-
-
-def _reader(kind: type) -> Any:
-    def read(text: str) -> Any:
-        return kind(text)
-
-    read.__name__ = {"int": "whole number", "float": "number"}.get(kind.__name__, kind.__name__)
-    return read
 
 
 def _config(options: argparse.Namespace, defaults: dict[str, Any]) -> TrainConfig:
@@ -233,7 +210,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser, commands = _parser()
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
-            commands.get(options.command, parser).refuse(unknown)
+            words = sys.argv[1:] if arguments is None else arguments
+            commands.get(options.command, parser).refuse(unknown, words)
         if options.command is None:
             raise InputError(
                 "gnnpipe: give a command: train, info, verify or report; see `gnnpipe --help`"
@@ -242,11 +220,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:
         # Every rank stands before the same fault; one line is enough.
-        if rank == "0":
-            print(f"gnnpipe: error: {error}", file=sys.stderr, flush=True)
+        if may_speak():
+            print(f"gnnpipe: error: {one_line(error)}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
     except StoppedError as stop:
-        if rank == "0":
+        if may_speak():
             print(f"gnnpipe: {stop}", file=sys.stderr, flush=True)
         return 75
     except BrokenPipeError:
@@ -254,7 +232,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        if rank == "0":
+        if may_speak():
             print(
                 "gnnpipe: interrupted; the run folder holds the metrics and checkpoints so far",
                 file=sys.stderr, flush=True,
@@ -283,5 +261,5 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """One line, from one rank, without the line of code that it came from."""
-    if os.environ.get("RANK", "0") == "0":
+    if may_speak():
         print(f"gnnpipe: warning: {message}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from gnnpipe.registry import nearest
 from gnnpipe.run_settings import RunSettings
 from gnnpipe.settings import check_border, setting, typed
 from gnnpipe.techniques import PRESETS, Techniques
+from gnnpipe.textfile import read_text
 
 __all__ = ["Techniques", "TrainConfig", "parse_split"]
 
@@ -57,8 +58,8 @@ class TrainConfig(RunSettings):
     )  # fmt: skip
 
     model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
-    layers: int = setting(2, "number of GNN layers L", group="model", low=1)
-    hidden: int = setting(64, "hidden width H", group="model", low=1)
+    layers: int = setting(2, "number of GNN layers L", group="model", low=1, high=10_000)
+    hidden: int = setting(64, "hidden width H", group="model", low=1, high=1_000_000)
     heads: int = setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
     dropout: float = setting(0.5, "dropout probability", group="model", low=0, below=1)
     alpha: float = setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
@@ -71,7 +72,7 @@ class TrainConfig(RunSettings):
     lr: float = setting(0.01, "learning rate (Adam)", group="training", above=0)
     weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
     seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
-                         group="training", low=0, below=2**32)  # fmt: skip
+                         group="training", low=0, high=2**32 - 1)  # fmt: skip
     dtype: str = setting("float32", "number type of weights and rows", group="training",
                           choices=("float32", "float64"))  # fmt: skip
     comm_dtype: str = setting(
@@ -233,22 +234,27 @@ class TrainConfig(RunSettings):
     def _refuse_unknown(cls, values: Mapping[str, Any], source: str) -> None:
         known = {f.name for f in fields(cls)}
         for key in values:
-            if key.replace("-", "_") not in known:
+            name = key.replace("-", "_")
+            if name not in known:
                 raise InputError(f"{source}: unknown key {key!r}; {nearest(key, known)}")
+            if name != key and name in values:
+                raise InputError(f"{source}: both {key!r} and {name!r}; leave one out")
 
     @classmethod
     def read_toml(cls, path: str | Path) -> dict[str, Any]:
         """The keys that a TOML file sets, checked to be fields (values are checked on use)."""
+        source = f"--config {str(path)!r}"
         try:
-            with open(path, "rb") as file:
-                values = tomllib.load(file)
-        except OSError as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
+        try:
+            values = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # int() has a limit on digits of its own
             raise InputError(
-                f"--config {str(path)!r}: cannot be read ({error.strerror}); give a TOML file"
+                f"{source}: not valid TOML ({error}); try lines like layers = 4"
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"--config {str(path)!r}: not valid TOML ({error})") from None
-        cls._refuse_unknown(values, source=f"--config {str(path)!r}")
+        cls._refuse_unknown(values, source)
         return values
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,6 +21,12 @@ __all__ = ["check_border", "flag", "setting", "typed"]
 
 Number = int | float
 
+HIGH = {int: 10**9, float: 1e30}
+"""The largest number that a setting without a border of its own may be: beyond lies a slip of the
+keyboard, and what float32 or a clock cannot hold."""
+
+KINDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+
 
 def setting(
     default: Any,
@@ -30,12 +36,13 @@ def setting(
     low: Number | None = None,
     above: Number | None = None,
     below: Number | None = None,
+    high: Number | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its help text and its border: low <= v, above < v, v < below."""
+    """A field with its help text and its border: low <= v <= high, above < v < below."""
     meta = {
         "help": text, "group": group, "low": low, "above": above, "below": below,
-        "choices": choices,
+        "high": high, "choices": choices,
     }  # fmt: skip
     return field(default=default, metadata=meta)
 
@@ -59,8 +66,18 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     if want is str and isinstance(value, Path):
         return str(value)
     if not isinstance(value, want) or (isinstance(value, bool) and want is not bool):
-        raise InputError(f"{flag(name)} {value!r}: must be of type {want.__name__}")
+        text = repr(value)
+        text = text if len(text) <= 60 else f"{text[:60]}..."
+        raise InputError(f"{flag(name)} {text}: must be {KINDS[want.__name__]}")
     return value
+
+
+def _check_text(name: str, value: str) -> None:
+    """Text that no file name or TOML file can hold, or that is not what it looks like."""
+    if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
+        raise InputError(f"{name} {value!r}: holds a character that is no text; leave it out")
+    if value != value.strip():
+        raise InputError(f"{name} {value!r}: has a space at an end; try {value.strip()!r}")
 
 
 def check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
@@ -70,6 +87,8 @@ def check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
     name = flag(name)
     if meta["choices"] and value not in meta["choices"]:
         raise InputError(f"{name} {value!r}: must be one of {', '.join(meta['choices'])}")
+    if isinstance(value, str):
+        _check_text(name, value)
     if isinstance(value, bool | str):
         return
     if not math.isfinite(value):
@@ -80,3 +99,6 @@ def check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
         raise InputError(f"{name} {value}: must be more than {meta['above']}")
     if meta["below"] is not None and value >= meta["below"]:
         raise InputError(f"{name} {value}: must be less than {meta['below']}")
+    high = HIGH[type(value)] if meta["high"] is None else meta["high"]
+    if value > high:
+        raise InputError(f"{name} {value}: must be at most {high:,}")
