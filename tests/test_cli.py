@@ -252,7 +252,6 @@ def test_torchrun_trains_verifies_and_refuses(tmp_path):
 
 RAISING = """
 import sys
-from gnnpipe.runtime.mesh import launched_world_size
 from gnnpipe.runtime.stage import Stage
 import os
 plain = Stage.backward

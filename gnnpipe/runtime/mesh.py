@@ -6,7 +6,6 @@ needs no process group at all, and then nothing in here talks to anybody.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,17 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
+from gnnpipe.runtime.launch import (
+    check_meeting,
+    launched_local_rank,
+    launched_world_size,
+    stay_on_loopback,
+)
 from gnnpipe.runtime.recorder import Recorder
 
-__all__ = ["Mesh", "launched_world_size"]
+__all__ = ["Mesh"]
 
 SETUP_TIMEOUT_S = 7200.0
 """How long ranks wait for one another outside epochs; a rank that dies ends it at once."""
-
-
-def launched_world_size() -> int:
-    """Ranks that torchrun (or the like) started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Mesh:
             return cls(stages, shards, 0, place, None, None, recorder=_recorder(place))
         owns_group = False
         if not dist.is_initialized():
+            check_meeting()
+            stay_on_loopback()
             gpus = device != "cpu" and torch.cuda.is_available()
             _meet("cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout_s))
             owns_group = True
@@ -72,7 +74,7 @@ class Mesh:
         saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         mesh = cls(stages, shards, dist.get_rank(), torch.device("cpu"), None, control)
         try:
-            place, fault = _device(device, int(os.environ.get("LOCAL_RANK", "0"))), None
+            place, fault = _device(device, launched_local_rank()), None
         except InputError as error:
             place, fault = mesh.device, error
         mesh.agree(fault)
