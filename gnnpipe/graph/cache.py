@@ -13,13 +13,14 @@ import hashlib
 import io
 import os
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from gnnpipe.graph.archive import UNREADABLE, read_arrays
 
 __all__ = ["content_key", "default_folder", "folder_of", "keep", "recall"]
 
@@ -66,9 +67,8 @@ def recall(folder: Path | None, key: str) -> _Arrays | None:
         checksum, payload = data[:32], data[32:]
         if checksum != _checksum(key, payload):
             return None
-        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return dict(read_arrays(io.BytesIO(payload)))
+    except UNREADABLE:
         return None
 
 

@@ -1,14 +1,12 @@
 """Reads a graph from an .npz file by its path.
 
 The plainest way in: anyone can write such a file with ``numpy.savez``, and nothing in it can run
-code (pickled objects are refused).
+code (see ``archive``).
 """
 
 from __future__ import annotations
 
 import math
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.archive import UNREADABLE, open_plain, read_arrays
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.split import SPLIT_NAMES
@@ -27,9 +26,6 @@ Arrays = dict[str, Any]
 
 MAX_CLASSES = 10**6
 """Each class is a row of the last weight matrix; a larger number is a mistake."""
-
-UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
-"""What numpy raises on a file that is missing, cut off, pickled or something else altogether."""
 
 
 def read_npz(
@@ -96,12 +92,10 @@ def _load(path: Path) -> Arrays:
     }
     wanted |= {*EDGE_DATA} | {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
     try:
-        # Opened here, for numpy leaves a broken file open.
-        with open(path, "rb") as file:
-            arrays = np.load(file, allow_pickle=False)
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
+        with open_plain(path) as file:
+            if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
                 raise ValueError("a single array, not an .npz file")
-            return {k: arrays[k] if k in wanted else None for k in arrays.files}
+            return dict(read_arrays(file, wanted))
     except FileNotFoundError:
         raise InputError(
             f"--dataset {str(path)!r}: no such file; give the path of an .npz file or a name "

@@ -13,10 +13,7 @@ official archive.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.archive import UNREADABLE, open_plain, opened, read_arrays
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import FetchError, data_root, fetch_zip, locked, tidied
 from gnnpipe.graph.graph import Graph
@@ -32,8 +30,6 @@ from gnnpipe.registry import nearest
 __all__ = ["OGB_DATASETS", "read_ogb"]
 
 URL = "http://snap.stanford.edu/ogb/data/nodeproppred/"
-
-UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 
 MAPPED_BYTES = 4 << 30
 """Features above this size are unpacked to a file and memory-mapped, not read."""
@@ -142,8 +138,8 @@ def _csv(path: Path, dtype: Any) -> Any:
 
 def _member(path: Path, key: str) -> Any:
     try:
-        with open(path, "rb") as file:
-            return np.load(file, allow_pickle=False)[key]
+        with open_plain(path) as file:
+            return read_arrays(file, {key})[key]
     except UNREADABLE as error:
         raise _unreadable(path, error) from None
 
@@ -155,15 +151,15 @@ def _large_member(path: Path, key: str, unpacked: Path) -> Any:
     every rank, while a mapped file is read where it is needed and shared by the ranks.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.getinfo(f"{key}.npy").file_size < MAPPED_BYTES:
-                return _member(path, key)
+        with open_plain(path) as file, opened(file) as entries:
+            if entries.size_bytes(key) < MAPPED_BYTES:
+                return entries.read({key})[key]
             with locked(unpacked), tidied(unpacked.parent):
                 if not unpacked.exists():
                     unpacked.parent.mkdir(exist_ok=True)
                     part = unpacked.with_suffix(".part")
-                    with archive.open(f"{key}.npy") as packed, open(part, "wb") as file:
-                        shutil.copyfileobj(packed, file, 1 << 24)
+                    with open(part, "wb") as out:
+                        entries.unpack(key, out)
                     os.replace(part, unpacked)
         return np.load(unpacked, mmap_mode="r", allow_pickle=False)
     except UNREADABLE as error:

@@ -1,0 +1,136 @@
+"""Arrays out of an .npz file of unknown origin: no code, no more memory than there is, no surprise.
+
+``numpy.load`` allocates what a header claims before it looks whether the file holds as much: a file
+of 400 bytes can ask for terabytes. Here each header is read first, and an array is only made if its
+type is plain, its size is that of its entry and all of them fit into the memory of this machine.
+Entries are never written to disk, so their names lead nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from gnnpipe.machine import memory_bytes
+
+__all__ = ["UNREADABLE", "Entries", "open_plain", "opened", "read_arrays"]
+
+UNREADABLE = (
+    OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError, MemoryError,
+    OverflowError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What reading a file raises that is missing, cut off, pickled, locked or something else."""
+
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """A file opened to be read; ``ValueError`` for a pipe or a device, which may never end."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("not a plain file")
+    return file
+
+
+class Entries:
+    """The arrays of an open .npz file by name, read one by one."""
+
+    def __init__(self, packed: zipfile.ZipFile) -> None:
+        self._packed = packed
+        self._infos: dict[str, zipfile.ZipInfo] = {}
+        for info in packed.infolist():
+            name = info.filename.removesuffix(".npy")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"entry {name[:60]!r} is packed in a way that numpy does not use")
+            if name in self._infos:
+                raise ValueError(f"two entries named {name[:60]!r}")
+            self._infos[name] = info
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all arrays."""
+        return self._infos.keys()
+
+    def size_bytes(self, name: str) -> int:
+        """Of an array, unpacked, with its header. ``KeyError`` if there is none."""
+        return self._infos[name].file_size
+
+    def read(self, names: Collection[str]) -> dict[str, Any]:
+        """These arrays, once it is known that all of them fit into memory together."""
+        total, most = sum(map(self.size_bytes, names)), memory_bytes()
+        if total > most:
+            raise ValueError(
+                f"its arrays take {total / 2**30:,.1f} GiB, and this machine has "
+                f"{most / 2**30:,.1f}"
+            )
+        return {name: self._array(name) for name in names}
+
+    def unpack(self, name: str, file: IO[bytes]) -> None:
+        """Write an array that is too large for memory to ``file``, as .npy."""
+        with self._entry(name) as entry:
+            shutil.copyfileobj(entry, file, 1 << 24)
+
+    def _array(self, name: str) -> Any:
+        with self._entry(name) as entry:
+            return np.lib.format.read_array(entry, allow_pickle=False)
+
+    @contextmanager
+    def _entry(self, name: str) -> Iterator[IO[bytes]]:
+        """An entry at its beginning, whose header has been found to be true."""
+        info = self._infos[name]
+        with self._packed.open(info) as entry:
+            size_bytes = _promised_bytes(entry, name)
+            if entry.tell() + size_bytes != info.file_size:
+                raise ValueError(
+                    f"{name} promises {size_bytes:,} bytes and holds "
+                    f"{info.file_size - entry.tell():,}"
+                )
+            entry.seek(0)
+            yield entry
+
+
+def _promised_bytes(entry: IO[bytes], name: str) -> int:
+    """What an array takes by its header, which is read up to its end."""
+    version = np.lib.format.read_magic(entry)
+    if version not in _READ_HEADER:
+        raise ValueError(f"{name} is in format {version} of .npy, which is not known")
+    shape, _, dtype = _READ_HEADER[version](entry)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which could run code (allow_pickle=False)")
+    size_bytes = dtype.itemsize
+    for length in shape:
+        if length < 0:
+            raise ValueError(f"{name} has shape {shape}")
+        size_bytes *= length
+    return size_bytes
+
+
+@contextmanager
+def opened(file: IO[bytes]) -> Iterator[Entries]:
+    """The arrays in an open .npz file."""
+    with zipfile.ZipFile(file) as packed:
+        yield Entries(packed)
+
+
+def read_arrays(file: IO[bytes], wanted: Collection[str] | None = None) -> Mapping[str, Any]:
+    """The arrays of an open .npz file by name: all, or those wanted and ``None`` for the others.
+
+    One of ``UNREADABLE`` says what is wrong with it.
+    """
+    with opened(file) as entries:
+        names = entries.names if wanted is None else [n for n in entries.names if n in wanted]
+        found = entries.read(names)
+        return {name: found.get(name) for name in entries.names}
