@@ -35,7 +35,7 @@ class RunSettings:
         120.0,
         "seconds a rank waits for another before the run is ended; one that gives no sign of life "
         "is given up after an eighth of it",
-        group="ranks", above=0,
+        group="ranks", above=0, high=1e6,
     )  # fmt: skip
 
     checkpoint_every: int | None = setting(

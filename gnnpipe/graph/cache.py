@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gnnpipe.errors import InputError
 from gnnpipe.graph.archive import UNREADABLE, read_arrays
 
 __all__ = ["content_key", "default_folder", "folder_of", "keep", "recall"]
@@ -39,10 +40,22 @@ def default_folder() -> Path | None:
 
 
 def folder_of(cache_dir: str) -> Path | None:
-    """The folder that ``--cache-dir`` names: '' the default one, 'off' none."""
+    """The folder that ``--cache-dir`` names: '' the default one, 'off' none.
+
+    ``InputError`` if what is named is a file. A folder that cannot be written will do: others may
+    have filled it.
+    """
+    if not cache_dir:
+        return default_folder()
     if cache_dir == "off":
         return None
-    return Path(os.path.expanduser(cache_dir)) if cache_dir else default_folder()
+    path = Path(os.path.expanduser(cache_dir))
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise InputError(
+            f"--cache-dir {cache_dir!r}: {str(existing)!r} is a file; give a folder, or 'off'"
+        )
+    return path
 
 
 def content_key(settings: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:

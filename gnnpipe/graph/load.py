@@ -21,6 +21,9 @@ from gnnpipe.registry import nearest
 
 __all__ = ["dataset_names", "load_graph"]
 
+OTHER_FILES = (".pt", ".pth", ".pkl", ".npy", ".csv", ".txt", ".json", ".mat", ".gz", ".zip")
+"""Endings of files that look like datasets and cannot be read; no dataset has such a name."""
+
 EMBEDDED: dict[str, Callable[..., Graph]] = {"debian": read_debian, "karate": read_karate}
 
 
@@ -69,6 +72,12 @@ def load_graph(
         return make_synthetic(dataset, split=split, seed=seed, symmetrize=symmetrize)
     if dataset.endswith(".npz") or os.sep in dataset:
         return read_npz(dataset, split=split, seed=seed, symmetrize=symmetrize)
+    if dataset.endswith(OTHER_FILES):
+        raise InputError(
+            f"--dataset {dataset!r}: is no .npz file; write one with numpy.savez(path, "
+            "edge_index=..., x=..., y=..., train_mask=..., ...), or pass a PyG Data from Python: "
+            "Graph.from_pyg(data)"
+        )
     reader = read_ogb if dataset in OGB_DATASETS else read_pyg if find_pyg(dataset) else None
     if reader is None:
         raise InputError(

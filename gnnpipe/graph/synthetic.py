@@ -21,6 +21,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.split import STANDARD_SPLIT, split_masks
+from gnnpipe.machine import memory_bytes
 from gnnpipe.registry import nearest
 
 __all__ = ["Planted", "Rmat", "make_synthetic", "parse_synthetic"]
@@ -91,6 +92,8 @@ def parse_synthetic(dataset: str) -> Planted | Rmat:
             raise InputError(
                 f"--dataset {dataset!r}: unknown key {key!r}; {nearest(key, defaults)}"
             )
+        if key in values:
+            raise InputError(f"--dataset {dataset!r}: {key} is given twice; leave one out")
         values[key] = _number(dataset, key, value.strip(), defaults[key])
     spec = kinds[kind](**values)  # type: ignore[arg-type]
     _check(spec, dataset)
@@ -145,6 +148,12 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
                 f"--dataset {dataset!r}: {f.name}={getattr(spec, f.name)} is not in "
                 f"{low}..{high}; try {f.name}={min(max(low, defaults[f.name]), high):g}"
             )
+    needed = spec.n * (4 * spec.features + 16 * spec.degree)
+    if needed > memory_bytes():
+        raise InputError(
+            f"--dataset {dataset!r}: its features and edges take {needed / 2**30:,.0f} GiB, and "
+            f"this machine has {memory_bytes() / 2**30:,.0f}; try a smaller n"
+        )
     if isinstance(spec, Planted) and spec.degree * spec.homophily > spec.n / spec.classes / 2:
         raise InputError(
             f"--dataset {dataset!r}: degree={spec.degree:g} with homophily={spec.homophily:g} does "

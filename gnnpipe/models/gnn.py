@@ -37,6 +37,18 @@ class GNN(nn.Module, Model):
             model = cls([kind(i, spec) for i in range(spec.num_layers)])
         return model.to(dtype)
 
+    @staticmethod
+    def count_weights(name: str, spec: LayerSpec) -> int:
+        """Numbers in the weights of the model ``name``, none of which is allocated for it."""
+        kind, count = MODELS[name], spec.num_layers
+        # All layers but the first and the last are alike.
+        several = {0: 1, min(1, count - 1): max(1, count - 2), count - 1: 1}
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return sum(
+                many * sum(p.numel() for p in kind(i, spec).parameters())
+                for i, many in several.items()
+            )
+
     @property
     def size_text(self) -> str:
         """Depth and width."""

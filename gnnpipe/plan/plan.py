@@ -92,19 +92,30 @@ class Plan:
     def from_json(cls, text: str, source: str = "plan") -> Plan:
         """A plan from ``to_json``'s text; ``InputError`` names what is wrong with it."""
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = dict(json.loads(text))
             if data.pop("version") != VERSION:
                 raise InputError(f"{source}: written by another version; expected {VERSION}")
-            data["stages"] = tuple((int(a), int(b)) for a, b in data["stages"])
-            data["steps"] = tuple(int(n) for n in data["steps"])
+            data["stages"] = tuple((_whole(a), _whole(b)) for a, b in data["stages"])
+            data["steps"] = tuple(map(_whole, data["steps"]))
+            data["shards"], data["chunks"] = _whole(data["shards"]), _whole(data["chunks"])
             data["transfers"] = tuple(
-                Transfer(int(t["source"]), int(t["target"]), dict(t["widths"]), dict(t["types"]))
+                Transfer(
+                    _whole(t["source"]), _whole(t["target"]),
+                    {str(k): _whole(v) for k, v in t["widths"].items()},
+                    {str(k): str(v) for k, v in t["types"].items()},
+                )
                 for t in data["transfers"]
-            )
+            )  # fmt: skip
             return cls(**data)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise InputError(f"{source}: not a plan ({error!r})") from None
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(f"{source}: not a plan ({error})") from None
+        except InputError as error:
+            raise InputError(f"{error}; try the plan.json of a run, or no plan") from None
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise InputError(f"{source}: not a plan ({why}); try the plan.json of a run") from None
+
+
+def _whole(value: Any) -> int:
+    """A number of a plan, which is never a fraction, a word or a truth value."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value

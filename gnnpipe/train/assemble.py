@@ -33,6 +33,7 @@ from gnnpipe.train.answers import Answers, Loss, data_of_pairs
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.memory_use import held_bytes
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.room import check_room
 from gnnpipe.train.task import num_targets
 
 __all__ = ["Assembly", "assemble"]
@@ -58,7 +59,11 @@ class Assembly:
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
-    """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer."""
+    """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer.
+
+    ``InputError`` if that cannot fit into memory.
+    """
+    check_room(prepared, mesh)
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     memory_before_bytes = held_bytes(mesh.device)
     mesh.recorder.forget()

@@ -16,6 +16,7 @@ from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.bridge import Captured, capture
 from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
 
 __all__ = ["check_parts", "check_validation", "choose_model", "without_unread"]
@@ -77,7 +78,9 @@ def choose_model(
             "whose forward takes (x_dict, edge_index_dict)"
         )
     if model is None:
-        built = GNN.build(config.model, _spec(config, graph), config.seed, dtype)
+        spec = _spec(config, graph)
+        check_weights(config, spec)
+        built = GNN.build(config.model, spec, config.seed, dtype)
         return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
         _check_model(model, config, graph)
