@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gnnpipe.errors import InputError
 from gnnpipe.graph.archive import UNREADABLE, read_arrays
 
-__all__ = ["content_key", "default_folder", "folder_of", "keep", "recall"]
+__all__ = ["check_cache_dir", "content_key", "default_folder", "folder_of", "keep", "recall"]
 
 _Arrays = dict[str, npt.NDArray[Any]]
 
@@ -40,22 +40,25 @@ def default_folder() -> Path | None:
 
 
 def folder_of(cache_dir: str) -> Path | None:
-    """The folder that ``--cache-dir`` names: '' the default one, 'off' none.
-
-    ``InputError`` if what is named is a file. A folder that cannot be written will do: others may
-    have filled it.
-    """
-    if not cache_dir:
-        return default_folder()
+    """The folder that ``--cache-dir`` names: '' the default one, 'off' none."""
     if cache_dir == "off":
         return None
-    path = Path(os.path.expanduser(cache_dir))
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return Path(os.path.expanduser(cache_dir)) if cache_dir else default_folder()
+
+
+def check_cache_dir(cache_dir: str) -> None:
+    """``InputError`` if ``--cache-dir`` names a file.
+
+    A folder that cannot be written will do: others may have filled it.
+    """
+    path = folder_of(cache_dir)
+    if path is None or not cache_dir:
+        return
+    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if not existing.is_dir():
         raise InputError(
-            f"--cache-dir {cache_dir!r}: {str(existing)!r} is a file; give a folder, or 'off'"
+            f"--cache-dir {cache_dir!r}: {str(existing)!r} is no folder; give one, or 'off'"
         )
-    return path
 
 
 def content_key(settings: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:

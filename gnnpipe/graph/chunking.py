@@ -163,17 +163,16 @@ def make_chunking(
     cell ("given", "metis", "auto": by ``resolve_order``). The result is kept in ``cache_dir`` (''
     is the default folder, 'off' nowhere) and taken from there next time.
 
-    Raises ``InputError`` for an unknown ``partitioner``, a ``cache_dir`` that is a file, and more
-    chunks or shards than the vertices allow.
+    Raises ``InputError`` for an unknown ``partitioner`` and for more chunks or shards than the
+    vertices allow.
     """
     cut = PARTITIONERS[partitioner]
-    folder = folder_of(cache_dir)
     n = graph.num_vertices
     _check_counts(n, chunks, shards)
     order = resolve_order(order, partitioner, n)
     if chunks == shards == 1 and order == "given":
         return Chunking(np.arange(n, dtype=np.int64), np.array([[0, n]], dtype=np.int64))
-    key = ""
+    folder, key = folder_of(cache_dir), ""
     if folder is not None:
         settings = {
             "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,

@@ -21,6 +21,7 @@ from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.split import SPLIT_NAMES, STANDARD_SPLIT, split_masks
+from gnnpipe.graph.unpickle import only_data
 from gnnpipe.registry import nearest
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def _load(dataset: str, family: Family, name: str, root: Path, **options: Any) -
     probe = type(cls.__name__, (cls,), {"download": absent})
     with locked(root):
         try:
-            with tidied(root):
+            with tidied(root), only_data():
                 return probe(*arguments, **options)
         except _AbsentError as place:
             folder, files = place.args
@@ -253,7 +254,7 @@ def _load(dataset: str, family: Family, name: str, root: Path, **options: Any) -
                 f"({_brief(error)}); remove them to download anew"
             ) from error
         try:
-            with tidied(root):
+            with tidied(root), only_data():
                 return cls(*arguments, **options)
         except Exception as error:
             wanted = files if isinstance(files, str) else ", ".join(files[:8])

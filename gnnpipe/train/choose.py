@@ -10,6 +10,7 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import InputError
+from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
@@ -25,6 +26,7 @@ __all__ = ["check_parts", "check_validation", "choose_model", "without_unread"]
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
     """What can be told without reading anything."""
     PARTITIONERS[config.partitioner]
+    check_cache_dir(config.cache_dir)
     if model is None:
         MODELS[config.model]
         check_stages(config)

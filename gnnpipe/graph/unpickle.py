@@ -1,0 +1,69 @@
+"""While another library reads files, nothing in them may run code.
+
+PyG keeps its datasets as pickles, partly in files that its authors made and partly in files that it
+writes beside them, and falls back to reading whatever a pickle asks for. Whoever can put a file
+into the dataset folder could so run code here. Python tells its audit hooks of every name that a
+pickle looks up, in whatever library; here all are refused but those that arrays are made of.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+__all__ = ["only_data"]
+
+_SCIPY = "bsr coo csc csr dia dok lil"
+_STORAGES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
+
+HARMLESS = frozenset(
+    {(module, name) for module in ("builtins", "__builtin__") for name in ("list", "set", "object")}
+    | {("collections", "OrderedDict"), ("collections", "defaultdict"), ("_codecs", "encode")}
+    | {(module, "_reconstructor") for module in ("copyreg", "copy_reg")}
+    | {
+        (f"numpy.{core}.multiarray", name)
+        for core in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    }
+    | {("numpy", "ndarray"), ("numpy", "dtype")}
+    | {
+        (f"scipy.sparse.{module}", f"{kind}_{ending}")
+        for kind in _SCIPY.split()
+        for module in (kind, f"_{kind}")
+        for ending in ("matrix", "array")
+    }
+    | {("torch._utils", f"_rebuild_{name}") for name in ("tensor", "tensor_v2")}
+    | {("torch", f"{kind}Storage") for kind in _STORAGES.split()}
+)
+"""Names (module, name) of which arrays, sparse matrices, tensors and plain containers are made."""
+
+_is_on: ContextVar[bool] = ContextVar("only_data", default=False)
+
+
+@contextmanager
+def only_data() -> Iterator[None]:
+    """In this block, unpickling anything but data raises ``pickle.UnpicklingError``."""
+    _install()
+    before = _is_on.set(True)
+    try:
+        yield
+    finally:
+        _is_on.reset(before)
+
+
+@cache
+def _install() -> None:
+    """Once in a process, for a hook cannot be taken out again; outside of a block it lets pass."""
+    sys.addaudithook(_hook)
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and _is_on.get() and tuple(arguments) not in HARMLESS:
+        raise pickle.UnpicklingError(
+            f"asks for {'.'.join(map(str, arguments))}, which is not data and may run code"
+        )
