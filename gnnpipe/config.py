@@ -21,11 +21,11 @@ from typing import Any
 
 from gnnpipe.contradictions import check_together
 from gnnpipe.errors import InputError
+from gnnpipe.files import read_text
 from gnnpipe.registry import nearest
 from gnnpipe.run_settings import RunSettings
 from gnnpipe.settings import check_border, setting, typed
 from gnnpipe.techniques import PRESETS, Techniques
-from gnnpipe.textfile import read_text
 
 __all__ = ["Techniques", "TrainConfig", "parse_split"]
 

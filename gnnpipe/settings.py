@@ -76,6 +76,8 @@ def _check_text(name: str, value: str) -> None:
     """Text that no file name or TOML file can hold, or that is not what it looks like."""
     if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
         raise InputError(f"{name} {value!r}: holds a character that is no text; leave it out")
+    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
+        raise InputError(f"{name} {value[:40]!r}...: is longer than a path can be; give a shorter")
     if value != value.strip():
         raise InputError(f"{name} {value!r}: has a space at an end; try {value.strip()!r}")
 

@@ -8,21 +8,18 @@ Entries are never written to disk, so their names lead nowhere.
 
 from __future__ import annotations
 
-import os
 import shutil
-import stat
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from gnnpipe.machine import memory_bytes
 
-__all__ = ["UNREADABLE", "Entries", "open_plain", "opened", "read_arrays"]
+__all__ = ["UNREADABLE", "Entries", "opened", "read_arrays"]
 
 UNREADABLE = (
     OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError, MemoryError,
@@ -34,15 +31,6 @@ _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-
-
-def open_plain(path: str | Path) -> IO[bytes]:
-    """A file opened to be read; ``ValueError`` for a pipe or a device, which may never end."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ValueError("not a plain file")
-    return file
 
 
 class Entries:

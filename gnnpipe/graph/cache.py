@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.errors import InputError
+from gnnpipe.files import check_folder
 from gnnpipe.graph.archive import UNREADABLE, read_arrays
 
 __all__ = ["check_cache_dir", "content_key", "default_folder", "folder_of", "keep", "recall"]
@@ -47,18 +47,10 @@ def folder_of(cache_dir: str) -> Path | None:
 
 
 def check_cache_dir(cache_dir: str) -> None:
-    """``InputError`` if ``--cache-dir`` names a file.
-
-    A folder that cannot be written will do: others may have filled it.
-    """
+    """``InputError`` if ``--cache-dir`` names a file."""
     path = folder_of(cache_dir)
-    if path is None or not cache_dir:
-        return
-    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
-    if not existing.is_dir():
-        raise InputError(
-            f"--cache-dir {cache_dir!r}: {str(existing)!r} is no folder; give one, or 'off'"
-        )
+    if path is not None and cache_dir:
+        check_folder("--cache-dir", cache_dir, path, "give one, or 'off'")
 
 
 def content_key(settings: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> str:

@@ -18,6 +18,10 @@ MAX_VERTICES = 1 << 31
 """Two vertex numbers share one int64 sort key."""
 
 
+MAX_RELATIONS = 1_000_000
+"""Each relation has weights of its own; a larger number is a mistake."""
+
+
 @dataclass(frozen=True, eq=False)
 class Edges:
     """Edges by target and then by source, without loops."""
@@ -34,7 +38,7 @@ class Edges:
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
     """Checked against the number of edges; ``InputError`` naming the field."""
-    e = np.asarray(edge_index).shape[-1]
+    e = np.atleast_1d(np.asarray(edge_index)).shape[-1]
     return {field: _clean_field(field, values, name, e) for field, values in given.items()}
 
 
@@ -55,6 +59,8 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
     if field == "edge_type":
         if raw.dtype.kind not in "iu" or (e and int(raw.min()) < 0):
             fail(name, f"{field} is of type {raw.dtype}, or below 0", "whole numbers from 0")
+        if e and int(raw.max()) >= MAX_RELATIONS:
+            fail(name, f"{field} = {raw.max()}", f"relations 0..{MAX_RELATIONS - 1}, without gaps")
         return raw.astype(np.int64)
     if raw.dtype.kind not in "fiub":
         fail(name, f"{field} is of type {raw.dtype}", "real numbers such as float32")

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 
+from gnnpipe.files import check_folder
+
 __all__ = ["FetchError", "data_root", "fetch_zip", "locked", "tidied"]
 
 BLOCK_BYTES = 1 << 20
@@ -33,8 +35,13 @@ class FetchError(Exception):
 
 
 def data_root(data_dir: str) -> Path:
-    """The folder of downloaded datasets: ``data_dir``, else ~/.cache/gnnpipe/datasets."""
-    return Path(data_dir or "~/.cache/gnnpipe/datasets").expanduser()
+    """The folder of downloaded datasets: ``data_dir``, else ~/.cache/gnnpipe/datasets.
+
+    ``InputError`` if it is a file.
+    """
+    path = Path(os.path.expanduser(data_dir or "~/.cache/gnnpipe/datasets"))
+    check_folder("--data-dir", data_dir, path)
+    return path
 
 
 @contextmanager

@@ -7,6 +7,7 @@ code (see ``archive``).
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.archive import UNREADABLE, open_plain, read_arrays
+from gnnpipe.files import open_plain
+from gnnpipe.graph.archive import UNREADABLE, read_arrays
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.split import SPLIT_NAMES
@@ -51,7 +53,7 @@ def read_npz(
     Raises:
         InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     arrays = _load(path)
     if not labelled:
         # Of links nothing but edges and features is asked for.

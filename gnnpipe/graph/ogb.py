@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.archive import UNREADABLE, open_plain, opened, read_arrays
+from gnnpipe.files import open_plain
+from gnnpipe.graph.archive import UNREADABLE, opened, read_arrays
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import FetchError, data_root, fetch_zip, locked, tidied
 from gnnpipe.graph.graph import Graph
@@ -80,12 +81,18 @@ def read_ogb(
         edge_index = _member(raw / "data.npz", "edge_index")
         x = _large_member(raw / "data.npz", "node_feat", folder / "gnnpipe" / "node_feat.npy")
         y = _member(raw / "node-label.npz", "node_label")
-        n = int(_member(raw / "data.npz", "num_nodes_list").sum())
+        counts = _member(raw / "data.npz", "num_nodes_list")
     else:
         edge_index = _csv(raw / "edge.csv.gz", np.int64).T
         x = _csv(raw / "node-feat.csv.gz", np.float32)
         y = _csv(raw / "node-label.csv.gz", np.float64)
-        n = int(_csv(raw / "num-node-list.csv.gz", np.int64).sum())
+        counts = _csv(raw / "num-node-list.csv.gz", np.int64)
+    if counts.size != 1 or counts.dtype.kind not in "iu":
+        raise InputError(
+            f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
+            "not one whole number; unpack OGB's archive anew"
+        )
+    n = int(counts.item())
     return clean(
         edge_index, name=name, x=x, y=y, masks=masks, num_vertices=n, num_classes=facts.classes,
         split=split, seed=seed, symmetrize=symmetrize or facts.one_direction,

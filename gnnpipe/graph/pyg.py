@@ -242,7 +242,9 @@ def _load(dataset: str, family: Family, name: str, root: Path, **options: Any) -
         raise _AbsentError(self.raw_dir, self.raw_file_names)
 
     probe = type(cls.__name__, (cls,), {"download": absent})
-    with locked(root):
+    with locked(root), warnings.catch_warnings():
+        # PyG tells of a pickle that it could not read safely before it tries otherwise.
+        warnings.filterwarnings("ignore", "Weights only load failed")
         try:
             with tidied(root), only_data():
                 return probe(*arguments, **options)

@@ -18,11 +18,12 @@ from typing import Any
 
 __all__ = ["only_data"]
 
+_PLAIN = "bytearray bytes complex dict frozenset list object set tuple"
 _SCIPY = "bsr coo csc csr dia dok lil"
 _STORAGES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"
 
 HARMLESS = frozenset(
-    {(module, name) for module in ("builtins", "__builtin__") for name in ("list", "set", "object")}
+    {(module, name) for module in ("builtins", "__builtin__") for name in _PLAIN.split()}
     | {("collections", "OrderedDict"), ("collections", "defaultdict"), ("_codecs", "encode")}
     | {(module, "_reconstructor") for module in ("copyreg", "copy_reg")}
     | {

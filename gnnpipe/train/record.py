@@ -99,7 +99,7 @@ class RunFolder:
         self.path, self.goes_on = path, goes_on
         self._columns: list[str] = []
         self._lock: int | None = None
-        if path.exists() and not path.is_dir():
+        if os.path.lexists(path) and not path.is_dir():
             raise InputError(f"--out {str(path)!r}: is a file; give a folder")
         if path.is_dir() and any(path.iterdir()) and not goes_on:
             raise InputError(
@@ -107,7 +107,7 @@ class RunFolder:
                 f"go on with it by --resume {path}"
             )
         existing = path
-        while not existing.exists():
+        while not os.path.lexists(existing):
             existing = existing.parent
         if not existing.is_dir() or not _writable(existing):
             raise InputError(

@@ -1,0 +1,58 @@
+"""What a path from outside may lead to: a plain file, a small text, a folder.
+
+A pipe or a device never ends, or never begins; a file of gigabytes is not the settings of a run; a
+file in the place of a folder is found out by whoever writes first. All of these are told here,
+before a parser or a download begins.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+from gnnpipe.errors import InputError
+
+__all__ = ["MOST_TEXT_BYTES", "check_folder", "open_plain", "read_text"]
+
+MOST_TEXT_BYTES = 1 << 20
+"""Of a file that a person or a run writes: a config, a plan."""
+
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """A file opened to be read; ``ValueError`` for a pipe, a device or a folder."""
+    # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError("not a plain file")
+    return open(handle, "rb")
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a plain UTF-8 file of at most ``MOST_TEXT_BYTES``.
+
+    ``OSError`` or ``ValueError`` says in a few words why it cannot be read.
+    """
+    try:
+        with open_plain(path) as file:
+            data = file.read(MOST_TEXT_BYTES + 1)
+    except OSError as error:
+        raise OSError(os.strerror(error.errno or 0)) from None
+    if len(data) > MOST_TEXT_BYTES:
+        raise ValueError(f"larger than {MOST_TEXT_BYTES >> 20} MiB")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+
+
+def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder") -> None:
+    """``InputError`` if ``path``, which ``flag`` names, is no folder and cannot become one.
+
+    One that cannot be written will do: others may have filled it.
+    """
+    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    if not existing.is_dir():
+        raise InputError(f"{flag} {given!r}: {str(existing)!r} is no folder; {hint}")
