@@ -1,6 +1,6 @@
 # Two commands for a fresh clone: `make run` trains on the embedded graph, `make test` runs the tests.
 # Each sets up .venv first if need be (scripts/setup.sh).
-.PHONY: run test check setup setup-dev
+.PHONY: run test check audit setup setup-dev
 .DEFAULT_GOAL := run
 # Tests at a time: those of several ranks have some processes each, most others one.
 JOBS = 2
@@ -16,6 +16,13 @@ check: setup-dev
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# The pinned versions against the known faults. It asks pypi.org, which .ci/run may not reach; a
+# package that could not be asked for is a failure (--strict), not a pass.
+audit:
+	python3 -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	.venv-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 setup:
 	@bash scripts/setup.sh run
