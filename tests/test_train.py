@@ -59,7 +59,7 @@ def test_run_folder_is_whole_and_repeats(tmp_path):
     result = Trainer(config).fit()
     names = {p.name for p in out.iterdir()}
     assert names == {
-        "config.toml", "plan.json", "program.txt", "metrics.csv", "result.json", "model.pt",
+        "config.toml", "plan.json", "program.txt", "metrics.csv", "result.json", "model.pt", "logs",
         "trace.json",
     }  # fmt: skip
     trace = read_trace(out / "trace.json")
