@@ -38,6 +38,11 @@ class RunSettings:
         group="ranks", above=0, high=1e6,
     )  # fmt: skip
 
+    check_weights: bool = setting(
+        False, "whenever the model is evaluated, compare the weights that shards hold in common",
+        group="ranks",
+    )  # fmt: skip
+
     checkpoint_every: int | None = setting(
         None,
         "epochs from one checkpoint to the next (default: as many as take about ten minutes; 0: "

@@ -13,10 +13,11 @@ from helpers import run_ranks, small_graph
 from test_resume import config, table
 
 from gnnpipe import Trainer
-from gnnpipe.errors import InputError
+from gnnpipe.errors import FailedError, InputError
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -159,6 +160,30 @@ def test_restore_goes_back_with_half_the_learning_rate(poisoned, tmp_path):
 def test_restore_needs_checkpoints():
     with pytest.raises(InputError, match="--on-nan restore: with --out off"):
         config("off", on_nan="restore")
+
+
+def differing(out):
+    run = config(out, stages=1, shards=2, check_weights=True)
+    trainer = Trainer(run, small_graph())
+    if Mesh.join(1, 2).rank == 1:
+        with torch.no_grad():
+            real = loop.train_epoch
+
+            def train(assembly, *words):
+                found = real(assembly, *words)
+                next(iter(assembly.executor.stage.piece.parameters())).data += 1e-7
+                return found
+
+            loop.train_epoch = train
+    try:
+        trainer.fit()
+    except FailedError as error:
+        return str(error)
+
+
+def test_weights_that_differ_between_shards_are_found(tmp_path):
+    text = "epoch 2: ranks 0 and 1 hold other weights of stage 0"
+    assert [text in found for found in run_ranks(differing, 2, str(tmp_path / "run"))] == [True] * 2
 
 
 def clipped(stages, limit):

@@ -234,6 +234,27 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
     assert stored.path.name == "epoch-000002"
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 300 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_really_full(small_disk):
+    out = small_disk / "run"
+    run = config(out, checkpoint_every=1, checkpoints_kept=9, epochs=100)
+    with pytest.raises(FailedError, match=r"No space left on device.*go on with --resume"):
+        Trainer(run, small_graph(n=400)).fit()
+    assert newest_whole(out)[0] is not None
+    assert not [p for p in (out / "checkpoints").iterdir() if p.name.startswith(".aside")]
+
+
 def test_two_processes_do_not_write_one_run(tmp_path):
     out = tmp_path / "run"
     Trainer(config(out, epochs=STOP, checkpoint_every=2), small_graph()).fit()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,8 @@ class Loop:
             in_order = [kept[name] for name in self._weights] if kept else []
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
+        if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
+            self.saver.whole = start.epoch
 
     def _set_learning_rate(self, factor: float) -> None:
         """As it stands after the epochs that are done: the schedule is walked again."""
@@ -133,6 +136,8 @@ class Loop:
         last = epoch + 1 == config.epochs
         due = config.eval_every and (epoch + 1) % config.eval_every == 0
         scores = evaluate(self.assembly, mesh) if last or due else None
+        if scores and config.check_weights:
+            self._check_weights(epoch)
         row = EpochRow(
             epoch + 1, loss, scores, trained - start,
             time.perf_counter() - trained if scores else 0.0, self._learning_rate.value, stale,
@@ -149,6 +154,21 @@ class Loop:
                 f"become better since epoch {self.best.epoch}"
             )
         return is_over
+
+    def _check_weights(self, epoch: int) -> None:
+        """The shards of a stage take the same steps; if they differ, a machine computes wrong."""
+        digest = 0
+        for _, tensor in self.assembly.executor.stage.piece.named_state():
+            digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
+        everyone = self.mesh.gather(digest)
+        for rank, found in enumerate(everyone):
+            first = rank // self.mesh.shards * self.mesh.shards
+            if found != everyone[first]:
+                raise FailedError(
+                    f"epoch {epoch + 1}: ranks {first} and {rank} hold other weights of stage "
+                    f"{rank // self.mesh.shards}; one of them computes wrong. Go on with --resume, "
+                    "without that machine"
+                )
 
     def _meet(self, stopping: Stopping, is_over: bool) -> None:
         """Hear from all ranks whether to stop or to write a checkpoint."""
@@ -187,11 +207,13 @@ class Loop:
         assert self.saver is not None
         fault = next(filter(None, self.mesh.gather(self.saver.fault)), "unknown")
         whole = self.saver.whole
-        last = f"the last whole one is of epoch {whole}" if whole else "there is none before it"
+        last = "there is none before it; make room and start again"
+        if whole:
+            last = f"the last whole one is of epoch {whole}; make room and go on with --resume "
+            last += str(self.saver.run)
         raise FailedError(
             f"checkpoint of epoch {self.saver.begun} could not be written to "
-            f"{self.saver.run / 'checkpoints'}: {fault}; {last}; make room and go on with "
-            f"--resume {self.saver.run}"
+            f"{self.saver.run / 'checkpoints'}: {fault}; {last}"
         )
 
     def _save(self) -> None:

@@ -16,7 +16,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch_geometric
 
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError
+from gnnpipe.errors import FailedError, InputError
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.scoring import Scores
@@ -136,8 +137,26 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """A disk that is full or has gone is told of in a line; what was written remains."""
+        try:
+            yield
+        except OSError as error:
+            raise FailedError(
+                f"--out {str(self.path)!r}: cannot be written any more ({error.strerror}); make "
+                f"room and go on with --resume {self.path}"
+            ) from error
+
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:
-        """Make the folder and write what is known before the first epoch."""
+        """Make the folder and write what is known before the first epoch.
+
+        This and what follows raises ``FailedError`` when the disk takes no more.
+        """
+        with self._disk():
+            self._open(config, plan, program)
+
+    def _open(self, config: TrainConfig, plan: Plan, program: str) -> None:
         text = config.to_toml()
         if self.goes_on:
             before = (self.path / "config.toml").read_text(encoding="utf-8")
@@ -165,10 +184,11 @@ class RunFolder:
     def add(self, row: EpochRow) -> None:
         """Append a row to metrics.csv; it is on disk when this returns."""
         cells = row.cells()
-        if not self._columns or not set(cells) <= set(self._columns):
-            self._widen(list(cells))
-        with open(self._metrics, "a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns, restval="").writerow(cells)
+        with self._disk():
+            if not self._columns or not set(cells) <= set(self._columns):
+                self._widen(list(cells))
+            with open(self._metrics, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(cells)
 
     def _widen(self, columns: list[str]) -> None:
         """Make room for new columns: a run that goes on in another shape may know more."""
@@ -183,7 +203,8 @@ class RunFolder:
         """Make metrics.csv what it was after these rows."""
         cells = [row.cells() for row in rows]
         self._columns = list(dict.fromkeys(name for row in cells for name in row))
-        self._write(cells)
+        with self._disk():
+            self._write(cells)
 
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         text = io.StringIO(newline="")
@@ -195,10 +216,14 @@ class RunFolder:
     def close(self, result: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         """Write result.json and the trained weights, model.pt (a ``state_dict``)."""
         aside = self.path / ".aside-model.pt"
-        torch.save(dict(weights), aside)
-        os.replace(aside, self.path / "model.pt")
         text = json.dumps(plain(result), indent=1, allow_nan=False)
-        _replace(self.path / "result.json", text + "\n")
+        with self._disk():
+            # Into memory first: torch's own writer hides what a full disk says.
+            held = io.BytesIO()
+            torch.save(dict(weights), held)
+            aside.write_bytes(held.getbuffer())
+            os.replace(aside, self.path / "model.pt")
+            _replace(self.path / "result.json", text + "\n")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -167,10 +167,10 @@ class Trainer:
             loop.take(start)
             progress.start_at(start.epoch)
         if folder is not None:
+            sweep(folder.path)
             folder.open(self._written(prepared), prepared.plan, prepared.program_text())
             if start is not None:
                 folder.rewrite(start.rows)
-            sweep(folder.path)
             progress.say(f"run folder: {folder.path}")
         link_bytes_per_s = receive_bandwidth(mesh)
         log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")

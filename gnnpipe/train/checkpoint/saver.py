@@ -7,6 +7,9 @@ waits for it.
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +20,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gnnpipe.train.checkpoint.files import write_checkpoint
-from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old
+from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old, sweep
 
 __all__ = ["Saver"]
+
+
+_SCARCE_BYTES = 1 << 20
+"""Less is a full disk."""
 
 
 class Saver:
@@ -30,6 +37,7 @@ class Saver:
         self.run, self._kept, self._group, self._rank = run, kept, group, rank
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._free_bytes = 0
         self.begun = 0
         """Epoch of the last checkpoint that was begun; 0: none."""
         self.whole = 0
@@ -51,6 +59,9 @@ class Saver:
                 drop_old(self.run, self._kept)
         except BaseException as error:  # a CheckpointException is no Exception
             self._error = error
+            self._free_bytes = shutil.disk_usage(self.run).free
+            if self._rank == 0:
+                sweep(self.run)
 
     def wait(self) -> None:
         """Until what was begun is on disk."""
@@ -73,4 +84,7 @@ class Saver:
             error = next(iter(error.failures.values()))[0]
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
+        if self._free_bytes < _SCARCE_BYTES:
+            # Torch's own writer hides what a full disk says.
+            return os.strerror(errno.ENOSPC)
         return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
