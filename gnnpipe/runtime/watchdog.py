@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -36,10 +36,10 @@ class Watchdog:
     def __init__(
         self, mesh: Mesh, silence_s: float, doing: Callable[[], str], lost: Callable[[str], None]
     ) -> None:
-        """``doing``: what this rank is at, in a word; ``lost`` is called with the reason.
+        """``doing``: what this rank is at, in a word.
 
-        ``lost`` runs in a thread, while the main one may never wake again: it should end the
-        process.
+        ``lost`` is called with the reason, then the process is ended from here: its main thread may
+        never wake again.
         """
         self._mesh, self._silence_s = mesh, silence_s
         self._doing, self._lost = doing, lost
@@ -78,7 +78,7 @@ class Watchdog:
             is_over = self._over.wait(BEAT_S if number else 0.0)
             number += 1
             text = "over" if is_over else self._doing()
-            place = f"{number} {socket.gethostname()} {os.getpid()} {text}"
+            place = f"{number} {_machine()} {os.getpid()} {text}"
             try:
                 if number == 1:
                     # Every run of these processes has names of its own.
@@ -100,23 +100,37 @@ class Watchdog:
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
             if now - self._reached_s > self._silence_s:
-                return self._lost(
+                self._lost(
                     f"no word from the other ranks for {self._silence_s:g} s: is the network cut? "
                     f"Here: {self._doing()}"
                 )
+                os._exit(1)
             for rank, (told, at) in list(self._seen.items()):
                 if now - at > self._silence_s and not told.endswith(" over"):
-                    return self._give_up(rank, told)
-        return None
+                    self._give_up(rank, told)
 
     def _give_up(self, rank: int, told: str) -> None:
         """End a rank of this machine that is silent, so that it cannot come back; then this one."""
         _, host, pid, doing = (told or "0 ? 0 not a word so far").split(" ", 3)
-        if host == socket.gethostname():
-            with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
         others = [t.split(" ", 3)[3] for r, (t, _) in sorted(self._seen.items()) if r != rank and t]
         self._lost(
             f"rank {rank} has been silent for {self._silence_s:g} s (stopped, or its network cut). "
             f"Last known: {doing}. The others: {'; '.join([self._doing(), *others])}"
         )
+        # After the word to torchrun, which takes the first rank that ends for the cause.
+        if host == _machine() != "?":
+            with contextlib.suppress(OSError):
+                os.kill(int(pid), signal.SIGKILL)
+        os._exit(1)
+
+
+def _machine() -> str:
+    """Where a process number means the same process: names of machines may be alike, this is not.
+
+    '?' where there is no such thing; then nobody is ended.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "?"

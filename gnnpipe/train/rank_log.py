@@ -1,7 +1,7 @@
 """What happened on this rank, for whoever looks afterwards: ``logs/rank-3.txt`` of the run.
 
-And the end of a rank whose main thread may never wake again. torchrun prints last what the rank
-that failed first has written into its error file; that is where the cause belongs.
+torchrun prints last what the rank that failed first has written into its error file; so that is
+where the cause belongs, too.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ class RankLog:
         if not is_lost_peer(error):
             _tell_torchrun(f"{where}: {type(error).__name__}: {error}", error)
 
-    def die(self, reason: str) -> None:
-        """End this process at once, with a reason."""
+    def gave_up(self, reason: str) -> None:
+        """Write down why this process is about to end, on the screen too."""
         self.say(reason)
         print(f"gnnpipe: rank {self._rank}: {reason}", file=sys.stderr, flush=True)
         _tell_torchrun(f"rank {self._rank}: {reason}", None)
-        os._exit(1)
 
 
 def is_lost_peer(error: BaseException) -> bool:

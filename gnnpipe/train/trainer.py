@@ -175,7 +175,7 @@ class Trainer:
         link_bytes_per_s = receive_bandwidth(mesh)
         log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")
         silence_s = config.timeout_s * SILENCE_SHARE
-        watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.die)
+        watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.gave_up)
         with progress, self._stopping, watchdog:
             loop.run(self._stopping)
         log.say(f"{len(loop.rows)} epochs are done")
