@@ -6,6 +6,7 @@ the path does, and without one the tests that need it are skipped.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -31,20 +32,15 @@ class Browser:
     def __init__(self, profile: Path, width: int, height: int) -> None:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
-
-        def use_3_and_4():
-            # First out of the way, for either may be 3 or 4 already.
-            high = [os.dup2(fd, fd + 100) for fd in (to_read, to_write)]
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
+        # The browser reads 3 and writes 4; bash puts them there, from numbers that are neither.
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_read, to_write)]
         self._process = subprocess.Popen(
-            [find_browser(), *FLAGS.split(), f"--user-data-dir={profile}", "about:blank"],
-            preexec_fn=use_3_and_4, close_fds=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ["bash", "-c", f'exec "$0" "$@" 3<&{ends[0]} 4>&{ends[1]}',
+             find_browser(), *FLAGS.split(), f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        os.close(to_read)
-        os.close(to_write)
+        for fd in (to_read, to_write, *ends):
+            os.close(fd)
         self.events: list[dict] = []
         self._rest = b""
         self._number = 0
