@@ -7,7 +7,7 @@ chart can be drawn wider (the page's slider) while rows and words keep their siz
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ __all__ = ["critical_words", "gantt", "seconds", "shown"]
 ROW, GAP, AXIS = 22, 4, 20
 """Heights in pixels."""
 MOST_SPANS = 6_000
-"""Of one timeline; past it the shortest are left out, and the page says so."""
+"""Of one timeline; past it the shortest of each row are left out, and the page says so."""
 WORDS = {"F": "forward of", "B": "backward of", "WAIT": "on the wire to"}
 HUE_STEP = 137.5
 """Degrees: neighbours in number are far apart in colour, and no two of a hundred agree."""
@@ -38,11 +38,14 @@ def seconds(value: float) -> str:
 
 
 def shown(spans: Sequence[Span]) -> list[Span]:
-    """Those that are drawn, at most ``MOST_SPANS``: the longest, in their order."""
+    """Those that are drawn, in their order: all, or of every row the longest."""
     if len(spans) <= MOST_SPANS:
         return list(spans)
-    longest = sorted(range(len(spans)), key=lambda i: spans[i].start_s - spans[i].end_s)
-    return [spans[i] for i in sorted(longest[:MOST_SPANS])]
+    rows: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start_s - spans[i].end_s):
+        rows[spans[i].rank, spans[i].lane].append(i)
+    share = max(MOST_SPANS // len(rows), 1)
+    return [spans[i] for i in sorted(i for row in rows.values() for i in row[:share])]
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def _timeline(run: Run) -> str:
             out.append(f"<p>Critical path, {name}: {escape(words)}.</p>")
         if len(spans) > MOST_SPANS:
             out.append(
-                f'<p class="note">{name}: the {MOST_SPANS:,} longest of {len(spans):,} spans.</p>'
+                f'<p class="note">{name}: of {len(spans):,} spans the longest of each row.</p>'
             )
     out.append(
         '<p class="note">Point at a bar or tap it. A colour is a chunk, light forward and dark '
