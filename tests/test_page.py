@@ -195,6 +195,10 @@ def test_the_critical_path_in_words():
         "60% backward of stage 1, 30% forward of stage 0, 10% on the wire to stage 1"
     )
     assert critical_words(spans[1:2]) == ""
+    both = [
+        Span(r, "EXCHANGE_F", 10.0, 20.0, 0, 0, is_critical=True, lane="shards") for r in (0, 1)
+    ]
+    assert critical_words((*spans, *both)).startswith("50% exchange in stage 0, 30% backward")
 
 
 def replace_text(name, text):

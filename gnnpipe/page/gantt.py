@@ -20,7 +20,12 @@ ROW, GAP, AXIS = 22, 4, 20
 """Heights in pixels."""
 MOST_SPANS = 6_000
 """Of one timeline; past it the shortest of each row are left out, and the page says so."""
-WORDS = {"F": "forward of", "B": "backward of", "WAIT": "on the wire to"}
+WORDS = {
+    "F": "forward of", "B": "backward of", "WAIT": "on the wire to", "STEP": "optimizer of",
+    "SEND_F": "transfer from", "SEND_B": "transfer from", "REDUCE_GRAD": "gradient sum of",
+    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in",
+}  # fmt: skip
+"""What the critical path spends its time with."""
 HUE_STEP = 137.5
 """Degrees: neighbours in number are far apart in colour, and no two of a hundred agree."""
 
@@ -71,7 +76,8 @@ def gantt(trace: Trace) -> str:
         top += ROW
         for rank, lane in sorted({(s.rank, s.lane) for s in spans}):
             words = lane or f"rank {rank}"
-            labels.append(f'<div title="{escape(words)}">{escape(words)}</div>')
+            kind = ' class="lane"' if lane else ""
+            labels.append(f'<div{kind} title="{escape(words)}">{escape(words)}</div>')
             row = _Row(rank, lane, top)
             of_row = [s for s in spans if (s.rank, s.lane) == (rank, lane)]
             bars += [_bar(s, row, name, end_s) for s in of_row]
@@ -117,7 +123,8 @@ def _tip(span: Span, timeline: str) -> str:
     if span.chunk >= 0:
         lines.append(f"chunk {span.chunk}")
     if span.steps != (0, 0):
-        lines.append(f"steps {span.steps[0]} to {span.steps[1] - 1}")
+        first, last = span.steps[0], span.steps[1] - 1
+        lines.append(f"step {first}" if first == last else f"steps {first} to {last}")
     if span.peer >= 0:
         lines.append(f"{'from' if span.kind == 'WAIT' else 'with'} rank {span.peer}")
     if span.size_bytes:
@@ -132,25 +139,33 @@ def _tip(span: Span, timeline: str) -> str:
 def critical_words(spans: Sequence[Span]) -> str:
     """The critical path by stage and kind, the largest shares first; '' if none is marked.
 
-    An action's own share is without the waits inside it.
+    An action's own share is without the waits inside it; what several ranks do together, each in
+    a lane of its own, counts once.
     """
     totals: Counter[tuple[int, str]] = Counter()
+    seen: set[tuple[int, str, str, float, float]] = set()
     around: dict[tuple[int, str], Span] = {}
     for s in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         length_ns = round((s.end_s - s.start_s) * 1e9)
-        if s.is_critical:
-            totals[s.stage, s.kind] += length_ns
+        together = (s.stage, s.kind, s.lane, s.start_s, s.end_s)
+        if s.is_critical and not (s.lane and together in seen):
+            totals[s.stage, _doing(s)] += length_ns
+            seen.add(together)
         if s.kind != "WAIT":
             around[s.rank, s.lane] = s
             continue
         action = around.get((s.rank, s.lane))
         if action is not None and action.is_critical and s.end_s <= action.end_s:
-            totals[action.stage, action.kind] -= length_ns
+            totals[action.stage, _doing(action)] -= length_ns
     whole = sum(totals.values())
     if not whole:
         return ""
     parts = [
-        f"{size / whole:.0%} {WORDS.get(kind, f'{kind} of')} stage {stage}"
-        for (stage, kind), size in totals.most_common(5)
+        f"{size / whole:.0%} {words} stage {stage}"
+        for (stage, words), size in totals.most_common(5)
     ]
     return ", ".join(parts)
+
+
+def _doing(span: Span) -> str:
+    return WORDS.get(span.kind, f"{span.kind} of")
