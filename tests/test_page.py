@@ -295,6 +295,10 @@ def test_save_elsewhere_and_again(run, tmp_path, capsys):
     assert not (run / "report.html").exists()
 
 
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -303,10 +307,10 @@ def test_save_elsewhere_and_again(run, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_a_page_replaces_nothing_else(run, capsys, target, words):
-    held = {p: p.read_bytes() for p in run.iterdir()}
+    held = contents(run)
     assert main(["report", str(run), "--save", str(run / target) if target else ""]) == 2
     assert words in capsys.readouterr().err
-    assert {p: p.read_bytes() for p in run.iterdir()} == held
+    assert contents(run) == held
 
 
 def test_pictures_for_a_paper(run, capsys):
