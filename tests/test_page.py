@@ -303,12 +303,13 @@ def contents(folder):
     ("target", "words"),
     [
         ("model.pt", "something else"), ("", "give a file"), ("none/page.html", "cannot be"),
-        (".", "cannot be"),
+        (".", "something else"), ("plan.json/page.html", "cannot be"),
     ],
 )  # fmt: skip
 def test_a_page_replaces_nothing_else(run, capsys, target, words):
     held = contents(run)
-    assert main(["report", str(run), "--save", str(run / target) if target else ""]) == 2
+    save = str(run / target) if target else ""
+    assert main(["report", str(run), "--save", save, "--png"]) == 2
     assert words in capsys.readouterr().err
     assert contents(run) == held
 
@@ -326,6 +327,18 @@ def test_pictures_for_a_paper(run, capsys):
         os.remove(run / name)
     assert main(["report", str(run), "--png"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_links_in_the_folder_lead_nowhere(run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine", encoding="utf-8")
+    (run / "report.html").symlink_to(tmp_path / "made-elsewhere.html")
+    (run / "report-curves.png").symlink_to(kept)
+    assert main(["report", str(run), "--png"]) == 0
+    assert kept.read_text(encoding="utf-8") == "mine"
+    assert not (tmp_path / "made-elsewhere.html").exists()
+    assert not (run / "report.html").is_symlink()
 
 
 def test_pictures_without_matplotlib(run, capsys, monkeypatch):

@@ -30,27 +30,40 @@ def report(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     target = Path(options.save) if options.save else folder / "report.html"
     run = read_run(folder)
+    if not _may_replace(target, MARK):
+        raise InputError(
+            f"--save {str(target)!r}: is something else than a page of gnnpipe; give a new file"
+        )
     # Words from outside may hold what UTF-8 cannot.
-    text = page(run).encode("utf-8", "replace")
+    files = {target: page(run).encode("utf-8", "replace")}
+    if options.png:
+        from gnnpipe.page.png import pictures
+
+        stem = target.with_suffix("").name
+        files |= {target.with_name(f"{stem}-{k}.png"): data for k, data in pictures(run).items()}
     try:
-        if target.exists() and not _is_page(target, MARK):
-            raise InputError(
-                f"--save {str(target)!r}: is something else than a page of gnnpipe; give a new file"
-            )
-        target.write_bytes(text)
+        for path, data in files.items():
+            # A link that a folder from elsewhere holds must not lead the writing out of it.
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:
+                file.write(data)
     except OSError as error:
         raise InputError(
             f"--save {str(target)!r}: cannot be written ({error.strerror}); give another file"
         ) from None
-    print(target)
-    if options.png:
-        from gnnpipe.page.png import write_pictures
-
-        for path in write_pictures(run, target.with_suffix("")):
-            print(path)
+    for path in files:
+        print(path)
     return 0
 
 
-def _is_page(path: Path, mark: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(mark)) == mark.encode()
+def _may_replace(path: Path, mark: str) -> bool:
+    """Nothing is there, or a page that this command made."""
+    try:
+        if not path.exists():
+            return True
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(mark)) == mark.encode()
+    except OSError:
+        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import colorsys
-from pathlib import Path
+import io
 from typing import TYPE_CHECKING
 
 from gnnpipe.errors import InputError
@@ -13,16 +13,17 @@ from gnnpipe.perf import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["write_pictures"]
+__all__ = ["pictures"]
 
 DPI = 200
 WIDTH_IN = 7.0
 """Inches: the text width of most papers' single column pages."""
 
 
-def write_pictures(run: Run, stem: Path) -> list[Path]:
-    """Write ``stem``-curves.png and, where there is a timeline, ``stem``-timeline.png."""
+def pictures(run: Run) -> dict[str, bytes]:
+    """PNG files by name: ``curves`` and, where there is one, ``timeline``."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -31,13 +32,11 @@ def write_pictures(run: Run, stem: Path) -> list[Path]:
         ) from None
     if not run.epochs:
         raise InputError("--png: no epoch has been trained yet; try later, or leave --png out")
-    paths = []
     figure = Figure(figsize=(WIDTH_IN, 2.6), layout="constrained")
     _curves(run, figure.subplots(1, 2))
-    paths.append(stem.with_name(stem.name + "-curves.png"))
-    figure.savefig(paths[-1], dpi=DPI)
-    found = {"predicted": run.trace.predicted, "measured": run.trace.measured}
-    drawn = {name: shown(spans) for name, spans in found.items() if spans}
+    found = {"curves": _png(figure)}
+    timelines = {"predicted": run.trace.predicted, "measured": run.trace.measured}
+    drawn = {name: shown(spans) for name, spans in timelines.items() if spans}
     if drawn:
         rows = [len({(s.rank, s.lane) for s in spans}) for spans in drawn.values()]
         height_in = min(0.7 * len(drawn) + 0.28 * sum(rows), 20)
@@ -46,9 +45,14 @@ def write_pictures(run: Run, stem: Path) -> list[Path]:
         for (name, spans), axis in zip(drawn.items(), axes[:, 0], strict=True):
             _timeline(axis, name, spans)
         axes[-1, 0].set_xlabel("seconds")
-        paths.append(stem.with_name(stem.name + "-timeline.png"))
-        figure.savefig(paths[-1], dpi=DPI)
-    return paths
+        found["timeline"] = _png(figure)
+    return found
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=DPI)
+    return out.getvalue()
 
 
 def _curves(run: Run, axes: list[Axes]) -> None:
