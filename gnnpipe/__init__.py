@@ -11,22 +11,24 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
-    from gnnpipe.errors import InputError
+    from gnnpipe.errors import FailedError, InputError, StoppedError
     from gnnpipe.graph.graph import Graph
     from gnnpipe.train.result import RunResult
+    from gnnpipe.train.resume import resumed_config
     from gnnpipe.train.seeds import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
-    "Graph", "InputError", "RunResult", "SeedsResult", "TrainConfig", "Trainer", "__version__",
-    "fit_seeds",
+    "FailedError", "Graph", "InputError", "RunResult", "SeedsResult", "StoppedError",
+    "TrainConfig", "Trainer", "__version__", "fit_seeds", "resumed_config",
 ]  # fmt: skip
 
 _HOME = {
-    "Graph": "gnnpipe.graph.graph", "InputError": "gnnpipe.errors",
+    "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
+    "InputError": "gnnpipe.errors", "StoppedError": "gnnpipe.errors",
     "RunResult": "gnnpipe.train.result", "SeedsResult": "gnnpipe.train.seeds",
     "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
-    "fit_seeds": "gnnpipe.train.seeds",
+    "fit_seeds": "gnnpipe.train.seeds", "resumed_config": "gnnpipe.train.resume",
 }  # fmt: skip
 
 

@@ -59,12 +59,15 @@ FILES = """## The run folder
 | file | written | what it holds |
 |---|---|---|
 | `config.toml` | before the first epoch | every setting that has a value of its own |
+| `config-before-1.toml` | by `--resume` | what config.toml was, if it changed |
 | `plan.json` | before the first epoch | stages, shards, chunks, schedule, transfers |
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
 | `metrics.csv` | a row an epoch | see below |
 | `result.json` | at the end | see below |
 | `trace.json` | at the end, on CPUs | one epoch as Chrome trace events, for Perfetto |
 | `model.pt` | at the end | the weights of all stages, a `state_dict` |
+| `checkpoints/epoch-000120/` | as it trains | all that `--resume` needs |
+| `logs/rank-0.txt` | as it trains | of every rank when it began and ended, and why |
 
 The cut (which vertex is in which chunk) is not in the folder. It is made again from the graph, the
 seed and the partitioner; another version of METIS may cut otherwise.
