@@ -2,6 +2,8 @@
 
 from gnnpipe.perf.measured import measured_spans
 from gnnpipe.perf.memory import MemoryEstimate, estimate_memory
+from gnnpipe.perf.parts import ChunkSizes
+from gnnpipe.perf.profile import Profile
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.spans import ActionTimes, Collective, EpochSpans, Message, TimeShares, time_shares
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
@@ -9,11 +11,13 @@ from gnnpipe.perf.volume import CommVolume, closed_form_volume
 
 __all__ = [
     "ActionTimes",
+    "ChunkSizes",
     "Collective",
     "CommVolume",
     "EpochSpans",
     "MemoryEstimate",
     "Message",
+    "Profile",
     "Span",
     "TimeShares",
     "Trace",

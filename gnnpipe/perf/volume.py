@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["CommVolume", "closed_form_volume"]
+__all__ = ["CommVolume", "closed_form_volume", "fit_numbers"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,7 @@ def closed_form_volume(
         crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
     )
     means = sum(op.push_width for op in model.ops if op.is_mean)
-    fit = sum(
-        op.push_width + 2 if op.is_mean else _fit_numbers(op.push_width)
-        for op in model.aggregations
-    )
+    fit = sum(fit_numbers(op) for op in model.aggregations)
     return CommVolume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
         graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
@@ -77,6 +74,12 @@ def closed_form_volume(
     )
 
 
-def _fit_numbers(width: int) -> int:
-    """Sums over the pilot rows that an affine map on rows of ``width`` is fitted from."""
+def fit_numbers(op: Op) -> int:
+    """Sums over the pilot rows that the map of an aggregation is fitted from, a shift for a mean.
+
+    An affine map on rows of width F takes F (F + 1) / 2 + F F + 2 F + 2.
+    """
+    width = op.push_width
+    if op.is_mean:
+        return width + 2
     return width * (width + 1) // 2 + width * width + 2 * width + 2

@@ -1,0 +1,101 @@
+"""From measured times to costs: least squares in which no cost is below 0.
+
+Every sample is the time of one step, and the sum of the parts that lie in it. Relative errors are
+what counts, so that a small chunk weighs as much as a large one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from gnnpipe.perf.profile import Affine, LinkTimes
+
+__all__ = ["Fitted", "Sample", "Work", "fit_costs", "fit_link"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one part has to do in a step."""
+
+    rows: float
+    edges: float = 0.0
+    entries: float = 0.0
+    times: float = 1.0
+    """How often its base is paid."""
+
+    def __add__(self, other: Work) -> Work:
+        """Both, one after the other."""
+        return Work(
+            self.rows + other.rows, self.edges + other.edges, self.entries + other.entries,
+            self.times + other.times,
+        )  # fmt: skip
+
+    def columns(self) -> tuple[float, float, float, float]:
+        """What the four numbers of an ``Affine`` are multiplied by."""
+        return self.times, self.rows, self.edges, self.entries
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured time, and the parts that it was taken by."""
+
+    time_s: float
+    parts: Mapping[Hashable, Work]
+    weight: float = 1.0
+    """How much it counts beside others."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Costs by part, and how far they are off."""
+
+    costs: Mapping[Hashable, Affine]
+    errors: Mapping[Hashable, float]
+    """By part: mean |fitted - measured| over mean measured, of the samples that it is in."""
+
+
+def fit_costs(samples: Sequence[Sample]) -> Fitted:
+    """One ``Affine`` for every part, so that each sample is the sum of its parts."""
+    parts = list(dict.fromkeys(part for sample in samples for part in sample.parts))
+    place = {part: i for i, part in enumerate(parts)}
+    matrix = np.zeros((len(samples), 4 * len(parts)))
+    for i, sample in enumerate(samples):
+        for part, work in sample.parts.items():
+            matrix[i, 4 * place[part] : 4 * place[part] + 4] += work.columns()
+    times = np.array([max(sample.time_s, 1e-9) for sample in samples])
+    weights = np.array([sample.weight for sample in samples]) / times
+    found = _non_negative(matrix * weights[:, None], times * weights)
+    apart = np.abs(matrix @ found - times)
+    off: dict[Hashable, float] = defaultdict(float)
+    total: dict[Hashable, float] = defaultdict(float)
+    for i, sample in enumerate(samples):
+        for part in sample.parts:
+            off[part] += float(apart[i])
+            total[part] += float(times[i])
+    costs = {part: Affine(*found[4 * i : 4 * i + 4].tolist()) for part, i in place.items()}
+    return Fitted(costs, {part: off[part] / total[part] for part in parts})
+
+
+def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float], messages: int = 1) -> LinkTimes:
+    """Latency of each of ``messages`` and bandwidth from the times of these sizes."""
+    times = np.maximum(np.asarray(times_s, dtype=np.float64), 1e-9)
+    sizes = np.asarray(sizes_bytes, dtype=np.float64)
+    matrix = np.stack([np.full(len(times), float(messages)), sizes], axis=1)
+    latency, per_byte = _non_negative(matrix / times[:, None], np.ones(len(times))).tolist()
+    fitted = matrix @ [latency, per_byte]
+    error = float(np.abs(fitted - times).sum() / times.sum())
+    return LinkTimes(latency, 1.0 / max(per_byte, 1e-15), error)
+
+
+def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with no unknown below 0; columns of zeros get 0."""
+    # Seconds a row and seconds a call are many orders apart.
+    sizes = np.linalg.norm(matrix, axis=0)
+    scale = np.where(sizes > 0, sizes, 1.0)
+    found: np.ndarray = nnls(matrix / scale, target, maxiter=100 * matrix.shape[1])[0] / scale
+    return found

@@ -1,0 +1,87 @@
+"""Which parts of which ops lie in a step of a stage, and what they have to do for a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.perf.fit import Work
+from gnnpipe.plan import ModelGraph, Op
+
+__all__ = ["ChunkSizes", "Part", "step_parts"]
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an op does before its push ('before') or after its aggregation ('after')."""
+
+    op: int
+    side: str
+
+
+def step_parts(model: ModelGraph, first: int, last: int) -> list[list[Part]]:
+    """By step of a stage of ops first..last-1; an op without a push is all 'after'."""
+    reached: dict[str, int] = {}
+    steps: list[list[Part]] = [[] for _ in range(model.num_steps(first, last))]
+    for i, op in enumerate(model.ops[first:last], first):
+        depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
+        reached |= dict.fromkeys(op.outputs, depth)
+        if op.aggregates:
+            steps[depth - 1].append(Part(i, "before"))
+        steps[depth].append(Part(i, "after"))
+    return steps
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """What the chunks of a cut hold, shard by shard: [G, K] each.
+
+    By the type that tables go by: '' if there is but one type of vertices, and for links also that
+    of the pairs.
+    """
+
+    rows: Mapping[str, Counts]
+    edges: Mapping[str, Counts]
+    """Edges into the rows of a type, from all types; of pairs the pairs."""
+    entries: Mapping[str, Counts]
+    """Stored numbers of the features."""
+    boundary: Mapping[str, Counts]
+    """Own rows that other shards read, once for each of them."""
+    halo: Mapping[str, Counts]
+    """Rows of other shards that are read."""
+    stale: Mapping[str, Counts]
+    """[G] own and halo rows that are read stale, the mean over all orders of the chunks."""
+    pilots: Mapping[str, Counts]
+    """[G] pilot rows among the own rows."""
+
+    @property
+    def chunks(self) -> int:
+        """K."""
+        return int(next(iter(self.rows.values())).shape[1])
+
+    @property
+    def shards(self) -> int:
+        """G."""
+        return int(next(iter(self.rows.values())).shape[0])
+
+    def work(self, op: Op, side: str, shard: int, chunk: int) -> Work:
+        """What a part has to do for one chunk."""
+        rows, edges, entries = (int(counts[shard, chunk]) for counts in self.columns(op, side))
+        return Work(rows, edges, entries)
+
+    def columns(self, op: Op, side: str) -> tuple[Counts, Counts, Counts]:
+        """Rows, edges and entries [G, K] that a part has to do with."""
+        nothing = np.zeros((self.shards, self.chunks), dtype=np.int64)
+        entries = edges = nothing
+        if op.reads_features and side == ("before" if op.aggregates else "after"):
+            entries = self.entries[op.vertex_type]
+        if op.aggregates and not op.is_mean:
+            edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
+        if side == "before":
+            return self.rows[op.pushed_type], edges, entries
+        return edges if op.over_pairs else self.rows[op.vertex_type], edges, entries

@@ -1,0 +1,199 @@
+"""What a plan's steps and messages cost by a profile: ``Costs`` for the simulator.
+
+Bytes are counted, not estimated: over all ranks they are those of ``closed_form_volume``, to the
+byte. Times are the profile's, of as many ranks at once as the plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.errors import InputError
+from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
+from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
+from gnnpipe.perf.volume import fit_numbers
+from gnnpipe.plan import ModelGraph, Op, Plan
+from gnnpipe.schedule import PILOT
+
+__all__ = ["ProfiledCosts"]
+
+WAYS = {"F": "forward", "B": "backward"}
+FIT_BYTES = 8
+"""Of a number in the sums of a forecast, and of a mean over all vertices: float64."""
+
+
+class ProfiledCosts:
+    """``Costs`` of a plan from a profile and the sizes of its chunks."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        plan: Plan,
+        model: ModelGraph,
+        sizes: ChunkSizes,
+        *,
+        number_bytes: int,
+        row_bytes: int,
+        ranks_at_once: int,
+    ) -> None:
+        """``row_bytes`` for a number of a row on the wire, ``number_bytes`` of a weight or pilot
+        row; ``ranks_at_once``: ranks of one machine. ``InputError`` if the profile lacks an op or
+        a link that the plan needs.
+        """
+        self.plan, self.model, self.sizes = plan, model, sizes
+        self._number_bytes, self._row_bytes = number_bytes, row_bytes
+        self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
+        self._ops = [self._times_of(op) for op in model.ops]
+        self._parts = [step_parts(model, *run) for run in plan.stages]
+        self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
+        if plan.num_stages > 1:
+            self._link("message")
+        if plan.shards > 1:
+            self._link("exchange")
+            self._link("gradient_sum")
+
+    def _times_of(self, op: Op) -> OpTimes:
+        kind, known = op_kind(op), self._compute.ops
+        if kind not in known:
+            raise InputError(
+                f"profile: has no {self.model.unit} like {op.name} ({kind}), only "
+                f"{'; '.join(known)}; take one with the model and dataset of the run"
+            )
+        return known[kind]
+
+    def _link(self, name: str) -> LinkTimes:
+        found: LinkTimes | None = getattr(self._profile, name)
+        if found is None:
+            raise InputError(
+                f"profile: {name}: was not measured; take it with torchrun --nproc-per-node 2 -m "
+                "gnnpipe profile"
+            )
+        return found
+
+    def begin_s(self, stage: int, shard: int) -> float:
+        """Clearing and keeping tables."""
+        pushing = [op for op in self._stage_ops(stage) if op.aggregates]
+        # A single chunk's rows are their own table, and its gradients are not kept.
+        numbers = sum(
+            op.push_width * self.sizes.rows[op.pushed_type][shard].sum() for op in pushing
+        )
+        begin = self._compute.begin
+        several = self.plan.chunks > 1
+        return begin.base_s * len(pushing) + begin.per_row_s * numbers * several
+
+    def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
+        """One step of one chunk; rows taken out for other shards, or added, are part of it."""
+        key = way, stage, step
+        if key not in self._steps:
+            self._steps[key] = self._step_times(*key)
+        return float(self._steps[key][shard, chunk])
+
+    def _step_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
+        """[G, K]."""
+        total = np.zeros((self.plan.shards, self.plan.chunks))
+        for part in self._parts[stage][step]:
+            op, costs = self.model.ops[part.op], self._part_times(way, part)
+            rows, edges, entries = self.sizes.columns(op, part.side)
+            total += costs.base_s + costs.per_row_s * rows
+            total += costs.per_edge_s * edges + costs.per_entry_s * entries
+            if part.side == "before":
+                numbers = self.sizes.boundary[op.pushed_type] * op.push_width
+                total += self._compute.boundary_per_number_s * numbers
+        return total
+
+    def _part_times(self, way: str, part: Part) -> Affine:
+        found: Affine = getattr(self._ops[part.op], f"{WAYS[way]}_{part.side}")
+        return found
+
+    def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
+        """The edges' share of the step: of halo rows, too, which are few."""
+        return sum(
+            self._part_times("B", part).per_edge_s
+            * float(self.sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
+            for part in self._parts[stage][step]
+            if part.side == "before"
+        )
+
+    def pilot_s(self, kind: str, stage: int, shard: int) -> float:
+        """FORECAST or CARRY."""
+        first, last = self.plan.stages[stage]
+        total = 0.0
+        for op, times in zip(self.model.ops[first:last], self._ops[first:last], strict=True):
+            if kind == "FORECAST":
+                total += times.forecast.time_s(float(self.sizes.pilots[op.vertex_type][shard]))
+                if op.aggregates and self.plan.shards > 1:
+                    total += self.reduce_s(stage, fit_numbers(op) * FIT_BYTES)
+            elif op.aggregates:
+                total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
+        return total
+
+    def update_s(self, stage: int, shard: int) -> float:
+        """The optimizer's step."""
+        ops, update = self._stage_ops(stage), self._compute.update
+        return update.base_s * len(ops) + update.per_row_s * sum(op.num_parameters for op in ops)
+
+    def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
+        """Rows of a chunk times the widths of what the stages hand on."""
+        ends = (source, target) if way == "F" else (target, source)
+        total = 0
+        for transfer in self.plan.transfers:
+            if (transfer.source, transfer.target) != ends:
+                continue
+            for value, width in transfer.widths.items():
+                name = transfer.types.get(value, "")
+                if chunk == PILOT:
+                    total += 2 * int(self.sizes.pilots[name][shard]) * width * self._number_bytes
+                else:
+                    total += int(self.sizes.rows[name][shard, chunk]) * width * self._row_bytes
+        return total
+
+    def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
+        """Boundary rows forward, gradients of halo rows back."""
+        total = 0
+        for part in self._parts[stage][step]:
+            op = self.model.ops[part.op]
+            if part.side != "before":
+                continue
+            if op.is_mean:
+                total += self._summed_bytes(op.push_width, shard)
+                continue
+            rows = self.sizes.boundary if way == "F" else self.sizes.halo
+            total += int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
+        return total
+
+    def _summed_bytes(self, count: int, shard: int) -> int:
+        """What a shard sends for a sum of float64 numbers over the shards."""
+        shards = self.plan.shards
+        mine = count * (shard + 1) // shards - count * shard // shards
+        return (count - mine + (shards - 1) * mine) * FIT_BYTES
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Weights of the stage."""
+        return sum(op.num_parameters for op in self._stage_ops(stage)) * self._number_bytes
+
+    def link_s(self, source: int, target: int, size_bytes: int) -> float:
+        """A message."""
+        return self._link("message").time_s(size_bytes)
+
+    def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
+        """As slow as the shard that sends most."""
+        return self._link("exchange").time_s(max(sizes_bytes), self.plan.shards - 1)
+
+    def reduce_s(self, stage: int, size_bytes: int) -> float:
+        """Two exchanges: each shard adds up its part, then hands it out."""
+        return self._link("gradient_sum").time_s(size_bytes, 2 * (self.plan.shards - 1))
+
+    def link(self, source: int, target: int) -> str:
+        """Every pair of ranks has its own, each way."""
+        return f"link {source} to {target}"
+
+    def group(self, stage: int) -> str:
+        """Every stage has its own."""
+        return f"shards of stage {stage}"
+
+    def _stage_ops(self, stage: int) -> tuple[Op, ...]:
+        first, last = self.plan.stages[stage]
+        return self.model.ops[first:last]

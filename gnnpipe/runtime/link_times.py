@@ -1,0 +1,89 @@
+"""Times of messages, exchanges and gradient sums between real ranks, by size.
+
+Nothing is computed meanwhile. On a CPU gloo's own threads take part of a core, so that under
+compute a transfer is slower, and the compute as well; that is not in these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from gnnpipe.runtime.exchange import Arrival, sum_over_shards
+from gnnpipe.runtime.mesh import Mesh
+
+__all__ = ["SIZES_BYTES", "exchange_times", "gradient_sum_times", "message_times"]
+
+SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+WARM_UP, REPEATS = 2, 7
+
+
+def message_times(mesh: Mesh) -> list[list[float]]:
+    """Seconds of a message by pair (rank, rank + 1), one pair at a time, and size; on every rank.
+
+    Half of there and back.
+    """
+    found = []
+    for first in range(mesh.world_size - 1):
+        is_one = mesh.rank in (first, first + 1)
+        times = _by_size(mesh, partial(_there_and_back, mesh, first), is_one)
+        found.append([time_s / 2 for time_s in mesh.gather(times)[first]])
+    return found
+
+
+def _there_and_back(mesh: Mesh, first: int, size_bytes: int) -> None:
+    data = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
+    if mesh.rank == first:
+        arriving = dist.irecv(torch.empty_like(data), src=first + 1)
+        dist.send(data, dst=first + 1)
+        assert arriving is not None
+        arriving.wait()
+    else:
+        dist.recv(torch.empty_like(data), src=first)
+        dist.send(data, dst=first)
+
+
+def exchange_times(mesh: Mesh) -> list[float]:
+    """Seconds of an all-to-all among the shards by size, what a shard sends; the slowest rank's."""
+    peers = mesh.shards - 1
+
+    def exchange(size_bytes: int) -> None:
+        counts = [max(size_bytes // peers, 1)] * mesh.shards
+        counts[mesh.shard] = 0
+        data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
+        Arrival(torch.empty_like(data), data, counts, counts, mesh).wait()
+
+    return _slowest(mesh, _by_size(mesh, exchange))
+
+
+def gradient_sum_times(mesh: Mesh) -> list[float]:
+    """Seconds of a sum over the shards by size of what is summed; the slowest rank's."""
+
+    def add_up(size_bytes: int) -> None:
+        sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
+
+    return _slowest(mesh, _by_size(mesh, add_up))
+
+
+def _slowest(mesh: Mesh, times: list[float]) -> list[float]:
+    return [max(of_rank) for of_rank in zip(*mesh.gather(times), strict=True)]
+
+
+def _by_size(mesh: Mesh, work: Callable[[int], None], takes_part: bool = True) -> list[float]:
+    """By size the median of some runs, which all ranks begin together."""
+    found = []
+    for size_bytes in SIZES_BYTES:
+        mesh.gather(None)
+        times = [0.0]
+        for _ in range(WARM_UP + REPEATS if takes_part else 0):
+            start_s = mesh.recorder.clock()
+            work(size_bytes)
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            times.append(mesh.recorder.clock() - start_s)
+        found.append(median(times[-REPEATS:]))
+    return found

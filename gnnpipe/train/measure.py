@@ -1,0 +1,208 @@
+"""Times of a model's steps by size of the chunks, measured on the stages that a run has.
+
+One process plays all stages of a chain, one chunk after another, forward and then backward, with
+the same pieces, tables, dropout and kernels as a run. It does so with the model as one stage, as
+most steps of a run are, and cut wherever it can be, which tells what lies before a push from what
+lies behind it. Not in here: what ranks take from each other (see ``take_profile``), and halo rows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from gnnpipe.models import Values
+from gnnpipe.perf import ChunkSizes
+from gnnpipe.perf.fit import Sample, Work
+from gnnpipe.perf.parts import step_parts
+from gnnpipe.perf.profile import op_kind
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.recorder import Recorder
+from gnnpipe.runtime.stage import Stage
+from gnnpipe.train.assemble import Assembly, assemble
+from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.sizes import chunk_sizes
+
+__all__ = ["BEGIN", "UPDATE", "boundary_time_per_number_s", "measure_steps"]
+
+WARM_UP, REPEATS = 2, 5
+"""Epochs; the first ones fault every page in, of the others the median counts."""
+
+BEGIN, UPDATE = "begin", "update"
+"""Parts of a sample beside those of the ops, which are (kind, part)."""
+
+Place = tuple[str, int, int, int]
+"""(what was timed, stage, chunk, step)."""
+
+
+def measure_steps(prepared: Prepared, mesh: Mesh) -> list[Sample]:
+    """Samples of every step of every chunk, for ``fit_costs``; S = G = 1.
+
+    ``mesh``: of this rank alone, on its device.
+    """
+    model, chunks = prepared.model_graph, prepared.plan.chunks
+    sizes = chunk_sizes(prepared)
+    found = []
+    for cuts in dict.fromkeys([(), model.cuts]):
+        runs = tuple(pairwise((0, *cuts, model.num_ops)))
+        plan = replace(
+            prepared.plan, stages=runs, steps=tuple(model.num_steps(*run) for run in runs),
+            schedule="fill-drain", transfers=model.transfers(runs),
+        )  # fmt: skip
+        chain = _Chain(replace(prepared, plan=plan), mesh)
+        times: dict[Place, list[float]] = defaultdict(list)
+        for epoch in range(WARM_UP + REPEATS):
+            for place, time_s in chain.epoch(epoch).items():
+                if epoch >= WARM_UP:
+                    times[place].append(time_s)
+        for place, some in times.items():
+            parts = _parts(place, replace(prepared, plan=plan), sizes)
+            # Few large chunks and many small ones count alike.
+            found.append(Sample(median(some), parts, chunks**-0.5))
+    return found
+
+
+def _parts(place: Place, prepared: Prepared, sizes: ChunkSizes) -> Mapping[Hashable, Work]:
+    """What was done at a place."""
+    what, stage, chunk, step = place
+    model, (first, last) = prepared.model_graph, prepared.plan.stages[stage]
+    ops = model.ops[first:last]
+    if what == UPDATE:
+        weights = sum(op.num_parameters for op in ops)
+        return {UPDATE: Work(weights, times=len(ops))}
+    pushing = [op for op in ops if op.aggregates]
+    if what == BEGIN:
+        # A single chunk's rows are their own table, and its gradients are not kept.
+        several = prepared.plan.chunks > 1
+        numbers = sum(op.push_width * int(sizes.rows[op.pushed_type].sum()) for op in pushing)
+        return {BEGIN: Work(numbers * several, times=len(pushing))}
+    summed: dict[Hashable, Work] = {}
+    if what == "forecast":
+        found = [(op, what, Work(int(sizes.pilots[op.vertex_type][0]))) for op in ops]
+    elif what == "carry":
+        found = [(op, what, Work(int(sizes.stale[op.pushed_type][0]))) for op in pushing]
+    else:
+        found = [
+            (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, 0, chunk))
+            for p in step_parts(model, first, last)[step]
+        ]
+    for op, name, work in found:
+        summed[op_kind(op), name] = summed.get((op_kind(op), name), Work(0, times=0)) + work
+    return summed
+
+
+class _Chain:
+    """All stages of a plan in one process."""
+
+    def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
+        self._prepared, self._device = prepared, mesh.device
+        self._times: dict[Place, float] = defaultdict(float)
+        count = prepared.plan.num_stages
+        self._ranks: list[Assembly] = [
+            assemble(prepared, Mesh(count, 1, s, mesh.device, None, None)) for s in range(count)
+        ]
+        self._stages: list[Stage] = [rank.executor.stage for rank in self._ranks]
+
+    def epoch(self, epoch: int) -> Mapping[Place, float]:
+        """Seconds by place."""
+        self._times = defaultdict(float)
+        order = chunk_order(self._prepared.config, epoch)
+        for i, stage in enumerate(self._stages):
+            with self._timed(BEGIN, i):
+                stage.begin(epoch, True)
+        self._forecast(order)
+        for chunk in order:
+            self._forward(chunk)
+        for chunk in reversed(order):
+            self._backward(chunk)
+        for i, stage in enumerate(self._stages):
+            with self._timed(BEGIN, i):
+                stage.end()
+            with self._timed(UPDATE, i):
+                self._update(i)
+        return self._times
+
+    @contextmanager
+    def _timed(self, what: str, stage: int, chunk: int = 0, step: int = 0) -> Iterator[None]:
+        start_s = self._clock()
+        yield
+        self._times[what, stage, chunk, step] += self._clock() - start_s
+
+    def _clock(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return Recorder.clock()
+
+    def _forecast(self, order: Sequence[int]) -> None:
+        made: Values = {}
+        for i, rank in enumerate(self._ranks):
+            forecaster = rank.executor.forecaster
+            if forecaster is None:
+                continue
+            names = self._read(i)
+            values = {k: v for k, v in made.items() if k.split(".", 1)[1] in names}
+            with self._timed("forecast", i):
+                made |= forecaster.run(values)
+            with self._timed("carry", i):
+                forecaster.carry(order)
+
+    def _read(self, stage: int) -> set[str]:
+        """Names of the values that a stage gets from earlier ones."""
+        return {name for t in self._prepared.plan.receives(stage) for name in t.widths}
+
+    def _forward(self, chunk: int) -> None:
+        made: Values = {}
+        for i, stage in enumerate(self._stages):
+            stage.enter(chunk, {name: made[name] for name in self._read(i)})
+            values: Values = {}
+            for step in range(stage.num_steps):
+                with self._timed("forward", i, chunk, step):
+                    values = stage.forward(chunk, range(step, step + 1))
+            made |= {name: value.detach() for name, value in values.items()}
+
+    def _backward(self, chunk: int) -> None:
+        grads: dict[str, list[Tensor]] = defaultdict(list)
+        for i, stage in reversed(list(enumerate(self._stages))):
+            sent = {name for t in self._prepared.plan.sends(i) for name in t.widths}
+            if sent:
+                stage.seed(chunk, {name: sum(grads[name][1:], grads[name][0]) for name in sent})
+            else:
+                stage.seed_loss(chunk)
+            found: Values = {}
+            for step in reversed(range(stage.num_steps)):
+                with self._timed("backward", i, chunk, step):
+                    found = stage.backward(chunk, range(step, step + 1))
+            for name, grad in found.items():
+                grads[name].append(grad)
+
+    def _update(self, stage: int) -> None:
+        executor = self._ranks[stage].executor
+        assert executor.optimizer is not None
+        if executor.forecaster is not None:
+            executor.forecaster.remember()
+        executor.optimizer.step()
+        executor.optimizer.zero_grad(set_to_none=True)
+
+
+def boundary_time_per_number_s(device: torch.device) -> float:
+    """Of a number that is taken out of a table's row for another shard, or added to one.
+
+    The mean of both, for rows of a common width in the order of an exchange.
+    """
+    table = torch.zeros(1 << 15, 64, device=device)
+    rows = torch.arange(0, len(table), 4, device=device)
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        start_s = Recorder.clock()
+        table.index_add_(0, rows, table[rows])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(Recorder.clock() - start_s)
+    return median(times[WARM_UP:]) / (2 * len(rows) * table.shape[1])
