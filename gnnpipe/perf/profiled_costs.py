@@ -77,11 +77,9 @@ class ProfiledCosts:
         """Clearing and keeping tables."""
         pushing = [op for op in self._stage_ops(stage) if op.aggregates]
         # A single chunk's rows are their own table, and its gradients are not kept.
-        numbers = sum(
-            op.push_width * self.sizes.rows[op.pushed_type][shard].sum() for op in pushing
-        )
-        begin = self._compute.begin
-        several = self.plan.chunks > 1
+        rows = {name: float(counts[shard].sum()) for name, counts in self.sizes.rows.items()}
+        numbers = sum(op.push_width * rows[op.pushed_type] for op in pushing)
+        begin, several = self._compute.begin, self.plan.chunks > 1
         return begin.base_s * len(pushing) + begin.per_row_s * numbers * several
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:

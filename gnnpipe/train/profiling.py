@@ -22,6 +22,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
+from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
 from gnnpipe.runtime.link_times import (
     SIZES_BYTES,
@@ -33,9 +34,9 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.measure import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
 from gnnpipe.train.prepare import prepare
 
-__all__ = ["profile_lines", "take_profile"]
+__all__ = ["ProfileFile", "profile_lines", "sheet_profile", "take_profile"]
 
-LADDER = (1, 4, 16, 64)
+LADDER = (1, 2, 8, 32)
 """Numbers of chunks that steps are measured with, beside the run's own."""
 
 LEAST_ROWS = 8
@@ -73,6 +74,41 @@ def take_profile(
     )  # fmt: skip
     shared: Profile = mesh.share(profile)
     return shared
+
+
+def sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
+    """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
+    prepared = prepare(config, mesh)
+    return hardware_profile(
+        name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
+        recompute=config.recompute,
+    )  # fmt: skip
+
+
+class ProfileFile:
+    """Where a profile is written, or nowhere; checked before anything is measured."""
+
+    def __init__(self, path: str | None) -> None:
+        """``InputError`` if there is something already, or nothing can be."""
+        self._path = None if path is None else Path(path)
+        if self._path is None:
+            return
+        if self._path.exists():
+            raise InputError(f"--save {path!r}: is there already; give a new name")
+        if not self._path.parent.is_dir():
+            raise InputError(f"--save {path!r}: {str(self._path.parent)!r} is no folder; make it")
+
+    def write(self, profile: Profile) -> list[str]:
+        """Write it; a line that says so."""
+        if self._path is None:
+            return []
+        try:
+            self._path.write_text(profile.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--save {str(self._path)!r}: cannot be written ({error.strerror}); give another"
+            ) from None
+        return [f"profile: {self._path}"]
 
 
 def _compute(

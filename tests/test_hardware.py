@@ -1,0 +1,56 @@
+"""Profiles by hand: what a data sheet says decides what is fast."""
+
+import pytest
+from test_profile import prepared_of
+
+from gnnpipe.perf import Profile
+from gnnpipe.perf.hardware import DEVICES, LINKS, hardware_profile
+from gnnpipe.perf.profile import op_kind
+from gnnpipe.perf.simulate import simulate
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.train.predict import run_costs
+
+SETTINGS = {"dtype": "float32", "comm_dtype": "same", "recompute": False}
+
+
+def epoch_s(name, **shape):
+    prepared = prepared_of(model="gcnii", layers=4, **{"hidden": 64} | shape)
+    profile = hardware_profile(name, prepared.model_graph, **SETTINGS)
+    assert Profile.from_json(profile.to_json()) == profile
+    return simulate(program_tasks(prepared.program, run_costs(prepared, profile, 1))).makespan_s
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("link", LINKS)
+def test_every_device_and_link_simulates(device, link):
+    assert epoch_s(f"{device}:{link}", stages=2, shards=2, chunks=3) > 0
+
+
+def test_a_faster_device_and_a_faster_link_are_faster():
+    planted = {"dataset": "synthetic:planted:n=20000", "stages": 1}
+    assert epoch_s("h100:10gbe", **planted) < epoch_s("a100:10gbe", **planted)
+    apart = planted | {"shards": 2}
+    assert epoch_s("h100:nvlink4", **apart) < epoch_s("h100:10gbe", **apart)
+
+
+def test_no_product_is_faster_than_the_sheet():
+    prepared = prepared_of(model="gcn", layers=3, hidden=512)
+    profile = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS)
+    flops = prepared.model_graph.ops[1].flops_per_row
+    assert flops == 2 * 512 * 512
+    found = profile.compute[0].ops[op_kind(prepared.model_graph.ops[1])]
+    assert found.forward_after.per_row_s >= flops / 19.5e12
+    assert found.backward_after.per_row_s >= 2 * flops / 19.5e12
+
+
+def test_recomputation_costs_in_backward():
+    prepared = prepared_of(model="gcn", layers=2)
+    plain = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS)
+    again = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS | {"recompute": True})
+    for kind, op in plain.compute[0].ops.items():
+        other = again.compute[0].ops[kind]
+        assert other.forward_after == op.forward_after
+        assert other.backward_after.per_row_s == pytest.approx(
+            op.backward_after.per_row_s + op.forward_after.per_row_s
+        )
+        assert other.backward_after.per_edge_s == op.backward_after.per_edge_s

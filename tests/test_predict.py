@@ -1,0 +1,68 @@
+"""From a prepared run and a profile to the time and the bytes of its epochs."""
+
+from dataclasses import replace
+
+import pytest
+from test_profile import prepared_of, profile_of
+
+from gnnpipe.errors import InputError
+from gnnpipe.perf.profile import Affine
+from gnnpipe.perf.simulate import simulate
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.train.predict import run_costs
+
+
+def test_one_rank_takes_the_sum_of_its_steps():
+    prepared = prepared_of(model="gcnii", layers=3, chunks=3)
+    costs = run_costs(prepared, profile_of(prepared.model_graph), 1)
+    made = simulate(program_tasks(prepared.program, costs)).makespan_s
+    steps = sum(
+        costs.step_s(way, 0, 0, chunk, step)
+        for way in "FB"
+        for chunk in range(3)
+        for step in range(prepared.plan.steps[0])
+    )
+    once = costs.begin_s(0, 0) + costs.update_s(0, 0)
+    pilots = costs.pilot_s("FORECAST", 0, 0) + costs.pilot_s("CARRY", 0, 0)
+    assert made == pytest.approx(steps + once + pilots)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 2), (2, 2, 3)])
+def test_bytes_on_the_wires_are_the_closed_form(shape):
+    stages, shards, chunks = shape
+    prepared = prepared_of(model="gcnii", layers=4, chunks=chunks, stages=stages, shards=shards)
+    tasks = program_tasks(
+        prepared.program, run_costs(prepared, profile_of(prepared.model_graph), 4)
+    )
+    sent = {"pipeline": 0, "graph": 0, "gradient": 0}
+    wires = {"SEND": "pipeline", "EXCHANGE": "graph", "REDUCE": "gradient"}
+    for what in tasks.what:
+        name = wires.get(what.kind.split("_")[0])
+        if name is not None and what.position >= -1:
+            sent[name] += what.size_bytes
+    volume = prepared.volume
+    assert sent == {
+        "pipeline": volume.pipeline, "graph": volume.graph, "gradient": volume.gradient,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [("dtype", "float64"), ("comm_dtype", "bf16"), ("kernel", "csr"), ("recompute", True)],
+)
+def test_a_profile_of_other_settings_is_refused(name, there):
+    prepared = prepared_of(model="gcn")
+    profile = profile_of(prepared.model_graph, **{name: there})
+    with pytest.raises(InputError, match=f"profile: {name}: was taken with {there}"):
+        run_costs(prepared, profile, 1)
+
+
+def test_a_profile_without_a_forecast_is_refused_where_there_is_one():
+    prepared = prepared_of(model="gcn", chunks=2)
+    profile = profile_of(prepared.model_graph)
+    bare = [
+        replace(times, ops={k: replace(op, forecast=Affine()) for k, op in times.ops.items()})
+        for times in profile.compute
+    ]
+    with pytest.raises(InputError, match="--staleness auto"):
+        run_costs(prepared, replace(profile, compute=tuple(bare)), 1)

@@ -1,0 +1,97 @@
+"""`gnnpipe profile`, end to end, on one rank and on two."""
+
+import pytest
+from helpers import run_ranks
+
+from gnnpipe.cli import main
+from gnnpipe.perf import Profile
+
+SMALL = [
+    "profile", "--dataset", "karate", "--hidden", "8", "--model", "gcnii", "--layers", "3",
+    "--cache-dir", "off", "--device", "cpu",
+]  # fmt: skip
+
+
+def test_a_profile_of_one_rank(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    assert main([*SMALL, "--save", str(path)]) == 0
+    out = capsys.readouterr().out
+    profile = Profile.from_json(path.read_text())
+    assert profile.source == "measured"
+    assert [times.ranks for times in profile.compute] == [1]
+    ops = profile.compute[0].ops
+    assert len(ops) == 3, "the first, the last, and those between"
+    assert all(f"  {kind} (fit off by" in out for kind in ops)
+    for op in ops.values():
+        # On a graph of 34 vertices only the base can be told apart from noise.
+        assert op.forward_after.time_s(34, 156) > 0
+        assert op.backward_after.time_s(34, 156) > 0
+        assert op.forecast.time_s(34) > 0
+    assert profile.message is None
+    assert "links: not measured" in out
+    assert f"profile: {path}" in out
+
+
+def test_without_a_name_nothing_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, "--staleness", "exact"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert "ms a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--stages", "2"], ["--stages 2", "leave it out"]),
+        (["--shards", "2"], ["--shards 2", "leave it out"]),
+        (["--save", "here.json"], ["--save 'here.json'", "new name"]),
+        (["--save", "no/where.json"], ["--save 'no/where.json'", "'no'"]),
+        (["--dataset", "krate"], ["--dataset", "karate"]),
+        (["--chunks", "35"], ["--chunks 35", "34"]),
+        (["--seeds", "2"], ["--seeds", "unknown flag"]),
+        (["--hardware", "h100"], ["--hardware 'h100'", "h100:100gbe"]),
+        (["--hardware", "h10:100gbe"], ["--hardware 'h10:100gbe'", "'h100'"]),
+        (["--hardware", "h100:11gbe"], ["--hardware 'h100:11gbe'", "gbe"]),
+    ],
+)
+def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.json").write_text("kept")
+    assert main([*SMALL, *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gnnpipe: error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in told), err
+    assert (tmp_path / "here.json").read_text() == "kept"
+
+
+def test_a_profile_of_hardware_that_is_not_here_says_so(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    assert main([*SMALL, "--hardware", "h100:100gbe", "--save", str(path)]) == 0
+    profile = Profile.from_json(path.read_text())
+    assert profile.source == "by hand"
+    assert "data sheet" in profile.note
+    assert "assumed" in profile.note
+    assert "(by hand: " in capsys.readouterr().out
+
+
+def _profile(path):
+    return main([*SMALL, "--chunks", "2", "--save", path])
+
+
+def test_a_profile_of_two_ranks(tmp_path):
+    path = tmp_path / "profile.json"
+    assert run_ranks(_profile, 2, str(path)) == [0, 0]
+    profile = Profile.from_json(path.read_text())
+    assert [times.ranks for times in profile.compute] == [1, 2]
+    assert profile.compute[0].ops.keys() == profile.compute[1].ops.keys()
+    for link in (profile.message, profile.exchange, profile.gradient_sum):
+        assert link.time_s(1 << 23) > link.time_s(1 << 10) > 0
+
+
+def _profile_of_too_many_chunks():
+    return main([*SMALL, "--chunks", "35"])
+
+
+def test_two_ranks_refuse_together():
+    assert run_ranks(_profile_of_too_many_chunks, 2, timeout_s=60) == [2, 2]
