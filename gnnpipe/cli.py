@@ -1,8 +1,8 @@
 """Words to programs: the flags of ``gnnpipe``, made from the config's own definitions.
 
 ``train`` trains, ``info`` reports before training, ``verify`` compares a shape with one device,
-``report`` makes a page of a run. A mistake in the input is one line on stderr and exit code 2;
-torch is only imported once the words make sense.
+``profile`` measures what a machine takes, ``report`` makes a page of a run. A mistake in the input
+is one line on stderr and exit code 2; torch is only imported once the words make sense.
 """
 
 from __future__ import annotations
@@ -73,12 +73,24 @@ def _parser() -> tuple[Words, dict[str, Words]]:
         help="go on with the run in this folder, from its newest whole checkpoint; other flags "
         "change its settings from there on",
     )  # fmt: skip
+    profile = commands.add_parser(
+        "profile", help="measure what this machine takes for a model and its links",
+        allow_abbrev=False,
+    )  # fmt: skip
+    profile.add_argument("--save", metavar="FILE", help="new file for the profile (JSON)")
+    profile.add_argument(
+        "--hardware", metavar="DEVICE:LINK",
+        help="measure nothing, but take data sheets: a100 or h100; nvlink3, nvlink4, 10gbe or "
+        "100gbe",
+    )  # fmt: skip
     page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
     add_flags(page)
-    for command in (train, info, verify):
+    for command in (train, info, verify, profile):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
-    return parser, {"train": train, "info": info, "verify": verify, "report": page}
+    return parser, {
+        "train": train, "info": info, "verify": verify, "profile": profile, "report": page,
+    }  # fmt: skip
 
 
 def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -193,6 +205,13 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if same else 1
 
 
+def _profile(options: argparse.Namespace) -> int:
+    config = _config(options, {})
+    from gnnpipe.train.profile_command import profile_command
+
+    return profile_command(config, options.save, options.hardware)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -213,10 +232,12 @@ def _main(arguments: Sequence[str] | None) -> int:
             words = sys.argv[1:] if arguments is None else arguments
             commands.get(options.command, parser).refuse(unknown, words)
         if options.command is None:
-            raise InputError(
-                "gnnpipe: give a command: train, info, verify or report; see `gnnpipe --help`"
-            )
-        run = {"train": _train, "info": _info, "verify": _verify, "report": report}
+            known = ", ".join(commands)
+            raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")
+        run = {
+            "train": _train, "info": _info, "verify": _verify, "profile": _profile,
+            "report": report,
+        }  # fmt: skip
         return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:
         # Every rank stands before the same fault; one line is enough.

@@ -132,7 +132,7 @@ def flags_of(command):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_have_only_flags_that_exist(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for command, rest in re.findall(r"gnnpipe (train|info|verify|report)\b([^\n`]*)", text):
+    for command, rest in re.findall(r"gnnpipe (train|info|verify|profile|report)\b([^\n`]*)", text):
         unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - flags_of(command)
         assert not unknown, f"gnnpipe {command}{rest}"
 
@@ -140,9 +140,7 @@ def test_commands_have_only_flags_that_exist(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name_of)
 def test_flags_in_backticks_exist(page):
     """A flag on its own, such as `--chunks 8`, is one of gnnpipe's."""
-    known = set().union(*(flags_of(c) for c in ("train", "info", "verify", "report"))) | {
-        "--no-..."
-    }
+    known = set().union(*map(flags_of, _parser()[1])) | {"--no-..."}
     for span in code_spans(page.read_text(encoding="utf-8")):
         if span.startswith("--") and "torchrun" not in span:
             assert set(re.findall(r"(?<!\S)--[a-z.-]+", span)) <= known, span

@@ -22,7 +22,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
-from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
 from gnnpipe.runtime.link_times import (
     SIZES_BYTES,
@@ -34,7 +33,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.measure import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
 from gnnpipe.train.prepare import prepare
 
-__all__ = ["ProfileFile", "profile_lines", "sheet_profile", "take_profile"]
+__all__ = ["take_profile"]
 
 LADDER = (1, 2, 8, 32)
 """Numbers of chunks that steps are measured with, beside the run's own."""
@@ -74,41 +73,6 @@ def take_profile(
     )  # fmt: skip
     shared: Profile = mesh.share(profile)
     return shared
-
-
-def sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
-    """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
-    prepared = prepare(config, mesh)
-    return hardware_profile(
-        name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
-        recompute=config.recompute,
-    )  # fmt: skip
-
-
-class ProfileFile:
-    """Where a profile is written, or nowhere; checked before anything is measured."""
-
-    def __init__(self, path: str | None) -> None:
-        """``InputError`` if there is something already, or nothing can be."""
-        self._path = None if path is None else Path(path)
-        if self._path is None:
-            return
-        if self._path.exists():
-            raise InputError(f"--save {path!r}: is there already; give a new name")
-        if not self._path.parent.is_dir():
-            raise InputError(f"--save {path!r}: {str(self._path.parent)!r} is no folder; make it")
-
-    def write(self, profile: Profile) -> list[str]:
-        """Write it; a line that says so."""
-        if self._path is None:
-            return []
-        try:
-            self._path.write_text(profile.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"--save {str(self._path)!r}: cannot be written ({error.strerror}); give another"
-            ) from None
-        return [f"profile: {self._path}"]
 
 
 def _compute(
@@ -180,36 +144,3 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def profile_lines(profile: Profile) -> list[str]:
-    """The costs as a table, for a person: of each op and 1,000 rows or edges."""
-    lines = [f"profile of {profile.machine} ({profile.source}: {profile.note})"]
-    for times in profile.compute:
-        many = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
-        lines.append(
-            f"{many}, {profile.threads} thread{'s' * (profile.threads > 1)} each; ms a step, a "
-            "1,000 rows, a 1,000 edges:"
-        )
-        for kind, op in times.ops.items():
-            lines.append(f"  {kind} (fit off by {op.relative_error:.0%})")
-            for way in ("forward", "backward"):
-                parts = [getattr(op, f"{way}_before"), getattr(op, f"{way}_after")]
-                base, row, edge = (
-                    sum(getattr(part, name) for part in parts)
-                    for name in ("base_s", "per_row_s", "per_edge_s")
-                )
-                lines.append(f"    {way:8}  {base * 1e3:8.3f}  {row * 1e6:8.4f}  {edge * 1e6:8.4f}")
-    for name in ("message", "exchange", "gradient_sum"):
-        link: LinkTimes | None = getattr(profile, name)
-        if link is not None:
-            lines.append(
-                f"{name.replace('_', ' ')}: {link.latency_s * 1e6:.0f} us and "
-                f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s (fit off by "
-                f"{link.relative_error:.0%})"
-            )
-    if profile.message is None:
-        lines.append(
-            "links: not measured, one rank is alone; start it with torchrun --nproc-per-node 2"
-        )
-    return lines

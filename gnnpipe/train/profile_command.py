@@ -1,0 +1,107 @@
+"""``gnnpipe profile``: what it prints and where the profile goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.perf import Profile
+from gnnpipe.perf.hardware import hardware_profile
+from gnnpipe.perf.profile import LinkTimes
+from gnnpipe.runtime.launch import launched_world_size
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.profiling import take_profile
+
+__all__ = ["profile_command", "profile_lines"]
+
+
+def profile_command(config: TrainConfig, save: str | None, hardware: str | None) -> int:
+    """Measure, or take the data sheets of ``hardware``; print, and write the file ``save``."""
+    for name in ("stages", "shards"):
+        if getattr(config, name) != 1:
+            raise InputError(
+                f"--{name} {getattr(config, name)}: a profile is of no shape and serves every one; "
+                "leave it out"
+            )
+    file = _File(save)
+    mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
+    if hardware is None:
+        profile = take_profile(config, mesh)
+    else:
+        profile = _sheet_profile(config, mesh, hardware)
+    if mesh.rank == 0:
+        print("\n".join([*profile_lines(profile), *file.write(profile)]), flush=True)
+    mesh.leave()
+    return 0
+
+
+def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
+    """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
+    prepared = prepare(config, mesh)
+    return hardware_profile(
+        name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
+        recompute=config.recompute,
+    )  # fmt: skip
+
+
+class _File:
+    """Where a profile is written, or nowhere; checked before anything is measured."""
+
+    def __init__(self, path: str | None) -> None:
+        """``InputError`` if there is something already, or nothing can be."""
+        self._path = None if path is None else Path(path)
+        if self._path is None:
+            return
+        if path == "":
+            raise InputError("--save '': give a file, like profile.json")
+        if self._path.exists():
+            raise InputError(f"--save {path!r}: is there already; give a new name")
+        if not self._path.parent.is_dir():
+            raise InputError(f"--save {path!r}: {str(self._path.parent)!r} is no folder; make it")
+
+    def write(self, profile: Profile) -> list[str]:
+        """Write it; a line that says so."""
+        if self._path is None:
+            return []
+        try:
+            self._path.write_text(profile.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--save {str(self._path)!r}: cannot be written ({error.strerror}); give another"
+            ) from None
+        return [f"profile: {self._path}"]
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """The costs as a table, for a person: of each op and 1,000 rows or edges."""
+    lines = [f"profile of {profile.machine} ({profile.source}: {profile.note})"]
+    for times in profile.compute:
+        many = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
+        lines.append(
+            f"{many}, {profile.threads} thread{'s' * (profile.threads > 1)} each; ms a step, a "
+            "1,000 rows, a 1,000 edges:"
+        )
+        for kind, op in times.ops.items():
+            lines.append(f"  {kind} (fit off by {op.relative_error:.0%})")
+            for way in ("forward", "backward"):
+                parts = [getattr(op, f"{way}_before"), getattr(op, f"{way}_after")]
+                base, row, edge = (
+                    sum(getattr(part, name) for part in parts)
+                    for name in ("base_s", "per_row_s", "per_edge_s")
+                )
+                lines.append(f"    {way:8}  {base * 1e3:8.3f}  {row * 1e6:8.4f}  {edge * 1e6:8.4f}")
+    for name in ("message", "exchange", "gradient_sum"):
+        link: LinkTimes | None = getattr(profile, name)
+        if link is not None:
+            lines.append(
+                f"{name.replace('_', ' ')}: {link.latency_s * 1e6:.0f} us and "
+                f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s (fit off by "
+                f"{link.relative_error:.0%})"
+            )
+    if profile.message is None:
+        lines.append(
+            "links: not measured, one rank is alone; start it with torchrun --nproc-per-node 2"
+        )
+    return lines
