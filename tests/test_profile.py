@@ -94,6 +94,8 @@ OP = ("compute", 0, "ops")
         (("compute", 0, "begin", "base_s"), float("nan"), ["compute[0]", "begin", "base_s", "nan"]),
         (("compute", 0, "begin", "base_s"), float("inf"), ["base_s", "inf"]),
         (("compute", 0, "begin", "base_s"), "fast", ["base_s", "'fast'"]),
+        (("compute", 0, "begin", "base_s"), 10**400, ["base_s", "1000"]),
+        (("compute", 0, "begin", "base_s"), True, ["base_s", "True"]),
         (("compute", 0, "update", "per_row_s"), None, ["update", "per_row_s", "missing"]),
         ((*OP,), [1], ["ops", "object"]),
         (("message", "latency_s"), [0], ["message", "latency_s"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -53,7 +53,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         return read_dataclass(typing.cast(type, hint), value, where)
     if hint is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
+        # Also of whole numbers that no float can hold; nan compares as false.
+        if not is_number or not 0 <= value <= sys.float_info.max:
             raise InputError(f"{where}: must be a number of at least 0, not {_shown(value)}")
         return float(value)
     if type(value) is not hint or (hint is int and value < 0):
