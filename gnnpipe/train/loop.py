@@ -172,33 +172,36 @@ class Loop:
 
     def _meet(self, stopping: Stopping, is_over: bool) -> None:
         """Hear from all ranks whether to stop or to write a checkpoint."""
-        if self.saver is None:
-            told = self.mesh.sum([float(stopping.is_due(self.rows[-1].epoch_time_s))])
-            if told[0]:
-                raise StoppedError(self._stopped(stopping, "nothing was written (--out off)"))
-            return
-        every = self.config.checkpoint_every
-        is_old = time.monotonic() - self._saved_at > CHECKPOINT_AFTER_S
+        saver = self.saver
         is_last = is_over or len(self.rows) == self.config.epochs
-        wanted = len(self.rows) % every == 0 or is_last if every else every is None and is_old
-        # Who has written checkpoints can be gone on with, for more epochs.
-        wanted = wanted or (is_last and self.saver.whole > 0 and every != 0)
         time_s = self.rows[-1].epoch_time_s if self.rows else 0.0
         stops, fails, writes = self.mesh.sum([
-            float(stopping.is_due(time_s) and not is_last), float(self.saver.has_failed),
-            float(bool(wanted) and self.mesh.rank == 0),
+            float(stopping.is_due(time_s) and not is_last),
+            float(saver is not None and saver.has_failed),
+            float(self.mesh.rank == 0 and self._wants_checkpoint(is_last)),
         ])  # fmt: skip
         self._say_failed(fails > 0)
-        if (stops or writes) and self.rows and self.saver.begun != len(self.rows):
-            self._save()
+        where = "nothing was written (--out off)"
+        if saver is not None:
+            if (stops or writes) and self.rows and saver.begun != len(self.rows):
+                self._save()
+            if stops:
+                saver.wait()
+                self._say_failed(self.mesh.sum([float(saver.has_failed)])[0] > 0)
+            where = f"go on with --resume {saver.run}"
         if stops:
-            self.saver.wait()
-            self._say_failed(self.mesh.sum([float(self.saver.has_failed)])[0] > 0)
-            raise StoppedError(self._stopped(stopping, f"go on with --resume {self.saver.run}"))
+            reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
+            raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
 
-    def _stopped(self, stopping: Stopping, where: str) -> str:
-        reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
-        return f"stopped after epoch {len(self.rows)} ({reason}); {where}"
+    def _wants_checkpoint(self, is_last: bool) -> bool:
+        if self.saver is None or self.config.checkpoint_every == 0:
+            return False
+        if is_last:
+            # Who has written checkpoints can be gone on with, for more epochs.
+            return bool(self.config.checkpoint_every) or self.saver.begun > 0
+        if self.config.checkpoint_every:
+            return len(self.rows) % self.config.checkpoint_every == 0
+        return time.monotonic() - self._saved_at > CHECKPOINT_AFTER_S
 
     def _say_failed(self, has_failed: bool) -> None:
         """End every rank if a checkpoint could not be written."""

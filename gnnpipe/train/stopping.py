@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import TracebackType
 
 __all__ = ["STOPPED", "Stopping"]
 
@@ -29,13 +30,20 @@ class Stopping:
         """The clock begins now; 0 is no limit."""
         self._limit, self._start = time_limit_s, time.monotonic()
         self._before: object = None
+        self._fd_before = -1
         self._timer: threading.Timer | None = None
         self.reason = ""
         """Why, once it is so."""
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            # The main thread may be deep in a product: Python's own handler waits for its end, a
+            # byte in a socket does not.
+            self._heard, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+            self._fd_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
     def __exit__(
@@ -47,10 +55,18 @@ class Stopping:
         if self._timer is not None:
             self._timer.cancel()
         if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._fd_before)
             before = self._before if callable(self._before) else signal.SIG_DFL
             signal.signal(signal.SIGTERM, before)
+            self._told.close()  # which ends the thread
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self) -> None:
+        with self._heard as heard:
+            while byte := heard.recv(1):
+                if byte[0] == signal.SIGTERM:
+                    self._note()
+
+    def _note(self) -> None:
         self.reason = "SIGTERM"
         if self._timer is None:
             self._timer = threading.Timer(GRACE_S, _leave)
