@@ -9,6 +9,8 @@ Entries are never written to disk, so their names lead nowhere.
 from __future__ import annotations
 
 import shutil
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -22,8 +24,9 @@ from gnnpipe.machine import memory_bytes
 __all__ = ["UNREADABLE", "Entries", "opened", "read_arrays"]
 
 UNREADABLE = (
-    OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError, MemoryError,
-    OverflowError, zipfile.BadZipFile, zlib.error,
+    OSError, ValueError, TypeError, SyntaxError, EOFError, KeyError, IndexError, MemoryError,
+    NotImplementedError, RuntimeError, OverflowError, struct.error, tokenize.TokenError,
+    zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 """What reading a file raises that is missing, cut off, pickled, locked or something else."""
 

@@ -66,7 +66,7 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
         fail(name, f"{field} is of type {raw.dtype}", "real numbers such as float32")
     with np.errstate(over="ignore"):
         found = np.asarray(raw, dtype=np.float32)
-    finite = np.isfinite(found.reshape(e, -1)).all(axis=1)
+    finite = np.isfinite(found if found.ndim == 2 else found[:, None]).all(axis=1)
     if not finite.all():
         at = int(np.flatnonzero(~finite)[0])
         fail(name, f"{field}[{at}] = {found[at].tolist()}", "finite numbers within float32")

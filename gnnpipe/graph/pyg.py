@@ -20,7 +20,7 @@ from gnnpipe.graph.arrays import array_of, edges_of, shape_of
 from gnnpipe.graph.clean import clean
 from gnnpipe.graph.fetch import data_root, locked, tidied
 from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.split import SPLIT_NAMES, STANDARD_SPLIT, split_masks
+from gnnpipe.graph.split import SPLIT_NAMES, STANDARD_SPLIT, fail, split_masks
 from gnnpipe.graph.unpickle import only_data
 from gnnpipe.registry import nearest
 
@@ -183,7 +183,15 @@ def graph_from_data(
     Raises:
         InputError: naming the attribute that is missing or wrong.
     """
+    if not hasattr(data, "get"):
+        fail(name, f"a {type(data).__name__}", "a torch_geometric.data.Data or HeteroData")
+    for field in ("x", "y", "edge_index", "adj_t", *EDGE_DATA, *SPLIT_NAMES):
+        value = data.get(field)
+        if value is not None and not (hasattr(value, "shape") or hasattr(value, "sizes")):
+            fail(name, f"{field} is a {type(value).__name__}", "a tensor")
     x, y = data.get("x"), data.get("y")
+    if x is not None and not shape_of(x):
+        fail(name, "x is a single number", "[N, F], a row for each vertex")
     if y is None:
         raise InputError(
             f"dataset {name!r}: no y; set data.y to a class for each vertex, [N], or to T labels "

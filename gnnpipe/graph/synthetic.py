@@ -124,8 +124,9 @@ def _number(dataset: str, key: str, text: str, default: float) -> int | float:
             raise ValueError
     except ValueError:
         kind = "a whole number" if whole else "a number"
+        shown = " ".join(text.split())
         raise InputError(
-            f"--dataset {dataset!r}: {key}={text} is not {kind}; try {key}={default:g}"
+            f"--dataset {dataset!r}: {key}={shown} is not {kind}; try {key}={default:g}"
         ) from None
     return int(value) if whole else value
 

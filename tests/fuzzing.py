@@ -1,0 +1,293 @@
+"""What is fuzzed: every reader of files and words, fed with near-sound and with senseless input.
+
+A target is a strategy and a function that reads what was drawn. It may come to an end, or raise
+gnnpipe's own ``InputError`` of one line; whatever else comes out of it is a fault. ``test_fuzz``
+runs a few examples of each, ``scripts/fuzz.py`` runs them for minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bad_files import OGB_CSV, entry, good_arrays, npz, ogb, ogb_binary
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gnnpipe import Graph
+from gnnpipe.cli import _config, _parser
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.graph.cache import _checksum, keep, recall
+from gnnpipe.graph.load import load_graph
+from gnnpipe.graph.synthetic import parse_synthetic
+from gnnpipe.plan import Plan
+from gnnpipe.runtime.launch import check_meeting
+
+__all__ = ["TARGETS", "Target", "attempt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A reader, and what it is fed with."""
+
+    strategy: st.SearchStrategy[Any]
+    read: Callable[[Any], object]
+
+
+def attempt(target: Target, drawn: Any) -> None:
+    """Read what was drawn; raise what no user may see."""
+    text = "read"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            target.read(drawn)
+        except InputError as error:
+            text = str(error)
+    assert text.strip(), "an error that says nothing"
+    assert "\n" not in text, f"more than one line: {text}"
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+CHANGES = st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=9), st.integers(0, 9)), max_size=9)
+"""At a place in a file: bytes that come in, and how many go."""
+
+
+def changed(data: bytes, changes: list[tuple[float, bytes, int]]) -> bytes:
+    for place, new, gone in changes:
+        at = int(place * len(data))
+        data = data[:at] + new + data[at + gone :]
+    return data
+
+
+# --- npz ----------------------------------------------------------------------------------------
+
+DTYPES = st.sampled_from(
+    ["i1", "i4", "i8", "u8", "f2", "f4", "f8", "?", "c8", "U2", "S3", "M8[s]", "i4,f4"]
+).map(np.dtype)
+SHAPES = st.one_of(
+    st.sampled_from([(40,), (40, 5), (2, 160), (160,), (40, 1), (), (0,), (3, 40), (40, 0)]),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6),
+)
+ARRAYS = st.tuples(DTYPES, SHAPES).flatmap(
+    lambda both: hnp.arrays(
+        both[0], both[1], fill=st.nothing() if np.prod(both[1]) < 30 else None
+    )
+)  # fmt: skip
+KEYS = [
+    *good_arrays(), "num_classes", "task", "edge_weight", "edge_attr", "edge_type", "x_data",
+    "x_indices", "x_indptr", "x_shape", "train_masks", "junk",
+]  # fmt: skip
+
+
+def read_arrays_of_npz(changes: dict[str, Any]) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        npz(**changes)(Path(folder))
+        return load_graph(str(Path(folder) / "graph.npz"))
+
+
+def read_bytes_of_npz(changes: Any) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.npz"
+        npz()(Path(folder))
+        path.write_bytes(changed(path.read_bytes(), changes))
+        return load_graph(str(path), split="60/20/20")
+
+
+def read_entry_of_npz(changes: Any) -> object:
+    """The bytes of an array are others, and the archive around it is sound."""
+    import zipfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "graph.npz"
+        with zipfile.ZipFile(path, "w") as packed:
+            for name, array in good_arrays().items():
+                data = entry(array)
+                packed.writestr(f"{name}.npy", changed(data, changes) if name == "x" else data)
+        return load_graph(str(path))
+
+
+# --- TOML and words -----------------------------------------------------------------------------
+
+NAMES = [f.name for f in dataclasses.fields(TrainConfig)]
+VALUES = st.one_of(
+    st.integers(), st.floats(), st.booleans(), st.text(max_size=9), st.none(),
+    st.sampled_from(["given", "off", "60/20/20", "gat", "exact", "cosine", 0, 1, 2, -1, 1e308]),
+)  # fmt: skip
+TOML_TEXT = st.one_of(
+    st.text(max_size=200),
+    st.lists(
+        st.tuples(
+            st.sampled_from([*NAMES, "junk"]),
+            st.one_of(
+                VALUES.map(repr), VALUES.map(lambda v: json.dumps(v, default=str)),
+                st.sampled_from(["[1]", "{a=1}", "2026-11-22", "inf", "'''", '"\\u0000"']),
+            ),
+        ),
+        max_size=5,
+    ).map(lambda lines: "\n".join(f"{key} = {value}" for key, value in lines)),
+)  # fmt: skip
+
+
+def read_toml(data: bytes) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_bytes(data)
+        config = TrainConfig.from_dict(TrainConfig.read_toml(path))
+        # What was taken can be written and read again.
+        path.write_text(config.to_toml(), encoding="utf-8")
+        assert TrainConfig.from_dict(TrainConfig.read_toml(path)) == config
+        return config
+
+
+FLAGS = sorted(w for w in _parser()[1]["train"]._option_string_actions if w not in ("-h", "--help"))
+WORDS = st.lists(
+    st.one_of(st.sampled_from(FLAGS), VALUES.map(str), st.text(max_size=6)), max_size=8
+)
+
+
+def read_words(words: list[str]) -> object:
+    parser, commands = _parser()
+    words = ["train", *(w for w in words if w not in ("-h", "--help", "--version", "--resume"))]
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands["train"].refuse(unknown, words)
+    options.resume = None
+    return _config(options, {})
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+PLAN = {
+    "version": 3, "stages": [[0, 2], [2, 4]], "steps": [3, 3], "shards": 1, "chunks": 4,
+    "schedule": "fill-drain",
+    "transfers": [{"source": 0, "target": 1, "widths": {"x": 8}, "types": {}}],
+}  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["source", "target", "widths", "types", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+PLAN_TEXT = st.one_of(
+    st.text(max_size=100),
+    st.dictionaries(st.sampled_from([*PLAN, "junk"]), JSON, max_size=3).map(
+        lambda changes: json.dumps(PLAN | changes)
+    ),
+    CHANGES.map(lambda c: changed(json.dumps(PLAN).encode(), c).decode(errors="replace")),
+    st.integers(1, 10**5).map(lambda depth: "[" * depth),
+)
+
+# --- OGB ----------------------------------------------------------------------------------------
+
+SHORT = [name.rpartition("/")[2].replace("-", "_") for name in OGB_CSV]
+CELLS = st.one_of(st.integers(), st.floats(), st.text("0123456789.-eE,nai \n", max_size=8))
+ROWS = st.lists(st.lists(CELLS, min_size=1, max_size=3), max_size=6)
+
+
+def read_ogb(changes: dict[str, Any]) -> object:
+    given = {
+        name: gzip.compress("\n".join(",".join(map(str, row)) for row in rows).encode())
+        if isinstance(rows, list)
+        else rows
+        for name, rows in changes.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        ogb(**given)(Path(folder))
+        return load_graph("ogbn-arxiv", data_dir=str(Path(folder) / "data"))
+
+
+def read_ogb_binary(changes: dict[str, Any]) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        ogb_binary(**changes)(Path(folder))
+        return load_graph("ogbn-papers100M", data_dir=str(Path(folder) / "data"))
+
+
+# --- PyG's Data ---------------------------------------------------------------------------------
+
+TENSORS = st.one_of(
+    ARRAYS.filter(lambda a: a.dtype.kind in "if?c" and a.dtype != np.float16).map(
+        lambda a: torch.from_numpy(a.copy())
+    ),
+    st.sampled_from([torch.eye(40).to_sparse_coo(), torch.eye(3).to_sparse_coo()]),
+    ARRAYS, st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=3),
+)  # fmt: skip
+
+
+def read_data(changes: dict[str, Any]) -> object:
+    from torch_geometric.data import Data
+
+    given = {k: torch.from_numpy(v) for k, v in good_arrays().items()} | changes
+    return Graph.from_pyg(Data(**given))
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+SYNTHETIC = st.lists(
+    st.tuples(
+        st.sampled_from(["n", "degree", "classes", "features", "seed", "noise", "junk", ""]),
+        VALUES.map(str),
+    ),
+    max_size=4,
+).map(lambda items: "synthetic:planted:" + ",".join(f"{k}={v}" for k, v in items))
+ENVIRONMENT = st.dictionaries(
+    st.sampled_from(["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"]), VALUES.map(str)
+).map(lambda given: given | {"MASTER_ADDR": "127.0.0.1"})
+
+
+def read_cache(changes: Any) -> object:
+    """A cached cut that was changed, by somebody who makes its checksum right."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, key = Path(name), "a" * 64
+        keep(folder, key, {"perm": np.arange(40), "ptr": np.array([[0, 40]])})
+        (path,) = folder.glob("chunking-*")
+        data = changed(path.read_bytes()[32:], changes)
+        path.write_bytes(_checksum(key, data) + data)
+        return recall(folder, key)
+
+
+TARGETS = {
+    "npz arrays": Target(
+        st.dictionaries(st.sampled_from(KEYS), ARRAYS | st.none(), min_size=1, max_size=3),
+        read_arrays_of_npz,
+    ),
+    "npz bytes": Target(CHANGES, read_bytes_of_npz),
+    "npz entry": Target(CHANGES, read_entry_of_npz),
+    "TOML": Target(TOML_TEXT.map(lambda text: text.encode(errors="replace")), read_toml),
+    "TOML bytes": Target(
+        CHANGES.map(lambda c: changed(TrainConfig().to_toml().encode(), c)), read_toml
+    ),
+    "words": Target(WORDS, read_words),
+    "plan": Target(PLAN_TEXT, Plan.from_json),
+    "OGB text": Target(
+        st.dictionaries(
+            st.sampled_from(SHORT), ROWS | st.binary(max_size=40) | st.none(), max_size=2
+        ),
+        read_ogb,
+    ),
+    "OGB arrays": Target(
+        st.dictionaries(
+            st.sampled_from(["edge_index", "node_feat", "num_nodes_list", "node_label"]), ARRAYS,
+            max_size=2,
+        ),
+        read_ogb_binary,
+    ),
+    "PyG Data": Target(
+        st.dictionaries(st.sampled_from([*KEYS, "adj_t"]), TENSORS, min_size=1, max_size=3),
+        read_data,
+    ),
+    "synthetic": Target(SYNTHETIC, parse_synthetic),
+    "environment": Target(ENVIRONMENT, check_meeting),
+    "cached cut": Target(CHANGES, read_cache),
+}  # fmt: skip
