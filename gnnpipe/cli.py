@@ -24,6 +24,8 @@ from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.page.command import add_flags, report
 from gnnpipe.settings import flag
+from gnnpipe.train.doctor import add_flags as add_doctor_flags
+from gnnpipe.train.doctor import doctor
 from gnnpipe.words import Words, may_speak, one_line, reader
 
 __all__ = ["main"]
@@ -85,11 +87,16 @@ def _parser() -> tuple[Words, dict[str, Words]]:
     )  # fmt: skip
     page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
     add_flags(page)
+    health = commands.add_parser(
+        "doctor", help="look whether this machine has what a run needs", allow_abbrev=False
+    )
+    add_doctor_flags(health)
     for command in (train, info, verify, profile):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
     return parser, {
         "train": train, "info": info, "verify": verify, "profile": profile, "report": page,
+        "doctor": health,
     }  # fmt: skip
 
 
@@ -236,7 +243,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")
         run = {
             "train": _train, "info": _info, "verify": _verify, "profile": _profile,
-            "report": report,
+            "report": report, "doctor": doctor,
         }  # fmt: skip
         return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:

@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["memory_bytes"]
+__all__ = ["free_bytes", "memory_bytes"]
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -24,9 +24,19 @@ def memory_bytes() -> int:
     return min(sizes)
 
 
+def free_bytes() -> int:
+    """Memory that programs could still have, without swap; all of it where nobody says."""
+    return _from_kernel("MemAvailable") or memory_bytes()
+
+
 def _swap_bytes() -> int:
+    return _from_kernel("SwapTotal")
+
+
+def _from_kernel(name: str) -> int:
+    """A size of /proc/meminfo in bytes; 0 where there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("SwapTotal:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0

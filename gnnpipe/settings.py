@@ -17,7 +17,7 @@ from typing import Any
 
 from gnnpipe.errors import InputError
 
-__all__ = ["check_border", "flag", "setting", "typed"]
+__all__ = ["check_border", "check_text", "flag", "setting", "typed"]
 
 Number = int | float
 
@@ -72,7 +72,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _check_text(name: str, value: str) -> None:
+def check_text(name: str, value: str) -> None:
     """Text that no file name or TOML file can hold, or that is not what it looks like."""
     if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
         raise InputError(f"{name} {value!r}: holds a character that is no text; leave it out")
@@ -90,7 +90,7 @@ def check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
     if meta["choices"] and value not in meta["choices"]:
         raise InputError(f"{name} {value!r}: must be one of {', '.join(meta['choices'])}")
     if isinstance(value, str):
-        _check_text(name, value)
+        check_text(name, value)
     if isinstance(value, bool | str):
         return
     if not math.isfinite(value):

@@ -40,6 +40,7 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 | `gnnpipe verify` | train a shape and one device, compare losses and gradients |
 | `gnnpipe profile` | measure what this machine takes for a model and, with ranks, its links |
 | `gnnpipe report RUN` | a page of a run: RUN/report.html or `--save FILE`; `--png`: pictures too |
+| `gnnpipe doctor` | is here what a run needs: packages, devices, back ends, ports, memory, disk |
 
 The first four take `--config FILE` (TOML) and every setting below. Flags win over the file, it
 wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a folder of its
