@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gnnpipe import Graph
-from gnnpipe.cli import _config, _parser
+from gnnpipe.cli import _config, _parser, main
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import _checksum, keep, recall
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.synthetic import parse_synthetic
+from gnnpipe.page.html import page
+from gnnpipe.page.run import read_run
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.launch import check_meeting
+from gnnpipe.train.checkpoint.files import MANIFEST, StoredCheckpoint
 
 __all__ = ["TARGETS", "Target", "attempt"]
 
@@ -257,6 +262,44 @@ def read_cache(changes: Any) -> object:
         return recall(folder, key)
 
 
+@cache
+def sound_run() -> dict[str, bytes]:
+    """The files of a short run with a checkpoint, by their paths in its folder."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        words = "train --dataset karate --hidden 4 --epochs 2 --chunks 2 --checkpoint-every 1"
+        assert main([*words.split(), "--quiet", "--cache-dir", "off", "--out", str(run)]) == 0
+        paths = [p for p in run.rglob("*") if p.is_file()]
+        return {str(p.relative_to(run)): p.read_bytes() for p in paths}
+
+
+def with_run(read: Callable[[Path], object]) -> Callable[[Any], object]:
+    """Reads a run one of whose files was changed."""
+
+    def from_changes(drawn: tuple[int, Any]) -> object:
+        number, changes = drawn
+        with tempfile.TemporaryDirectory() as name:
+            files = sound_run()
+            spoiled = sorted(files)[number % len(files)]
+            for path, data in files.items():
+                place = Path(name) / path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(changed(data, changes) if path == spoiled else data)
+            return read(Path(name))
+
+    return from_changes
+
+
+def read_checkpoint(run: Path) -> object:
+    """Also with a manifest that was changed by somebody who makes its checksum right."""
+    (folder, *_) = sorted(p.parent for p in run.rglob(MANIFEST))
+    text = (folder / MANIFEST).read_bytes().partition(b"\n")[2]
+    checksum = hashlib.sha256(text).hexdigest().encode()
+    (folder / MANIFEST).write_bytes(checksum + b"\n" + text)
+    stored = StoredCheckpoint(folder, verifies=False)
+    return stored.read(stored.tensors)
+
+
 TARGETS = {
     "npz arrays": Target(
         st.dictionaries(st.sampled_from(KEYS), ARRAYS | st.none(), min_size=1, max_size=3),
@@ -289,5 +332,9 @@ TARGETS = {
     ),
     "synthetic": Target(SYNTHETIC, parse_synthetic),
     "environment": Target(ENVIRONMENT, check_meeting),
+    "report": Target(
+        st.tuples(st.integers(0, 99), CHANGES), with_run(lambda run: page(read_run(run)))
+    ),
+    "checkpoint": Target(st.tuples(st.integers(0, 99), CHANGES), with_run(read_checkpoint)),
     "cached cut": Target(CHANGES, read_cache),
 }  # fmt: skip

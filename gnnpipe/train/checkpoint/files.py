@@ -163,7 +163,8 @@ class StoredCheckpoint:
                     load(wanted, storage_reader=_Reader(self.path, self.tensors), no_dist=True)
             except CheckpointException as error:
                 cause = next(iter(error.failures.values()))[0]
-                raise InputError(f"{self.path}: cannot be read ({cause})") from None
+                why = " ".join(str(cause).split())[:120]
+                raise InputError(f"{self.path}: cannot be read ({why})") from None
         return wanted
 
 
