@@ -132,7 +132,8 @@ def flags_of(command):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_have_only_flags_that_exist(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for command, rest in re.findall(r"gnnpipe (train|info|verify|profile|report|doctor)\b([^\n`]*)", text):
+    names = "|".join(_parser()[1])
+    for command, rest in re.findall(rf"gnnpipe ({names})\b([^\n`]*)", text):
         unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - flags_of(command)
         assert not unknown, f"gnnpipe {command}{rest}"
 
