@@ -33,6 +33,7 @@ from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.synthetic import parse_synthetic
 from gnnpipe.page.html import page
 from gnnpipe.page.run import read_run
+from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, Profile
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.launch import check_meeting
 from gnnpipe.train.checkpoint.files import MANIFEST, StoredCheckpoint
@@ -194,6 +195,17 @@ PLAN_TEXT = st.one_of(
     st.integers(1, 10**5).map(lambda depth: "[" * depth),
 )
 
+SOUND_PROFILE = Profile(
+    "box", "by hand", "", "cpu", "float32", "same", "auto", False, 1,
+    (ComputeTimes(1, {}, Affine(), Affine(), 1e-9),), LinkTimes(1e-5, 1e9, 0.0), None, None,
+)  # fmt: skip
+PROFILE_TEXT = st.one_of(
+    CHANGES.map(lambda c: changed(SOUND_PROFILE.to_json().encode(), c).decode(errors="replace")),
+    st.dictionaries(
+        st.sampled_from([f.name for f in dataclasses.fields(Profile)]), JSON, max_size=3
+    ).map(lambda changes: json.dumps(json.loads(SOUND_PROFILE.to_json()) | changes)),
+)
+
 # --- OGB ----------------------------------------------------------------------------------------
 
 SHORT = [name.rpartition("/")[2].replace("-", "_") for name in OGB_CSV]
@@ -313,6 +325,7 @@ TARGETS = {
     ),
     "words": Target(WORDS, read_words),
     "plan": Target(PLAN_TEXT, Plan.from_json),
+    "profile": Target(PROFILE_TEXT, Profile.from_json),
     "OGB text": Target(
         st.dictionaries(
             st.sampled_from(SHORT), ROWS | st.binary(max_size=40) | st.none(), max_size=2
