@@ -140,3 +140,13 @@ def test_boundary_rows_travel_while_the_next_chunk_is_computed():
 def test_one_rank_computes_all_the_time():
     (shares, _), = run_ranks(slow_rank, 1, (1, 1, 1), -1)  # fmt: skip
     assert shares[0].compute_s == pytest.approx(shares[0].epoch_s, rel=0.05)
+
+
+def test_waiting_before_the_step_is_no_work():
+    # All meet before the step: rank 0 at 6, its stage's other shard at 7, the other stage at 8.
+    there = [6, 7, 8, 8]
+    notes = [EpochSpans(0.0, 10.0, 9.5, meeting=Collective(at, at, 8.5)) for at in there]
+    found = time_shares(notes, 2, [float("inf")] * 4)
+    assert [s.imbalance_s for s in found] == pytest.approx([1, 0, 0, 0])
+    assert [s.bubble_s for s in found] == pytest.approx([1, 1, 0, 0])
+    assert [s.compute_s for s in found] == pytest.approx([8, 9, 10, 10])

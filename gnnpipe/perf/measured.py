@@ -50,7 +50,8 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
             )
             for m in notes.messages
         ]  # fmt: skip
-        waits += [Span(rank, "WAIT", c.asked_s, c.left_s, stage=stage) for c in notes.collectives]
+        met = [*notes.collectives, *filter(None, [notes.meeting])]
+        waits += [Span(rank, "WAIT", c.asked_s, c.left_s, stage=stage) for c in met]
         waited = _Stretches([(w.start_s, w.end_s) for w in waits])
         waits.append(Span(rank, "WAIT", notes.done_s, max(notes.end_s, notes.done_s), stage=stage))
         mine = []
@@ -137,6 +138,10 @@ def _releases(ranks: Sequence[EpochSpans], rank: int, shards: int) -> list[Relea
         begun = {r: ranks[r].collectives[i].started_s for r in range(first, first + shards)}
         last = max(begun, key=lambda r: begun[r])
         found.append((c.asked_s, c.left_s, last, begun[last]))
+    met = {r: notes.meeting for r, notes in enumerate(ranks) if notes.meeting is not None}
+    if rank in met:
+        last = max(met, key=lambda r: met[r].asked_s)
+        found.append((met[rank].asked_s, met[rank].left_s, last, met[last].asked_s))
     return sorted(
         (w for w in found if w[1] - w[0] > SHORTEST_WAIT_S), key=lambda w: w[1]
     )  # fmt: skip

@@ -7,7 +7,8 @@ beside the other rank's notes. So notes are plain data, gathered once, and split
   far; the rest of it is exposed communication;
 - a wait inside an exchange among shards, until the last of them came, is imbalance; the rest is
   exposed;
-- at the end, waiting for the other shards of one's stage is imbalance, for other stages bubble;
+- before the optimizer's step and at the end, waiting for the other shards of one's stage is
+  imbalance, for other stages bubble;
 - everything else the rank did itself: compute. So the four add up to the epoch.
 
 Hidden is what passed over the wire while the rank computed; it is part of no other figure.
@@ -16,7 +17,7 @@ Hidden is what passed over the wire while the rank computed; it is part of no ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from gnnpipe.schedule import Action
 
@@ -68,6 +69,8 @@ class EpochSpans:
     actions: list[ActionTimes] = field(default_factory=list)
     order: Sequence[int] = ()
     """The chunk at each position of the walk."""
+    meeting: Collective | None = None
+    """Where all ranks met before the step; none where there is but one rank."""
 
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same notes on a clock that shows ``offset_s`` more."""
@@ -82,6 +85,9 @@ class EpochSpans:
             [Collective(c.started_s + o, c.asked_s + o, c.left_s + o) for c in self.collectives],
             [(action, start_s + o, end_s + o) for action, start_s, end_s in self.actions],
             self.order,
+            None
+            if self.meeting is None
+            else Collective(*(at + o for at in astuple(self.meeting))),
         )  # fmt: skip
 
 
@@ -109,6 +115,11 @@ class TimeShares:
         """From the first action to where all ranks have met."""
         waited = self.exposed_pipeline_s + self.exposed_graph_s + self.bubble_s + self.imbalance_s
         return self.compute_s + waited
+
+
+def _there(spans: EpochSpans) -> float:
+    """When a rank came to the meeting."""
+    return spans.meeting.asked_s if spans.meeting is not None else spans.done_s
 
 
 def time_shares(
@@ -139,6 +150,11 @@ def time_shares(
             imbalance += late
             exposed_graph += c.left_s - c.asked_s - late
             hidden_graph += max(c.asked_s - max(last, c.started_s), 0.0)
+        if spans.meeting is not None:
+            asked, left = spans.meeting.asked_s, spans.meeting.left_s
+            stage_there = min(max(_there(other) for other in stage), left)
+            imbalance += stage_there - asked
+            bubble += max(min(max(map(_there, ranks)), left) - stage_there, 0.0)
         stage_done = max(other.done_s for other in stage)
         imbalance += stage_done - spans.done_s
         bubble += max(min(everyone_done, spans.end_s) - stage_done, 0.0)

@@ -37,7 +37,10 @@ class Guard:
         squares = [float(g.double().square().sum()) for _, g in grads]
         # The shards of a stage have the same gradients by now.
         mine = sum(squares) / self._mesh.shards
+        asked_s = self._mesh.recorder.clock()
         total, whole_loss = self._mesh.sum([mine, loss])
+        if self._mesh.world_size > 1:
+            self._mesh.recorder.met_all(asked_s)
         self.norm = math.sqrt(total) if total >= 0 else math.nan
         if not (math.isfinite(total) and math.isfinite(whole_loss)):
             self.faulty = [

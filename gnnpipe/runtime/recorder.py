@@ -68,6 +68,11 @@ class Recorder:
         if self._now is not None:
             self._now.collectives.append(Collective(started_s, asked_s, self.clock()))
 
+    def met_all(self, asked_s: float) -> None:
+        """All ranks have met, before the end."""
+        if self._now is not None:
+            self._now.meeting = Collective(asked_s, asked_s, self.clock())
+
     def done(self) -> None:
         """The last action is over; what follows is waiting for the others."""
         if self._now is not None:
