@@ -110,7 +110,7 @@ def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) ->
         default = defaults.get(field.name, field.default)
         if default not in (None, ""):
             text += f" (default {default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:

@@ -119,7 +119,7 @@ class TrainConfig(RunSettings):
         0, "stop after so many epochs without a better validation metric (0: never)",
         group="evaluation", low=0,
     )  # fmt: skip
-    keep: str | None = setting(
+    keep_weights: str | None = setting(
         None,
         "weights at the end: those of the last epoch or of the best by the validation metric "
         "(default: best with --patience, else last)",
@@ -197,7 +197,7 @@ class TrainConfig(RunSettings):
     @property
     def kept_epoch(self) -> str:
         """Whose weights remain: 'last' or 'best'."""
-        return self.keep or ("best" if self.patience else "last")
+        return self.keep_weights or ("best" if self.patience else "last")
 
     @property
     def world_size(self) -> int:

@@ -58,7 +58,7 @@ def _check_epochs(config: TrainConfig) -> None:
     wishes = {
         f"--patience {config.patience}": config.patience,
         f"--lr-patience {config.lr_patience}": config.lr_patience if is_plateau else 0,
-        "--keep best": math.inf if config.keep == "best" else 0,
+        "--keep-weights best": math.inf if config.keep_weights == "best" else 0,
     }
     for wish, epochs in wishes.items():
         if epochs and not config.eval_every:

@@ -49,7 +49,7 @@ class RunSettings:
         "none, except when the run is told to stop)",
         group="checkpoints", low=0,
     )  # fmt: skip
-    checkpoints_kept: int = setting(
+    keep: int = setting(
         2, "checkpoints that remain; older ones are removed", group="checkpoints", low=1
     )
     checkpoint_tables: bool = setting(

@@ -48,8 +48,8 @@ def setting(
 
 
 def flag(name: str) -> str:
-    """The command line's name of a field."""
-    return "--" + name.replace("_", "-")
+    """The command line's name of a field: its unit is said in the help."""
+    return "--" + name.removesuffix("_s").replace("_", "-")
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from gnnpipe.cli import VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
+from gnnpipe.settings import flag  # noqa: E402
 from gnnpipe.train.record import EpochRow  # noqa: E402
 from gnnpipe.train.result import RunResult  # noqa: E402
 from gnnpipe.train.verify import TOLERANCE  # noqa: E402
@@ -52,7 +53,8 @@ data sheets instead: of `a100` or `h100`, and of `nvlink3`, `nvlink4`, `10gbe` o
 ## Settings
 
 One definition serves the flag, the TOML key and the argument of `TrainConfig`:
-`--snapshot-every 5`, `snapshot_every = 5`, `TrainConfig(snapshot_every=5)`. A yes-or-no flag has a
+`--snapshot-every 5`, `snapshot_every = 5`, `TrainConfig(snapshot_every=5)`; only the unit in a
+name such as `timeout_s` is not part of its flag, `--timeout`. A yes-or-no flag has a
 second form, `--no-...`.
 """
 
@@ -170,7 +172,7 @@ def settings() -> list[str]:
         hint = hints[field.name]
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint).__name__
         cells = [
-            f"`--{field.name.replace('_', '-')}`", kind, default_text(field), border_text(meta),
+            f"`{flag(field.name)}`", kind, default_text(field), border_text(meta),
             meta["help"].replace("|", "\\|").replace("<", "&lt;"),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
@@ -200,7 +202,7 @@ def page() -> str:
     lines += [f"| `{name}` | {CELLS[name]} |" for name in nothing]
     lines += [f"| `{name}` | {text} |" for name, text in STALE_CELLS.items()]
     lines += ["", "## result.json", "", "| field | meaning |", "|---|---|"]
-    told = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(TrainConfig)}
+    told = {f.name: flag(f.name) for f in dataclasses.fields(TrainConfig)}
     told |= docs_below_fields(RunResult) | RESULTS
     lines += [
         f"| `{f.name}` | {told[f.name]} |"

@@ -75,7 +75,7 @@ BAD_WORDS = [
         ["--chunks", "2", "--staleness", "paper", "--pilots-per-column", "9"],
         ["--pilots-per-column 9", "--snapshot-every 1"],
     ),
-    (["--keep", "best", "--eval-every", "0"], ["--keep best", "--eval-every 10"]),
+    (["--keep-weights", "best", "--eval-every", "0"], ["--keep-weights best", "--eval-every 10"]),
     (["--lr-schedule", "plateau", "--eval-every", "1"], ["--lr-patience 50", "--epochs 3"]),
     (
         ["--lr-schedule", "plateau", "--epochs", "90", "--patience", "20", "--lr-patience", "30"],
@@ -88,7 +88,7 @@ BAD_WORDS = [
     (["--patience", "5"], ["--patience 5", "--eval-every 5"]),
     (["--patience", "5", "--eval-every", "0"], ["--patience 5", "--eval-every 10"]),
     (["--patience", "-1"], ["--patience -1", "at least 0"]),
-    (["--keep", "first"], ["--keep 'first'", "best"]),
+    (["--keep-weights", "first"], ["--keep-weights 'first'", "best"]),
     (["--lr-schedule", "step"], ["--lr-schedule 'step'", "cosine"]),
     (["--warmup-epochs", "3"], ["--warmup-epochs 3", "--epochs 3"]),
     (["--lr-schedule", "plateau", "--lr-patience", "2"], ["--lr-patience 2", "--eval-every 2"]),

@@ -120,7 +120,11 @@ def test_a_part_without_vertices_has_no_score():
     result = Trainer(config(), graph=graph).fit()
     assert math.isnan(result.val_acc)
     assert math.isnan(result.val_metric)
-    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau", "lr_patience": 3}):
+    for wish in (
+        {"patience": 4},
+        {"keep_weights": "best"},
+        {"lr_schedule": "plateau", "lr_patience": 3},
+    ):
         with pytest.raises(InputError, match="no validation vertices; try --split 60/20/20"):
             Trainer(config(**wish), graph=graph).fit()
 
@@ -159,7 +163,7 @@ def test_patience_ends_the_run_and_keeps_the_best_weights(monkeypatch, tmp_path)
 def best_weights(shape, keep):
     stages, shards = shape
     settings = config(
-        stages=stages, shards=shards, epochs=30, eval_every=1, keep=keep, lr=0.1, chunks=1
+        stages=stages, shards=shards, epochs=30, eval_every=1, keep_weights=keep, lr=0.1, chunks=1
     )
     trainer = Trainer(settings, graph=small_graph())
     result = trainer.fit()
@@ -255,7 +259,11 @@ def test_validation_of_one_class_cannot_steer():
     graph = rare_class()
     graph = replace(graph, val_mask=graph.val_mask & (graph.y == 0))
     assert math.isnan(Trainer(config(), graph=graph).fit().val_metric)
-    for wish in ({"patience": 4}, {"keep": "best"}, {"lr_schedule": "plateau", "lr_patience": 3}):
+    for wish in (
+        {"patience": 4},
+        {"keep_weights": "best"},
+        {"lr_schedule": "plateau", "lr_patience": 3},
+    ):
         with pytest.raises(InputError, match="ROC AUC needs positive and negative validation"):
             Trainer(config(**wish), graph=graph).fit()
         Trainer(config(metric="accuracy", **wish), graph=graph).fit()

@@ -48,7 +48,7 @@ def begun(process, out, epochs=3):
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
     out = tmp_path / "run"
-    process = launch(out, "--timeout-s", "32")
+    process = launch(out, "--timeout", "32")
     ranks = begun(process, out)
     os.kill(ranks[1], number)
     start = time.monotonic()

@@ -69,7 +69,7 @@ def test_memory_estimate_falls_with_every_axis():
 def test_memory_estimate_counts_pilots_and_kept_weights():
     plain = memory_by_rank(prepared(model="gcn", chunks=4, staleness="none"))[0]
     pilots = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto"))[0]
-    both = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto", keep="best"))[0]
+    both = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto", keep_weights="best"))[0]
     assert plain.weights % 4 == 0
     assert pilots.weights == plain.weights // 4 * 5
     assert both.weights == plain.weights // 4 * 6

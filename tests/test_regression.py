@@ -97,7 +97,7 @@ def test_the_reference_agrees():
 
 def test_the_best_epoch_has_the_least_error():
     graph = graph_of_numbers(targets=1)
-    run = quick_config(metric="rmse", epochs=30, eval_every=1, keep="best", lr=0.3)
+    run = quick_config(metric="rmse", epochs=30, eval_every=1, keep_weights="best", lr=0.3)
     result = Trainer(run, graph=graph).fit()
     errors = [row.scores.val_metric for row in result.history]
     assert result.best_val_metric == min(errors) < errors[-1]

@@ -71,7 +71,7 @@ CASES = {
     "exact": {"staleness": "exact"},
     "one chunk": {"chunks": 1},
     "blocks of attention": {"model": "gat", "heads": 2},
-    "best": {"keep": "best", "lr_schedule": "plateau", "lr_patience": 2},
+    "best": {"keep_weights": "best", "lr_schedule": "plateau", "lr_patience": 2},
     "cosine": {"lr_schedule": "cosine", "warmup_epochs": 2, "clip_norm": 0.1},
     "bf16": {"comm_dtype": "bf16"},
     "recompute": {"recompute": True},
@@ -248,7 +248,7 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_is_really_full(small_disk):
     out = small_disk / "run"
-    run = config(out, checkpoint_every=1, checkpoints_kept=9, epochs=100)
+    run = config(out, checkpoint_every=1, keep=9, epochs=100)
     with pytest.raises(FailedError, match=r"No space left on device.*go on with --resume"):
         Trainer(run, small_graph(n=400)).fit()
     assert newest_whole(out)[0] is not None

@@ -58,7 +58,7 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
     what = "vertices" if graph.pairs is None else "pairs"
     for wish, is_wished in (
         (f"--patience {config.patience}", config.patience > 0),
-        ("--keep best", config.kept_epoch == "best"),
+        ("--keep-weights best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
         if is_wished and not len(known):

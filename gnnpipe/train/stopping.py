@@ -76,7 +76,7 @@ class Stopping:
     def is_due(self, epoch_time_s: float) -> bool:
         """Whether to stop now, when another epoch would take so long."""
         if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
-            self.reason = self.reason or f"--time-limit-s {self._limit:g}"
+            self.reason = self.reason or f"--time-limit {self._limit:g}"
         return bool(self.reason)
 
 

@@ -159,7 +159,7 @@ class Trainer:
         assembly = self._ready()[2]
         saver = None
         if path is not None:
-            saver = Saver(path, config.checkpoints_kept, mesh.saving_group, mesh.rank)
+            saver = Saver(path, config.keep, mesh.saving_group, mesh.rank)
         loop = Loop(
             config, mesh, prepared, assembly, folder, saver, progress, {"graph": prepared.digest}
         )
