@@ -81,6 +81,11 @@ def _check_checkpoints(config: TrainConfig) -> None:
             f"--checkpoint-every {config.checkpoint_every}: nothing is written with --out off; "
             "give --out a folder"
         )
+    if config.on_nan == "restore" and not config.checkpoint_tables:
+        raise InputError(
+            "--on-nan restore: with --no-checkpoint-tables the tables cannot be put back; drop one "
+            "of the two"
+        )
     if config.on_nan == "restore" and (config.out == "off" or config.checkpoint_every == 0):
         why = "--out off" if config.out == "off" else "--checkpoint-every 0"
         raise InputError(

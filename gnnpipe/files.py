@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from gnnpipe.errors import InputError
 
@@ -20,7 +20,7 @@ MOST_TEXT_BYTES = 1 << 20
 """Of a file that a person or a run writes: a config, a plan."""
 
 
-def open_plain(path: str | Path) -> IO[bytes]:
+def open_plain(path: str | Path) -> BinaryIO:
     """A file opened to be read; ``ValueError`` for a pipe, a device or a folder."""
     # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -30,18 +30,18 @@ def open_plain(path: str | Path) -> IO[bytes]:
     return open(handle, "rb")
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a plain UTF-8 file of at most ``MOST_TEXT_BYTES``.
+def read_text(path: str | Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a plain UTF-8 file of at most ``most_bytes``.
 
     ``OSError`` or ``ValueError`` says in a few words why it cannot be read.
     """
     try:
         with open_plain(path) as file:
-            data = file.read(MOST_TEXT_BYTES + 1)
+            data = file.read(most_bytes + 1)
     except OSError as error:
         raise OSError(os.strerror(error.errno or 0)) from None
-    if len(data) > MOST_TEXT_BYTES:
-        raise ValueError(f"larger than {MOST_TEXT_BYTES >> 20} MiB")
+    if len(data) > most_bytes:
+        raise ValueError(f"larger than {most_bytes >> 20} MiB")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from gnnpipe.cli import VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.settings import flag  # noqa: E402
-from gnnpipe.train.record import EpochRow  # noqa: E402
+from gnnpipe.train.epoch_row import EpochRow  # noqa: E402
 from gnnpipe.train.result import RunResult  # noqa: E402
 from gnnpipe.train.verify import TOLERANCE  # noqa: E402
 

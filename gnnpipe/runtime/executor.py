@@ -128,7 +128,7 @@ class Executor:
         recorder.done()
         self.mailbox.drain()
         self._leaving.clear()
-        self.stage.end()
+        self.stage.end(self.has_stepped)
         if training:
             after = self._sent_bytes()
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))

@@ -97,14 +97,17 @@ class Stage:
             for history in self.histories.values():
                 history.begin_epoch(epoch)
 
-    def end(self) -> None:
-        """Finish the pass: snapshots after training, nothing left after evaluation."""
+    def end(self, has_stepped: bool = True) -> None:
+        """Finish the pass: snapshots after training, nothing left after evaluation.
+
+        Moving statistics follow a pass only if its step was made.
+        """
         if self._training:
             for table in self._feature_tables():
                 table.end()
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch)
-                if isinstance(history, MeanHistory) and history.count:
+                if has_stepped and isinstance(history, MeanHistory) and history.count:
                     self.piece.observe(name, history.mean, history.count)
         self._scratch.clear()
         self._walks.clear()

@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,12 +23,13 @@ from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.checkpoint.tensors import load_tensors, set_draw_states, tensors_of
 from gnnpipe.train.diagnose import find_fault
+from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.progress import Progress
-from gnnpipe.train.record import EpochRow, RunFolder
-from gnnpipe.train.resume import Start, find_start, state_of
+from gnnpipe.train.record import RunFolder
+from gnnpipe.train.resume import METRICS, STATE, Start, find_start, patience_is_out, state_text
 from gnnpipe.train.staleness import measure_staleness
 from gnnpipe.train.stopping import Stopping
 from gnnpipe.train.task import ERRORS
@@ -65,8 +66,10 @@ class Loop:
         self._is_error = self.prepared.metric in ERRORS
         self.best = self._no_best()
         self._lr_factor = 1.0
+        self._is_over = False
+        self._sent_bytes: list[int] = []
         self._learning_rate = LearningRate(executor.optimizer, config)
-        self._saved_at = time.monotonic()
+        self._saved_at = self._met_at = time.monotonic()
 
     def _no_best(self) -> BestEpoch:
         keeps = self.config.kept_epoch == "best"
@@ -84,8 +87,15 @@ class Loop:
             in_order = [kept[name] for name in self._weights] if kept else []
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
+        self._sent_bytes = list(start.sent_bytes)
+        self._is_over = patience_is_out(self.config, self.rows, start.best)
         if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
             self.saver.whole = start.epoch
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Of the last epoch, over all ranks, by axis (see ``CommBytes``)."""
+        return self._sent_bytes
 
     def _set_learning_rate(self, factor: float) -> None:
         """As it stands after the epochs that are done: the schedule is walked again."""
@@ -114,11 +124,12 @@ class Loop:
         Raises ``StoppedError`` when told to stop, ``FailedError`` when a checkpoint cannot be
         written, ``FloatingPointError`` when loss or gradients are no longer numbers.
         """
-        while len(self.rows) < self.config.epochs:
-            is_over = self._epoch(len(self.rows))
-            self._meet(stopping, is_over)
-            if is_over:
-                break
+        self._met_at = time.monotonic()
+        while len(self.rows) < self.config.epochs and not self._is_over:
+            self._is_over = self._epoch(len(self.rows))
+            sent = astuple(self.assembly.executor.epoch_bytes)
+            self._sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
+            self._meet(stopping, self._is_over)
         if self.saver is not None:
             self.saver.wait()
             self._say_failed(self.mesh.sum([float(self.saver.has_failed)])[0] > 0)
@@ -174,7 +185,8 @@ class Loop:
         """Hear from all ranks whether to stop or to write a checkpoint."""
         saver = self.saver
         is_last = is_over or len(self.rows) == self.config.epochs
-        time_s = self.rows[-1].epoch_time_s if self.rows else 0.0
+        now = time.monotonic()
+        time_s, self._met_at = now - self._met_at, now
         stops, fails, writes = self.mesh.sum([
             float(stopping.is_due(time_s) and not is_last),
             float(saver is not None and saver.has_failed),
@@ -198,7 +210,7 @@ class Loop:
             return False
         if is_last:
             # Who has written checkpoints can be gone on with, for more epochs.
-            return bool(self.config.checkpoint_every) or self.saver.begun > 0
+            return bool(self.config.checkpoint_every) or max(self.saver.begun, self.saver.whole) > 0
         if self.config.checkpoint_every:
             return len(self.rows) % self.config.checkpoint_every == 0
         return time.monotonic() - self._saved_at > CHECKPOINT_AFTER_S
@@ -222,12 +234,15 @@ class Loop:
     def _save(self) -> None:
         assert self.saver is not None
         best = None if self.best.scores is None else (self.best.epoch, self.best.scores)
-        state = state_of(self.rows, best, self.identity, self._lr_factor)
+        texts = {}
+        if self.folder is not None:
+            state = state_text(best, self.identity, self._lr_factor, self._sent_bytes)
+            texts = {STATE: state, METRICS: self.folder.metrics_text(self.rows)}
         kept: dict[str, Tensor] = dict(zip(self._weights, self.best.kept, strict=False))
         tensors = tensors_of(
             self.prepared, self.assembly, self.mesh, kept, self.config.checkpoint_tables
         )
-        self.saver.save(len(self.rows), tensors, state)
+        self.saver.save(len(self.rows), tensors, texts)
         self._saved_at = time.monotonic()
 
     def _mend(self, epoch: int, loss: float) -> bool:
@@ -241,7 +256,7 @@ class Loop:
             return False
         if config.on_nan == "restore" and self.saver is not None:
             self.saver.wait()
-            start, _ = find_start(self.saver.run, config.epochs, self.mesh, needs_one=False)
+            start, _ = find_start(self.saver.run, config, self.mesh, needs_one=False)
             factor = self._lr_factor / 2
             if start is not None and factor >= LEAST_LR_FACTOR:
                 self.take(start)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from gnnpipe.train.record import EpochRow
+from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.report import score
 
 __all__ = ["Progress"]

@@ -31,8 +31,8 @@ class RankLog:
 
     def say(self, text: str) -> None:
         """Add a line; a disk that takes none ends nothing."""
-        if self._path is None or not self._path.parents[1].exists():
-            return
+        if self._path is None or not (self._path.parents[1] / "config.toml").exists():
+            return  # nothing has been begun, and nothing is to be left behind
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "a", encoding="utf-8") as file:

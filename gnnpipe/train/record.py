@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +31,12 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.scoring import Scores
-from gnnpipe.train.staleness import Staleness
+from gnnpipe.train.epoch_row import EpochRow
+from gnnpipe.train.restart import note_launch
 
-__all__ = ["EpochRow", "RunFolder", "claim_folder", "plain", "run_path", "versions"]
-
-
-@dataclass(frozen=True)
-class EpochRow:
-    """What is known of one epoch."""
-
-    epoch: int
-    """From 1."""
-    loss: float
-    """Over the train vertices, with dropout."""
-    scores: Scores | None
-    """Where the epoch was evaluated."""
-    epoch_time_s: float
-    """Training alone."""
-    eval_time_s: float
-    lr: float
-    """Learning rate of its step."""
-    staleness: Staleness | None = None
-    """Where the shape has stale reads."""
-
-    def cells(self) -> dict[str, Any]:
-        """The row of metrics.csv; empty cells where the epoch was not evaluated."""
-        s = self.scores
-        return {
-            "epoch": self.epoch,
-            "loss": repr(self.loss),
-            **{f.name: _cell(getattr(s, f.name)) if s else "" for f in fields(Scores)},
-            "lr": repr(self.lr),
-            "epoch_time_s": f"{self.epoch_time_s:.6f}",
-            "eval_time_s": f"{self.eval_time_s:.6f}" if s else "",
-            **{k: _cell(v) for k, v in (self.staleness.cells() if self.staleness else {}).items()},
-        }
-
-
-def _cell(value: float) -> str:
-    """Every digit; nothing where there is no such figure."""
-    return "" if math.isnan(value) else repr(value)
+__all__ = [
+    "RunFolder", "claim_folder", "plain", "run_path", "versions",
+]  # fmt: skip
 
 
 def run_path(config: TrainConfig) -> Path:
@@ -174,6 +138,7 @@ class RunFolder:
                     f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
                 ) from None
             self._claim()
+            note_launch(self.path)
         _replace(self.path / "plan.json", plan.to_json())
         _replace(self.path / "program.txt", program)
 
@@ -182,7 +147,7 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     def add(self, row: EpochRow) -> None:
-        """Append a row to metrics.csv; it is on disk when this returns."""
+        """Append a row to metrics.csv; it is in the file when this returns."""
         cells = row.cells()
         with self._disk():
             if not self._columns or not set(cells) <= set(self._columns):
@@ -198,6 +163,13 @@ class RunFolder:
                 rows = list(csv.DictReader(file))
         self._columns += [name for name in columns if name not in self._columns]
         self._write(rows)
+
+    def metrics_text(self, rows: Sequence[EpochRow]) -> str:
+        """metrics.csv as it stands; made again of ``rows`` if somebody has taken it away."""
+        with self._disk():
+            if not self._metrics.exists():
+                self.rewrite(rows)
+            return self._metrics.read_text(encoding="utf-8")
 
     def rewrite(self, rows: Sequence[EpochRow]) -> None:
         """Make metrics.csv what it was after these rows."""
@@ -231,6 +203,8 @@ def _replace(path: Path, text: str) -> None:
     aside = path.with_name(f".aside-{path.name}")
     with open(aside, "w", newline="", encoding="utf-8") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)
 
 

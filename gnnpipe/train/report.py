@@ -127,9 +127,8 @@ def result_lines(result: RunResult) -> list[str]:
         + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
     ]
     if result.drift:
-        stale = result.history[-1].staleness
-        assert stale is not None
-        lines.append(_staleness_line(result.stale_reads, stale))
+        known = [row.staleness for row in result.history if row.staleness is not None]
+        lines.append(_staleness_line(result.stale_reads, known[-1]))
     if result.world_size > 1:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.perf import MemoryEstimate, Span, TimeShares, measured_spans, time_shares
+from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
+from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.memory_use import peak_bytes
 from gnnpipe.train.prepare import Prepared
-from gnnpipe.train.record import EpochRow, versions
+from gnnpipe.train.record import versions
 from gnnpipe.train.report import memory_of_rank
 from gnnpipe.train.timing import gather_epoch
 
@@ -108,12 +110,11 @@ def gather_result(
     best: BestEpoch,
     path: Path | None,
     link_bytes_per_s: float,
+    sent_bytes: Sequence[int],
 ) -> RunResult:
-    """The result of a run that has ended, on every rank."""
+    """The result of a run that has ended, on every rank; ``sent_bytes`` of its last epoch."""
     config = prepared.config
-    sent = assembly.executor.epoch_bytes
-    counted = [int(v) for v in mesh.sum(list(astuple(sent)))]
-    names = [f.name for f in fields(sent)]
+    names = [f.name for f in fields(CommBytes)]
     last, chosen = rows[-1].scores, best.scores
     assert last is not None, "the last epoch is always evaluated"
     assert chosen is not None
@@ -142,7 +143,7 @@ def gather_result(
         drift=list(stale[-1].drift) if stale else [],
         moved=list(stale[-1].moved) if stale else [],
         missed=list(stale[-1].missed) if stale else [],
-        comm_bytes_per_epoch=dict(zip(names, counted, strict=True)) | {"total": sum(counted)},
+        comm_bytes_per_epoch=dict(zip(names, sent_bytes, strict=True)) | {"total": sum(sent_bytes)},
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
         link_bytes_per_s=links,

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.settings import flag
 from gnnpipe.train.checkpoint.files import StoredCheckpoint
 from gnnpipe.train.checkpoint.folder import newest_whole
-from gnnpipe.train.record import EpochRow
+from gnnpipe.train.epoch_row import EpochRow, rows_of
+from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.scoring import Scores
-from gnnpipe.train.staleness import Staleness
 
-__all__ = ["Start", "find_start", "resumed_config", "state_of"]
+__all__ = [
+    "METRICS", "STATE", "Start", "find_start", "identity_of", "patience_is_out", "resumed_config",
+    "state_text",
+]  # fmt: skip
+
+STATE, METRICS = "state.json", "metrics.csv"
+"""What a checkpoint holds beside tensors."""
 
 FIXED = (
     "split", "symmetrize", "task", "model", "layers", "hidden", "heads", "dropout",
@@ -48,29 +57,42 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig.from_dict(values | {"out": str(run)} | dict(changes))
 
 
+FoundStart = tuple["Start | None", str]
+
+
 @dataclass(frozen=True)
 class Start:
     """Where a run goes on."""
 
     stored: StoredCheckpoint
-    epoch: int
-    """Epochs that are done."""
     rows: tuple[EpochRow, ...]
-    """Theirs."""
+    """Of the epochs that are done."""
     best: tuple[int, Scores] | None
     """The best epoch so far, and its scores."""
     identity: Mapping[str, Any]
-    """What the graph and the model were known by."""
+    """What the graph, the model and the run were known by."""
     lr_factor: float
     """What faults have made of the learning rate."""
+    sent_bytes: tuple[int, ...]
+    """Of the last epoch, over all ranks, by axis."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return len(self.rows)
+
+    def is_over(self, config: TrainConfig) -> bool:
+        """Whether nothing is left to be trained: by epochs, or by patience."""
+        return self.epoch >= config.epochs or patience_is_out(config, self.rows, self.best)
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """``InputError`` if graph or model are others than those that the run began with."""
-        for what, value in self.identity.items():
-            if identity.get(what) != value:
+        for what, value in identity.items():
+            if what not in self.identity or self.identity[what] != value:
+                name = flag(what) if what in FIXED else f"the {what} of the run"
                 raise InputError(
-                    f"--resume: the {what} is another than that of {self.stored.path} "
-                    f"({identity.get(what)}, not {value}); go on with what the run began with"
+                    f"{name}: is {value} now, and {self.identity.get(what)} in {self.stored.path}; "
+                    "go on with what the run began with, or start anew without --resume"
                 )
 
     def refilling(self, config: TrainConfig) -> TrainConfig:
@@ -81,92 +103,106 @@ class Start:
         return replace(config, exact_epochs=max(config.techniques.exact_epochs, self.epoch + 1))
 
 
-def find_start(run: Path, epochs: int, mesh: Mesh, needs_one: bool) -> tuple[Start | None, str]:
-    """The newest whole checkpoint of a run, on every rank; and what there is to say about it.
-
-    ``needs_one``: raise ``InputError`` if there is none, instead of starting at the first epoch.
-    """
-    stored, text, error = None, "", None
-    if mesh.rank == 0:
-        stored, faults = newest_whole(run)
-        told = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
-        if stored is None:
-            text = told + f"{run} holds no whole checkpoint: starting at the first epoch"
-            if needs_one:
-                error = (
-                    f"--resume {str(run)!r}: holds no whole checkpoint"
-                    + (f" ({faults[0]})" if faults else "")
-                    + "; start anew without --resume"
-                )
-        else:
-            text = told + f"going on from {stored.path}"
-    error = mesh.share(error)
-    if error:
-        raise InputError(error)
-    path = mesh.share(stored.path if stored else None)
-    if path is None:
-        return None, text
-    fault = None
-    if stored is None:
-        try:
-            # Rank 0 has read every byte; here it is only asked whether the folder is the same.
-            stored = StoredCheckpoint(path, verifies=False)
-        except InputError as found:
-            fault = InputError(f"{found}; --out must be a folder that all ranks share")
-    mesh.agree(fault)
-    assert stored is not None
-    start = _start(stored)
-    if start.epoch >= epochs:
-        raise InputError(
-            f"--resume {str(run)!r}: {start.epoch} of {epochs} epochs are done; to train longer, "
-            f"try --epochs {2 * start.epoch}"
-        )
-    return start, text
-
-
-def state_of(
-    rows: list[EpochRow],
-    best: tuple[int, Scores] | None,
-    identity: Mapping[str, Any],
-    lr_factor: float,
-) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors; JSON, with NaN as Python writes it."""
+def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
+    """What must not change while a run lives."""
+    state = prepared.model.module.state_dict()
+    shapes = [(name, list(t.shape), str(t.dtype)) for name, t in sorted(state.items())]
     return {
-        "epoch": rows[-1].epoch,
-        "rows": [asdict(row) for row in rows],
-        "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
-        "identity": dict(identity),
-        "lr_factor": lr_factor,
+        **{name: getattr(config, name) for name in FIXED},
+        "model": prepared.model.name,
+        "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
+        "graph": prepared.digest,
     }
 
 
+def patience_is_out(
+    config: TrainConfig, rows: Sequence[EpochRow], best: tuple[int, Scores] | None
+) -> bool:
+    """Whether the last epoch was evaluated, and the best one is too long ago."""
+    if not config.patience or best is None or rows[-1].scores is None:
+        return False
+    return rows[-1].epoch - best[0] >= config.patience
+
+
+def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> FoundStart:
+    """The newest whole checkpoint of a run, on every rank; and what there is to say about it.
+
+    ``needs_one``: raise ``InputError`` if there is none, or if nothing is left to do.
+    """
+    start, text, error = None, "", None
+    if mesh.rank == 0:
+        stored, faults = newest_whole(run)
+        try:
+            start = None if stored is None else _start(stored)
+        except InputError as found:
+            stored, faults = None, [*faults, str(found)]
+        text = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
+        if start is None:
+            text += f"{run} holds no whole checkpoint: starting at the first epoch"
+            if needs_one:
+                error = f"--resume {str(run)!r}: holds no whole checkpoint"
+                error += f" ({faults[0]})" if faults else "; start anew without --resume"
+        else:
+            text += f"going on from {start.stored.path}"
+            # One that was killed before its result was written has only that left to do.
+            is_whole = (run / "result.json").exists() or start.rows[-1].scores is None
+            if needs_one and start.is_over(config) and is_whole:
+                how = f"{start.epoch} of {config.epochs} epochs are done; to train longer, try "
+                how += f"--epochs {2 * start.epoch}"
+                if start.epoch < config.epochs:
+                    how = f"--patience {config.patience} has ended it; try more"
+                error = f"--resume {str(run)!r}: {how}"
+    error, path = mesh.share((error, start.stored.path if start else None))
+    if error:
+        raise InputError(error)
+    if path is None:
+        return None, text
+    fault: InputError | None = None
+    if start is None:
+        try:
+            # Rank 0 has read every byte; here it is only asked whether the folder is the same.
+            start = _start(StoredCheckpoint(path, verifies=False))
+        except InputError as found:
+            fault = InputError(f"{found}; --out must be a folder that all ranks share")
+    mesh.agree(fault)
+    assert start is not None
+    return start, text
+
+
+def state_text(
+    best: tuple[int, Scores] | None,
+    identity: Mapping[str, Any],
+    lr_factor: float,
+    sent_bytes: Sequence[int],
+) -> str:
+    """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
+    return json.dumps({
+        "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
+        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
+    })  # fmt: skip
+
+
 def _start(stored: StoredCheckpoint) -> Start:
-    state = stored.state
     try:
+        state = json.loads(stored.text(STATE))
+        rows = rows_of(stored.text(METRICS))
+        if f"epoch-{len(rows):06d}" != stored.path.name or not rows:
+            raise ValueError(f"{len(rows)} rows")
         best = state["best"]
-        rows = tuple(map(_row, state["rows"]))
-        if not rows or [row.epoch for row in rows] != list(range(1, state["epoch"] + 1)):
-            raise ValueError("epochs do not follow each other")
-        return Start(
-            stored, state["epoch"], rows,
-            None if best is None else (int(best["epoch"]), Scores(**best["scores"])),
-            dict(state["identity"]), float(state["lr_factor"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if best is not None:
+            names = {f.name for f in fields(Scores)}
+            scores = {name: float(best["scores"][name]) for name in names}
+            if not 0 < int(best["epoch"]) <= len(rows):
+                raise ValueError(f"best epoch {best['epoch']}")
+            best = int(best["epoch"]), Scores(**scores)
+        factor = float(state["lr_factor"])
+        if not 0 < factor <= 1:
+            raise ValueError(f"lr_factor {factor}")
+        sent = tuple(int(number) for number in state["sent_bytes"])
+        if len(sent) != len(fields(CommBytes)):
+            raise ValueError(f"sent_bytes {sent}")
+        return Start(stored, tuple(rows), best, dict(state["identity"]), factor, sent)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise InputError(f"{stored.path}: its state is not that of a run ({error!r})") from None
-
-
-def _row(values: Mapping[str, Any]) -> EpochRow:
-    fields = dict(values)
-    if fields["scores"] is not None:
-        fields["scores"] = Scores(**fields["scores"])
-    if fields["staleness"] is not None:
-        s = fields["staleness"]
-        fields["staleness"] = Staleness(
-            float(s["stale_reads"]), tuple(s["drift"]), tuple(s["moved"]), tuple(s["missed"])
-        )
-    row = EpochRow(**fields)
-    numbers = (row.loss, row.epoch_time_s, row.eval_time_s, row.lr)
-    if not isinstance(row.epoch, int) or not all(isinstance(n, float) for n in numbers):
-        raise ValueError("a row is not one of numbers")
-    return row

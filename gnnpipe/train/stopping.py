@@ -73,8 +73,12 @@ class Stopping:
             self._timer.daemon = True
             self._timer.start()
 
+    def began(self, ago_s: float) -> None:
+        """The run is older than this process."""
+        self._start = min(self._start, time.monotonic() - ago_s)
+
     def is_due(self, epoch_time_s: float) -> bool:
-        """Whether to stop now, when another epoch would take so long."""
+        """Whether to stop now, when another epoch would take so long, evaluation and all."""
         if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
             self.reason = self.reason or f"--time-limit {self._limit:g}"
         return bool(self.reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +33,9 @@ from gnnpipe.train.progress import Progress
 from gnnpipe.train.rank_log import RankLog
 from gnnpipe.train.record import RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
+from gnnpipe.train.restart import restarted, seconds_so_far
 from gnnpipe.train.result import RunResult, gather_result
-from gnnpipe.train.resume import Start, find_start
+from gnnpipe.train.resume import Start, find_start, identity_of
 from gnnpipe.train.stopping import Stopping
 from gnnpipe.train.task import LossFn
 
@@ -121,8 +123,11 @@ class Trainer:
         self._fitted = True
         mesh = self._join()
         # The folder first: a run that cannot be written must not read and cut for an hour.
-        resumed = self._resume or _restarted(config, mesh)
-        folder, path = claim_folder(config, mesh, resumed)
+        again = restarted(config, mesh)
+        if again is not None:
+            self._stopping.began(seconds_so_far(again))
+        resumed = [run for run in (again, self._resume) if run is not None]
+        folder, path = claim_folder(config, mesh, resumed[0] if resumed else None)
         log = RankLog(path, mesh.rank)
         try:
             return self._fit(mesh, folder, path, resumed, log)
@@ -143,13 +148,15 @@ class Trainer:
         mesh: Mesh,
         folder: RunFolder | None,
         path: Path | None,
-        resumed: Path | None,
+        resumed: Sequence[Path],
         log: RankLog,
     ) -> RunResult:
         config = self.config
         start, told = None, ""
-        if resumed is not None:
-            start, told = find_start(resumed, config.epochs, mesh, self._resume is not None)
+        for run in resumed:
+            # A run that was gone on with in a new folder, and has none there yet, starts as before.
+            if start is None:
+                start, told = find_start(run, config, mesh, run == self._resume)
         prepared = self._setup(start)[1]
         progress = Progress(
             config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
@@ -161,7 +168,14 @@ class Trainer:
         if path is not None:
             saver = Saver(path, config.keep, mesh.saving_group, mesh.rank)
         loop = Loop(
-            config, mesh, prepared, assembly, folder, saver, progress, {"graph": prepared.digest}
+            config,
+            mesh,
+            prepared,
+            assembly,
+            folder,
+            saver,
+            progress,
+            identity_of(config, prepared),
         )
         if start is not None:
             loop.take(start)
@@ -182,7 +196,9 @@ class Trainer:
         rows, best = loop.rows, loop.best
         best.restore()
         weights = self._collect(mesh, prepared)
-        result = gather_result(mesh, prepared, assembly, rows, best, path, link_bytes_per_s)
+        result = gather_result(
+            mesh, prepared, assembly, rows, best, path, link_bytes_per_s, loop.sent_bytes
+        )
         if folder is not None:
             if result.timeline:
                 write_trace(folder.path / "trace.json", Trace(result.timeline))
@@ -251,16 +267,3 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
-
-
-def _restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
-    """The run to go on with, if torchrun has started these ranks again after a fault."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if restarts and not config.out:
-        raise InputError(
-            f"--out: torchrun --max-restarts {restarts} can go on only with a run whose folder it "
-            "knows; give --out a folder"
-        )
-    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and config.out != "off"
-    path = Path(config.out)
-    return path if mesh.share(is_again and (path / "config.toml").exists()) else None

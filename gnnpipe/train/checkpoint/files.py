@@ -40,12 +40,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gnnpipe.errors import InputError
+from gnnpipe.files import open_plain, read_text
 
 __all__ = ["StoredCheckpoint", "is_aside", "write_checkpoint"]
 
 VERSION = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
 _ASIDE = ".aside-"
+MOST_TEXT_BYTES = 1 << 28
+"""Of a manifest, or of the rows of so far."""
 _DTYPES = {
     str(t).removeprefix("torch."): t
     for t in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64,
@@ -56,15 +59,17 @@ _DTYPES = {
 class _Writer(FileSystemWriter):
     """Writes aside; when all ranks have written, the first one adds the manifest and renames."""
 
-    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, texts: Mapping[str, str]) -> None:
         self._final, self._aside = path, path.with_name(_ASIDE + path.name)
-        self._state = state
+        self._texts = texts
         super().__init__(self._aside)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Called on the first rank alone; an error here is one of every rank."""
         super().finish(metadata, results)
-        _write_whole(self._aside / STATE, json.dumps(self._state))
+        _check_shared(self._aside, metadata)
+        for name, text in self._texts.items():
+            _write_whole(self._aside / name, text)
         content = {
             "version": VERSION,
             "files": {p.name: _checksum(p) for p in sorted(self._aside.iterdir())},
@@ -103,16 +108,16 @@ class _Reader(FileSystemReader):
 def write_checkpoint(
     path: Path,
     tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
+    texts: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write this rank's ``tensors`` (on the CPU), and of the first rank ``state``, to ``path``.
+    """Write this rank's ``tensors`` (on the CPU), and of the first rank ``texts``, to ``path``.
 
     Called by all ranks of ``group`` (gloo, used by nobody else meanwhile); alone with ``None``. No
     two ranks may give the same name. An error of any rank is raised on all of them, and then
     nothing is at ``path``.
     """
-    writer = _Writer(path, state)
+    writer = _Writer(path, texts)
     with _without_warning():
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
@@ -138,16 +143,16 @@ class StoredCheckpoint:
         for name, checksum in manifest["files"].items() if verifies else ():
             try:
                 is_whole = _checksum(path / name) == checksum
-            except OSError as error:
-                raise InputError(f"{path / name}: cannot be read ({error.strerror})") from None
+            except (OSError, ValueError) as error:
+                raise InputError(f"{path / name}: cannot be read ({error})") from None
             if not is_whole:
                 raise InputError(f"{path / name}: is damaged (its checksum is another)")
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         """By name what is stored: dtype, shape, file, offset, length."""
-        try:
-            self.state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path / STATE}: cannot be read ({error})") from None
+
+    def text(self, name: str) -> str:
+        """One of the texts that were written with it."""
+        return _text(self.path / name)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """These tensors, on the CPU."""
@@ -174,12 +179,7 @@ def is_aside(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        checksum, _, text = (path / MANIFEST).read_text(encoding="utf-8").partition("\n")
-    except OSError as error:
-        raise InputError(f"{path / MANIFEST}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path / MANIFEST}: is damaged (no text)") from None
+    checksum, _, text = _text(path / MANIFEST).partition("\n")
     if hashlib.sha256(text.encode()).hexdigest() != checksum:
         raise InputError(f"{path / MANIFEST}: is damaged (its checksum is another)")
     try:
@@ -211,6 +211,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, MOST_TEXT_BYTES)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+
+
 def _entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
     """Of every tensor where it lies; each was written by one rank, in one piece."""
     found = {}
@@ -225,9 +232,21 @@ def _entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _check_shared(folder: Path, metadata: Metadata) -> None:
+    """What the other ranks have written must be here: else their disk is another."""
+    for info in metadata.storage_data.values():
+        path = folder / info.relative_path
+        if not path.is_file() or path.stat().st_size < info.offset + info.length:
+            raise OSError(0, "what other ranks have written is not there; --out must be on a disk "
+                          "that all ranks share")  # fmt: skip
+
+
 def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_plain(path) as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 22):
+            digest.update(block)
+        return digest.hexdigest()
 
 
 def _write_whole(path: Path, text: str) -> None:

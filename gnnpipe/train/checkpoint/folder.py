@@ -42,9 +42,12 @@ def newest_whole(run: Path) -> tuple[StoredCheckpoint | None, list[str]]:
     return None, faults
 
 
-def drop_old(run: Path, kept: int) -> None:
-    """Remove all but the newest ``kept``; what cannot be removed stays."""
-    for path in _all(run)[kept:]:
+def drop_old(run: Path, kept: int, epoch: int) -> None:
+    """Remove all but the newest ``kept`` up to ``epoch``; what cannot be removed stays.
+
+    What is newer than that was passed over as damaged, and does not count.
+    """
+    for path in [p for p in _all(run) if int(p.name[6:]) <= epoch][kept:]:
         shutil.rmtree(path, ignore_errors=True)
 
 

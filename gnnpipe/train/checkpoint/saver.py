@@ -13,7 +13,6 @@ import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -43,20 +42,20 @@ class Saver:
         self.whole = 0
         """Epoch of the newest checkpoint that is known to be whole; 0: none."""
 
-    def save(self, epoch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def save(self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         """Begin to write the checkpoint behind ``epoch`` (from 1)."""
         self.wait()
         self.begun = epoch
         self._thread = threading.Thread(
-            target=self._write, args=(epoch, tensors, state), name="checkpoint", daemon=True
+            target=self._write, args=(epoch, tensors, texts), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _write(self, epoch: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def _write(self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         try:
-            write_checkpoint(checkpoint_path(self.run, epoch), tensors, state, self._group)
+            write_checkpoint(checkpoint_path(self.run, epoch), tensors, texts, self._group)
             if self._rank == 0:
-                drop_old(self.run, self._kept)
+                drop_old(self.run, self._kept, epoch)
         except BaseException as error:  # a CheckpointException is no Exception
             self._error = error
             self._free_bytes = shutil.disk_usage(self.run).free

@@ -1,0 +1,205 @@
+"""Going on where it is hardest: at the end, over a foreign run, from what is forged or damaged."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import small_graph
+from test_resume import EPOCHS, config, damage, outcome, stop_after, table
+
+from gnnpipe import Trainer
+from gnnpipe.errors import FailedError, InputError, StoppedError
+from gnnpipe.train import loop, trainer
+from gnnpipe.train.checkpoint import files
+from gnnpipe.train.resume import resumed_config
+
+
+def again(out, **changes):
+    return Trainer(resumed_config(out, changes), small_graph(), resume=out).fit()
+
+
+@pytest.mark.parametrize("settings", [{}, {"patience": 2, "eval_every": 1, "lr": 1e-9}])
+def test_killed_before_the_result_only_that_is_left_to_do(settings, tmp_path, monkeypatch):
+    settings = settings | {"checkpoint_every": 2}
+    whole = Trainer(config(tmp_path / "whole", **settings), small_graph()).fit()
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "gather_result", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            Trainer(config(out, **settings), small_graph()).fit()
+    assert not (out / "result.json").exists()
+    result = again(out)
+    assert outcome(out) == outcome(tmp_path / "whole")
+    assert result.epochs == whole.epochs == (3 if "patience" in settings else EPOCHS)
+    assert result.comm_bytes_per_epoch == whole.comm_bytes_per_epoch
+    with pytest.raises(InputError, match=r"epochs are done|--patience 2 has ended it"):
+        again(out)
+
+
+def test_torchrun_again_does_not_take_over_a_foreign_run(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    Trainer(config(out, checkpoint_every=2), small_graph()).fit()
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match="holds another run"):
+        Trainer(config(out, checkpoint_every=2, epochs=20), small_graph()).fit()
+    assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    with pytest.raises(InputError, match="--seed: is 7 now, and 0 in"):
+        Trainer(config(out, checkpoint_every=2, epochs=20, seed=7), small_graph()).fit()
+    Trainer(config(out, checkpoint_every=2, epochs=20), small_graph()).fit()
+    assert len(table(out)) == 20
+
+
+def test_a_time_limit_holds_over_restarts(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(StoppedError):
+        Trainer(config(out, epochs=10**6, time_limit_s=1), small_graph()).fit()
+    note = json.loads((out / ".launch.json").read_text())
+    (out / ".launch.json").write_text(json.dumps(note | {"started": note["started"] - 60}))
+    done = len(table(out))
+    with pytest.raises(StoppedError, match="--time-limit 30"):
+        Trainer(config(out, epochs=10**6, time_limit_s=30), small_graph()).fit()
+    assert len(table(out)) == done + 1
+
+
+def test_a_new_folder_under_restarts_goes_on_with_itself(tmp_path, monkeypatch):
+    old, new = tmp_path / "old", tmp_path / "new"
+    Trainer(config(old, epochs=4, checkpoint_every=2), small_graph()).fit()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    run = resumed_config(old, {"epochs": EPOCHS, "out": str(new)})
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_epoch", stop_after(7))
+        with pytest.raises(StoppedError):
+            Trainer(run, small_graph(), resume=old).fit()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    Trainer(run, small_graph(), resume=old).fit()
+    assert len(table(new)) == EPOCHS
+
+
+def test_a_damaged_newer_checkpoint_does_not_count(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=8, checkpoint_every=4), small_graph()).fit()
+    damage(out / "checkpoints" / "epoch-000008" / "state.json", 0.5)
+    monkeypatch.setattr(loop, "train_epoch", stop_after(6))
+    with pytest.raises(StoppedError):
+        again(out, epochs=20, keep=1)
+    monkeypatch.undo()
+    assert again(out, epochs=20).epochs == 20
+
+
+def test_from_stale_to_exact(tmp_path):
+    for name, changes in {"one": {"chunks": 1}, "exact": {"staleness": "exact"}}.items():
+        out = tmp_path / name
+        Trainer(config(out, epochs=4, checkpoint_every=2, quiet=False), small_graph()).fit()
+        assert again(out, epochs=6, **changes).epochs == 6
+
+
+def test_the_last_epoch_is_a_checkpoint_of_a_resumed_run(tmp_path):
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=4, checkpoint_every=4), small_graph()).fit()
+    again(out, epochs=6, checkpoint_every=None)
+    assert (out / "checkpoints" / "epoch-000006").exists()
+
+
+def test_another_model_with_fewer_weights_is_refused(tmp_path):
+    out = tmp_path / "run"
+    run = config(out, epochs=4, checkpoint_every=2)
+    Trainer(run, small_graph()).fit()
+    with pytest.raises(InputError, match="--layers: is 3 now, and 4 in"):
+        Trainer(replace(run, layers=3, epochs=6), small_graph(), resume=out).fit()
+
+
+def test_a_disk_that_ranks_do_not_share_is_found(tmp_path, monkeypatch):
+    real = files._check_shared
+
+    def lost(folder, metadata):
+        (folder / "__0_0.distcp").unlink()
+        real(folder, metadata)
+
+    monkeypatch.setattr(files, "_check_shared", lost)
+    with pytest.raises(FailedError, match="--out must be on a disk that all ranks share"):
+        Trainer(config(tmp_path / "run", checkpoint_every=2), small_graph()).fit()
+
+
+FORGED = {
+    "no rows": lambda s, r: (s, ""),
+    "a row less": lambda s, r: (s, "\n".join(r.splitlines()[:-1]) + "\n"),
+    "rows of words": lambda s, r: (s, r.replace(",", ",x", 40)),
+    "factor nan": lambda s, r: (s | {"lr_factor": float("nan")}, r),
+    "factor 2": lambda s, r: (s | {"lr_factor": 2}, r),
+    "best of no epoch": lambda s, r: (s | {"best": s["best"] | {"epoch": 1e400}}, r),
+    "best of a word": lambda s, r: (s | {"best": {"epoch": 2, "scores": "x"}}, r),
+    "scores of words": lambda s, r: (s | {"best": {"epoch": 2, "scores": {"train_acc": "x"}}}, r),
+    "identity of nobody": lambda s, r: (s | {"identity": {}}, r),
+    "identity of a list": lambda s, r: (s | {"identity": [1]}, r),
+    "bytes": lambda s, r: (s | {"sent_bytes": [1]}, r),
+    "no state": lambda s, r: ([], r),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_state_is_one_line(name, tmp_path):
+    import hashlib
+
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=4, checkpoint_every=4), small_graph()).fit()
+    folder = out / "checkpoints" / "epoch-000004"
+    state, rows = FORGED[name](
+        json.loads((folder / "state.json").read_text()), (folder / "metrics.csv").read_text()
+    )
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "metrics.csv").write_text(rows)
+    manifest = json.loads((folder / "manifest.json").read_text().partition("\n")[2])
+    for file in manifest["files"]:
+        manifest["files"][file] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    text = json.dumps(manifest)
+    head = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(f"{head}\n{text}")
+    before = (out / "metrics.csv").read_bytes()
+    with pytest.raises(InputError) as caught:
+        again(out, epochs=6)
+    assert "\n" not in str(caught.value)
+    assert before == (out / "metrics.csv").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+def test_a_skipped_step_leaves_moving_statistics_alone(tmp_path, monkeypatch):
+    from test_resume import normed
+
+    from gnnpipe.runtime.guard import Guard
+
+    real = Guard.passes
+    seen = []
+
+    def passes(self, loss):
+        seen.append(loss)
+        return real(self, float("nan") if len(seen) == 3 else loss)
+
+    monkeypatch.setattr(Guard, "passes", passes)
+    model = normed()
+    stats = []
+    plain = loop.train_epoch
+
+    def train(*words):
+        found = plain(*words)
+        stats.append({k: v.clone() for k, v in model.state_dict().items() if "running" in k})
+        return found
+
+    monkeypatch.setattr(loop, "train_epoch", train)
+    Trainer(config(tmp_path / "run", on_nan="skip"), small_graph(), model).fit()
+    assert stats[0]
+    for name, value in stats[2].items():
+        assert torch.equal(value, stats[1][name])
+        assert not torch.equal(value, stats[3][name])
+
+
+def test_restore_needs_tables():
+    with pytest.raises(InputError, match="--no-checkpoint-tables"):
+        config("x", on_nan="restore", checkpoint_tables=False)
