@@ -9,6 +9,7 @@ median of those that are not, which are nearest in time. Writes docs/benchmarks/
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -52,7 +53,7 @@ def main() -> None:
     Trainer(config).fit()
     size = sum(p.stat().st_size for p in next((folder / "run/checkpoints").iterdir()).iterdir())
     shutil.rmtree(folder)
-    lengths = [b - a for a, b in zip(walls, walls[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(walls)]
     ratios = []
     for behind in range(2 * options.every, len(lengths) - 1, options.every):
         # The copy falls into the epoch before, the writing into this one and maybe the next.
