@@ -23,6 +23,11 @@ def check_together(config: TrainConfig) -> None:
     _check_epochs(config)
     _check_checkpoints(config)
     _check_staleness(config)
+    if config.profile and not config.predict:
+        raise InputError(
+            f"--profile {config.profile!r}: nothing is predicted with --no-predict; drop one of "
+            "the two"
+        )
 
 
 def _check_model(config: TrainConfig) -> None:

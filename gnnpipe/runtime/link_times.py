@@ -6,7 +6,8 @@ compute a transfer is slower, and the compute as well; that is not in these figu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,30 +16,39 @@ import torch.distributed as dist
 from gnnpipe.runtime.exchange import Arrival, sum_over_shards
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["SIZES_BYTES", "exchange_times", "gradient_sum_times", "message_times"]
-
-SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
-WARM_UP, REPEATS = 2, 7
+__all__ = ["THOROUGH", "Probe", "exchange_times", "gradient_sum_times", "message_times"]
 
 
-def message_times(mesh: Mesh) -> list[list[float]]:
-    """Seconds of a message by pair (rank, rank + 1), one pair at a time, and size; on every rank.
+@dataclass(frozen=True)
+class Probe:
+    """What is sent, and how often."""
+
+    sizes_bytes: tuple[int, ...]
+    warm_up: int
+    repeats: int
+    """At least 2."""
+
+
+THOROUGH = Probe((1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23), warm_up=2, repeats=7)
+
+
+def message_times(mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]]) -> list[list[float]]:
+    """Seconds of a message by pair of ranks, one pair at a time, and size; on every rank.
 
     Half of there and back.
     """
     found = []
-    for first in range(mesh.world_size - 1):
-        is_one = mesh.rank in (first, first + 1)
-        times = _by_size(mesh, partial(_there_and_back, mesh, first), is_one)
-        found.append([time_s / 2 for time_s in mesh.gather(times)[first]])
+    for pair in pairs:
+        times = _by_size(mesh, probe, partial(_there_and_back, mesh, *pair), mesh.rank in pair)
+        found.append([time_s / 2 for time_s in mesh.gather(times)[pair[0]]])
     return found
 
 
-def _there_and_back(mesh: Mesh, first: int, size_bytes: int) -> None:
+def _there_and_back(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
     data = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
     if mesh.rank == first:
-        arriving = dist.irecv(torch.empty_like(data), src=first + 1)
-        dist.send(data, dst=first + 1)
+        arriving = dist.irecv(torch.empty_like(data), src=second)
+        dist.send(data, dst=second)
         assert arriving is not None
         arriving.wait()
     else:
@@ -46,7 +56,7 @@ def _there_and_back(mesh: Mesh, first: int, size_bytes: int) -> None:
         dist.send(data, dst=first)
 
 
-def exchange_times(mesh: Mesh) -> list[float]:
+def exchange_times(mesh: Mesh, probe: Probe) -> list[float]:
     """Seconds of an all-to-all among the shards by size, what a shard sends; the slowest rank's."""
     peers = mesh.shards - 1
 
@@ -56,34 +66,36 @@ def exchange_times(mesh: Mesh) -> list[float]:
         data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
         Arrival(torch.empty_like(data), data, counts, counts, mesh).wait()
 
-    return _slowest(mesh, _by_size(mesh, exchange))
+    return _slowest(mesh, _by_size(mesh, probe, exchange))
 
 
-def gradient_sum_times(mesh: Mesh) -> list[float]:
+def gradient_sum_times(mesh: Mesh, probe: Probe) -> list[float]:
     """Seconds of a sum over the shards by size of what is summed; the slowest rank's."""
 
     def add_up(size_bytes: int) -> None:
         sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
 
-    return _slowest(mesh, _by_size(mesh, add_up))
+    return _slowest(mesh, _by_size(mesh, probe, add_up))
 
 
 def _slowest(mesh: Mesh, times: list[float]) -> list[float]:
     return [max(of_rank) for of_rank in zip(*mesh.gather(times), strict=True)]
 
 
-def _by_size(mesh: Mesh, work: Callable[[int], None], takes_part: bool = True) -> list[float]:
+def _by_size(
+    mesh: Mesh, probe: Probe, work: Callable[[int], None], takes_part: bool = True
+) -> list[float]:
     """By size the time of a run, which all ranks begin together."""
     found = []
-    for size_bytes in SIZES_BYTES:
+    for size_bytes in probe.sizes_bytes:
         mesh.gather(None)
         times = []
-        for _ in range(WARM_UP + REPEATS if takes_part else 0):
+        for _ in range(probe.warm_up + probe.repeats if takes_part else 0):
             start_s = mesh.recorder.clock()
             work(size_bytes)
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             times.append(mesh.recorder.clock() - start_s)
         # The second quickest: other programs can only slow it down.
-        found.append(sorted(times[WARM_UP:])[1] if takes_part else 0.0)
+        found.append(sorted(times[probe.warm_up :])[1] if takes_part else 0.0)
     return found

@@ -31,7 +31,9 @@ from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.sizes import chunk_sizes
 
-__all__ = ["BEGIN", "UPDATE", "boundary_time_per_number_s", "measure_steps"]
+__all__ = [
+    "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "work_at",
+]  # fmt: skip
 
 WARM_UP, REPEATS = 2, 5
 """Epochs; the first ones fault every page in."""
@@ -64,7 +66,7 @@ def measure_steps(prepared: Prepared, mesh: Mesh) -> list[Sample]:
                 if epoch >= WARM_UP:
                     times[place].append(time_s)
         for place, some in times.items():
-            parts = _parts(place, replace(prepared, plan=plan), sizes)
+            parts = work_at(place, replace(prepared, plan=plan), sizes, 0)
             # Few large chunks and many small ones count alike.
             found.append(Sample(_undisturbed(some), parts, chunks**-0.5))
     return found
@@ -75,8 +77,10 @@ def _undisturbed(times: list[float]) -> float:
     return sorted(times)[1]
 
 
-def _parts(place: Place, prepared: Prepared, sizes: ChunkSizes) -> Mapping[Hashable, Work]:
-    """What was done at a place."""
+def work_at(
+    place: Place, prepared: Prepared, sizes: ChunkSizes, shard: int
+) -> Mapping[Hashable, Work]:
+    """What a shard does at a place, by part: of an op (its kind, the part), BEGIN or UPDATE."""
     what, stage, chunk, step = place
     model, (first, last) = prepared.model_graph, prepared.plan.stages[stage]
     ops = model.ops[first:last]
@@ -87,16 +91,18 @@ def _parts(place: Place, prepared: Prepared, sizes: ChunkSizes) -> Mapping[Hasha
     if what == BEGIN:
         # A single chunk's rows are their own table, and its gradients are not kept.
         several = prepared.plan.chunks > 1
-        numbers = sum(op.push_width * int(sizes.rows[op.pushed_type].sum()) for op in pushing)
+        numbers = sum(
+            op.push_width * int(sizes.rows[op.pushed_type][shard].sum()) for op in pushing
+        )
         return {BEGIN: Work(numbers * several, times=len(pushing))}
     summed: dict[Hashable, Work] = {}
     if what == "forecast":
-        found = [(op, what, Work(int(sizes.pilots[op.vertex_type][0]))) for op in ops]
+        found = [(op, what, Work(int(sizes.pilots[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
-        found = [(op, what, Work(int(sizes.stale[op.pushed_type][0]))) for op in pushing]
+        found = [(op, what, Work(int(sizes.stale[op.pushed_type][shard]))) for op in pushing]
     else:
         found = [
-            (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, 0, chunk))
+            (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
             for p in step_parts(model, first, last)[step]
         ]
     for op, name, work in found:

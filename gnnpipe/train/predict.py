@@ -1,21 +1,130 @@
-"""A prepared run and a profile to costs, which the simulator makes a timeline of."""
+"""A run's epoch before it is run: from a prepared run and a profile to costs and a timeline."""
 
 from __future__ import annotations
 
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 from gnnpipe.errors import InputError
-from gnnpipe.perf import Profile
+from gnnpipe.files import read_text
+from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
+from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.predicted import predicted_spans
 from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.settings import flag
-from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.short_profile import take_short_profile
 from gnnpipe.train.sizes import chunk_sizes
 
-__all__ = ["run_costs"]
+__all__ = ["Predicted", "Predictor", "read_profile", "run_costs"]
+
+LEAST_EPOCHS = 10
+"""A shorter run is over before it is worth a profile of its own."""
 
 
-def run_costs(prepared: Prepared, profile: Profile, ranks_per_machine: int) -> ProfiledCosts:
+@dataclass(frozen=True)
+class Predicted:
+    """An epoch that was not run."""
+
+    epoch_time_s: float
+    time_shares: list[TimeShares]
+    """By rank."""
+    timeline: tuple[Span, ...]
+    """On rank 0."""
+
+
+class Predictor:
+    """Of one run, on every rank; rank 0 knows what it costs."""
+
+    def __init__(
+        self, prepared: Prepared, mesh: Mesh, costs: ProfiledCosts | None, profile: Profile | None
+    ) -> None:
+        self._prepared, self._mesh, self._costs = prepared, mesh, costs
+        link = None if profile is None else profile.message
+        self._link_bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
+
+    @classmethod
+    def of_run(cls, prepared: Prepared, mesh: Mesh, epochs: int) -> Predictor | None:
+        """Takes a short profile, or reads the one that the config names; on every rank.
+
+        ``epochs``: how many the run has left. ``None`` where nothing is to be predicted: the config
+        says so, too few epochs are left, a profile would take too long, or the ranks are GPUs,
+        where the steps of an epoch are not noted either.
+        """
+        config = prepared.config
+        if not config.predict:
+            return None
+        is_given = config.profile != ""
+        if not is_given and (epochs < LEAST_EPOCHS or mesh.device.type != "cpu"):
+            return None
+        hosts = mesh.gather(platform.node())
+        together = max(hosts.count(host) for host in hosts)
+        error, profile, sizes = None, None, None
+        if mesh.rank == 0:
+            sizes = chunk_sizes(prepared)
+        if is_given and sizes is not None:
+            try:
+                profile = read_profile(config.profile)
+                run_costs(prepared, profile, together, sizes)
+            except InputError as fault:
+                error = fault
+        text = mesh.share(None if error is None else str(error))
+        if text is not None:
+            raise InputError(text)
+        if not is_given:
+            profile = take_short_profile(prepared, mesh, sizes, epochs)
+        if not mesh.share(profile is not None):
+            return None
+        costs = None
+        if profile is not None and sizes is not None:
+            costs = run_costs(prepared, profile, together, sizes)
+        return cls(prepared, mesh, costs, profile)
+
+    def epoch(self, order: Sequence[int] | None = None) -> Predicted:
+        """Of one in which the chunks are walked in ``order``, or in that of the last; every rank.
+
+        It is one behind the exact epochs at the start, where there are others.
+        """
+        prepared, plan = self._prepared, self._prepared.plan
+        found: Predicted | None = None
+        if self._costs is not None:
+            if order is None:
+                order = chunk_order(prepared.config, prepared.config.epochs - 1)
+            timeline = simulate(program_tasks(prepared.program, self._costs, order))
+            notes = simulated_notes(timeline, plan.shards)
+            links = [self._link_bytes_per_s] * plan.world_size
+            found = Predicted(
+                timeline.makespan_s, time_shares(notes, plan.shards, links),
+                predicted_spans(timeline, plan.steps, plan.shards),
+            )  # fmt: skip
+        # Spans are many, and only rank 0 writes them.
+        told: Predicted = self._mesh.share(None if found is None else replace(found, timeline=()))
+        return told if found is None else found
+
+
+def read_profile(path: str) -> Profile:
+    """Of a file that ``gnnpipe profile`` wrote, or a person."""
+    try:
+        text = read_text(Path(path))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--profile {path!r}: cannot be read ({error}); make one with `gnnpipe profile --save`"
+        ) from None
+    return Profile.from_json(text, f"--profile {path!r}")
+
+
+def run_costs(
+    prepared: Prepared, profile: Profile, ranks_per_machine: int, sizes: ChunkSizes | None = None
+) -> ProfiledCosts:
     """What the run costs by the profile, with so many ranks on each machine.
 
-    ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
+    ``sizes``: those of the run's chunks, if they are known. ``InputError`` if the profile was taken
+    with other settings, or lacks an op or a link.
     """
     config = prepared.config
     for name in ("dtype", "comm_dtype", "kernel", "recompute"):
@@ -31,7 +140,7 @@ def run_costs(prepared: Prepared, profile: Profile, ranks_per_machine: int) -> P
             "profile: ops.forecast: was not measured; take one with --staleness auto, as in the run"
         )
     return ProfiledCosts(
-        profile, prepared.plan, prepared.model_graph, chunk_sizes(prepared),
+        profile, prepared.plan, prepared.model_graph, sizes or chunk_sizes(prepared),
         number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
         ranks_at_once=min(ranks_per_machine, prepared.plan.world_size),
     )  # fmt: skip

@@ -10,9 +10,11 @@ import copy
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +26,8 @@ from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
 from gnnpipe.runtime.link_times import (
-    SIZES_BYTES,
+    THOROUGH,
+    Probe,
     exchange_times,
     gradient_sum_times,
     message_times,
@@ -33,7 +36,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.measure import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
 from gnnpipe.train.prepare import prepare
 
-__all__ = ["take_profile"]
+__all__ = ["compute_times", "link_times", "take_profile"]
 
 LADDER = (1, 2, 8, 32)
 """Numbers of chunks that steps are measured with, beside the run's own."""
@@ -55,7 +58,6 @@ def take_profile(
     compute = [_compute(config, mesh, graph, model, 1)]
     if together > 1:
         compute.append(_compute(config, mesh, graph, model, together))
-    is_alone = mesh.world_size == 1
     profile = Profile(
         machine=mesh.share(f"{platform.node()}, {_processor()}"),
         source="measured",
@@ -67,9 +69,7 @@ def take_profile(
         dtype=config.dtype, comm_dtype=config.comm_dtype, kernel=config.kernel,
         recompute=config.recompute, threads=torch.get_num_threads(),
         compute=tuple(compute),
-        message=None if is_alone else _message(mesh),
-        exchange=None if is_alone else _among_all(mesh, exchange_times, 1),
-        gradient_sum=None if is_alone else _among_all(mesh, gradient_sum_times, 2),
+        **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size)))),
     )  # fmt: skip
     shared: Profile = mesh.share(profile)
     return shared
@@ -104,13 +104,17 @@ def _compute(
     if ranks > 1 or mesh.rank == 0:
         boundary_s = boundary_time_per_number_s(mesh.device)
     everyone = [sample for some in mesh.gather(samples) for sample in some]
-    fitted = fit_costs(everyone)
+    return compute_times(fit_costs(everyone), ranks, mesh.share(boundary_s))
+
+
+def compute_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:
+    """Of so many ranks at once, from the parts that samples were fitted by."""
     return ComputeTimes(
         ranks=ranks,
         ops={kind: _op_times(fitted, kind) for kind in _kinds(fitted)},
         begin=fitted.costs.get(BEGIN, Affine()),
         update=fitted.costs[UPDATE],
-        boundary_per_number_s=mesh.share(boundary_s),
+        boundary_per_number_s=boundary_per_number_s,
     )
 
 
@@ -126,14 +130,21 @@ def _op_times(fitted: Fitted, kind: str) -> OpTimes:
     return OpTimes(**costs, relative_error=max(errors))
 
 
-def _message(mesh: Mesh) -> LinkTimes:
-    """Of the pairs (rank, rank + 1) the one in the middle."""
-    links = [fit_link(SIZES_BYTES, times) for times in message_times(mesh)]
-    return sorted(links, key=lambda link: link.time_s(SIZES_BYTES[-1]))[len(links) // 2]
+def link_times(mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Fields of a profile; of the ``pairs`` the one in the middle."""
+    each = [fit_link(probe.sizes_bytes, times) for times in message_times(mesh, probe, pairs)]
+    each.sort(key=lambda link: link.time_s(probe.sizes_bytes[-1]))
 
+    def among_shards(measured: Callable[[Mesh, Probe], list[float]], rounds: int) -> LinkTimes:
+        messages = rounds * (mesh.shards - 1)
+        return fit_link(probe.sizes_bytes, measured(mesh, probe), messages)
 
-def _among_all(mesh: Mesh, measured: Callable[[Mesh], list[float]], rounds: int) -> LinkTimes:
-    return fit_link(SIZES_BYTES, measured(mesh), rounds * (mesh.shards - 1))
+    several = mesh.shards > 1
+    return {
+        "message": each[len(each) // 2] if each else None,
+        "exchange": among_shards(exchange_times, 1) if several else None,
+        "gradient_sum": among_shards(gradient_sum_times, 2) if several else None,
+    }
 
 
 def _processor() -> str:

@@ -21,7 +21,7 @@ from gnnpipe.graph.quality import copied_rows
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
-from gnnpipe.train.timing import time_lines
+from gnnpipe.train.timing import prediction_line, time_lines
 
 if TYPE_CHECKING:
     from gnnpipe.train.result import RunResult
@@ -126,6 +126,13 @@ def result_lines(result: RunResult) -> list[str]:
         f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank "
         + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
     ]
+    if result.predicted_epoch_time_s is not None:
+        lines.append(
+            prediction_line(
+                result.predicted_epoch_time_s, result.epoch_time_s, result.predicted_time_shares,
+                result.time_shares,
+            )
+        )  # fmt: skip
     if result.drift:
         known = [row.staleness for row in result.history if row.staleness is not None]
         lines.append(_staleness_line(result.stale_reads, known[-1]))

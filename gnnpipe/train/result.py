@@ -16,6 +16,7 @@ from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.memory_use import peak_bytes
+from gnnpipe.train.predict import Predictor
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import versions
 from gnnpipe.train.report import memory_of_rank
@@ -62,6 +63,9 @@ class RunResult:
     """The epoch that the weights of the model (and model.pt) are from."""
     epoch_time_s: float
     """Median, without the first epochs (warm-up) where there are others."""
+    predicted_epoch_time_s: float | None
+    """From a profile, before the run; none where nothing was predicted. As the shares below, of the
+    order of chunks that the epoch of the time shares had."""
     stale_reads: float
     """Share of the edges read stale, mean over the epochs."""
     drift: list[float]
@@ -76,6 +80,8 @@ class RunResult:
     time_shares: list[TimeShares]
     """By rank: where the time of an epoch went (the median of the last five, warm-up left out as
     above); empty on a GPU."""
+    predicted_time_shares: list[TimeShares]
+    """The same of the predicted epoch."""
     link_bytes_per_s: list[float]
     """By rank: how fast it receives from other stages, measured before the first epoch; infinite
     (null) with one stage."""
@@ -93,13 +99,16 @@ class RunResult:
     """The rows of metrics.csv."""
     timeline: tuple[Span, ...] = field(default=(), repr=False)
     """What trace.json holds: the epoch that the time shares are of; empty on a GPU."""
+    predicted_timeline: tuple[Span, ...] = field(default=(), repr=False)
+    """What trace.json holds beside it; on rank 0."""
     path: Path | None = None
     """The run's folder."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in result.json: without history, timeline and path."""
-        kept = asdict(replace(self, history=[], timeline=()))
-        return {k: v for k, v in kept.items() if k not in ("history", "timeline", "path")}
+        """As it stands in result.json: without history, timelines and path."""
+        kept = asdict(replace(self, history=[], timeline=(), predicted_timeline=()))
+        out = ("history", "timeline", "predicted_timeline", "path")
+        return {k: v for k, v in kept.items() if k not in out}
 
 
 def gather_result(
@@ -111,6 +120,7 @@ def gather_result(
     path: Path | None,
     link_bytes_per_s: float,
     sent_bytes: Sequence[int],
+    predictor: Predictor | None,
 ) -> RunResult:
     """The result of a run that has ended, on every rank; ``sent_bytes`` of its last epoch."""
     config = prepared.config
@@ -125,6 +135,7 @@ def gather_result(
     peaks = mesh.gather(peak_bytes(mesh.device))
     estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
     epoch, links = gather_epoch(mesh, counted_epochs), mesh.gather(link_bytes_per_s)
+    predicted = predictor and predictor.epoch(epoch[0].order if epoch else None)
     return RunResult(
         dataset=prepared.graph.name, model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
@@ -139,6 +150,7 @@ def gather_result(
         test_metric_at_best_val=chosen.test_metric,
         weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
         epoch_time_s=statistics.median(times[-counted_epochs:]),
+        predicted_epoch_time_s=predicted.epoch_time_s if predicted else None,
         stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
         drift=list(stale[-1].drift) if stale else [],
         moved=list(stale[-1].moved) if stale else [],
@@ -146,11 +158,12 @@ def gather_result(
         comm_bytes_per_epoch=dict(zip(names, sent_bytes, strict=True)) | {"total": sum(sent_bytes)},
         comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
+        predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
         memory_before_bytes=mesh.gather(assembly.memory_before_bytes),
         memory_estimate_bytes=mesh.gather(estimate),
         cut=prepared.quality, versions=versions(),
         history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
-        path=path,
+        predicted_timeline=predicted.timeline if predicted else (), path=path,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from gnnpipe.perf import EpochSpans, TimeShares
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import clock_offset
 
-__all__ = ["gather_epoch", "time_lines"]
+__all__ = ["gather_epoch", "prediction_line", "time_lines"]
 
 
 def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
@@ -42,3 +42,25 @@ def time_lines(shares: list[TimeShares]) -> list[str]:
             f"{hidden:.3f} s of communication hidden"
         )
     return ["time of an epoch:", *lines] if lines else []
+
+
+def prediction_line(
+    predicted_s: float, measured_s: float, predicted: list[TimeShares], measured: list[TimeShares]
+) -> str:
+    """Predicted beside measured; of the shares, by rank, the means."""
+    text = (
+        f"predicted {predicted_s:.3g} s an epoch, measured {measured_s:.3g} "
+        f"({predicted_s / measured_s - 1:+.0%})"
+    )
+    names = {
+        "compute": ("compute_s",), "communication": ("exposed_pipeline_s", "exposed_graph_s"),
+        "bubble": ("bubble_s", "imbalance_s"),
+    }  # fmt: skip
+    parts = []
+    for name, keys in names.items() if measured else ():
+        both = (
+            sum(asdict(share)[key] for share in shares for key in keys) / len(shares)
+            for shares in (predicted, measured)
+        )
+        parts.append(f"{name} {next(both):.3g} and {next(both):.3g}")
+    return f"{text}: {', '.join(parts)}" if parts else text

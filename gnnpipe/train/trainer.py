@@ -27,7 +27,9 @@ from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.loop import Loop
+from gnnpipe.train.memory_use import held_bytes
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
+from gnnpipe.train.predict import Predictor
 from gnnpipe.train.prepare import Prepared, prepare
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.rank_log import RankLog
@@ -163,7 +165,13 @@ class Trainer:
         )
         for line in [*filter(None, told.splitlines()), *head_lines(prepared)]:
             progress.say(line)
-        assembly = self._ready()[2]
+        done = 0 if start is None else start.epoch
+        memory_before_bytes = held_bytes(mesh.device)
+        predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
+        if predictor is not None:
+            progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
+        # What a profile leaves in the heap must not count as the graph's.
+        assembly = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
         saver = None
         if path is not None:
             saver = Saver(path, config.keep, mesh.saving_group, mesh.rank)
@@ -197,11 +205,13 @@ class Trainer:
         best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
-            mesh, prepared, assembly, rows, best, path, link_bytes_per_s, loop.sent_bytes
+            mesh, prepared, assembly, rows, best, path, link_bytes_per_s, loop.sent_bytes,
+            predictor,
         )
         if folder is not None:
-            if result.timeline:
-                write_trace(folder.path / "trace.json", Trace(result.timeline))
+            if result.timeline or result.predicted_timeline:
+                trace = Trace(result.timeline, result.predicted_timeline)
+                write_trace(folder.path / "trace.json", trace)
             folder.close(result.to_dict(), weights)
         for line in result_lines(result):
             progress.say(line)

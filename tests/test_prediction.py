@@ -1,0 +1,177 @@
+"""A run predicts its epochs, from a short profile or a given one, and is the same to the bit."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import quick_config, run_ranks, small_graph
+from test_profile import prepared_of, profile_of
+
+from gnnpipe import Trainer
+from gnnpipe.cli import main
+from gnnpipe.perf import read_trace
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train import short_profile
+from gnnpipe.train.predict import LEAST_EPOCHS
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.rehearsal import rehearsal
+
+PARTS = ("compute_s", "exposed_pipeline_s", "exposed_graph_s", "bubble_s", "imbalance_s")
+
+
+def both_ways(shapes, module=None, **changes):
+    """By shape the run with and without a prediction: losses, weights, predicted time."""
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        runs = []
+        for predict in (True, False):
+            settings = {
+                "epochs": LEAST_EPOCHS, "layers": 4, "hidden": 8, "model": "gcnii",
+                "stages": stages, "shards": shards, "chunks": chunks, "dtype": "float32",
+            }  # fmt: skip
+            torch.manual_seed(0)
+            trainer = Trainer(
+                quick_config(**settings | {"predict": predict} | changes), graph=small_graph(),
+                model=None if module is None else module(), mesh=mesh,
+            )  # fmt: skip
+            result = trainer.fit()
+            state = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+            losses = [row.loss for row in result.history]
+            runs.append((losses, state, torch.rand(1), result.predicted_epoch_time_s))
+        found.append(runs)
+    return found
+
+
+def assert_same(runs):
+    (losses, state, drawn, predicted), (plain_losses, plain_state, plain_drawn, none) = runs
+    assert predicted > 0
+    assert none is None
+    assert losses == plain_losses
+    assert all(torch.equal(state[k], plain_state[k]) for k in plain_state)
+    assert torch.equal(drawn, plain_drawn)
+
+
+@pytest.mark.parametrize("staleness", ["auto", "paper", "exact"])
+def test_a_run_is_the_same_to_the_bit_with_a_prediction(staleness):
+    for runs in both_ways([(1, 1, 1), (1, 1, 3)], staleness=staleness):
+        assert_same(runs)
+
+
+def test_so_are_runs_of_two_ranks():
+    for of_rank in run_ranks(both_ways, 2, [(2, 1, 3), (1, 2, 1), (1, 2, 3)]):
+        for runs in of_rank:
+            assert_same(runs)
+
+
+def own_model():
+    from torch_geometric.nn import GCN
+
+    return GCN(7, 8, num_layers=3, out_channels=3, norm="BatchNorm", dropout=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:model. GCN normalises")
+def test_so_is_a_model_of_the_users_own_with_running_means():
+    (runs,) = both_ways([(1, 1, 2)], own_model)
+    assert_same(runs)
+
+
+def test_a_rehearsal_changes_the_weights_and_puts_them_back():
+    prepared = prepare(quick_config(hidden=8, chunks=2), Mesh.alone(), small_graph())
+    before = {k: v.clone() for k, v in prepared.model.module.state_dict().items()}
+    with rehearsal(prepared, Mesh.alone()) as stage:
+        times = stage.walk()
+        moved = prepared.model.module.state_dict()
+        assert any(not torch.equal(before[k], moved[k]) for k in before), "it took a real step"
+    after = prepared.model.module.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(p.grad is None for p in prepared.model.module.parameters())
+    steps = {place for place in times if place[0] in ("forward", "backward")}
+    assert steps == {
+        (way, 0, chunk, step)
+        for way in ("forward", "backward")
+        for chunk in range(2)
+        for step in range(prepared.plan.steps[0])
+    }
+
+
+def trained(tmp_path, *words):
+    out = tmp_path / "run"
+    settings = ["--dataset", "karate", "--hidden", "8", "--cache-dir", "off", "--device", "cpu"]
+    assert main(["train", *settings, "--out", str(out), *words]) == 0
+    return json.loads((out / "result.json").read_text()), out
+
+
+def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
+    result, out = trained(tmp_path, "--epochs", "12", "--chunks", "3")
+    said = capsys.readouterr().out
+    assert "predicted: " in said
+    line = next(line for line in said.splitlines() if line.startswith("predicted ") and "%" in line)
+    assert all(word in line for word in ("measured", "compute", "communication", "bubble"))
+    (share,) = result["predicted_time_shares"]
+    assert sum(share[part] for part in PARTS) == pytest.approx(result["predicted_epoch_time_s"])
+    trace = read_trace(out / "trace.json")
+    for kind in ("F", "B"):
+        walks = [
+            [span.chunk for span in spans if span.kind == kind]
+            for spans in (trace.predicted, trace.measured)
+        ]
+        assert walks[0] == walks[1], "the same chunks in the same order"
+    assert max(s.end_s for s in trace.predicted) == pytest.approx(result["predicted_epoch_time_s"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--epochs", "12", "--no-predict"], ["--epochs", str(LEAST_EPOCHS - 1)]]
+)
+def test_nothing_is_predicted_where_nothing_is_asked_or_worth_it(words, tmp_path, capsys):
+    result, out = trained(tmp_path, *words)
+    assert result["predicted_epoch_time_s"] is None
+    assert result["predicted_time_shares"] == []
+    assert not read_trace(out / "trace.json").predicted
+    assert "predicted: " not in capsys.readouterr().out
+
+
+def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(short_profile, "LEAST_S", 0.0)
+    monkeypatch.setattr(short_profile, "RUN_SHARE", 0.0)
+    result, _ = trained(tmp_path, "--epochs", "12")
+    assert result["predicted_epoch_time_s"] is None
+    assert math.isfinite(result["epoch_time_s"])
+
+
+def test_a_given_profile_is_used_whatever_the_length(tmp_path):
+    profile = profile_of(prepared_of(layers=2).model_graph)
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    result, _ = trained(tmp_path, "--epochs", "2", "--profile", str(path))
+    # Every op takes half a second for each of four parts, and half for what is once an epoch.
+    assert result["predicted_epoch_time_s"] > 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("gone.json", None, ["--profile", "gone.json", "No such file", "gnnpipe profile --save"]),
+        ("bad.json", "{", ["--profile", "bad.json", "not JSON"]),
+        ("other.json", '{"version": 99}', ["other.json", "version"]),
+        ("own.json", "other model", ["profile: has no layer like", "take one with the model"]),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_one_line(name, text, told, tmp_path, capsys):
+    path = tmp_path / name
+    if text == "other model":
+        text = profile_of(prepared_of(model="sage").model_graph).to_json()
+    if text is not None:
+        path.write_text(text)
+    words = ["train", "--dataset", "karate", "--hidden", "8", "--cache-dir", "off", "--out"]
+    assert main([*words, str(tmp_path / "run"), "--profile", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gnnpipe: error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in told), err
+
+
+def test_a_profile_goes_with_no_switch_against_it(capsys):
+    assert main(["train", "--dataset", "karate", "--no-predict", "--profile", "x.json"]) == 2
+    assert "--no-predict" in capsys.readouterr().err
