@@ -23,9 +23,9 @@ class RunSettings:
     quiet: bool = setting(False, "print nothing while training", group="output")
     predict: bool = setting(
         True,
-        "predict the time of an epoch, to be set beside the measured one: by --profile, or a short "
-        "profile taken before the first epoch (about 2 s or 5 % of the run's time; not on GPUs, nor "
-        "for less than 10 epochs)",
+        "predict the time of an epoch, to be set beside the measured one: by --profile, or by a "
+        "short profile taken before the first epoch (about 2 s, or 5 % of the run's time; not on "
+        "GPUs, nor for less than 10 epochs)",
         group="output",
     )  # fmt: skip
     profile: str = setting(
