@@ -1,8 +1,7 @@
 """Words to programs: the flags of ``gnnpipe``, made from the config's own definitions.
 
-``train`` trains, ``info`` reports before training, ``verify`` compares a shape with one device,
-``profile`` measures what a machine takes, ``report`` makes a page of a run. A mistake in the input
-is one line on stderr and exit code 2; torch is only imported once the words make sense.
+What a command does stands with its flags. A mistake in the input is one line on stderr and exit
+code 2; torch is only imported once the words make sense.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from gnnpipe.page.command import add_flags, report
 from gnnpipe.settings import flag
 from gnnpipe.train.doctor import add_flags as add_doctor_flags
 from gnnpipe.train.doctor import doctor
+from gnnpipe.train.flags import add_profile_flags, add_simulate_flags
 from gnnpipe.words import Words, may_speak, one_line, reader
 
 __all__ = ["main"]
@@ -79,24 +79,24 @@ def _parser() -> tuple[Words, dict[str, Words]]:
         "profile", help="measure what this machine takes for a model and its links",
         allow_abbrev=False,
     )  # fmt: skip
-    profile.add_argument("--save", metavar="FILE", help="new file for the profile (JSON)")
-    profile.add_argument(
-        "--hardware", metavar="DEVICE:LINK",
-        help="measure nothing, but take data sheets: a100 or h100; nvlink3, nvlink4, 10gbe or "
-        "100gbe",
+    add_profile_flags(profile)
+    tried = commands.add_parser(
+        "simulate", help="what an epoch would take, in any shape, on devices that are not here",
+        allow_abbrev=False,
     )  # fmt: skip
+    add_simulate_flags(tried)
     page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
     add_flags(page)
     health = commands.add_parser(
         "doctor", help="look whether this machine has what a run needs", allow_abbrev=False
     )
     add_doctor_flags(health)
-    for command in (train, info, verify, profile):
+    for command in (train, info, verify, profile, tried):
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
     return parser, {
         "train": train, "info": info, "verify": verify, "profile": profile, "report": page,
-        "doctor": health,
+        "doctor": health, "simulate": tried,
     }  # fmt: skip
 
 
@@ -219,6 +219,13 @@ def _profile(options: argparse.Namespace) -> int:
     return profile_command(config, options.save, options.hardware)
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    config = _config(options, {})
+    from gnnpipe.train.simulate_command import simulate_command
+
+    return simulate_command(config, options)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -243,7 +250,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")
         run = {
             "train": _train, "info": _info, "verify": _verify, "profile": _profile,
-            "report": report, "doctor": doctor,
+            "report": report, "doctor": doctor, "simulate": _simulate,
         }  # fmt: skip
         return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gnnpipe.perf.tasks import Task
 from gnnpipe.perf.timeline import Timeline
 
-__all__ = ["critical_shares", "critical_text"]
+__all__ = ["critical_shares", "critical_text", "place_of"]
 
 _OF_A_STAGE = {
     "F": "compute of", "B": "compute of", "PULL": "compute of", "BEGIN": "begin of",
@@ -25,7 +25,7 @@ def critical_shares(timeline: Timeline, names: Sequence[str] | None = None) -> d
     """
     time_s: dict[str, float] = defaultdict(float)
     for task, _ in timeline.critical_path():
-        time_s[_place(timeline.tasks.what[task], names)] += timeline.tasks.duration_s[task]
+        time_s[place_of(timeline.tasks.what[task], names)] += timeline.tasks.duration_s[task]
     total_s = sum(time_s.values())
     shares = {place: spent / total_s for place, spent in time_s.items() if spent > 0}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
@@ -43,7 +43,8 @@ def critical_text(
     return ", ".join(f"{100 * share:.0f} % {place}" for place, share in parts.items())
 
 
-def _place(what: Task, names: Sequence[str] | None) -> str:
+def place_of(what: Task, names: Sequence[str] | None = None) -> str:
+    """What a task is and where, as the shares call it."""
     if what.kind.startswith("SEND_"):
         return f"transfer {what.stage} to {what.peer}"
     if what.kind in ("READ", "COPY"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
@@ -21,7 +22,7 @@ from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.short_profile import take_short_profile
 from gnnpipe.train.sizes import chunk_sizes
 
-__all__ = ["Predicted", "Predictor", "read_profile", "run_costs"]
+__all__ = ["Predicted", "Predictor", "check_profile", "read_profile", "run_costs"]
 
 LEAST_EPOCHS = 10
 """A shorter run is over before it is worth a profile of its own."""
@@ -126,7 +127,18 @@ def run_costs(
     ``sizes``: those of the run's chunks, if they are known. ``InputError`` if the profile was taken
     with other settings, or lacks an op or a link.
     """
-    config = prepared.config
+    check_profile(prepared.config, profile, ranks_per_machine, len(prepared.pilots) > 0)
+    return ProfiledCosts(
+        profile, prepared.plan, prepared.model_graph, sizes or chunk_sizes(prepared),
+        number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
+        ranks_at_once=min(ranks_per_machine, prepared.plan.world_size),
+    )  # fmt: skip
+
+
+def check_profile(
+    config: TrainConfig, profile: Profile, ranks_per_machine: int, forecasts: bool
+) -> None:
+    """``InputError`` if it was taken with other settings than the run's."""
     for name in ("dtype", "comm_dtype", "kernel", "recompute"):
         here, there = getattr(config, name), getattr(profile, name)
         if here != there:
@@ -135,12 +147,7 @@ def run_costs(
                 f"{flag(name)} as in the run"
             )
     times = profile.compute_of(ranks_per_machine).ops.values()
-    if len(prepared.pilots) and not any(op.forecast.time_s(1) for op in times):
+    if forecasts and not any(op.forecast.time_s(1) for op in times):
         raise InputError(
             "profile: ops.forecast: was not measured; take one with --staleness auto, as in the run"
         )
-    return ProfiledCosts(
-        profile, prepared.plan, prepared.model_graph, sizes or chunk_sizes(prepared),
-        number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
-        ranks_at_once=min(ranks_per_machine, prepared.plan.world_size),
-    )  # fmt: skip

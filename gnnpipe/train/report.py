@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -166,8 +167,10 @@ def _span(by_layer: Sequence[float]) -> str:
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
     plan = prepared.plan
+    # A shard is counted once, not for every stage.
+    held = [_Held.of(prepared, shard) for shard in range(plan.shards)]
     return [
-        memory_of_rank(prepared, stage, shard)
+        _memory(prepared, stage, held[shard])
         for stage in range(plan.num_stages)
         for shard in range(plan.shards)
     ]
@@ -175,28 +178,52 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
     """The estimate of one rank."""
-    graph, plan, config = prepared.graph, prepared.plan, prepared.config
+    return _memory(prepared, stage, _Held.of(prepared, shard))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the ranks of a shard hold, whatever their stage."""
+
+    own_rows: dict[str, int]
+    halo_rows: dict[str, int]
+    own_pairs: int
+    own_edges: int
+    feature_entries: int
+    pilot_edges: int
+    pilot_feature_entries: int
+
+    @classmethod
+    def of(cls, prepared: Prepared, shard: int) -> _Held:
+        graph = prepared.graph
+        layout = shard_layout(graph, prepared.chunking, shard)
+        layouts = table_layouts(graph, prepared.chunking, layout)
+        pilots = np.intersect1d(layout.own, prepared.pilots)
+        return cls(
+            own_rows={t: of.num_own for t, of in layouts.items()},
+            halo_rows={t: len(of.halo) for t, of in layouts.items()},
+            own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
+            own_edges=int(graph.degrees[layout.own].sum()),
+            feature_entries=_feature_entries(graph, layout.own),
+            pilot_edges=int(graph.degrees[pilots].sum()),
+            pilot_feature_entries=_feature_entries(graph, pilots),
+        )
+
+
+def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
+    graph, config = prepared.graph, prepared.config
     sparse = isinstance(graph.x, sp.csr_array)
     if graph.types is not None:
         sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
     linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
-    layout = shard_layout(graph, prepared.chunking, shard)
-    layouts = table_layouts(graph, prepared.chunking, layout)
-    pilots = np.intersect1d(layout.own, prepared.pilots)
     return estimate_memory(
-        plan,
+        prepared.plan,
         prepared.model_graph,
         stage,
-        own_rows={t: of.num_own for t, of in layouts.items()},
-        halo_rows={t: len(of.halo) for t, of in layouts.items()},
-        own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
-        own_edges=int(graph.degrees[layout.own].sum()),
-        feature_entries=_feature_entries(graph, layout.own),
+        **vars(held),
         sparse_features=sparse,
         symmetric=_symmetric(prepared),
         snapshot=config.techniques.snapshot_every > 1,
-        pilot_edges=int(graph.degrees[pilots].sum()),
-        pilot_feature_entries=_feature_entries(graph, pilots),
         extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
         number_bytes=prepared.dtype.itemsize,
         row_bytes=prepared.row_dtype.itemsize,

@@ -1,0 +1,164 @@
+"""The devices and links that a plan is to run on: a TOML file, written by hand.
+
+[[devices]]                      # in the order of the ranks
+count = 4
+speed = 1.0                      # relative to the device that the profile is of
+memory_bytes = 17_179_869_184
+
+[link]                           # between any two of them
+bandwidth_bytes_per_s = 1.25e9
+latency_s = 50e-6
+
+[[pairs]]                        # except between these
+ranks = [0, 1]
+bandwidth_bytes_per_s = 25e9
+latency_s = 10e-6
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gnnpipe.errors import InputError
+from gnnpipe.files import read_text
+
+__all__ = ["Cluster", "Device", "Link"]
+
+MOST_DEVICES = 100_000
+"""More are a slip of the keyboard."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank runs on."""
+
+    speed: float
+    """Relative to the device that the profile is of."""
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        _check("devices", "speed", self.speed, above=0)
+        _check("devices", "memory_bytes", self.memory_bytes, above=0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way between two devices."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        _check("link", "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
+        _check("link", "latency_s", self.latency_s, above=-1e-300)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices by rank, and what joins them."""
+
+    devices: tuple[Device, ...]
+    link: Link
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    """By two ranks, the lower first, where it is another one."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise InputError("cluster: devices: there is none; give at least one [[devices]]")
+        for low, high in self.pairs:
+            if not 0 <= low < high < len(self.devices):
+                raise InputError(
+                    f"cluster: pairs.ranks [{low}, {high}]: give two ranks below "
+                    f"{len(self.devices)}, the lower first"
+                )
+
+    def between(self, rank: int, other: int) -> Link:
+        """The link of two ranks."""
+        return self.pairs.get((min(rank, other), max(rank, other)), self.link)
+
+    @classmethod
+    def read(cls, path: str) -> Cluster:
+        """From a file; ``InputError`` names it, the field that is wrong and its value."""
+        source = f"--cluster {path!r}"
+        try:
+            values = tomllib.loads(read_text(Path(path)))
+        except OSError as error:
+            raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{source}: not valid TOML ({error}); see docs/guide.md") from None
+        try:
+            return cls._from(values)
+        except InputError as error:
+            raise InputError(f"{source}: {str(error).removeprefix('cluster: ')}") from None
+
+    @classmethod
+    def _from(cls, values: dict[str, Any]) -> Cluster:
+        _fields(values, "the file", {"devices", "link"}, {"pairs"})
+        devices: list[Device] = []
+        for group in _tables(values["devices"], "devices"):
+            _fields(group, "devices", {"speed", "memory_bytes"}, {"count"})
+            count = _whole(group.get("count", 1), "devices: count")
+            if not 1 <= count <= MOST_DEVICES - len(devices):
+                raise InputError(f"devices: count {count}: give 1 to {MOST_DEVICES:,} in all")
+            memory = _whole(group["memory_bytes"], "devices: memory_bytes")
+            devices += [Device(_number(group["speed"], "devices: speed"), memory)] * count
+        pairs = {}
+        for group in _tables(values.get("pairs", []), "pairs"):
+            _fields(group, "pairs", {"ranks", "bandwidth_bytes_per_s", "latency_s"}, set())
+            ranks = group["ranks"]
+            if not isinstance(ranks, list) or len(ranks) != 2:
+                raise InputError(f"pairs: ranks {ranks!r}: give two ranks, like [0, 1]")
+            low, high = sorted(_whole(rank, "pairs: ranks") for rank in ranks)
+            pairs[low, high] = _link(group, "pairs")
+        _fields(*_only(values["link"], "link"), {"bandwidth_bytes_per_s", "latency_s"}, set())
+        return cls(tuple(devices), _link(values["link"], "link"), pairs)
+
+
+def _link(values: dict[str, Any], where: str) -> Link:
+    bandwidth, latency = (
+        _number(values[name], f"{where}: {name}") for name in ("bandwidth_bytes_per_s", "latency_s")
+    )
+    return Link(bandwidth, latency)
+
+
+def _only(value: Any, where: str) -> tuple[dict[str, Any], str]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: is no table; write [{where}] and its fields below")
+    return value, where
+
+
+def _tables(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise InputError(f"{where}: is no list of tables; write [[{where}]] for each")
+    return value
+
+
+def _fields(values: dict[str, Any], where: str, needed: set[str], more: set[str]) -> None:
+    known = ", ".join(sorted(needed | more))
+    for name in sorted(needed - values.keys()):
+        raise InputError(f"{where}: {name} is missing; the fields are {known}")
+    for name in sorted(values.keys() - needed - more):
+        raise InputError(f"{where}: {name[:40]!r} is no field; the fields are {known}")
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
+        raise InputError(f"{where} {str(value)[:40]!r}: give a number, like 1.0")
+    return float(value)
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is not int or abs(value) > 10**18:
+        raise InputError(f"{where} {str(value)[:40]!r}: give a whole number")
+    return value
+
+
+def _check(where: str, name: str, value: float, above: float) -> None:
+    if not (math.isfinite(value) and value > above):
+        least = "more than 0" if above == 0 else "at least 0"
+        raise InputError(f"cluster: {where}: {name} {value}: must be {least}, and finite")

@@ -1,0 +1,270 @@
+"""``gnnpipe simulate``: an epoch of any shape on any cluster, in one process, nothing trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
+from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
+from gnnpipe.perf.costs import Costs
+from gnnpipe.perf.critical import critical_shares
+from gnnpipe.perf.hardware import hardware_profile
+from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.sensitivity import LESS, sensitivity
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import what_ifs
+from gnnpipe.plan.cluster import Cluster
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.predict import check_profile, read_profile
+from gnnpipe.train.prepare import number_dtype, prepare, row_dtype
+from gnnpipe.train.report import human_bytes
+from gnnpipe.train.scenario import GraphShape, Scenario, scenario_of, scenario_of_shape
+
+__all__ = ["Simulation", "simulate_command", "simulated"]
+
+VERSION = 1
+SHOWN_RANKS = 8
+"""Ranks that have a line each."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out; times in seconds, of one epoch."""
+
+    stages: int
+    shards: int
+    chunks: int
+    schedule: str
+    profile: str
+    """Machine and source of the profile."""
+    predicted_epoch_time_s: float
+    predicted_time_shares: list[TimeShares]
+    """By rank."""
+    memory_bytes: list[int]
+    """By rank, estimated."""
+    device_memory_bytes: list[int]
+    """By rank, of the cluster; empty without one."""
+    comm_bytes_per_epoch: dict[str, int]
+    critical_path: dict[str, float]
+    """Share of the epoch by what and where, the largest first."""
+    what_if_s: dict[str, float]
+    """The epoch by what is changed."""
+    sensitivity: dict[str, float]
+    """Change of the epoch by what takes a tenth less time, relative."""
+
+    def to_json(self) -> str:
+        """As text, with a version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        epoch_s = self.predicted_epoch_time_s
+        yield (
+            f"shape: {self.stages} x {self.shards} x {self.chunks} (stages x shards x chunks) on "
+            f"{len(self.memory_bytes)} ranks, schedule {self.schedule}"
+        )
+        yield f"profile: {self.profile}"
+        yield f"predicted: {epoch_s:.4g} s an epoch"
+        parts = {
+            "compute": ("compute_s",), "exposed communication":
+            ("exposed_pipeline_s", "exposed_graph_s"), "bubble": ("bubble_s",),
+            "imbalance": ("imbalance_s",),
+        }  # fmt: skip
+        shares = [asdict(share) for share in self.predicted_time_shares]
+        means = {
+            name: statistics.mean(sum(share[key] for key in keys) for share in shares) / epoch_s
+            for name, keys in parts.items()
+        }
+        yield "mean of the ranks: " + ", ".join(f"{k} {v:.0%}" for k, v in means.items())
+        yield from self._memory_lines()
+        sent = self.comm_bytes_per_epoch
+        axes = ", ".join(f"{k} {v:,}" for k, v in sent.items() if k != "total")
+        yield f"sent per epoch over all ranks: {human_bytes(sent['total'])} ({axes} bytes)"
+        path = ", ".join(f"{v:.0%} {k}" for k, v in list(self.critical_path.items())[:6])
+        yield f"critical path: {path}"
+        for words, time_s in self.what_if_s.items():
+            yield f"what if {words}: {time_s:.4g} s ({time_s / epoch_s - 1:+.1%})"
+        for words, change in self.sensitivity.items():
+            yield f"if {words} took {LESS:.0%} less time: {change:+.1%}"
+
+    def _memory_lines(self) -> Iterator[str]:
+        of = [f" of {human_bytes(b)}" for b in self.device_memory_bytes]
+        if len(self.memory_bytes) <= SHOWN_RANKS:
+            for rank, size in enumerate(self.memory_bytes):
+                yield f"memory of rank {rank}: {human_bytes(size)}{of[rank] if of else ''}"
+            return
+        worst = max(range(len(self.memory_bytes)), key=lambda rank: self.memory_bytes[rank])
+        middle = statistics.median(self.memory_bytes)
+        yield (
+            f"memory: rank {worst} takes most, {human_bytes(self.memory_bytes[worst])}"
+            f"{of[worst] if of else ''}; the median is {human_bytes(middle)}"
+        )
+
+
+def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
+    """Simulate, print, and write the file; ``options`` are those of ``add_simulate_flags``."""
+    hardware, save = options.hardware, options.json
+    if (hardware is None) == (config.profile == ""):
+        raise InputError(
+            "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
+            "DEVICE:LINK, like h100:100gbe"
+        )
+    if save == "":
+        raise InputError("--json '': give a file, like simulated.json")
+    found = simulated(
+        config, None if options.shape is None else GraphShape.parse(options.shape), hardware,
+        None if options.cluster is None else Cluster.read(options.cluster),
+    )  # fmt: skip
+    print("\n".join(found.lines()), flush=True)
+    if save is not None:
+        try:
+            Path(save).write_text(found.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"--json {save!r}: cannot be written ({error.strerror}); give another file"
+            ) from None
+    return 0
+
+
+def simulated(
+    config: TrainConfig, shape: GraphShape | None, hardware: str | None, cluster: Cluster | None
+) -> Simulation:
+    """Of the config's dataset, or of a ``shape``; by ``hardware`` or the config's profile.
+
+    ``InputError`` if the plan does not fit the cluster, with the nearest shape that does.
+    """
+    ranks = config.world_size
+    if cluster is not None and ranks > len(cluster.devices):
+        raise InputError(
+            f"--stages {config.stages} --shards {config.shards}: need {ranks} devices, and the "
+            f"cluster has {len(cluster.devices)}; try fewer"
+        )
+    profile = None if hardware is not None else read_profile(config.profile)
+    scenario = _scenario(config, shape)
+    if profile is None:
+        profile = hardware_profile(
+            hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
+            recompute=config.recompute,
+        )  # fmt: skip
+        config = replace(config, kernel=profile.kernel)
+    if cluster is not None:
+        _check_memory(scenario, cluster)
+        profile = with_links(profile, cluster, config.shards)
+    costs = _costs(scenario, config, profile, cluster)
+    timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
+    notes = simulated_notes(timeline, config.shards)
+    link = float("inf") if profile.message is None else profile.message.bandwidth_bytes_per_s
+    changed = what_ifs(scenario.program, costs, scenario.order)
+    epoch_s = changed.pop("as it is")
+    doubled = _with_twice_the_chunks(scenario, shape)
+    if doubled is not None:
+        twice = _costs(doubled, config, profile, cluster)
+        tasks = program_tasks(doubled.program, twice, doubled.order)
+        changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
+    devices = () if cluster is None else cluster.devices[:ranks]
+    return Simulation(
+        stages=config.stages, shards=config.shards, chunks=scenario.plan.chunks,
+        schedule=scenario.plan.schedule,
+        profile=f"{profile.machine}, {profile.source}; {profile.note}",
+        predicted_epoch_time_s=epoch_s,
+        predicted_time_shares=time_shares(notes, config.shards, [link] * ranks),
+        memory_bytes=scenario.memory_bytes,
+        device_memory_bytes=[device.memory_bytes for device in devices],
+        comm_bytes_per_epoch=scenario.volume.to_dict(), critical_path=critical_shares(timeline),
+        what_if_s=changed, sensitivity=sensitivity(timeline),
+    )  # fmt: skip
+
+
+def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
+    if shape is not None:
+        return scenario_of_shape(config, shape)
+    return scenario_of(prepare(config, Mesh.alone()))
+
+
+def _costs(
+    scenario: Scenario, config: TrainConfig, profile: Profile, cluster: Cluster | None
+) -> Costs:
+    # As many ranks share a machine as the profile was taken with.
+    together = min(max(times.ranks for times in profile.compute), config.world_size)
+    check_profile(config, profile, together, scenario.forecasts)
+    costs = ProfiledCosts(
+        profile, scenario.plan, scenario.model, scenario.sizes,
+        number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+        ranks_at_once=together,
+    )  # fmt: skip
+    if cluster is None:
+        return costs
+    return ClusterCosts(costs, config.shards, config.world_size, cluster)
+
+
+def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
+    """Where the graph can be cut once more, and the walk is a pipeline's."""
+    config = scenario.config
+    if scenario.plan.chunks != config.chunks or config.chunks == 1:
+        return None
+    try:
+        return _scenario(replace(config, chunks=2 * config.chunks), shape)
+    except InputError:
+        return None
+
+
+def _check_memory(scenario: Scenario, cluster: Cluster) -> None:
+    """``InputError`` if a rank's part is larger than its device."""
+    over = [
+        rank for rank, size in enumerate(scenario.memory_bytes)
+        if size > cluster.devices[rank].memory_bytes
+    ]  # fmt: skip
+    if not over:
+        return
+    worst = max(over, key=lambda r: scenario.memory_bytes[r] / cluster.devices[r].memory_bytes)
+    config = scenario.config
+    raise InputError(
+        f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
+        f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
+        f"{human_bytes(cluster.devices[worst].memory_bytes)}; "
+        + _nearest_that_fits(scenario, cluster)
+    )
+
+
+def _nearest_that_fits(scenario: Scenario, cluster: Cluster) -> str:
+    """The shape of fewest ranks and then chunks, each doubled as often as need be.
+
+    By the even shares of the graph's numbers, so that nothing is cut for it.
+    """
+    config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
+    shapes = [
+        (stages, shards, chunks)
+        for stages in _doubled(config.stages, min(len(model.cuts) + 1, len(cluster.devices)))
+        for shards in _doubled(config.shards, len(cluster.devices) // stages)
+        for chunks in _doubled(config.chunks, min(64 * config.chunks, vertices // shards))
+    ]
+    for stages, shards, chunks in sorted(shapes, key=lambda s: (s[0] * s[1], s[2], s[1])):
+        try:
+            wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
+            tried = scenario_of_shape(wanted, scenario.shape, model)
+        except InputError:
+            continue
+        fits = zip(tried.memory_bytes, cluster.devices, strict=False)
+        if all(size <= device.memory_bytes for size, device in fits):
+            return (
+                f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
+            )
+    return (
+        f"nor does any shape on these {len(cluster.devices)} devices; try --recompute or a "
+        "smaller --hidden"
+    )
+
+
+def _doubled(first: int, most: int) -> list[int]:
+    found = [first]
+    while 2 * found[-1] <= most:
+        found.append(2 * found[-1])
+    return found

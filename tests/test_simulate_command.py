@@ -1,0 +1,181 @@
+"""`gnnpipe simulate`: any shape, on any cluster, in one process."""
+
+import json
+
+import numpy as np
+import pytest
+from test_profile import prepared_of, profile_of
+
+from gnnpipe.cli import main
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.perf import simulate
+from gnnpipe.perf.critical import critical_shares
+from gnnpipe.perf.sensitivity import sensitivity
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.train.predict import run_costs
+from gnnpipe.train.scenario import GraphShape, scenario_of, scenario_of_shape
+from gnnpipe.train.simulate_command import simulated
+
+SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
+MADE_UP = ["--shape", SHAPE, "--layers", "4", "--hidden", "8", "--hardware", "h100:10gbe"]
+
+
+def config_of(**changes):
+    return TrainConfig(
+        **{"dataset": "karate", "layers": 4, "hidden": 8, "out": "off", "cache_dir": "off"}
+        | changes
+    )
+
+
+def cluster_of(count, memory_bytes=10**12, speed=1.0, slow=None):
+    """Equal devices on links of 1 GB/s; between the ranks ``slow`` a thousandth of it."""
+    pairs = {} if slow is None else {slow: Link(1e6, 0.0)}
+    return Cluster((Device(speed, memory_bytes),) * count, Link(1e9, 0.0), pairs)
+
+
+def test_a_dataset_costs_what_its_run_would(tmp_path):
+    prepared = prepared_of(layers=4, stages=2, chunks=3)
+    path = tmp_path / "profile.json"
+    path.write_text(profile_of(prepared.model_graph).to_json())
+    config = config_of(stages=2, chunks=3, profile=str(path))
+    found = simulated(config, None, None, None)
+    costs = run_costs(prepared, profile_of(prepared.model_graph), 2)
+    order = scenario_of(prepared).order
+    made = simulate(program_tasks(prepared.program, costs, order)).makespan_s
+    assert found.predicted_epoch_time_s == pytest.approx(made)
+    assert found.comm_bytes_per_epoch == prepared.volume.to_dict()
+
+
+def test_the_answer_of_a_shape(tmp_path, capsys):
+    path = tmp_path / "answer.json"
+    words = ["simulate", *MADE_UP, "--stages", "2", "--shards", "2", "--chunks", "4"]
+    assert main([*words, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("predicted: ", "bubble", "exposed communication", "critical path: ", "memory of"):
+        assert word in out
+    answer = json.loads(path.read_text())
+    assert (answer["stages"], answer["shards"], answer["chunks"]) == (2, 2, 4)
+    assert "by hand" in answer["profile"]
+    assert len(answer["memory_bytes"]) == len(answer["predicted_time_shares"]) == 4
+    assert sum(answer["critical_path"].values()) == pytest.approx(1)
+    changes = answer["what_if_s"]
+    epoch_s = answer["predicted_epoch_time_s"]
+    assert changes["twice the bandwidth between stages"] <= epoch_s
+    assert changes["nothing overlapped"] >= epoch_s
+    assert any(words.endswith("half as fast") for words in changes)
+    assert "--chunks 8" in changes
+    # A tenth of what has a share of the path can shorten the epoch by a tenth of that at most.
+    for place, change in answer["sensitivity"].items():
+        assert -0.1 * answer["critical_path"][place] - 1e-9 <= change <= 1e-9
+
+
+def test_a_shape_shares_out_all_there_is():
+    shape = GraphShape.parse("vertices=1001,edges=8003,features=16,classes=4,halo=0.5")
+    scenario = scenario_of_shape(config_of(stages=2, shards=3, chunks=4), shape)
+    assert scenario.sizes.rows[""].sum() == 1001
+    assert scenario.sizes.edges[""].sum() == 8003
+    assert scenario.sizes.entries[""].sum() == 1001 * 16
+    assert np.ptp(scenario.sizes.rows[""]) <= 1
+    assert len(scenario.memory_bytes) == 6
+    assert scenario.volume.pipeline == 2 * 1001 * 8 * 4
+
+
+def test_a_shape_is_near_the_graph_that_it_is_of():
+    prepared = prepared_of(layers=4, stages=2, shards=2, chunks=3)
+    real = scenario_of(prepared)
+    even = scenario_of_shape(prepared.config, real.shape)
+    assert even.plan == real.plan
+    assert even.volume.pipeline == real.volume.pipeline
+    assert even.volume.graph == pytest.approx(real.volume.graph, rel=0.1)
+    assert even.memory_bytes == pytest.approx(real.memory_bytes, rel=0.3)
+
+
+def test_a_cluster_of_half_the_speed_takes_twice_the_time():
+    shape = GraphShape.parse(SHAPE)
+    fast, slow = (
+        simulated(config_of(), shape, "h100:10gbe", cluster_of(1, speed=speed))
+        for speed in (1.0, 0.5)
+    )
+    assert slow.predicted_epoch_time_s == pytest.approx(2 * fast.predicted_epoch_time_s)
+
+
+def test_a_slow_pair_is_the_critical_one():
+    shape = GraphShape.parse(SHAPE)
+    config = config_of(stages=4, chunks=4)
+    even = simulated(config, shape, "h100:10gbe", cluster_of(4))
+    slow = simulated(config, shape, "h100:10gbe", cluster_of(4, slow=(1, 2)))
+    assert slow.predicted_epoch_time_s > 2 * even.predicted_epoch_time_s
+    assert next(iter(slow.critical_path)) in ("transfer 1 to 2", "transfer 2 to 1")
+    shards = config_of(shards=4)
+    even = simulated(shards, shape, "h100:10gbe", cluster_of(4))
+    slow = simulated(shards, shape, "h100:10gbe", cluster_of(4, slow=(1, 2)))
+    assert slow.predicted_epoch_time_s > 2 * even.predicted_epoch_time_s
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
+    shape = GraphShape.parse("vertices=100000,edges=800000,features=16,classes=4")
+    config = config_of(chunks=4)
+    need = max(scenario_of_shape(config, shape).memory_bytes)
+    with pytest.raises(InputError, match=r"--stages 1 .*fits; try that") as caught:
+        simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need // 3))
+    words = str(caught.value).split("by estimate ")[1].split(" fits")[0].split()
+    wanted = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    tried = scenario_of_shape(
+        config_of(
+            stages=wanted["--stages"], shards=wanted["--shards"], chunks=wanted["--chunks"]
+        ),
+        shape,
+    )  # fmt: skip
+    assert max(tried.memory_bytes) <= need // 3
+    with pytest.raises(InputError, match="nor does any shape on these 4 devices"):
+        simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=1000))
+    simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need))
+
+
+def test_what_is_not_on_the_path_changes_nothing():
+    prepared = prepared_of(layers=4, stages=2, chunks=3)
+    costs = run_costs(prepared, profile_of(prepared.model_graph), 2)
+    timeline = simulate(program_tasks(prepared.program, costs))
+    found = sensitivity(timeline, most=100)
+    assert found.keys() == critical_shares(timeline).keys()
+    assert all(change < 0 for change in found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ["--profile", "--hardware"]),
+        (["--hardware", "h100:10gbe", "--profile", "x.json"], ["either"]),
+        (["--profile", "x.json"], ["x.json", "cannot be read"]),
+        (["--hardware", "h100"], ["--hardware 'h100'"]),
+        (["--hardware", "h100:10gbe", "--cluster", "x.toml"], ["--cluster", "x.toml"]),
+        (["--hardware", "h100:10gbe", "--json", ""], ["--json ''"]),
+        (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "No such file"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=3"], ["--shape", "edges is missing"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertexes=3"], ["did you mean 'vertices'"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=x"], ["vertices 'x'"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=-1"], ["halo must be"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=nan"], ["halo must be"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE, "--chunks", "1001"], ["--chunks 1001"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE, "--stages", "9"], ["--stages 9"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--dataset", "karate", "--cache-dir", "off", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gnnpipe: error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in told), err
+
+
+def test_more_ranks_than_devices(tmp_path, capsys):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[[devices]]\nspeed = 1.0\nmemory_bytes = 1_000_000_000\n"
+        "[link]\nbandwidth_bytes_per_s = 1e9\nlatency_s = 0.0\n"
+    )
+    assert main(["simulate", *MADE_UP, "--stages", "2", "--cluster", str(path)]) == 2
+    assert "need 2 devices, and the cluster has 1" in capsys.readouterr().err
