@@ -205,7 +205,14 @@ class Trainer:
         best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
-            mesh, prepared, assembly, rows, best, path, link_bytes_per_s, loop.sent_bytes,
+            mesh,
+            prepared,
+            assembly,
+            rows,
+            best,
+            path,
+            link_bytes_per_s,
+            loop.sent_bytes,
             predictor,
         )
         if folder is not None:
