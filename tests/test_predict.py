@@ -66,3 +66,23 @@ def test_a_profile_without_a_forecast_is_refused_where_there_is_one():
     ]
     with pytest.raises(InputError, match="--staleness auto"):
         run_costs(prepared, replace(profile, compute=tuple(bare)), 1)
+
+
+@pytest.mark.parametrize(("shape", "count"), [((2, 1, 3), 3), ((1, 2, 3), 4 * 3)])
+def test_what_processors_do_for_a_message_is_added_at_both_ends(shape, count):
+    """A second for each: of 3 chunks, or of 3 chunks at 4 pushes, both ways."""
+    stages, shards, chunks = shape
+    prepared = prepared_of(model="gcn", layers=4, chunks=chunks, stages=stages, shards=shards)
+    plain = profile_of(prepared.model_graph)
+    busy = replace(plain.message, busy=Affine(1.0))
+    more = run_costs(prepared, replace(plain, message=busy, exchange=busy), 2)
+    less = run_costs(prepared, plain, 2)
+    for way in "FB":
+        for stage in range(stages):
+            for shard in range(shards):
+                added = sum(
+                    more.step_s(way, stage, shard, c, k) - less.step_s(way, stage, shard, c, k)
+                    for c in range(chunks)
+                    for k in range(prepared.plan.steps[stage])
+                )
+                assert added == pytest.approx(count)

@@ -76,7 +76,7 @@ OP = ("compute", 0, "ops")
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("version",), 7, ["version", "1"]),
+        (("version",), 7, ["version", "2"]),
         (("version",), None, ["gnnpipe profile"]),
         (("machine",), None, ["machine", "missing"]),
         (("machine",), 3, ["machine", "text"]),

@@ -20,7 +20,7 @@ from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
-VERSION = 1
+VERSION = 2
 SOURCES = ("measured", "by hand")
 
 
@@ -90,6 +90,8 @@ class LinkTimes:
     bandwidth_bytes_per_s: float
     relative_error: float
     """Of the fit, 0 by hand."""
+    busy: Affine = Affine()
+    """What processors that compute do for one at each of its ends, meanwhile; rows are bytes."""
 
     def time_s(self, size_bytes: float, messages: int = 1) -> float:
         """Of one message, or several one after another that have these bytes together."""

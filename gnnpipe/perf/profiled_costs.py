@@ -100,6 +100,36 @@ class ProfiledCosts:
             if part.side == "before":
                 numbers = self.sizes.boundary[op.pushed_type] * op.push_width
                 total += self._compute.boundary_per_number_s * numbers
+        return total + self._busy_times(way, stage, step)
+
+    def _busy_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
+        """[G, K], what the processors do for messages and exchanges beside the step."""
+        plan, total = self.plan, np.zeros((self.plan.shards, self.plan.chunks))
+        last = len(self._parts[stage]) - 1
+        enters, leaves = (0, last) if way == "F" else (last, 0)
+        ends = {
+            (t.source, t.target)[:: 1 if way == "F" else -1] for t in plan.transfers
+        }  # fmt: skip
+        for source, target in ends:
+            if (target == stage and step == enters) or (source == stage and step == leaves):
+                busy = self._link("message").busy
+                total += [
+                    [
+                        busy.time_s(self.message_bytes(way, source, target, shard, chunk))
+                        for chunk in range(plan.chunks)
+                    ]
+                    for shard in range(plan.shards)
+                ]
+        if plan.shards > 1 and step < last:
+            busy = self._link("exchange").busy
+            total += [
+                [
+                    busy.base_s * (plan.shards - 1)
+                    + busy.per_row_s * self.exchange_bytes(way, stage, shard, chunk, step)
+                    for chunk in range(plan.chunks)
+                ]
+                for shard in range(plan.shards)
+            ]
         return total
 
     def _part_times(self, way: str, part: Part) -> Affine:

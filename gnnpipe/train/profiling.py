@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
 from gnnpipe.runtime.link_times import (
     THOROUGH,
     Probe,
+    Taken,
     exchange_times,
     gradient_sum_times,
     message_times,
@@ -69,7 +71,7 @@ def take_profile(
         dtype=config.dtype, comm_dtype=config.comm_dtype, kernel=config.kernel,
         recompute=config.recompute, threads=torch.get_num_threads(),
         compute=tuple(compute),
-        **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size)))),
+        **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False),
     )  # fmt: skip
     shared: Profile = mesh.share(profile)
     return shared
@@ -130,21 +132,38 @@ def _op_times(fitted: Fitted, kind: str) -> OpTimes:
     return OpTimes(**costs, relative_error=max(errors))
 
 
-def link_times(mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Fields of a profile; of the ``pairs`` the one in the middle."""
-    each = [fit_link(probe.sizes_bytes, times) for times in message_times(mesh, probe, pairs)]
-    each.sort(key=lambda link: link.time_s(probe.sizes_bytes[-1]))
+def link_times(
+    mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]], has_exchanged: bool
+) -> dict[str, Any]:
+    """Fields of a profile; of the ``pairs`` the one in the middle.
 
-    def among_shards(measured: Callable[[Mesh, Probe], list[float]], rounds: int) -> LinkTimes:
-        messages = rounds * (mesh.shards - 1)
-        return fit_link(probe.sizes_bytes, measured(mesh, probe), messages)
+    ``has_exchanged``: what a rank itself does for an exchange is part of the steps already.
+    """
+    hosts = mesh.gather(platform.node())
+    ranks = max(hosts.count(host) for host in hosts)
+    # Otherwise other threads find cores of their own.
+    is_crowded = ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    sizes = probe.sizes_bytes
 
-    several = mesh.shards > 1
+    def fitted(taken: Sequence[Taken], messages: int, counts_own: bool) -> LinkTimes:
+        link = fit_link(sizes, [t.time_s for t in taken], messages)
+        busy = fit_link(
+            sizes, [t.own_s * counts_own + t.other_s * is_crowded for t in taken], messages
+        )
+        return replace(link, busy=Affine(busy.latency_s, 1 / busy.bandwidth_bytes_per_s))
+
+    each = [fitted(taken, 1, True) for taken in message_times(mesh, probe, pairs)]
+    each.sort(key=lambda link: link.time_s(sizes[-1]))
+    peers, exchange, summed = mesh.shards - 1, None, None
+    if peers:
+        exchange = fitted(exchange_times(mesh, probe), peers, not has_exchanged)
+        # Nothing is computed while it is waited for.
+        times = [t.time_s for t in gradient_sum_times(mesh, probe)]
+        summed = fit_link(sizes, times, 2 * peers)
     return {
-        "message": each[len(each) // 2] if each else None,
-        "exchange": among_shards(exchange_times, 1) if several else None,
-        "gradient_sum": among_shards(gradient_sum_times, 2) if several else None,
-    }
+        "message": each[len(each) // 2] if each else None, "exchange": exchange,
+        "gradient_sum": summed,
+    }  # fmt: skip
 
 
 def _processor() -> str:

@@ -32,7 +32,7 @@ LEAST_S, RUN_SHARE = 2.0, 0.05
 
 REPEATS = 6
 
-BRIEF = Probe((1 << 10, 1 << 14, 1 << 17, 1 << 20), warm_up=1, repeats=3)
+BRIEF = Probe((1 << 10, 1 << 14, 1 << 17, 1 << 20), warm_up=1, repeats=6)
 
 
 def take_short_profile(
@@ -48,7 +48,7 @@ def take_short_profile(
         return None
     hosts = mesh.gather(platform.node())
     bounds = range(0, mesh.world_size, mesh.shards)
-    links = link_times(mesh, BRIEF, list(pairwise(bounds)))
+    links = link_times(mesh, BRIEF, list(pairwise(bounds)), True)
     everyone = mesh.collect(found)
     if sizes is None:
         return None
