@@ -140,6 +140,7 @@ FORGED = {
     "identity of nobody": lambda s, r: (s | {"identity": {}}, r),
     "identity of a list": lambda s, r: (s | {"identity": [1]}, r),
     "bytes": lambda s, r: (s | {"sent_bytes": [1]}, r),
+    "cut": lambda s, r: (s | {"cut": 3}, r),
     "no state": lambda s, r: ([], r),
 }
 
@@ -203,3 +204,11 @@ def test_a_skipped_step_leaves_moving_statistics_alone(tmp_path, monkeypatch):
 def test_restore_needs_tables():
     with pytest.raises(InputError, match="--no-checkpoint-tables"):
         config("x", on_nan="restore", checkpoint_tables=False)
+
+
+@pytest.mark.parametrize(("partitioner", "told"), [("metis", False), ("random", True)])
+def test_another_cut_is_told_of(partitioner, told, tmp_path, capsys):
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=4, checkpoint_every=4), small_graph()).fit()
+    again(out, epochs=6, partitioner=partitioner, quiet=False)
+    assert ("cut otherwise than before" in capsys.readouterr().out) == told

@@ -29,7 +29,15 @@ from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.record import RunFolder
-from gnnpipe.train.resume import METRICS, STATE, Start, find_start, patience_is_out, state_text
+from gnnpipe.train.resume import (
+    METRICS,
+    STATE,
+    Start,
+    cut_of,
+    find_start,
+    patience_is_out,
+    state_text,
+)
 from gnnpipe.train.staleness import measure_staleness
 from gnnpipe.train.stopping import Stopping
 from gnnpipe.train.task import ERRORS
@@ -79,6 +87,8 @@ class Loop:
     def take(self, start: Start) -> None:
         """Stand where a checkpoint left the run."""
         start.check(self.identity)
+        if told := start.recut(cut_of(self.prepared)):
+            self.progress.say(told)
         kept = load_tensors(start.stored, self.prepared, self.assembly, self.mesh)
         set_draw_states(start.stored, self.mesh.rank, self.mesh.world_size)
         self.rows = list(start.rows)
@@ -236,7 +246,9 @@ class Loop:
         best = None if self.best.scores is None else (self.best.epoch, self.best.scores)
         texts = {}
         if self.folder is not None:
-            state = state_text(best, self.identity, self._lr_factor, self._sent_bytes)
+            state = state_text(
+                best, self.identity, self._lr_factor, self._sent_bytes, cut_of(self.prepared)
+            )
             texts = {STATE: state, METRICS: self.folder.metrics_text(self.rows)}
         kept: dict[str, Tensor] = dict(zip(self._weights, self.best.kept, strict=False))
         tensors = tensors_of(

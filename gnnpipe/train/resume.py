@@ -21,7 +21,7 @@ from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.scoring import Scores
 
 __all__ = [
-    "METRICS", "STATE", "Start", "find_start", "identity_of", "patience_is_out", "resumed_config",
+    "METRICS", "STATE", "Start", "cut_of", "find_start", "identity_of", "patience_is_out", "resumed_config",
     "state_text",
 ]  # fmt: skip
 
@@ -75,11 +75,23 @@ class Start:
     """What faults have made of the learning rate."""
     sent_bytes: tuple[int, ...]
     """Of the last epoch, over all ranks, by axis."""
+    cut: Mapping[str, Any]
+    """Of what ``cut_of`` gave then."""
 
     @property
     def epoch(self) -> int:
         """Epochs that are done."""
         return len(self.rows)
+
+    def recut(self, cut: Mapping[str, Any]) -> str:
+        """What there is to say if the same shape is cut otherwise now; '' if it is not."""
+        numbers = ("chunks", "shards")
+        if dict(self.cut) == dict(cut) or any(self.cut.get(n) != cut[n] for n in numbers):
+            return ""
+        return (
+            "the graph is cut otherwise than before (another METIS, --order or --partitioner?): "
+            "the run goes on, but not to the bit"
+        )
 
     def is_over(self, config: TrainConfig) -> bool:
         """Whether nothing is left to be trained: by epochs, or by patience."""
@@ -113,6 +125,13 @@ def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }
+
+
+def cut_of(prepared: Prepared) -> dict[str, Any]:
+    """Which vertex is in which chunk and shard: its numbers, and a digest."""
+    chunking = prepared.chunking
+    digest = zlib.crc32(chunking.ptr.tobytes(), zlib.crc32(chunking.perm.tobytes()))
+    return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
 
 
 def patience_is_out(
@@ -174,11 +193,12 @@ def state_text(
     identity: Mapping[str, Any],
     lr_factor: float,
     sent_bytes: Sequence[int],
+    cut: Mapping[str, Any],
 ) -> str:
     """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
     return json.dumps({
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
-        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
+        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes), "cut": dict(cut),
     })  # fmt: skip
 
 
@@ -201,7 +221,8 @@ def _start(stored: StoredCheckpoint) -> Start:
         sent = tuple(int(number) for number in state["sent_bytes"])
         if len(sent) != len(fields(CommBytes)):
             raise ValueError(f"sent_bytes {sent}")
-        return Start(stored, tuple(rows), best, dict(state["identity"]), factor, sent)
+        identity, cut = dict(state["identity"]), dict(state["cut"])
+        return Start(stored, tuple(rows), best, identity, factor, sent, cut)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
