@@ -21,8 +21,8 @@ from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.scoring import Scores
 
 __all__ = [
-    "METRICS", "STATE", "Start", "cut_of", "find_start", "identity_of", "patience_is_out", "resumed_config",
-    "state_text",
+    "METRICS", "STATE", "Start", "cut_of", "find_start", "identity_of", "patience_is_out",
+    "resumed_config", "state_text",
 ]  # fmt: skip
 
 STATE, METRICS = "state.json", "metrics.csv"
@@ -198,7 +198,8 @@ def state_text(
     """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
     return json.dumps({
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
-        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes), "cut": dict(cut),
+        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
+        "cut": dict(cut),
     })  # fmt: skip
 
 
