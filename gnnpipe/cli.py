@@ -269,7 +269,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         if may_speak():
             print(
-                "gnnpipe: interrupted; the run folder holds the metrics and checkpoints so far",
+                "gnnpipe: interrupted; go on with --resume if --checkpoint-every has written any",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return 130

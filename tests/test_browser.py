@@ -27,7 +27,7 @@ def page_url(tmp_path_factory):
 
 
 def middle(browser, what):
-    browser.run(f"{what}.scrollIntoView({{block: 'center'}})")
+    browser.run(f"{what}.scrollIntoView({{block: 'center', inline: 'center'}})")
     # Scrolling hides the tip; that event comes with the next frame.
     browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])"

@@ -160,13 +160,17 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
             text += f"{run} holds no whole checkpoint: starting at the first epoch"
             if needs_one:
                 error = f"--resume {str(run)!r}: holds no whole checkpoint"
-                error += f" ({faults[0]})" if faults else "; start anew without --resume"
+                error += (
+                    f" ({faults[0]})"
+                    if faults
+                    else " (--checkpoint-every 10 writes them); start anew"
+                )
         else:
             text += f"going on from {start.stored.path}"
             # One that was killed before its result was written has only that left to do.
             is_whole = (run / "result.json").exists() or start.rows[-1].scores is None
             if needs_one and start.is_over(config) and is_whole:
-                how = f"{start.epoch} of {config.epochs} epochs are done; to train longer, try "
+                how = f"{start.epoch} epochs are done, --epochs is {config.epochs}; try "
                 how += f"--epochs {2 * start.epoch}"
                 if start.epoch < config.epochs:
                     how = f"--patience {config.patience} has ended it; try more"

@@ -50,7 +50,7 @@ def prediction_line(
     """Predicted beside measured; of the shares, by rank, the means."""
     text = (
         f"predicted {predicted_s:.3g} s an epoch, measured {measured_s:.3g} "
-        f"({predicted_s / measured_s - 1:+.0%})"
+        f"(prediction off by {predicted_s / measured_s - 1:+.0%})"
     )
     names = {
         "compute": ("compute_s",), "communication": ("exposed_pipeline_s", "exposed_graph_s"),
