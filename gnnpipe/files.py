@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from gnnpipe.errors import InputError
 
@@ -20,7 +20,7 @@ MOST_TEXT_BYTES = 1 << 20
 """Of a file that a person or a run writes: a config, a plan."""
 
 
-def open_plain(path: str | Path) -> BinaryIO:
+def open_plain(path: str | Path) -> BufferedReader:
     """A file opened to be read; ``ValueError`` for a pipe, a device or a folder."""
     # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

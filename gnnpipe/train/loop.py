@@ -206,7 +206,7 @@ class Loop:
         where = "nothing was written (--out off)"
         if saver is not None:
             if (stops or writes) and self.rows and saver.begun != len(self.rows):
-                self._save()
+                self._save(is_last or stops > 0)
             if stops:
                 saver.wait()
                 self._say_failed(self.mesh.sum([float(saver.has_failed)])[0] > 0)
@@ -241,7 +241,7 @@ class Loop:
             f"{self.saver.run / 'checkpoints'}: {fault}; {last}"
         )
 
-    def _save(self) -> None:
+    def _save(self, is_last: bool) -> None:
         assert self.saver is not None
         best = None if self.best.scores is None else (self.best.epoch, self.best.scores)
         texts = {}
@@ -254,7 +254,7 @@ class Loop:
         tensors = tensors_of(
             self.prepared, self.assembly, self.mesh, kept, self.config.checkpoint_tables
         )
-        self.saver.save(len(self.rows), tensors, texts)
+        self.saver.save(len(self.rows), tensors, texts, is_last)
         self._saved_at = time.monotonic()
 
     def _mend(self, epoch: int, loss: float) -> bool:

@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from gnnpipe.errors import InputError
-from gnnpipe.files import open_plain, read_text
+from gnnpipe.files import read_text
+from gnnpipe.train.checkpoint.beside import Beside, checksum_of
 
 __all__ = ["StoredCheckpoint", "is_aside", "write_checkpoint"]
 
@@ -56,13 +61,38 @@ _DTYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Summed(WriteResult):
+    """One tensor that was written, and the checksum of the file that it is in."""
+
+    checksum: str
+
+
 class _Writer(FileSystemWriter):
     """Writes aside; when all ranks have written, the first one adds the manifest and renames."""
 
-    def __init__(self, path: Path, texts: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, texts: Mapping[str, str], beside: Beside | None) -> None:
         self._final, self._aside = path, path.with_name(_ASIDE + path.name)
-        self._texts = texts
+        self._texts, self._beside = texts, beside
         super().__init__(self._aside)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One rank's tensors, by the process beside it if there is one."""
+        told = self._beside and self._beside.write(self._aside, plan.storage_data.prefix)
+        if told:
+            name, checksum, places = told
+        else:
+            results = super().write_data(plan, planner).value()
+            places = {r.index.fqn: astuple(r.storage_data)[1:3] for r in results}
+            name = results[0].storage_data.relative_path
+            checksum = checksum_of(self._aside / name)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([
+            _Summed(item.index, length, _StorageInfo(name, offset, length), checksum)
+            for item in plan.items
+            for offset, length in [places[item.index.fqn]]
+        ])  # fmt: skip
+        return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Called on the first rank alone; an error here is one of every rank."""
@@ -70,9 +100,11 @@ class _Writer(FileSystemWriter):
         _check_shared(self._aside, metadata)
         for name, text in self._texts.items():
             _write_whole(self._aside / name, text)
+        sums = {r.storage_data.relative_path: r.checksum for rank in results for r in rank}
+        names = sorted(p.name for p in self._aside.iterdir())
         content = {
             "version": VERSION,
-            "files": {p.name: _checksum(p) for p in sorted(self._aside.iterdir())},
+            "files": {n: sums.get(n) or checksum_of(self._aside / n) for n in names},
             "tensors": _entries(metadata),
         }
         text = json.dumps(content)
@@ -110,14 +142,17 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     texts: Mapping[str, str],
     group: dist.ProcessGroup | None,
+    beside: Beside | None = None,
 ) -> None:
     """Write this rank's ``tensors`` (on the CPU), and of the first rank ``texts``, to ``path``.
+
+    ``beside``: the process that has the same tensors, staged, and writes them.
 
     Called by all ranks of ``group`` (gloo, used by nobody else meanwhile); alone with ``None``. No
     two ranks may give the same name. An error of any rank is raised on all of them, and then
     nothing is at ``path``.
     """
-    writer = _Writer(path, texts)
+    writer = _Writer(path, texts, beside)
     with _without_warning():
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
@@ -142,7 +177,7 @@ class StoredCheckpoint:
         manifest = _read_manifest(path)
         for name, checksum in manifest["files"].items() if verifies else ():
             try:
-                is_whole = _checksum(path / name) == checksum
+                is_whole = checksum_of(path / name) == checksum
             except (OSError, ValueError) as error:
                 raise InputError(f"{path / name}: cannot be read ({error})") from None
             if not is_whole:
@@ -239,14 +274,6 @@ def _check_shared(folder: Path, metadata: Metadata) -> None:
         if not path.is_file() or path.stat().st_size < info.offset + info.length:
             raise OSError(0, "what other ranks have written is not there; --out must be on a disk "
                           "that all ranks share")  # fmt: skip
-
-
-def _checksum(path: Path) -> str:
-    with open_plain(path) as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 22):
-            digest.update(block)
-        return digest.hexdigest()
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from gnnpipe.train.checkpoint.beside import Beside
 from gnnpipe.train.checkpoint.files import write_checkpoint
 from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old, sweep
+from gnnpipe.train.checkpoint.staged import StagedTensors
 
 __all__ = ["Saver"]
 
@@ -55,6 +57,8 @@ class Saver:
     def __init__(self, run: Path, kept: int, group: dist.ProcessGroup | None, rank: int) -> None:
         """``run``: the folder of the run, that all ranks see; ``kept`` checkpoints remain."""
         self.run, self._kept, self._group, self._rank = run, kept, group, rank
+        self._staged = StagedTensors()
+        self._beside = Beside(self._staged)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._free_bytes = 0
@@ -63,19 +67,28 @@ class Saver:
         self.whole = 0
         """Epoch of the newest checkpoint that is known to be whole; 0: none."""
 
-    def save(self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Begin to write the checkpoint behind ``epoch`` (from 1)."""
+    def save(
+        self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str], is_last: bool
+    ) -> None:
+        """Begin to write the checkpoint behind ``epoch`` (from 1); ``tensors`` are copied first.
+
+        ``is_last``: there is no training beside it.
+        """
         self.wait()
+        copies = self._staged.take(tensors)
         self.begun = epoch
+        if not is_last:
+            self._beside.start()
         self._thread = threading.Thread(
-            target=self._write, args=(epoch, tensors, texts), name="checkpoint", daemon=True
+            target=self._write, args=(epoch, copies, texts), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def _write(self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         try:
+            path = checkpoint_path(self.run, epoch)
             with _beside_training():
-                write_checkpoint(checkpoint_path(self.run, epoch), tensors, texts, self._group)
+                write_checkpoint(path, tensors, texts, self._group, self._beside)
             if self._rank == 0:
                 drop_old(self.run, self._kept, epoch)
         except BaseException as error:  # a CheckpointException is no Exception
@@ -87,6 +100,7 @@ class Saver:
     def wait(self) -> None:
         """Until what was begun is on disk."""
         if self._thread is not None:
+            self._beside.hurry()
             self._thread.join()
             self._thread = None
             if self._error is None:

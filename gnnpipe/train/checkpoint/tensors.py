@@ -39,7 +39,7 @@ def tensors_of(
     kept: Mapping[str, Tensor],
     with_tables: bool,
 ) -> dict[str, Tensor]:
-    """What this rank gives to a checkpoint: copies on the CPU, that training cannot change.
+    """What this rank gives to a checkpoint: the tensors that training goes on to change.
 
     ``kept``: weights of the best epoch, by name; ``with_tables``: the history's, too.
     """
@@ -66,7 +66,7 @@ def tensors_of(
         vertices = torch.from_numpy(prepared.chunking.perm[history.layout.own])
         found[f"{VERTICES}/{kind}/{mesh.rank}"] = vertices
     found[f"{DRAWS}/{mesh.rank}"] = draw_states()
-    return {name: t.detach().cpu().clone().contiguous() for name, t in found.items()}
+    return found
 
 
 def load_tensors(

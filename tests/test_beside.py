@@ -1,0 +1,153 @@
+"""The process that writes a rank's checkpoint: the same tensors, and nobody depends on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+from torch import Tensor
+
+from gnnpipe import TrainConfig, Trainer
+from gnnpipe.train.checkpoint import beside as module
+from gnnpipe.train.checkpoint.beside import Beside
+from gnnpipe.train.checkpoint.files import StoredCheckpoint, write_checkpoint
+from gnnpipe.train.checkpoint.saver import Saver
+from gnnpipe.train.checkpoint.staged import StagedTensors
+
+TENSORS = {
+    "weight/a": torch.arange(12.0).view(3, 4).t(),  # not contiguous
+    "optimizer/a/step": torch.tensor(3.0),
+    "rows/none/0": torch.empty(0, 8),
+    "rows/some/0": torch.randn(1000, 7, dtype=torch.float64),
+    "half": torch.randn(5).to(torch.bfloat16),
+    "draws/0": torch.arange(9, dtype=torch.uint8),
+    "is": torch.tensor([True, False]),
+}
+
+
+@pytest.fixture(autouse=True)
+def worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_BYTES", 0)
+
+
+def _ready(staged: StagedTensors) -> Beside:
+    beside = Beside(staged)
+    beside.start()
+    assert beside._comes_up()
+    return beside
+
+
+def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_what_it_writes_is_read_as_what_was_given(tmp_path: Path) -> None:
+    staged = StagedTensors()
+    copies = staged.take(TENSORS)
+    _same(copies, TENSORS)
+    beside = _ready(staged)
+    for number in (1, 2):  # the second in the memory of the first, with more in it
+        tensors = {n: t + 1 if t.is_floating_point() else t for n, t in TENSORS.items()}
+        tensors |= {f"more/{number}": torch.randn(100_000 * number)}
+        copies = staged.take(tensors)
+        told = beside.write(tmp_path, "__seen_")
+        assert told is not None
+        assert told[0].startswith("__seen_")
+        path = tmp_path / f"epoch-00000{number}"
+        write_checkpoint(path, copies, {"state.json": "{}"}, None, beside)
+        stored = StoredCheckpoint(path)  # every file by its checksum
+        _same(stored.read(tensors), tensors)
+
+
+def test_without_it_the_rank_writes_the_same(tmp_path: Path) -> None:
+    staged = StagedTensors()
+    copies = staged.take(TENSORS)
+    beside = _ready(staged)
+    assert beside._process is not None
+    os.kill(beside._process.pid, signal.SIGKILL)
+    beside._process.wait()
+    write_checkpoint(tmp_path / "epoch-000001", copies, {}, None, beside)
+    _same(StoredCheckpoint(tmp_path / "epoch-000001").read(TENSORS), TENSORS)
+
+
+def test_who_waits_does_not_wait_for_it_to_start(tmp_path: Path) -> None:
+    staged = StagedTensors()
+    staged.take(TENSORS)
+    beside = Beside(staged)
+    beside.start()
+    beside.hurry()
+    assert beside.write(tmp_path, "__0_") is None
+
+
+def test_what_the_disk_says_comes_back(tmp_path: Path) -> None:
+    staged = StagedTensors()
+    staged.take(TENSORS)
+    beside = _ready(staged)
+    with pytest.raises(OSError, match="No such file or directory"):
+        beside.write(tmp_path / "gone", "__0_")
+    (tmp_path / "there").mkdir()
+    assert beside.write(tmp_path / "there", "__0_") is not None, "it goes on after an error"
+
+
+def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 1, None, 0)
+    saver.save(1, TENSORS, {}, is_last=False)
+    saver.wait()
+    process = saver._beside._process
+    handle = saver._staged.handle
+    assert process is not None
+    assert process.poll() is None
+    del saver
+    deadline = time.monotonic() + 10
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+
+
+def fit(out: str, epochs: int, resume: bool) -> int:
+    """One of two ranks; how often the process beside it has written."""
+    module.WORTH_BYTES = 0
+    module.Beside.hurry = lambda self: None  # type: ignore[method-assign]
+    written = []
+    plain = Beside.write
+
+    def write(self: Beside, folder: Path, prefix: str) -> module.RankFile | None:
+        told = plain(self, folder, prefix)
+        written.append(told)
+        return told
+
+    module.Beside.write = write  # type: ignore[method-assign]
+    config = TrainConfig(
+        model="gcnii", layers=4, hidden=8, chunks=6, epochs=epochs, lr=0.05, dropout=0.5, stages=2,
+        eval_every=1, cache_dir="off", quiet=True, out=out, checkpoint_every=2,
+    )  # fmt: skip
+    Trainer(config, graph=small_graph(), resume=out if resume else None).fit()
+    return sum(told is not None for told in written)
+
+
+def test_a_run_that_it_writes_for_goes_on_to_the_bit(tmp_path: Path) -> None:
+    whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
+    assert run_ranks(fit, 2, whole, 7, False) == [4, 4]
+    assert run_ranks(fit, 2, part, 5, False) == [3, 3]
+    run_ranks(fit, 2, part, 7, True)
+    for name in ("model.pt", "metrics.csv"):
+        before, after = (_untimed(Path(out) / name) for out in (whole, part))
+        assert before == after
+
+
+def _untimed(path: Path) -> list[list[bytes]] | bytes:
+    if path.suffix != ".csv":
+        return path.read_bytes()
+    lines = [line.split(b",") for line in path.read_bytes().splitlines()]
+    kept = [i for i, name in enumerate(lines[0]) if not name.endswith(b"_time_s")]
+    return [[line[i] for i in kept] for line in lines]
