@@ -11,13 +11,15 @@ import pytest
 import torch
 from helpers import run_ranks, small_graph
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.train.checkpoint import beside as module
 from gnnpipe.train.checkpoint.beside import Beside
-from gnnpipe.train.checkpoint.files import StoredCheckpoint, write_checkpoint
+from gnnpipe.train.checkpoint.files import StoredCheckpoint
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.checkpoint.staged import StagedTensors
+from gnnpipe.train.checkpoint.write import write_checkpoint
 
 TENSORS = {
     "weight/a": torch.arange(12.0).view(3, 4).t(),  # not contiguous
@@ -58,13 +60,20 @@ def test_what_it_writes_is_read_as_what_was_given(tmp_path: Path) -> None:
         tensors = {n: t + 1 if t.is_floating_point() else t for n, t in TENSORS.items()}
         tensors |= {f"more/{number}": torch.randn(100_000 * number)}
         copies = staged.take(tensors)
-        told = beside.write(tmp_path, "__seen_")
+        told = beside.write(tmp_path, 7)
         assert told is not None
-        assert told[0].startswith("__seen_")
+        assert told.name == "__7_0.distcp"
         path = tmp_path / f"epoch-00000{number}"
         write_checkpoint(path, copies, {"state.json": "{}"}, None, beside)
         stored = StoredCheckpoint(path)  # every file by its checksum
         _same(stored.read(tensors), tensors)
+
+
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    tensors = {n: t for n, t in TENSORS.items() if t.numel()}
+    write_checkpoint(tmp_path / "epoch-000001", tensors, {}, None)
+    dcp_to_torch_save(tmp_path / "epoch-000001", tmp_path / "all.pt")
+    _same(torch.load(tmp_path / "all.pt", weights_only=True), tensors)
 
 
 def test_without_it_the_rank_writes_the_same(tmp_path: Path) -> None:
@@ -84,7 +93,7 @@ def test_who_waits_does_not_wait_for_it_to_start(tmp_path: Path) -> None:
     beside = Beside(staged)
     beside.start()
     beside.hurry()
-    assert beside.write(tmp_path, "__0_") is None
+    assert beside.write(tmp_path, 0) is None
 
 
 def test_what_the_disk_says_comes_back(tmp_path: Path) -> None:
@@ -92,9 +101,9 @@ def test_what_the_disk_says_comes_back(tmp_path: Path) -> None:
     staged.take(TENSORS)
     beside = _ready(staged)
     with pytest.raises(OSError, match="No such file or directory"):
-        beside.write(tmp_path / "gone", "__0_")
+        beside.write(tmp_path / "gone", 0)
     (tmp_path / "there").mkdir()
-    assert beside.write(tmp_path / "there", "__0_") is not None, "it goes on after an error"
+    assert beside.write(tmp_path / "there", 0) is not None, "it goes on after an error"
 
 
 def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
@@ -121,8 +130,8 @@ def fit(out: str, epochs: int, resume: bool) -> int:
     written = []
     plain = Beside.write
 
-    def write(self: Beside, folder: Path, prefix: str) -> module.RankFile | None:
-        told = plain(self, folder, prefix)
+    def write(self: Beside, folder: Path, rank: int) -> module.RankFile | None:
+        told = plain(self, folder, rank)
         written.append(told)
         return told
 

@@ -220,17 +220,17 @@ def test_what_cannot_be_gone_on_with(name, tmp_path):
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
-    from gnnpipe.train.checkpoint import files
+    from gnnpipe.train.checkpoint import write
 
     out = tmp_path / "run"
-    real = files._write_whole
+    real = write._write_whole
 
-    def full(path, text):
+    def full(path, content):
         if "epoch-000004" in str(path):
             raise OSError(28, "No space left on device")
-        real(path, text)
+        real(path, content)
 
-    monkeypatch.setattr(files, "_write_whole", full)
+    monkeypatch.setattr(write, "_write_whole", full)
     with pytest.raises(FailedError, match=r"epoch 4 .* No space left on device; .* of epoch 2;"):
         Trainer(config(out, checkpoint_every=2), small_graph()).fit()
     stored, _ = newest_whole(out)

@@ -11,7 +11,7 @@ from test_resume import EPOCHS, config, damage, outcome, stop_after, table
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.train import loop, trainer
-from gnnpipe.train.checkpoint import files
+from gnnpipe.train.checkpoint import write
 from gnnpipe.train.resume import resumed_config
 
 
@@ -117,13 +117,13 @@ def test_another_model_with_fewer_weights_is_refused(tmp_path):
 
 
 def test_a_disk_that_ranks_do_not_share_is_found(tmp_path, monkeypatch):
-    real = files._check_shared
+    real = write._finish
 
-    def lost(folder, metadata):
-        (folder / "__0_0.distcp").unlink()
-        real(folder, metadata)
+    def lost(path, aside, parts, texts):
+        (aside / "__0_0.distcp").unlink()
+        real(path, aside, parts, texts)
 
-    monkeypatch.setattr(files, "_check_shared", lost)
+    monkeypatch.setattr(write, "_finish", lost)
     with pytest.raises(FailedError, match="--out must be on a disk that all ranks share"):
         Trainer(config(tmp_path / "run", checkpoint_every=2), small_graph()).fit()
 

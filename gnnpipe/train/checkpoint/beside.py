@@ -11,7 +11,6 @@ of memory that it shares with the rank.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import mmap
 import os
@@ -20,18 +19,15 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StoragePrefix
 from torch.serialization import set_crc32_options
 
-from gnnpipe.files import open_plain
+from gnnpipe.train.checkpoint.rank_file import RankFile, write_rank_file
 from gnnpipe.train.checkpoint.staged import StagedTensors, tensors_at
 
-__all__ = ["Beside", "RankFile", "checksum_of"]
+__all__ = ["Beside", "serve"]
 
 WORTH_BYTES = 16 << 20
 """Less is written by the rank itself: the process takes two seconds and 265 MiB to start."""
@@ -39,9 +35,6 @@ WORTH_BYTES = 16 << 20
 _ROOT = Path(__file__).resolve().parents[3]
 _START = "from gnnpipe.train.checkpoint.beside import serve; serve({handle}, {parent})"
 _LOOK_S = 0.05
-
-RankFile = tuple[str, str, dict[str, tuple[int, int]]]
-"""Name and checksum of a file, and of every tensor in it the offset and the length in bytes."""
 
 
 class Beside:
@@ -78,7 +71,7 @@ class Beside:
         """Somebody waits for the checkpoint: do not wait for the process to start."""
         self._hurry.set()
 
-    def write(self, folder: Path, prefix: str) -> RankFile | None:
+    def write(self, folder: Path, rank: int) -> RankFile | None:
         """Write what is staged to ``folder``; ``None`` if nobody is there to do so.
 
         Raises ``OSError`` or ``RuntimeError`` where writing failed.
@@ -88,7 +81,7 @@ class Beside:
         try:
             if not self._comes_up():
                 return None
-            request = [str(folder), prefix, self._staged.size_bytes, self._staged.places]
+            request = [str(folder), rank, self._staged.size_bytes, self._staged.places]
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -99,8 +92,7 @@ class Beside:
             raise OSError(answer["errno"], answer["text"])
         if "text" in answer:
             raise RuntimeError(answer["text"])
-        places = {name: (at, length) for name, at, length in answer["tensors"]}
-        return answer["file"], answer["checksum"], places
+        return RankFile(**answer)
 
     def _comes_up(self) -> bool:
         assert self._process is not None
@@ -124,17 +116,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def checksum_of(path: Path) -> str:
-    """SHA-256 of a file; ``OSError`` or ``ValueError`` where it cannot be read."""
-    with open_plain(path) as file:
-        digest = hashlib.sha256()
-        # Into the same memory again: what is given back to the system stops all threads.
-        block = memoryview(bytearray(1 << 20))
-        while size := file.readinto(block):
-            digest.update(block[:size])
-        return digest.hexdigest()
-
-
 def serve(handle: int, parent: int) -> None:
     """The process's side: until stdin ends."""
     with contextlib.suppress(OSError):
@@ -144,27 +125,15 @@ def serve(handle: int, parent: int) -> None:
     os.dup2(2, 1)  # Whatever else prints does not answer.
     print(json.dumps({"is": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
-        folder, prefix, size_bytes, places = json.loads(line)
+        folder, rank, size_bytes, places = json.loads(line)
         if os.getppid() != parent:
             return  # The folder may be a new run's by now.
         try:
-            with mmap.mmap(handle, size_bytes, access=mmap.ACCESS_COPY) as block:
-                answer = _write(block, Path(folder), prefix, places)
+            block = mmap.mmap(handle, size_bytes, access=mmap.ACCESS_COPY)
+            tensors = tensors_at(block, places)
+            answer = write_rank_file(Path(folder), rank, tensors).to_dict()
         except BaseException as error:
             answer = {"text": " ".join(str(error).split()) or type(error).__name__}
             if isinstance(error, OSError) and error.errno:
                 answer = {"errno": error.errno, "text": error.strerror}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def _write(block: mmap.mmap, folder: Path, prefix: str, places: Any) -> dict[str, Any]:
-    tensors = tensors_at(block, places)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tensors)
-    mine = planner.create_local_plan()
-    # As torch names a rank's file.
-    plan = replace(mine, storage_data=_StoragePrefix(prefix))
-    written = FileSystemWriter(folder).write_data(plan, planner).value()
-    found = [(r.index.fqn, r.storage_data.offset, r.storage_data.length) for r in written]
-    name = written[0].storage_data.relative_path
-    return {"file": name, "checksum": checksum_of(folder / name), "tensors": found}

@@ -2,30 +2,25 @@
 
 torch keeps its table of contents as a pickle, and a pickle can run code. So the table is kept a
 second time in a manifest of plain JSON, with a checksum of every file, and only that one is read;
-torch's own stays for torch's tools. A checkpoint is written aside and renamed when it is whole: a
-folder of its name is a checkpoint that was whole once, and the checksums tell if it still is.
+torch's own stays for torch's tools. A folder of its name is a
+checkpoint that was whole once (see ``write``), and the checksums tell if it still is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
-    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -37,21 +32,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.train.checkpoint.beside import Beside, checksum_of
+from gnnpipe.train.checkpoint.rank_file import checksum_of
 
-__all__ = ["StoredCheckpoint", "is_aside", "write_checkpoint"]
+__all__ = ["MANIFEST", "VERSION", "StoredCheckpoint", "metadata_of"]
 
 VERSION = 1
 MANIFEST = "manifest.json"
-_ASIDE = ".aside-"
 MOST_TEXT_BYTES = 1 << 28
 """Of a manifest, or of the rows of so far."""
 _DTYPES = {
@@ -61,58 +51,19 @@ _DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Summed(WriteResult):
-    """One tensor that was written, and the checksum of the file that it is in."""
-
-    checksum: str
-
-
-class _Writer(FileSystemWriter):
-    """Writes aside; when all ranks have written, the first one adds the manifest and renames."""
-
-    def __init__(self, path: Path, texts: Mapping[str, str], beside: Beside | None) -> None:
-        self._final, self._aside = path, path.with_name(_ASIDE + path.name)
-        self._texts, self._beside = texts, beside
-        super().__init__(self._aside)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One rank's tensors, by the process beside it if there is one."""
-        told = self._beside and self._beside.write(self._aside, plan.storage_data.prefix)
-        if told:
-            name, checksum, places = told
-        else:
-            results = super().write_data(plan, planner).value()
-            places = {r.index.fqn: astuple(r.storage_data)[1:3] for r in results}
-            name = results[0].storage_data.relative_path
-            checksum = checksum_of(self._aside / name)
-        written: Future[list[WriteResult]] = Future()
-        written.set_result([
-            _Summed(item.index, length, _StorageInfo(name, offset, length), checksum)
-            for item in plan.items
-            for offset, length in [places[item.index.fqn]]
-        ])  # fmt: skip
-        return written
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Called on the first rank alone; an error here is one of every rank."""
-        super().finish(metadata, results)
-        _check_shared(self._aside, metadata)
-        for name, text in self._texts.items():
-            _write_whole(self._aside / name, text)
-        sums = {r.storage_data.relative_path: r.checksum for rank in results for r in rank}
-        names = sorted(p.name for p in self._aside.iterdir())
-        content = {
-            "version": VERSION,
-            "files": {n: sums.get(n) or checksum_of(self._aside / n) for n in names},
-            "tensors": _entries(metadata),
-        }
-        text = json.dumps(content)
-        _write_whole(self._aside / MANIFEST, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-        if self._final.exists():
-            shutil.rmtree(self._final)  # of an epoch that is trained again, after a damaged one
-        os.rename(self._aside, self._final)
-        _settle(self._final.parent)
+def metadata_of(tensors: Mapping[str, Mapping[str, Any]]) -> Metadata:
+    """Torch's table of contents, of what is stored; each tensor in one piece."""
+    found: dict[str, STORAGE_TYPES] = {}
+    storage = {}
+    for name, entry in tensors.items():
+        size = torch.Size(entry["shape"])
+        origin = torch.Size([0] * len(size))
+        properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
+        piece = ChunkStorageMetadata(offsets=origin, sizes=size)
+        found[name] = TensorStorageMetadata(properties, size, [piece])
+        info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
+        storage[MetadataIndex(name, origin)] = info
+    return Metadata(found, storage_data=storage, storage_meta=StorageMeta())
 
 
 class _Reader(FileSystemReader):
@@ -124,37 +75,9 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What is where."""
-        found: dict[str, STORAGE_TYPES] = {}
-        storage = {}
-        for name, entry in self._tensors.items():
-            size = torch.Size(entry["shape"])
-            origin = torch.Size([0] * len(size))
-            properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
-            piece = ChunkStorageMetadata(offsets=origin, sizes=size)
-            found[name] = TensorStorageMetadata(properties, size, [piece])
-            info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
-            storage[MetadataIndex(name, origin)] = info
-        return Metadata(found, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
-
-
-def write_checkpoint(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    texts: Mapping[str, str],
-    group: dist.ProcessGroup | None,
-    beside: Beside | None = None,
-) -> None:
-    """Write this rank's ``tensors`` (on the CPU), and of the first rank ``texts``, to ``path``.
-
-    ``beside``: the process that has the same tensors, staged, and writes them.
-
-    Called by all ranks of ``group`` (gloo, used by nobody else meanwhile); alone with ``None``. No
-    two ranks may give the same name. An error of any rank is raised on all of them, and then
-    nothing is at ``path``.
-    """
-    writer = _Writer(path, texts, beside)
-    with _without_warning():
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        metadata = metadata_of(self._tensors)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 @contextmanager
@@ -208,11 +131,6 @@ class StoredCheckpoint:
         return wanted
 
 
-def is_aside(path: Path) -> bool:
-    """Whether a folder is what an interrupted write has left."""
-    return path.name.startswith(_ASIDE)
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     checksum, _, text = _text(path / MANIFEST).partition("\n")
     if hashlib.sha256(text.encode()).hexdigest() != checksum:
@@ -251,42 +169,3 @@ def _text(path: Path) -> str:
         return read_text(path, MOST_TEXT_BYTES)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
-
-
-def _entries(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """Of every tensor where it lies; each was written by one rank, in one piece."""
-    found = {}
-    for index, info in metadata.storage_data.items():
-        described = metadata.state_dict_metadata[index.fqn]
-        assert isinstance(described, TensorStorageMetadata)
-        found[index.fqn] = {
-            "dtype": str(described.properties.dtype).removeprefix("torch."),
-            "shape": list(described.size),
-            "file": info.relative_path, "offset": info.offset, "length": info.length,
-        }  # fmt: skip
-    return found
-
-
-def _check_shared(folder: Path, metadata: Metadata) -> None:
-    """What the other ranks have written must be here: else their disk is another."""
-    for info in metadata.storage_data.values():
-        path = folder / info.relative_path
-        if not path.is_file() or path.stat().st_size < info.offset + info.length:
-            raise OSError(0, "what other ranks have written is not there; --out must be on a disk "
-                          "that all ranks share")  # fmt: skip
-
-
-def _write_whole(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _settle(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

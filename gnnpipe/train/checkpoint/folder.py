@@ -11,7 +11,8 @@ import shutil
 from pathlib import Path
 
 from gnnpipe.errors import InputError
-from gnnpipe.train.checkpoint.files import StoredCheckpoint, is_aside
+from gnnpipe.train.checkpoint.files import StoredCheckpoint
+from gnnpipe.train.checkpoint.write import is_aside
 
 __all__ = ["checkpoint_path", "drop_old", "newest_whole", "sweep"]
 

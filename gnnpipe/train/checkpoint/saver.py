@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from gnnpipe.train.checkpoint.beside import Beside
-from gnnpipe.train.checkpoint.files import write_checkpoint
 from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old, sweep
 from gnnpipe.train.checkpoint.staged import StagedTensors
+from gnnpipe.train.checkpoint.write import write_checkpoint
 
 __all__ = ["Saver"]
 
@@ -91,7 +90,7 @@ class Saver:
                 write_checkpoint(path, tensors, texts, self._group, self._beside)
             if self._rank == 0:
                 drop_old(self.run, self._kept, epoch)
-        except BaseException as error:  # a CheckpointException is no Exception
+        except Exception as error:
             self._error = error
             self._free_bytes = shutil.disk_usage(self.run).free
             if self._rank == 0:
@@ -115,11 +114,7 @@ class Saver:
     def fault(self) -> str:
         """What went wrong, in a line."""
         error = self._error
-        if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror
-        if self._free_bytes < _SCARCE_BYTES:
+        if self._free_bytes < _SCARCE_BYTES and not getattr(error, "errno", 0):
             # Torch's own writer hides what a full disk says.
             return os.strerror(errno.ENOSPC)
-        return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
