@@ -26,12 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMES = ("epoch_time_s", "eval_time_s")
 
 
-def start(out: Path, stages: int, shards: int, epochs: int, log: Path) -> subprocess.Popen[bytes]:
+def start(
+    out: Path, stages: int, shards: int, epochs: int, hidden: int, log: Path
+) -> subprocess.Popen[bytes]:
     """One run under torchrun, a process group of its own."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3",
         "--nproc-per-node", str(stages * shards), "-m", "gnnpipe", "train",
-        "--dataset", "debian", "--model", "gcnii", "--layers", "8", "--hidden", "16",
+        "--dataset", "debian", "--model", "gcnii", "--layers", "8", "--hidden", str(hidden),
         "--stages", str(stages), "--shards", str(shards), "--chunks", "8",
         "--epochs", str(epochs), "--eval-every", "5", "--checkpoint-every", "4",
         "--out", str(out),
@@ -69,12 +71,15 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument(
+        "--hidden", type=int, default=16, help="from 64 on another process writes checkpoints"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=240.0, help="a run may take so long")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="gnnpipe-kill-"))
-    shape = options.stages, options.shards, options.epochs
+    shape = options.stages, options.shards, options.epochs, options.hidden
     calm = start(folder / "calm", *shape, folder / "calm.log")
     if calm.wait(options.limit_s):
         print((folder / "calm.log").read_text())

@@ -77,6 +77,10 @@ class Hosts:
             if name.rsplit("-", 1)[0] == self.prefix:
                 _ip("netns", "del", name)
 
+    def cut(self, host: int) -> None:
+        """As if its cable was pulled: nothing is closed, packets are lost."""
+        _ip("-n", self.switch, "link", "set", f"p{host}", "down")
+
     def _limit(self, namespace: str, device: str) -> None:
         if not self.mbit:
             return
