@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,6 +100,60 @@ def test_who_waits_does_not_wait_for_it_to_start(tmp_path: Path) -> None:
     assert beside.write(tmp_path, 0) is None
 
 
+def test_one_that_is_stopped_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.5)
+    saver = Saver(tmp_path, 2, None, 0)
+    saver._staged.take(TENSORS)
+    saver._beside.start()
+    assert saver._beside._comes_up()
+    process = saver._beside._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    # More names than a pipe holds: it is stopped while the request is written.
+    many = TENSORS | {f"weight/{'long ' * 40}{i}": torch.ones(1) for i in range(1000)}
+    saver.save(2, many, {}, is_last=False)
+    saver.wait()
+    assert not saver.has_failed
+    _same(StoredCheckpoint(tmp_path / "checkpoints" / "epoch-000002").read(many), many)
+
+
+def test_it_is_killed_with_its_rank(tmp_path: Path) -> None:
+    code = f"import sys, time; sys.path[:] = {sys.path!r}\n" + (
+        "from gnnpipe.train.checkpoint import beside, staged\n"
+        "beside.WORTH_BYTES = 0; s = staged.StagedTensors(); s.take({}); b = beside.Beside(s)\n"
+        "b.start(); b._comes_up(); print(b._process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)  # It cannot look whether anybody is there.
+        rank.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                break
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_no_room_for_copies_is_a_fault_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    saver = Saver(tmp_path, 2, None, 0)
+    saver.save(1, TENSORS, {}, is_last=False)
+    saver.wait()
+    assert saver.has_failed
+    assert saver.fault == "Cannot allocate memory"
+
+
 def test_what_the_disk_says_comes_back(tmp_path: Path) -> None:
     staged = StagedTensors()
     staged.take(TENSORS)
@@ -126,7 +184,9 @@ def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
 def fit(out: str, epochs: int, resume: bool) -> int:
     """One of two ranks; how often the process beside it has written."""
     module.WORTH_BYTES = 0
+    # However long it takes to start.
     module.Beside.hurry = lambda self: None  # type: ignore[method-assign]
+    module._PATIENCE_S = 90.0
     written = []
     plain = Beside.write
 

@@ -11,10 +11,12 @@ of memory that it shares with the rank.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -32,9 +34,15 @@ __all__ = ["Beside", "serve"]
 WORTH_BYTES = 16 << 20
 """Less is written by the rank itself: the process takes two seconds and 265 MiB to start."""
 
-_ROOT = Path(__file__).resolve().parents[3]
-_START = "from gnnpipe.train.checkpoint.beside import serve; serve({handle}, {parent})"
+_START = """import sys
+sys.path[:] = {paths!r}
+from gnnpipe.train.checkpoint.beside import serve
+serve({handle}, {parent})"""
+_READY = "gnnpipe is ready to write\n"
+_MOST_STARTS = 2
 _LOOK_S = 0.05
+_PR_SET_PDEATHSIG = 1
+_PATIENCE_S, _SLOW_BYTES_PER_S = 5.0, 50e6
 
 
 class Beside:
@@ -43,25 +51,28 @@ class Beside:
     def __init__(self, staged: StagedTensors) -> None:
         self._staged = staged
         self._process: subprocess.Popen[str] | None = None
+        self._starts = 0
         self._is_ready = False
         self._hurry = threading.Event()
 
     def start(self) -> None:
         """Begin to start it, if it is worth it; called before every checkpoint."""
         self._hurry.clear()
-        if self._process is not None or self._staged.size_bytes < WORTH_BYTES:
+        if self._process is not None and self._process.poll() is None:
             return
-        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }  # fmt: skip
-        with contextlib.suppress(OSError):
+        if self._staged.size_bytes < WORTH_BYTES or self._starts == _MOST_STARTS:
+            return
+        self._starts += 1
+        self._is_ready = False
+        # It imports from where this process does, and not from the folder one happens to be in.
+        code = _START.format(paths=sys.path, handle=self._staged.handle, parent=os.getpid())
+        kinds = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment}
+        flags = [name for name, is_on in kinds.items() if is_on]
+        with contextlib.suppress(OSError, TypeError):
             self._process = subprocess.Popen(
-                # -P: what lies in the folder that one happens to be in is not imported.
-                [sys.executable, "-P", "-c",
-                 _START.format(handle=self._staged.handle, parent=os.getpid())],
-                pass_fds=(self._staged.handle,), env=environment, text=True,
+                [sys.executable, *flags, "-c", code],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                pass_fds=(self._staged.handle,), text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for those who train.
             )  # fmt: skip
@@ -70,6 +81,16 @@ class Beside:
     def hurry(self) -> None:
         """Somebody waits for the checkpoint: do not wait for the process to start."""
         self._hurry.set()
+
+    @property
+    def patience_s(self) -> float:
+        """Longer than any disk that is fit for it takes to write what is staged."""
+        return _PATIENCE_S + self._staged.size_bytes / _SLOW_BYTES_PER_S
+
+    def give_up(self) -> None:
+        """End the process: it may have been stopped, and who asked it waits for an answer."""
+        if self._process is not None:
+            self._process.kill()
 
     def write(self, folder: Path, rank: int) -> RankFile | None:
         """Write what is staged to ``folder``; ``None`` if nobody is there to do so.
@@ -85,9 +106,11 @@ class Beside:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            answer = self._answer()
-        except (OSError, ValueError):
-            return None  # It has died; the rank can write, too.
+            answer: dict[str, Any] = json.loads(self._line())
+        except (OSError, ValueError, EOFError):
+            # It has died, and must not write any more when the rank does.
+            _end(self._process)
+            return None
         if "errno" in answer:
             raise OSError(answer["errno"], answer["text"])
         if "text" in answer:
@@ -97,33 +120,44 @@ class Beside:
     def _comes_up(self) -> bool:
         assert self._process is not None
         assert self._process.stdout is not None
+        look = select.poll()  # which takes any number of descriptors
+        look.register(self._process.stdout)
         while not self._is_ready:
-            if select.select([self._process.stdout], [], [], _LOOK_S)[0]:
-                self._is_ready = bool(self._answer())
+            if look.poll(1000 * _LOOK_S):
+                # Whatever else a start prints is passed over.
+                self._is_ready = self._line() == _READY
             elif self._hurry.is_set():
                 return False
         return True
 
-    def _answer(self) -> dict[str, Any]:
+    def _line(self) -> str:
         assert self._process is not None
         assert self._process.stdout is not None
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
+        found = self._process.stdout.readline()
+        if not found:
+            raise EOFError
         return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what it did not take is lost
+            assert pipe is not None
+            pipe.close()
 
 
 def serve(handle: int, parent: int) -> None:
-    """The process's side: until stdin ends."""
+    """The process's side: until stdin ends, or whoever started it."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     with contextlib.suppress(OSError):
         os.nice(10)  # What trains comes first, where there are fewer cores than processes.
     set_crc32_options(compute_crc32=False)  # The rank takes a checksum of the whole file.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Whatever else prints does not answer.
-    print(json.dumps({"is": "ready"}), file=answers, flush=True)
+    print(_READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         folder, rank, size_bytes, places = json.loads(line)
         if os.getppid() != parent:

@@ -56,6 +56,8 @@ def metadata_of(tensors: Mapping[str, Mapping[str, Any]]) -> Metadata:
     found: dict[str, STORAGE_TYPES] = {}
     storage = {}
     for name, entry in tensors.items():
+        if entry["dtype"] not in _DTYPES:
+            raise TypeError(f"{name} is {entry['dtype']}, which a checkpoint cannot hold")
         size = torch.Size(entry["shape"])
         origin = torch.Size([0] * len(size))
         properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])

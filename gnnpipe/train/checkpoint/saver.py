@@ -74,7 +74,13 @@ class Saver:
         ``is_last``: there is no training beside it.
         """
         self.wait()
-        copies = self._staged.take(tensors)
+        if self.has_failed:
+            return  # All ranks know by now, or will when they meet.
+        copies: Mapping[str, Tensor] | Exception
+        try:
+            copies = self._staged.take(tensors)
+        except Exception as error:  # no memory, for one: all ranks must hear of it
+            copies = error
         self.begun = epoch
         if not is_last:
             self._beside.start()
@@ -83,7 +89,9 @@ class Saver:
         )
         self._thread.start()
 
-    def _write(self, epoch: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    def _write(
+        self, epoch: int, tensors: Mapping[str, Tensor] | Exception, texts: Mapping[str, str]
+    ) -> None:
         try:
             path = checkpoint_path(self.run, epoch)
             with _beside_training():
@@ -91,8 +99,8 @@ class Saver:
             if self._rank == 0:
                 drop_old(self.run, self._kept, epoch)
         except Exception as error:
-            self._error = error
             self._free_bytes = shutil.disk_usage(self.run).free
+            self._error = error
             if self._rank == 0:
                 sweep(self.run)
 
@@ -100,6 +108,9 @@ class Saver:
         """Until what was begun is on disk."""
         if self._thread is not None:
             self._beside.hurry()
+            self._thread.join(self._beside.patience_s)
+            if self._thread.is_alive():
+                self._beside.give_up()
             self._thread.join()
             self._thread = None
             if self._error is None:
@@ -114,6 +125,8 @@ class Saver:
     def fault(self) -> str:
         """What went wrong, in a line."""
         error = self._error
+        if error is None:
+            return ""
         if self._free_bytes < _SCARCE_BYTES and not getattr(error, "errno", 0):
             # Torch's own writer hides what a full disk says.
             return os.strerror(errno.ENOSPC)

@@ -6,6 +6,7 @@ long to write as memory that is held, for every page of it faults once.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -44,8 +45,9 @@ class StagedTensors:
             self.places.append((name, dtype, list(tensor.shape), end))
             end += math.ceil(tensor.nbytes / _ALIGNED_BYTES) * _ALIGNED_BYTES
         if self._block is None or end > self.size_bytes:
-            self.size_bytes = max(end, _ALIGNED_BYTES)
-            os.ftruncate(self.handle, self.size_bytes)
+            self.size_bytes, self._block = max(end, _ALIGNED_BYTES), None
+            # Not ftruncate: where there is no room, that would be told of by a signal.
+            os.posix_fallocate(self.handle, 0, self.size_bytes)
             self._block = mmap.mmap(self.handle, self.size_bytes)
         copies = tensors_at(self._block, self.places)
         for name, copy in copies.items():
@@ -69,7 +71,7 @@ def tensors_at(block: mmap.mmap, places: Iterable[Place]) -> dict[str, Tensor]:
 
 def _unnamed_file() -> int:
     """In memory, where the system can; gone with the last process that has it open."""
-    if hasattr(os, "memfd_create"):
+    with contextlib.suppress(OSError, AttributeError):
         return os.memfd_create("gnnpipe-checkpoint")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

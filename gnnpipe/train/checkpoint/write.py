@@ -32,13 +32,14 @@ T = TypeVar("T")
 
 def write_checkpoint(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | Exception,
     texts: Mapping[str, str],
     group: dist.ProcessGroup | None,
     beside: Beside | None = None,
 ) -> None:
     """Write this rank's ``tensors`` (on the CPU), and of the first rank ``texts``, to ``path``.
 
+    An error in place of ``tensors`` is why this rank has none; it is a fault like any other.
     Called by all ranks of ``group`` (gloo, used by nobody else meanwhile); alone with ``None``. No
     two ranks may give the same name. ``beside``: the process that has the same tensors, staged, and
     writes them. A fault of any rank is raised as ``OSError`` on all of them, and then nothing is at
@@ -48,6 +49,8 @@ def write_checkpoint(
     aside = path.with_name(_ASIDE + path.name)
 
     def write() -> RankFile:
+        if isinstance(tensors, Exception):
+            raise tensors
         aside.mkdir(parents=True, exist_ok=True)
         done = beside.write(aside, rank) if beside is not None else None
         return done or write_rank_file(aside, rank, tensors)
