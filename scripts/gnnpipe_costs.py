@@ -165,6 +165,9 @@ class LoggedCosts:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 
+    def meeting_s(self) -> float:
+        return 0.0
+
     def link(self, source: int, target: int) -> str:
         return f"link {source} to {target}"
 

@@ -246,6 +246,17 @@ def assert_it_is_a_timeline(timeline):
     assert min(timeline.bubble_s()) >= 0
 
 
+def test_no_rank_steps_before_all_have_come():
+    costs = StatedCosts(1.0, 2.0, update_time_s=0.5)
+    at_once = timeline_of(chain(3, 4), costs)
+    met = timeline_of(chain(3, 4), replace(costs, meeting_time_s=0.25))
+    assert met.makespan_s == at_once.makespan_s + 2 * 0.25
+    last = max(at_once.end_s[t] for t, w in enumerate(at_once.tasks.what) if w.kind == "B")
+    steps = [t for t, w in enumerate(met.tasks.what) if w.kind == "STEP"]
+    assert [met.start_s[task] for task in steps] == [last + 0.25] * 3
+    assert "MEET" not in {w.kind for w in timeline_of(chain(1, 4), costs).tasks.what}
+
+
 @settings(deadline=None, max_examples=150)
 @given(any_tasks())
 def test_what_is_true_of_every_timeline(tasks):
@@ -263,9 +274,11 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
     assert_it_is_a_timeline(timeline)
     assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(plan), costs, order)))
     what = timeline.tasks.what
+    # What a rank does in a meeting, once all are there, counts as its own work.
+    met_s = 2 * costs.meeting_s() if plan.world_size > 1 else 0.0
     for rank, share in enumerate(shares_of(timeline, plan.shards)):
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
-        assert share.compute_s == pytest.approx(timeline.busy_s()[rank])
+        assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
         stage, shard = divmod(rank, plan.shards)
         steps, chunks = plan.steps[stage], plan.chunks
         done = sum(
@@ -313,9 +326,9 @@ def test_what_is_not_critical_may_be_twice_as_fast(plan, seed, data):
 def test_a_thousand_ranks():
     stages, chunks = 1024, 128
     timeline = timeline_of(chain(stages, chunks, layers_each=1), StatedCosts(0.5, 1.0))
-    # F and B of each chunk, its messages both ways, and per rank one begin and one step.
+    # F and B of each chunk, its messages both ways, per rank one begin and one step; 2 meetings.
     compute, messages = 2 * stages * chunks, 2 * (stages - 1) * chunks
-    assert len(timeline.tasks) == compute + messages + 2 * stages
+    assert len(timeline.tasks) == compute + messages + 2 * stages + 2
     assert timeline.makespan_s == (chunks + stages - 1) * 3.0
 
 
@@ -326,7 +339,7 @@ def test_a_thousand_shards_in_stages():
     pulls = exchanges = 1
     compute = ranks * chunks * (2 * steps + pulls) + 2 * ranks
     wire = 2 * 31 * 32 * chunks + 32 * chunks * 2 * exchanges + 32
-    assert len(timeline.tasks) == compute + wire
+    assert len(timeline.tasks) == compute + wire + 2
     assert timeline.makespan_s == (chunks + 31) * 3.0
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.profile import LinkTimes, Profile
+from gnnpipe.perf.profiled_costs import meeting_time_s
 from gnnpipe.perf.what_if import ChangedCosts
 from gnnpipe.plan.cluster import Cluster, Link
 
@@ -30,7 +31,10 @@ class ClusterCosts(ChangedCosts):
         """Ranks run on the first of the cluster's devices, in their order."""
         speed = {rank: device.speed for rank, device in enumerate(cluster.devices[:ranks])}
         super().__init__(costs, shards, speed=speed)
-        self._cluster, self._num_shards = cluster, shards
+        self._cluster, self._num_shards, self._ranks = cluster, shards, ranks
+        self._latency_s = max(
+            [cluster.link.latency_s, *(p.latency_s for p in cluster.pairs.values())]
+        )
 
     def link_s(self, source: int, target: int, size_bytes: int) -> float:
         """By the link of the two."""
@@ -44,6 +48,10 @@ class ClusterCosts(ChangedCosts):
     def reduce_s(self, stage: int, size_bytes: int) -> float:
         """Two exchanges of a part each."""
         return 2 * (self._num_shards - 1) * self._slowest_s(stage, size_bytes / self._num_shards)
+
+    def meeting_s(self) -> float:
+        """By the latency of the slowest link."""
+        return meeting_time_s(self._ranks, self._latency_s)
 
     def _slowest_s(self, stage: int, size_bytes: float) -> float:
         first = stage * self._num_shards

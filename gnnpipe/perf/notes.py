@@ -40,6 +40,9 @@ def _note(
     what, parties = timeline.tasks.what[wire], timeline.tasks.before[wire]
     came_s = [timeline.end_s[task] for task in parties]
     left_s = max(asked_s, timeline.end_s[wire])
+    if what.kind == "MEET":
+        notes[rank].meeting = Collective(asked_s, asked_s, left_s)
+        return left_s
     if not what.kind.startswith("SEND_"):
         notes[rank].collectives.append(Collective(came_s[rank % shards], asked_s, left_s))
         return left_s

@@ -57,6 +57,6 @@ def _places(what: Task, rank: int, ranks: int, shards: int) -> Iterator[tuple[in
     elif what.kind.startswith("SEND_"):
         target = what.peer * shards + what.shard
         yield what.stage * shards + what.shard, target, f"to {target}"
-    else:
+    elif what.kind != "MEET":
         for shard in range(shards):
             yield what.stage * shards + shard, -1, "shards"

@@ -6,6 +6,7 @@ byte. Times are the profile's, of as many ranks at once as the plan has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan
 from gnnpipe.schedule import PILOT
 
-__all__ = ["ProfiledCosts"]
+__all__ = ["ProfiledCosts", "meeting_time_s"]
 
 WAYS = {"F": "forward", "B": "backward"}
 FIT_BYTES = 8
@@ -214,6 +215,11 @@ class ProfiledCosts:
         """Two exchanges: each shard adds up its part, then hands it out."""
         return self._link("gradient_sum").time_s(size_bytes, 2 * (self.plan.shards - 1))
 
+    def meeting_s(self) -> float:
+        """By the latency of a message, or of an exchange where there are no messages."""
+        link = self._profile.message or self._link("exchange")
+        return meeting_time_s(self.plan.world_size, link.latency_s)
+
     def link(self, source: int, target: int) -> str:
         """Every pair of ranks has its own, each way."""
         return f"link {source} to {target}"
@@ -225,3 +231,12 @@ class ProfiledCosts:
     def _stage_ops(self, stage: int) -> tuple[Op, ...]:
         first, last = self.plan.stages[stage]
         return self.model.ops[first:last]
+
+
+def meeting_time_s(ranks: int, latency_s: float) -> float:
+    """Of a sum of a few numbers over all ranks: by pairs, then by pairs of pairs, and back again.
+
+    >>> meeting_time_s(4, 0.5)
+    2.0
+    """
+    return 2 * math.ceil(math.log2(ranks)) * latency_s

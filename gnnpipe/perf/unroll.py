@@ -10,7 +10,8 @@ follows ``runtime.executor`` closely:
   reads the table; gradients of halo rows leave before the product for the own rows and are waited
   for behind it. Where a chunk goes back over the same single step next, its gradients leave before
   this one's autograd;
-- the gradient sum is waited for at once.
+- the gradient sum is waited for at once;
+- all ranks meet before the step, for the norm of the gradients, and behind it, for the loss.
 
 Sends and receives themselves take no time on a device.
 """
@@ -43,8 +44,10 @@ def program_tasks(
     for rank in range(len(program.stages) * program.shards):
         tasks.open(f"rank {rank}", in_order=True)
     messages: dict[tuple[str, int, int, int], list[int]] = {}
+    meetings: list[int] = []
     for stage in range(len(program.stages)):
-        _StageWalk(program, costs, order, overlap, tasks, messages, stage).run()
+        walk = _StageWalk(program, costs, order, overlap, tasks, messages, meetings, stage)
+        walk.run()
     return tasks
 
 
@@ -59,11 +62,13 @@ class _StageWalk:
         overlap: bool,
         tasks: Tasks,
         messages: dict[tuple[str, int, int, int], list[int]],
+        meetings: list[int],
         stage: int,
     ) -> None:
-        """``messages`` by (way, source, target, position), shared by all stages."""
+        """``messages`` by (way, source, target, position); both are shared by all stages."""
         self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
-        self.tasks, self.messages, self.stage = tasks, messages, stage
+        self.tasks, self.stage = tasks, stage
+        self.messages, self.meetings = messages, meetings
         self.shards = range(program.shards)
         self.num_steps = program.num_steps[stage]
         self._last: list[int] = []
@@ -91,8 +96,10 @@ class _StageWalk:
             elif action.kind == "REDUCE_GRAD":
                 self._reduce()
             elif action.kind == "STEP":
+                self._meet(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
                 self._device("STEP", updates)
+                self._meet(1)
             else:
                 self._pilot(action)
 
@@ -188,6 +195,20 @@ class _StageWalk:
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.reduce_s(self.stage, size)
         self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
+
+    def _meet(self, position: int) -> None:
+        """Wait for all ranks; the first stage that comes makes the task."""
+        if len(self.program.stages) * self.program.shards == 1:
+            return
+        if len(self.meetings) == position:
+            what = Task("MEET", -1, position=position)
+            place = self.tasks.open("all ranks", in_order=False)
+            self.meetings.append(self.tasks.add(what, place, self.costs.meeting_s()))
+        task = self.meetings[position]
+        # The gradient sum comes first.
+        pending = dict.fromkeys(other for waits in self._waits for other in waits)
+        self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)
+        self._wait(task)
 
     def _take(self, way: str, position: int) -> None:
         """The next task on each device waits for the messages posted for this chunk."""

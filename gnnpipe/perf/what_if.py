@@ -85,6 +85,10 @@ class ChangedCosts:
         """At the changed bandwidth."""
         return self._costs.reduce_s(stage, round(size_bytes / self._among))
 
+    def meeting_s(self) -> float:
+        """Unchanged: no bandwidth makes a few numbers travel faster."""
+        return self._costs.meeting_s()
+
     def link(self, source: int, target: int) -> str:
         """Unchanged."""
         return self._costs.link(source, target)
