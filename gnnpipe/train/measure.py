@@ -32,11 +32,16 @@ from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.sizes import chunk_sizes
 
 __all__ = [
-    "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "work_at",
+    "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "typical_s",
+    "work_at",
 ]  # fmt: skip
 
-WARM_UP, REPEATS = 2, 5
+WARM_UP, REPEATS, MOST_REPEATS = 2, 5, 40
 """Epochs; the first ones fault every page in."""
+
+SPREAD_S = 2.0
+"""More than ``REPEATS`` epochs are walked until then: what a machine does beside, or its neighbours
+do on the same host, comes and goes within seconds."""
 
 BEGIN, UPDATE = "begin", "update"
 """Parts of a sample beside those of the ops, which are (kind, part)."""
@@ -61,20 +66,30 @@ def measure_steps(prepared: Prepared, mesh: Mesh) -> list[Sample]:
         )  # fmt: skip
         chain = _Chain(replace(prepared, plan=plan), mesh)
         times: dict[Place, list[float]] = defaultdict(list)
-        for epoch in range(WARM_UP + REPEATS):
+        start_s = time.perf_counter()
+        for epoch in range(WARM_UP + MOST_REPEATS):
+            is_enough = epoch >= WARM_UP + REPEATS
+            if is_enough and time.perf_counter() - start_s > SPREAD_S:
+                break
             for place, time_s in chain.epoch(epoch).items():
                 if epoch >= WARM_UP:
                     times[place].append(time_s)
         for place, some in times.items():
             parts = work_at(place, replace(prepared, plan=plan), sizes, 0)
             # Few large chunks and many small ones count alike.
-            found.append(Sample(_undisturbed(some), parts, chunks**-0.5))
+            found.append(Sample(typical_s(some), parts, chunks**-0.5))
     return found
 
 
-def _undisturbed(times: list[float]) -> float:
-    """The second quickest: other programs can only slow a step down."""
-    return sorted(times)[1]
+def typical_s(times: Sequence[float]) -> float:
+    """The mean of the middle half: what steps typically take adds up to what an epoch does.
+
+    >>> typical_s([1.0, 2.0, 4.0, 90.0])
+    3.0
+    """
+    cut = len(times) // 4
+    middle = sorted(times)[cut : len(times) - cut]
+    return sum(middle) / len(middle)
 
 
 def work_at(
@@ -239,4 +254,4 @@ def boundary_time_per_number_s(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(Recorder.clock() - start_s)
-    return _undisturbed(times[WARM_UP:]) / (2 * len(rows) * table.shape[1])
+    return typical_s(times[WARM_UP:]) / (2 * len(rows) * table.shape[1])

@@ -9,7 +9,6 @@ other plans and other runs ``gnnpipe profile`` takes a thorough one.
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,7 +19,7 @@ from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Sample, fit_costs
 from gnnpipe.runtime.link_times import Probe
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.measure import Place, work_at
+from gnnpipe.train.measure import Place, typical_s, work_at
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.profiling import compute_times, link_times
 from gnnpipe.train.rehearsal import Rehearsal, rehearsal
@@ -71,7 +70,7 @@ def take_short_profile(
 
 
 def _walks(stage: Rehearsal, mesh: Mesh, epochs: int) -> Mapping[Place, float] | None:
-    """Median seconds by place; ``None`` on every rank if there is no time for it."""
+    """Typical seconds by place; ``None`` on every rank if there is no time for it."""
     first_s = _walk(stage, mesh, {})
     most_s = max(LEAST_S, RUN_SHARE * epochs * first_s)
     if first_s > most_s:
@@ -83,7 +82,7 @@ def _walks(stage: Rehearsal, mesh: Mesh, epochs: int) -> Mapping[Place, float] |
         spent_s += _walk(stage, mesh, times)
         if spent_s > most_s:
             break
-    return {place: statistics.median(several) for place, several in times.items()}
+    return {place: typical_s(several) for place, several in times.items()}
 
 
 def _walk(stage: Rehearsal, mesh: Mesh, times: dict[Place, list[float]]) -> float:

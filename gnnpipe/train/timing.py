@@ -63,4 +63,8 @@ def prediction_line(
             for shares in (predicted, measured)
         )
         parts.append(f"{name} {next(both):.3g} and {next(both):.3g}")
-    return f"{text}: {', '.join(parts)}" if parts else text
+    if not parts:
+        return text
+    return f"{text}; of that, and of a measured epoch of {measured[0].epoch_s:.3g} s: " + ", ".join(
+        parts
+    )
