@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 from gnnpipe.cli import main
 from gnnpipe.heap import settle_heap
 
 __all__ = ["run"]
 
+INTERRUPTED = 130
+
 
 def run() -> int:
     """The command; its exit code."""
     settle_heap()
-    return main()
+    code = main()
+    if code == INTERRUPTED and threading.active_count() > 1:
+        # A thread that still writes would be torn out of torch's own code, which aborts.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

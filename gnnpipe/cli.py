@@ -266,12 +266,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         # Whoever read our output has gone (`| head`); nothing more can be said to them.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if may_speak():
-            print(
-                "gnnpipe: interrupted; go on with --resume if --checkpoint-every has written any",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            where = str(stop) or "nothing had begun"
+            print(f"gnnpipe: interrupted; {where}", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         # Another rank's fault reaches this one as a broken connection. The rank at fault speaks

@@ -7,6 +7,7 @@ before a parser or a download begins.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from io import BufferedReader
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from gnnpipe.errors import InputError
 
-__all__ = ["MOST_TEXT_BYTES", "check_folder", "open_plain", "read_text"]
+__all__ = ["MOST_TEXT_BYTES", "check_folder", "how_to_write", "open_plain", "read_text"]
 
 MOST_TEXT_BYTES = 1 << 20
 """Of a file that a person or a run writes: a config, a plan."""
@@ -56,3 +57,22 @@ def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder")
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if not existing.is_dir():
         raise InputError(f"{flag} {given!r}: {str(existing)!r} is no folder; {hint}")
+
+
+_REMEDIES = {
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "allow more open files",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "make it writable",
+}
+
+
+def how_to_write(number: int | None) -> str:
+    """What to do about the ``errno`` of a write that failed.
+
+    >>> how_to_write(errno.ENOSPC)
+    'make room'
+    """
+    return _REMEDIES.get(number or 0, "make room")

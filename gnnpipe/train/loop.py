@@ -17,9 +17,11 @@ from torch import Tensor
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
+from gnnpipe.files import how_to_write
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
+from gnnpipe.train.checkpoint.folder import again_with
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.checkpoint.tensors import load_tensors, set_draw_states, tensors_of
 from gnnpipe.train.diagnose import find_fault
@@ -215,6 +217,13 @@ class Loop:
             reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
 
+    def interrupted(self) -> str:
+        """What there is to go on from, once a checkpoint that was begun is on disk."""
+        if self.saver is None:
+            return "nothing was written (--out off)"
+        self.saver.leave()
+        return again_with(self.saver.run)
+
     def _wants_checkpoint(self, is_last: bool) -> bool:
         if self.saver is None or self.config.checkpoint_every == 0:
             return False
@@ -230,15 +239,14 @@ class Loop:
         if not has_failed:
             return
         assert self.saver is not None
-        fault = next(filter(None, self.mesh.gather(self.saver.fault)), "unknown")
+        faults = [found for found in self.mesh.gather(self.saver.fault) if found[0]]
+        fault, remedy = faults[0] if faults else ("unknown", how_to_write(None))
         whole = self.saver.whole
-        last = "there is none before it; make room and start again"
-        if whole:
-            last = f"the last whole one is of epoch {whole}; make room and go on with --resume "
-            last += str(self.saver.run)
+        last = f"the last whole one is of epoch {whole}" if whole else "there is none before it"
         raise FailedError(
             f"checkpoint of epoch {self.saver.begun} could not be written to "
-            f"{self.saver.run / 'checkpoints'}: {fault}; {last}"
+            f"{self.saver.run / 'checkpoints'}: {fault}; {last}; {remedy} and "
+            f"{again_with(self.saver.run)}"
         )
 
     def _save(self, is_last: bool) -> None:

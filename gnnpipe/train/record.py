@@ -29,8 +29,10 @@ import torch_geometric
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
+from gnnpipe.files import how_to_write
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.checkpoint.folder import again_with
 from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.restart import note_launch
 
@@ -108,8 +110,8 @@ class RunFolder:
             yield
         except OSError as error:
             raise FailedError(
-                f"--out {str(self.path)!r}: cannot be written any more ({error.strerror}); make "
-                f"room and go on with --resume {self.path}"
+                f"--out {str(self.path)!r}: cannot be written any more ({error.strerror}); "
+                f"{how_to_write(error.errno)} and {again_with(self.path)}"
             ) from error
 
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:

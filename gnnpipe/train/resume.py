@@ -160,11 +160,8 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
             text += f"{run} holds no whole checkpoint: starting at the first epoch"
             if needs_one:
                 error = f"--resume {str(run)!r}: holds no whole checkpoint"
-                error += (
-                    f" ({faults[0]})"
-                    if faults
-                    else " (--checkpoint-every 10 writes them); start anew"
-                )
+                error += f" ({faults[0]})" if faults else " (--checkpoint-every 10 writes them)"
+                error += "; start anew with another --out, or without that folder"
         else:
             text += f"going on from {start.stored.path}"
             # One that was killed before its result was written has only that left to do.

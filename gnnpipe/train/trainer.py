@@ -199,7 +199,10 @@ class Trainer:
         silence_s = config.timeout_s * SILENCE_SHARE
         watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.gave_up)
         with progress, self._stopping, watchdog:
-            loop.run(self._stopping)
+            try:
+                loop.run(self._stopping)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(loop.interrupted()) from None
         log.say(f"{len(loop.rows)} epochs are done")
         rows, best = loop.rows, loop.best
         best.restore()

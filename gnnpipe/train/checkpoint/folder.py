@@ -14,7 +14,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.train.checkpoint.files import StoredCheckpoint
 from gnnpipe.train.checkpoint.write import is_aside
 
-__all__ = ["checkpoint_path", "drop_old", "newest_whole", "sweep"]
+__all__ = ["again_with", "checkpoint_path", "drop_old", "newest_whole", "sweep"]
 
 
 def checkpoint_path(run: Path, epoch: int) -> Path:
@@ -30,6 +30,17 @@ def _all(run: Path) -> list[Path]:
         return []
     named = [(m, p) for p in found if (m := re.fullmatch(r"epoch-(\d{6,12})", p.name))]
     return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]), reverse=True)]
+
+
+def again_with(run: Path) -> str:
+    """What somebody can do whose run has ended early: go on, if there is something to go on from.
+
+    >>> again_with(Path("nowhere"))
+    'start again with another --out, or without nowhere (it holds no checkpoint)'
+    """
+    if found := _all(run):
+        return f"go on with --resume {run} (the newest checkpoint is {found[0].name})"
+    return f"start again with another --out, or without {run} (it holds no checkpoint)"
 
 
 def newest_whole(run: Path) -> tuple[StoredCheckpoint | None, list[str]]:

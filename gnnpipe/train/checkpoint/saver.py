@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from gnnpipe.files import how_to_write
 from gnnpipe.train.checkpoint.beside import Beside
 from gnnpipe.train.checkpoint.folder import checkpoint_path, drop_old, sweep
 from gnnpipe.train.checkpoint.staged import StagedTensors
@@ -31,6 +32,8 @@ __all__ = ["Saver"]
 _SCARCE_BYTES = 1 << 20
 """Less is a full disk."""
 
+
+_LEAVE_S = 10.0
 
 _SWITCH_S = 2e-4
 """How long this thread may keep Python from the other that trains: 5 ms, which is Python's own,
@@ -116,17 +119,28 @@ class Saver:
             if self._error is None:
                 self.whole = self.begun
 
+    def leave(self) -> None:
+        """The run is interrupted: give what was begun a moment to get on disk."""
+        if self._thread is not None:
+            self._beside.hurry()
+            self._thread.join(_LEAVE_S)
+            if not self._thread.is_alive() and self._error is None:
+                self.whole = self.begun
+
     @property
     def has_failed(self) -> bool:
         """Whether a write has gone wrong, as far as is known now."""
         return self._error is not None
 
     @property
-    def fault(self) -> str:
-        """What went wrong, in a line."""
+    def fault(self) -> tuple[str, str]:
+        """What went wrong, in a line, and what to do about it; both empty if nothing has."""
         error = self._error
         if error is None:
-            return ""
+            return "", ""
+        return self._words(error), how_to_write(getattr(error, "errno", None))
+
+    def _words(self, error: BaseException) -> str:
         if self._free_bytes < _SCARCE_BYTES and not getattr(error, "errno", 0):
             # Torch's own writer hides what a full disk says.
             return os.strerror(errno.ENOSPC)
