@@ -1,6 +1,7 @@
 """Going on where it is hardest: at the end, over a foreign run, from what is forged or damaged."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,19 @@ def test_killed_before_the_result_only_that_is_left_to_do(settings, tmp_path, mo
     assert result.comm_bytes_per_epoch == whole.comm_bytes_per_epoch
     with pytest.raises(InputError, match=r"epochs are done|--patience 2 has ended it"):
         again(out)
+
+
+def test_a_foreign_checkpoint_in_the_folder_is_passed_over(tmp_path, capsys):
+    out = tmp_path / "run"
+    Trainer(config(out, checkpoint_every=2), small_graph()).fit()
+    kept = out / "checkpoints"
+    newest = max(kept.iterdir())
+    # Whole, and not of the epoch that its name says.
+    shutil.copytree(newest, kept / "epoch-000099")
+    again(out, epochs=EPOCHS + 1, quiet=False)
+    said = capsys.readouterr().out
+    assert f"damaged checkpoint: {kept / 'epoch-000099'}: its state is not that of a run" in said
+    assert f"going on from {newest}" in said
 
 
 def test_torchrun_again_does_not_take_over_a_foreign_run(tmp_path, monkeypatch):

@@ -104,7 +104,9 @@ class Start:
                 name = flag(what) if what in FIXED else f"the {what} of the run"
                 raise InputError(
                     f"{name}: is {value} now, and {self.identity.get(what)} in {self.stored.path}; "
-                    "go on with what the run began with, or start anew without --resume"
+                    "go on with the dataset, model and settings that the run began with (see "
+                    f"{self.stored.path.parents[1] / 'config.toml'}), or start anew without "
+                    "--resume"
                 )
 
     def refilling(self, config: TrainConfig) -> TrainConfig:
@@ -150,11 +152,9 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
     """
     start, text, error = None, "", None
     if mesh.rank == 0:
-        stored, faults = newest_whole(run)
-        try:
-            start = None if stored is None else _start(stored)
-        except InputError as found:
-            stored, faults = None, [*faults, str(found)]
+        starts: list[Start] = []
+        _, faults = newest_whole(run, lambda stored: starts.append(_start(stored)))
+        start = starts[0] if starts else None
         text = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
         if start is None:
             text += f"{run} holds no whole checkpoint: starting at the first epoch"
@@ -228,4 +228,4 @@ def _start(stored: StoredCheckpoint) -> Start:
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise InputError(f"{stored.path}: its state is not that of a run ({error!r})") from None
+        raise InputError(f"{stored.path}: its state is not that of a run ({error})") from None

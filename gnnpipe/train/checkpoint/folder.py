@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from gnnpipe.errors import InputError
@@ -43,12 +44,19 @@ def again_with(run: Path) -> str:
     return f"start again with another --out, or without {run} (it holds no checkpoint)"
 
 
-def newest_whole(run: Path) -> tuple[StoredCheckpoint | None, list[str]]:
-    """The newest checkpoint that is whole, if there is one; and what is wrong with newer ones."""
+def newest_whole(
+    run: Path, check: Callable[[StoredCheckpoint], object] = lambda stored: None
+) -> tuple[StoredCheckpoint | None, list[str]]:
+    """The newest checkpoint that is whole, if there is one; and what is wrong with newer ones.
+
+    ``check`` raises ``InputError`` for what is whole and still none of this run.
+    """
     faults: list[str] = []
     for path in _all(run):
         try:
-            return StoredCheckpoint(path), faults
+            stored = StoredCheckpoint(path)
+            check(stored)
+            return stored, faults
         except InputError as error:
             faults.append(str(error))
     return None, faults
