@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from long_run import epochs  # noqa: E402
 from namespaces import Hosts  # noqa: E402
 
 LIMIT_S = 30.0
@@ -63,15 +63,6 @@ def main() -> int:
         when = f"{ended[host]:.1f} s" if host in ended else "NOT ENDED"
         print(f"rank {host}: {when}, exit code {ranks[host].returncode}: {''.join(last)}")
     return int(len(ended) < HOSTS)
-
-
-def epochs(run: Path) -> int:
-    """That are done."""
-    try:
-        with open(run / "metrics.csv", encoding="utf-8", newline="") as file:
-            return len(list(csv.DictReader(file)))
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -124,8 +124,6 @@ class Saver:
         if self._thread is not None:
             self._beside.hurry()
             self._thread.join(_LEAVE_S)
-            if not self._thread.is_alive() and self._error is None:
-                self.whole = self.begun
 
     @property
     def has_failed(self) -> bool:
