@@ -46,8 +46,8 @@ class Cell:
     def settings(self) -> dict[str, Any]:
         """Arguments of ``TrainConfig``."""
         name, _, variant = self.dataset.partition("+")
-        if name == "arxiv-like":
-            data = {"dataset": ARXIV_LIKE}
+        if name in ARXIV_NOISE:
+            data = {"dataset": f"{ARXIV_LIKE},noise={ARXIV_NOISE[name]}"}
         elif name == "debian":
             data = {"dataset": "debian"}
         else:
@@ -64,9 +64,13 @@ class Cell:
         }  # fmt: skip
 
 
-ARXIV_LIKE = "synthetic:planted:n=169343,degree=13.8,classes=40,features=128,homophily=0.65,noise=1"
-"""Size, density and homophily of ogbn-arxiv, which is not to be had without a network. The noise is
-such that exact training learns in 100 epochs, and slowly (with 6 it does not begin to)."""
+ARXIV_LIKE = "synthetic:planted:n=169343,degree=13.8,classes=40,features=128,homophily=0.65"
+"""Size, density and homophily of ogbn-arxiv, which is not to be had without a network."""
+
+ARXIV_NOISE = {"arxiv-like": "1", "arxiv-like (55 % by features)": "0.435"}
+"""Noise of the features. With 1, features alone tell 15 % of the labels (best rule for the planted
+centres), and exact training learns in 100 epochs, and slowly (with 6 it does not begin to). With
+.435 they tell 55.5 %, as much as an MLP gets out of ogbn-arxiv's (OGB's leaderboard: .5550)."""
 
 
 def pair(dataset: str, model: str, layers: int, **settings: Any) -> list[Cell]:
@@ -111,4 +115,5 @@ def tables() -> dict[str, list[Cell]]:
     # Where exact training still learns, and where it has learned.
     arxiv = pair("arxiv-like", "gcnii", 16, epochs=100)
     arxiv += pair("arxiv-like", "gcnii", 16, epochs=300)
+    arxiv += pair("arxiv-like (55 % by features)", "gcnii", 16, epochs=100)
     return {"main": main, "single": single, "again": again, "ablation": ablation, "arxiv": arxiv}
