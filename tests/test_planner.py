@@ -38,6 +38,22 @@ def test_split_equals_brute_force(costs, data):
     assert sum(widths[cuts.index(start)] for start, _ in runs[1:]) <= min(equal)
 
 
+def test_thousands_of_ops_and_stages():
+    costs = [1.0 + i % 7 for i in range(3000)]
+    cuts = range(1, 3000)
+    runs = split_evenly(costs, 1024, cuts, [i % 3 for i in cuts])
+    assert len(runs) == 1024
+    assert slowest(costs, runs) <= sum(costs) / 1024 + max(costs)
+
+
+def test_what_crosses_a_cut():
+    graph = prepared(model="gcnii").model_graph
+    for cut, width in enumerate(graph.crossing()):
+        later = {value for op in graph.ops[cut:] for value in op.inputs}
+        made = [item for op in graph.ops[:cut] for item in op.outputs.items()]
+        assert width == sum(w for value, w in made if value in later)
+
+
 def prepared(**settings):
     config = TrainConfig(layers=4, hidden=8, cache_dir="off", **settings)
     return prepare(config, Mesh.alone(), small_graph(sparse=True))

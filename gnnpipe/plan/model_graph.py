@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from gnnpipe.plan.plan import Transfer
 
@@ -97,11 +98,16 @@ class ModelGraph:
             reach = max([reach, *(last[name] for name in op.weights)])
         return tuple(free)
 
-    def crossing(self, cut: int) -> int:
-        """Width of all values that are made before op ``cut`` and read by it or later ones."""
-        later = {value for op in self.ops[cut:] for value in op.inputs}
-        made = [op.outputs for op in self.ops[:cut]]
-        return sum(w for outputs in made for value, w in outputs.items() if value in later)
+    def crossing(self) -> list[int]:
+        """By op the width of all values that are made before it and read by it or later ones."""
+        last = {value: i for i, op in enumerate(self.ops) for value in op.inputs}
+        change = [0] * (self.num_ops + 1)
+        for i, op in enumerate(self.ops):
+            for value, width in op.outputs.items():
+                if last.get(value, i) > i:
+                    change[i + 1] += width
+                    change[last[value] + 1] -= width
+        return list(accumulate(change[:-1]))
 
     def num_steps(self, first: int, last: int) -> int:
         """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""

@@ -8,10 +8,10 @@ arXiv 2308.10087, released code. Of splits that are as fast, the one that sends 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ModelGraph, Op, Plan
@@ -60,39 +60,69 @@ def split_evenly(
     >>> split_evenly([1.0, 1.0, 1.0, 3.0], 2, [1, 2, 3], [8, 8, 8])
     ((0, 3), (3, 4))
     """
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    width = dict(zip(cuts, widths, strict=True))
+    total = list(accumulate(costs, initial=0.0))
     # Sums of floats in another order must not make two equal splits differ.
-    slack = 1e-9 * total[-1]
+    limit = _least_limit(total, stages, cuts) + 1e-9 * total[-1]
+    return tuple(pairwise((0, *_narrowest(total, stages, cuts, widths, limit), len(costs))))
 
-    @cache
-    def least(last: int, parts: int) -> float:
-        """Least largest sum over ops 0..last-1 in ``parts`` runs."""
-        if parts == 1:
-            return total[last]
-        return min(
-            (max(least(cut, parts - 1), total[last] - total[cut]) for cut in cuts if cut < last),
-            default=math.inf,
-        )
 
-    limit = least(len(costs), stages) + slack
+def _least_limit(total: Sequence[float], stages: int, cuts: Sequence[int]) -> float:
+    """The least largest sum, to a part in 10^12: halving between what cannot be and what can.
 
-    @cache
-    def narrowest(last: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """Least sum of widths with no run above the limit, and its cuts."""
-        if parts == 1:
-            return (0.0 if total[last] <= limit else math.inf), ()
-        best: tuple[float, tuple[int, ...]] = (math.inf, ())
-        for cut in cuts:
-            if cut < last and total[last] - total[cut] <= limit:
-                crossing, chosen = narrowest(cut, parts - 1)
-                if crossing + width[cut] < best[0]:
-                    best = crossing + width[cut], (*chosen, cut)
-        return best
+    That at most so many runs do is enough: cutting one in two makes no sum larger.
+    """
+    ends = [*cuts, len(total) - 1]
+    at = [total[end] for end in ends]
+    low, high = 0.0, total[-1]
+    while high - low > 1e-12 * total[-1]:
+        limit = (low + high) / 2
+        begin, runs = 0.0, 0
+        while begin < total[-1] and runs <= stages:
+            # The longest run that the limit allows.
+            i = bisect_right(at, begin + limit) - 1
+            if i < 0 or at[i] <= begin:
+                runs = stages + 1
+                break
+            begin, runs = at[i], runs + 1
+        low, high = (limit, high) if runs > stages else (low, limit)
+    return high
 
-    return tuple(pairwise((0, *narrowest(len(costs), stages)[1], len(costs))))
+
+def _narrowest(
+    total: Sequence[float],
+    stages: int,
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    limit: float,
+) -> tuple[int, ...]:
+    """The cuts into exactly ``stages`` runs, none above the limit, whose widths sum to least.
+
+    One pass over the cuts for each stage: those that a run may have begun at slide along.
+    """
+    ends = [*cuts, len(total) - 1]
+    before = [0.0 if total[end] <= limit else math.inf for end in ends]
+    chosen: list[list[int]] = []
+    for _ in range(stages - 1):
+        now, came = [math.inf] * len(ends), [-1] * len(ends)
+        # Indices into ``cuts``, least sum first; of equal ones the first.
+        window: deque[int] = deque()
+        for i, end in enumerate(ends):
+            if i:
+                added = before[i - 1] + widths[i - 1]
+                while window and before[window[-1]] + widths[window[-1]] > added:
+                    window.pop()
+                window.append(i - 1)
+            while window and total[end] - total[cuts[window[0]]] > limit:
+                window.popleft()
+            if window:
+                now[i], came[i] = before[window[0]] + widths[window[0]], window[0]
+        chosen.append(came)
+        before = now
+    place, found = len(ends) - 1, []
+    for came in reversed(chosen):
+        place = came[place]
+        found.append(cuts[place])
+    return tuple(reversed(found))
 
 
 def _shared(model: ModelGraph) -> str:
@@ -126,7 +156,8 @@ def plan_uniform(
             f"try --stages {len(cuts) + 1} or more --shards"
         )
     costs = op_costs(model, num_vertices, num_edges, feature_entries)
-    runs = split_evenly(costs, stages, cuts, [model.crossing(cut) for cut in cuts])
+    crossing = model.crossing()
+    runs = split_evenly(costs, stages, cuts, [crossing[cut] for cut in cuts])
     return Plan(
         stages=runs,
         steps=tuple(model.num_steps(*run) for run in runs),
