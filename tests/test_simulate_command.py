@@ -134,6 +134,27 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
     simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need))
 
 
+def test_whole_numbers_of_a_shape_may_be_short():
+    shape = GraphShape.parse("vertices=1e3,edges=5e3,features=16,classes=4")
+    assert (shape.vertices, shape.edges) == (1000, 5000)
+    assert isinstance(shape.vertices, int)
+    for number in ("1.5", "inf", "nan", "many", ""):
+        with pytest.raises(InputError, match=f"vertices '{number}' is no whole number"):
+            GraphShape.parse(f"vertices={number},edges=5,features=16,classes=4")
+
+
+def test_many_ranks_are_told_by_what_not_by_where():
+    shape = GraphShape.parse("vertices=10000,edges=80000,features=16,classes=4")
+    found = simulated(config_of(layers=18, stages=9, chunks=3), shape, "h100:10gbe", None)
+    assert {"all compute", "all transfers"} <= set(found.critical_path)
+    assert sum(found.critical_path.values()) == pytest.approx(1)
+    assert set(found.sensitivity) <= set(found.critical_path)
+    assert all(
+        -0.1 * found.critical_path[kind] - 1e-9 <= change < 0
+        for kind, change in found.sensitivity.items() if found.critical_path[kind] > 1e-6
+    )  # fmt: skip
+
+
 def test_what_is_not_on_the_path_changes_nothing():
     prepared = prepared_of(layers=4, stages=2, chunks=3)
     costs = run_costs(prepared, profile_of(prepared.model_graph), 2)

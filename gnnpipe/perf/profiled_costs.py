@@ -7,6 +7,7 @@ byte. Times are the profile's, of as many ranks at once as the plan has.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
-from gnnpipe.plan import ModelGraph, Op, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan, Transfer
 from gnnpipe.schedule import PILOT
 
 __all__ = ["ProfiledCosts", "meeting_time_s"]
@@ -50,6 +51,16 @@ class ProfiledCosts:
         self._ops = [self._times_of(op) for op in model.ops]
         self._parts = [step_parts(model, *run) for run in plan.stages]
         self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
+        self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        """By source and target."""
+        for transfer in plan.transfers:
+            self._transfers[transfer.source, transfer.target].append(transfer)
+        self._beside: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By stage the ends of the transfers that it has a part in."""
+        for ends in self._transfers:
+            for stage in ends:
+                self._beside[stage].append(ends)
         if plan.num_stages > 1:
             self._link("message")
         if plan.shards > 1:
@@ -108,19 +119,11 @@ class ProfiledCosts:
         plan, total = self.plan, np.zeros((self.plan.shards, self.plan.chunks))
         last = len(self._parts[stage]) - 1
         enters, leaves = (0, last) if way == "F" else (last, 0)
-        ends = {
-            (t.source, t.target)[:: 1 if way == "F" else -1] for t in plan.transfers
-        }  # fmt: skip
-        for source, target in ends:
+        for ends in self._beside[stage]:
+            source, target = ends if way == "F" else ends[::-1]
             if (target == stage and step == enters) or (source == stage and step == leaves):
                 busy = self._link("message").busy
-                total += [
-                    [
-                        busy.time_s(self.message_bytes(way, source, target, shard, chunk))
-                        for chunk in range(plan.chunks)
-                    ]
-                    for shard in range(plan.shards)
-                ]
+                total += busy.base_s + busy.per_row_s * self._sizes_between(*ends)
         if plan.shards > 1 and step < last:
             busy = self._link("exchange").busy
             total += [
@@ -167,17 +170,25 @@ class ProfiledCosts:
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Rows of a chunk times the widths of what the stages hand on."""
         ends = (source, target) if way == "F" else (target, source)
-        total = 0
-        for transfer in self.plan.transfers:
-            if (transfer.source, transfer.target) != ends:
-                continue
-            for value, width in transfer.widths.items():
-                name = transfer.types.get(value, "")
-                if chunk == PILOT:
-                    total += 2 * int(self.sizes.pilots[name][shard]) * width * self._number_bytes
-                else:
-                    total += int(self.sizes.rows[name][shard, chunk]) * width * self._row_bytes
-        return total
+        if chunk != PILOT:
+            return int(self._sizes_between(*ends)[shard, chunk])
+        return sum(
+            2 * int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._number_bytes
+            for t in self._transfers.get(ends, ())
+            for value, width in t.widths.items()
+        )
+
+    def _sizes_between(self, source: int, target: int) -> npt.NDArray[np.int64]:
+        """[G, K], bytes of each chunk's message; as many go back."""
+        ends = source, target
+        if ends not in self._messages:
+            total = np.zeros((self.plan.shards, self.plan.chunks), dtype=np.int64)
+            for transfer in self._transfers.get(ends, ()):
+                for value, width in transfer.widths.items():
+                    rows = self.sizes.rows[transfer.types.get(value, "")]
+                    total += rows * (width * self._row_bytes)
+            self._messages[ends] = total
+        return self._messages[ends]
 
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
         """Boundary rows forward, gradients of halo rows back."""

@@ -8,9 +8,12 @@ other sizes, and no matter of costs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.simulate import simulate
+from gnnpipe.perf.tasks import Tasks
+from gnnpipe.perf.timeline import Timeline
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.schedule import Program
 
@@ -25,15 +28,12 @@ class ChangedCosts:
         costs: Costs,
         shards: int,
         *,
-        link_bandwidth: float = 1.0,
         shard_bandwidth: float = 1.0,
         speed: Mapping[int, float] | None = None,
     ) -> None:
-        """Factors: on the bandwidth between stages, and among shards (latencies stay); and on the
-        speed of ranks.
-        """
+        """Factors: on the bandwidth among shards (latencies stay), and on the speed of ranks."""
         self._costs, self._shards = costs, shards
-        self._link, self._among = link_bandwidth, shard_bandwidth
+        self._among = shard_bandwidth
         self._speed = speed or {}
 
     def _slower(self, stage: int, shard: int) -> float:
@@ -71,11 +71,11 @@ class ChangedCosts:
         """Unchanged."""
         return self._costs.gradient_bytes(stage)
 
-    # With twice the bandwidth a message takes as long as one of half the size took.
-
     def link_s(self, source: int, target: int, size_bytes: int) -> float:
-        """At the changed bandwidth."""
-        return self._costs.link_s(source, target, round(size_bytes / self._link))
+        """Unchanged."""
+        return self._costs.link_s(source, target, size_bytes)
+
+    # With twice the bandwidth an exchange takes as long as one of half the size took.
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
         """At the changed bandwidth."""
@@ -99,32 +99,44 @@ class ChangedCosts:
 
 
 def what_ifs(
-    program: Program, costs: Costs, order: Sequence[int] | None = None
+    timeline: Timeline, program: Program, costs: Costs, order: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """Seconds of an epoch by what is changed, the epoch as it is first.
+    """Seconds of an epoch by what is changed; ``timeline`` is the epoch as it is.
 
     Twice the bandwidth, between stages and among shards (where there are such); the busiest rank
     half and twice as fast; nothing overlapped.
     """
     shards, ranks = program.shards, len(program.stages) * program.shards
-    timeline = simulate(program_tasks(program, costs, order))
+    tasks = timeline.tasks
     busy = timeline.busy_s()[:ranks]
     busiest = busy.index(max(busy))
-    changes: dict[str, ChangedCosts] = {}
+    found = {}
+    # Where the order and the number of tasks stay, only their times are asked for again.
     if len(program.stages) > 1:
-        changes["twice the bandwidth between stages"] = ChangedCosts(
-            costs, shards, link_bandwidth=2
-        )
+        times = [
+            costs.link_s(
+                what.stage * shards + what.shard, what.peer * shards + what.shard,
+                round(what.size_bytes / 2),
+            )
+            if what.kind.startswith("SEND_") else time_s
+            for what, time_s in zip(tasks.what, tasks.duration_s, strict=True)
+        ]  # fmt: skip
+        found["twice the bandwidth between stages"] = _makespan_s(tasks, times)
     if shards > 1:
-        changes["twice the bandwidth among shards"] = ChangedCosts(costs, shards, shard_bandwidth=2)
+        changed = ChangedCosts(costs, shards, shard_bandwidth=2)
+        doubled = program_tasks(program, changed, order)
+        found["twice the bandwidth among shards"] = simulate(doubled).makespan_s
     for factor, words in ((0.5, "half"), (2.0, "twice")):
-        changes[f"rank {busiest} {words} as fast"] = ChangedCosts(
-            costs, shards, speed={busiest: factor}
-        )
-    found = {"as it is": timeline.makespan_s}
-    for words, changed in changes.items():
-        found[words] = simulate(program_tasks(program, changed, order)).makespan_s
+        times = [
+            time_s / factor if on == busiest else time_s
+            for on, time_s in zip(tasks.resource, tasks.duration_s, strict=True)
+        ]
+        found[f"rank {busiest} {words} as fast"] = _makespan_s(tasks, times)
     if ranks > 1:
         blocking = program_tasks(program, costs, order, overlap=False)
         found["nothing overlapped"] = simulate(blocking).makespan_s
     return found
+
+
+def _makespan_s(tasks: Tasks, times_s: list[float]) -> float:
+    return simulate(replace(tasks, duration_s=times_s)).makespan_s

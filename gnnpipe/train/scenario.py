@@ -61,9 +61,12 @@ class GraphShape:
             if name not in known:
                 raise InputError(f"--shape {text!r}: {name!r}: {nearest(name, known)}")
             try:
-                values[name] = known[name](number)
-            except ValueError:
-                raise InputError(f"--shape {text!r}: {name} {number!r} is no number") from None
+                values[name] = _number(known[name], number)
+            except (ValueError, OverflowError):
+                raise InputError(
+                    f"--shape {text!r}: {name} {number!r} is no "
+                    f"{'whole ' * (known[name] is int)}number"
+                ) from None
             least = 0 if name in ("halo", "stored", "edges") else 1
             most = MOST.get(name, 1e15)
             if not least <= values[name] <= most:
@@ -185,3 +188,11 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
     check_parts(config, None, None)
     model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config))
     return describe(model, stand_in)
+
+
+def _number(kind: type[int] | type[float], text: str) -> float:
+    """A whole number may be written as 1e7, too."""
+    value = float(text)
+    if kind is int and value != int(value):
+        raise ValueError
+    return kind(value)

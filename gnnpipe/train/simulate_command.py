@@ -14,7 +14,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
 from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
 from gnnpipe.perf.costs import Costs
-from gnnpipe.perf.critical import critical_shares
+from gnnpipe.perf.critical import critical_shares, kind_of, place_of
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.notes import simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
@@ -32,7 +32,7 @@ __all__ = ["Simulation", "simulate_command", "simulated"]
 
 VERSION = 1
 SHOWN_RANKS = 8
-"""Ranks that have a line each."""
+"""Ranks that have a line each. Of more, the critical path is told by what, not also by where."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Simulation:
     """By rank, of the cluster; empty without one."""
     comm_bytes_per_epoch: dict[str, int]
     critical_path: dict[str, float]
-    """Share of the epoch by what and where, the largest first."""
+    """Share of the epoch by what and where, the largest first; by what alone, of many ranks."""
     what_if_s: dict[str, float]
     """The epoch by what is changed."""
     sensitivity: dict[str, float]
@@ -90,6 +90,7 @@ class Simulation:
         yield f"sent per epoch over all ranks: {human_bytes(sent['total'])} ({axes} bytes)"
         path = ", ".join(f"{v:.0%} {k}" for k, v in list(self.critical_path.items())[:6])
         yield f"critical path: {path}"
+        yield "(one longest path; others may be as long, so what shortens the epoch is below)"
         for words, time_s in self.what_if_s.items():
             yield f"what if {words}: {time_s:.4g} s ({time_s / epoch_s - 1:+.1%})"
         for words, change in self.sensitivity.items():
@@ -162,24 +163,25 @@ def simulated(
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
     notes = simulated_notes(timeline, config.shards)
     link = float("inf") if profile.message is None else profile.message.bandwidth_bytes_per_s
-    changed = what_ifs(scenario.program, costs, scenario.order)
-    epoch_s = changed.pop("as it is")
+    changed = what_ifs(timeline, scenario.program, costs, scenario.order)
     doubled = _with_twice_the_chunks(scenario, shape)
     if doubled is not None:
         twice = _costs(doubled, config, profile, cluster)
         tasks = program_tasks(doubled.program, twice, doubled.order)
         changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
+    name = kind_of if ranks > SHOWN_RANKS else place_of
     devices = () if cluster is None else cluster.devices[:ranks]
     return Simulation(
         stages=config.stages, shards=config.shards, chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
-        predicted_epoch_time_s=epoch_s,
+        predicted_epoch_time_s=timeline.makespan_s,
         predicted_time_shares=time_shares(notes, config.shards, [link] * ranks),
         memory_bytes=scenario.memory_bytes,
         device_memory_bytes=[device.memory_bytes for device in devices],
-        comm_bytes_per_epoch=scenario.volume.to_dict(), critical_path=critical_shares(timeline),
-        what_if_s=changed, sensitivity=sensitivity(timeline),
+        comm_bytes_per_epoch=scenario.volume.to_dict(),
+        critical_path=critical_shares(timeline, name), what_if_s=changed,
+        sensitivity=sensitivity(timeline, name),
     )  # fmt: skip
 
 
