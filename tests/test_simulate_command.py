@@ -1,6 +1,8 @@
 """`gnnpipe simulate`: any shape, on any cluster, in one process."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,3 +202,18 @@ def test_more_ranks_than_devices(tmp_path, capsys):
     )
     assert main(["simulate", *MADE_UP, "--stages", "2", "--cluster", str(path)]) == 2
     assert "need 2 devices, and the cluster has 1" in capsys.readouterr().err
+
+
+def test_the_cluster_of_the_guide(tmp_path):
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
+    path = tmp_path / "cluster.toml"
+    path.write_text(re.search(r"```toml\n(\[\[devices.*?)```", guide, re.DOTALL).group(1))
+    cluster = Cluster.read(str(path))
+    assert [device.speed for device in cluster.devices] == [1.0] * 4 + [0.5] * 4
+    assert cluster.between(2, 3).bandwidth_bytes_per_s > cluster.between(3, 4).bandwidth_bytes_per_s
+    even = cluster_of(8)
+    shape, config = GraphShape.parse(SHAPE), config_of(layers=8, stages=8, chunks=2)
+    times = [
+        simulated(config, shape, "h100:10gbe", c).predicted_epoch_time_s for c in (even, cluster)
+    ]
+    assert times[0] < times[1]
