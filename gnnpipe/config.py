@@ -184,6 +184,12 @@ class TrainConfig(RunSettings):
         "(default: by --staleness)",
         group="staleness", low=0,
     )  # fmt: skip
+    exact_above: float | None = setting(
+        None,
+        "so is the epoch behind one whose gradients were longer than this times the median of the "
+        "last 20; 0: never (default: by --staleness)",
+        group="staleness", low=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(TrainConfig)
@@ -217,6 +223,7 @@ class TrainConfig(RunSettings):
                 "scale_live_gradients",
                 "pilots_per_column",
                 "exact_epochs",
+                "exact_above",
             )
             if getattr(self, name) is not None
         }

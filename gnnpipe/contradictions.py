@@ -102,7 +102,7 @@ def _check_staleness(config: TrainConfig) -> None:
     if config.staleness == "exact" and config.chunks > 1:
         for name, idle in (
             ("shuffle_chunks", False), ("snapshot_every", 1), ("scale_live_gradients", 1),
-            ("pilots_per_column", 0), ("exact_epochs", 0),
+            ("pilots_per_column", 0), ("exact_epochs", 0), ("exact_above", 0),
         ):  # fmt: skip
             if getattr(config, name) not in (None, idle):
                 raise InputError(

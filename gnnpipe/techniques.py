@@ -23,12 +23,15 @@ class Techniques:
     rows of width F; 0: no forecast."""
     exact_epochs: int = 0
     """Epochs at the start that are walked layer by layer."""
+    exact_above: float = 0.0
+    """So is an epoch behind one whose gradients were this many times as long as the median of the
+    last epochs; 0: never."""
 
 
 # GNNPipe's own code refreshes the snapshot every 23 epochs: arXiv 2308.10087, released code.
 PRESETS = {
     "none": Techniques(False, 1, 1.0, False),
     "paper": Techniques(True, 23, 2.0, False),
-    "auto": Techniques(True, 1, 1.5, False, pilots_per_column=16, exact_epochs=1),
+    "auto": Techniques(True, 1, 1.5, False, pilots_per_column=16, exact_epochs=1, exact_above=3.0),
     "exact": Techniques(False, 1, 1.0, True),
 }

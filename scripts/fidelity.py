@@ -43,6 +43,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from gnnpipe.config import TrainConfig
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.assemble import assemble
+    from gnnpipe.train.exact_epochs import ExactEpochs
     from gnnpipe.train.metrics import evaluate, train_epoch
     from gnnpipe.train.prepare import chunk_order, prepare
     from gnnpipe.train.staleness import measure_staleness
@@ -55,11 +56,15 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     assembly = assemble(prepared, mesh)
     epochs, test, losses, times = [], [], [], []
     drift, moved, missed = [], [], []
+    exact_epochs, walked_exactly = ExactEpochs(prepared), 0
     for epoch in range(config.epochs):
         start = time.perf_counter()
         order = chunk_order(prepared.config, epoch)
-        loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
-        stale = measure_staleness(prepared, assembly, mesh, order, epoch)
+        program = exact_epochs.program(epoch)
+        loss = train_epoch(assembly, mesh, program, order, epoch)
+        exact_epochs.note(assembly.executor.guard.norm)
+        stale = measure_staleness(prepared, assembly, mesh, order, program.is_exact)
+        walked_exactly += program.is_exact
         times.append(time.perf_counter() - start)
         if (epoch + 1) % 10 == 0 or epoch >= config.epochs - TAIL:
             epochs.append(epoch + 1)
@@ -80,6 +85,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "epoch_time_s": round(statistics.median(times), 4), "train_s": round(sum(times), 1),
         "extra_edges": into_pilots / (2 * graph.num_edges),
         "extra_rows": len(prepared.pilots) / graph.num_vertices,
+        "exact_epochs": walked_exactly / config.epochs,
     }  # fmt: skip
 
 

@@ -75,6 +75,7 @@ CASES = {
     "cosine": {"lr_schedule": "cosine", "warmup_epochs": 2, "clip_norm": 0.1},
     "bf16": {"comm_dtype": "bf16"},
     "recompute": {"recompute": True},
+    "jumps": {"exact_above": 1.0},
 }
 
 

@@ -111,7 +111,7 @@ class Executor:
         recorder.drop()
         if training:
             recorder.begin(order)
-        self.stage.begin(epoch, training)
+        self.stage.begin(epoch, training, program.is_exact)
         actions = program.stages[self.mesh.stage]
         for index, action in enumerate(actions):
             self._at = action, epoch

@@ -43,8 +43,6 @@ class HistorySpec:
     """Stale reads come from a snapshot this many epochs apart; 1: from the last epoch."""
     scale: float = 1.0
     """Factor on gradients from other chunks."""
-    exact_epochs: int = 0
-    """Epochs at the start that read nothing stale, and so have nothing to make up for."""
     sample: Tensor | None = None
     """[s], own rows whose drift is measured; none where nothing can be stale."""
 
@@ -56,7 +54,7 @@ class History(ABC):
         """``num_rows`` of a table that is kept in float64 and has none of the layout's rows."""
         self.layout, self.exchange = spec.layout, spec.exchange
         self.snapshot_every, self.scale = spec.snapshot_every, 1.0
-        self._late_scale, self._exact_epochs = spec.scale, spec.exact_epochs
+        self._scale = spec.scale
         self._ptr: list[int] = spec.layout.own_ptr.tolist()
         mesh = spec.exchange.mesh
         # A single chunk on a single shard IS the table; it then needs no copy and no memory.
@@ -91,24 +89,27 @@ class History(ABC):
         """Own rows of a chunk as (start, stop)."""
         return self._ptr[chunk], self._ptr[chunk + 1]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Stale reads start from the snapshot, if there is one; no gradient is left over."""
-        self.scale = 1.0 if epoch < self._exact_epochs else self._late_scale
+    def begin_epoch(self, is_exact: bool) -> None:
+        """Stale reads start from the snapshot, if there is one; no gradient is left over.
+
+        Where nothing is stale, there is no gradient to make up for.
+        """
+        self.scale = 1.0 if is_exact else self._scale
         self._arriving.clear()  # of a pass that was ended by an error
         self._returning.clear()
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
         self._clear_gradients()
 
-    def end_epoch(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int, is_exact: bool) -> None:
         """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0).
 
-        Also at the end of the exact epochs: what comes next must not read zeros.
+        Also at the end of an exact one: what comes next must not read what is older.
         """
         self.settle()
         if self.drift is not None:
             self.drift.after(self.table)
-        due = (epoch + 1) % self.snapshot_every == 0 or epoch + 1 == self._exact_epochs
+        due = (epoch + 1) % self.snapshot_every == 0 or is_exact
         if self._snapshot is not None and due:
             self._snapshot.copy_(self.table)
 

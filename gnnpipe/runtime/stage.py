@@ -79,23 +79,23 @@ class Stage:
         self._walks: dict[int, _Walk] = {}
         self._rows_now = self.rows
         self._epoch = 0
-        self._training = False
+        self._training = self._is_exact = False
 
     @property
     def num_steps(self) -> int:
         """Those of the piece."""
         return self.piece.num_steps
 
-    def begin(self, epoch: int, training: bool) -> None:
-        """Start a pass over all chunks."""
-        self._epoch, self._training = epoch, training
+    def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
+        """Start a pass over all chunks; ``is_exact``: none of its reads is stale."""
+        self._epoch, self._training, self._is_exact = epoch, training, is_exact
         self._rows_now = [replace(rows, epoch=epoch, training=training) for rows in self.rows]
         self._walks.clear()
         if training:
             for table in self._feature_tables():
                 table.begin()
             for history in self.histories.values():
-                history.begin_epoch(epoch)
+                history.begin_epoch(is_exact)
 
     def end(self, has_stepped: bool = True) -> None:
         """Finish the pass: snapshots after training, nothing left after evaluation.
@@ -106,7 +106,7 @@ class Stage:
             for table in self._feature_tables():
                 table.end()
             for name, history in self.histories.items():
-                history.end_epoch(self._epoch)
+                history.end_epoch(self._epoch, self._is_exact)
                 if has_stepped and isinstance(history, MeanHistory) and history.count:
                     self.piece.observe(name, history.mean, history.count)
         self._scratch.clear()

@@ -58,6 +58,8 @@ def check(program: Program) -> ProgramReport:
     _check_forecast(program)
     _check_pairs(program)
     _check_progress(program)
+    if program.is_exact and stale:
+        raise ProgramError(f"the program calls itself exact, and {stale} of its reads are stale")
     return ProgramReport(live, stale)
 
 

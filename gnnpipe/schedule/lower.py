@@ -56,7 +56,9 @@ def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
                 actions.append(Action("REDUCE_GRAD", stage))
             actions.append(Action("STEP", stage))
         stages.append(tuple(actions))
-    return Program(tuple(stages), plan.steps, plan.chunks, plan.shards)
+    return Program(
+        tuple(stages), plan.steps, plan.chunks, plan.shards, is_exact=schedule == "layer-sync"
+    )
 
 
 def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:

@@ -61,6 +61,8 @@ class Program:
     chunks: int
     shards: int = 1
     """Ranks that run each list; more than one add up their gradients."""
+    is_exact: bool = False
+    """No read is stale: the walk is layer by layer."""
 
     def text(self) -> str:
         """One line per stage, actions separated by blanks."""

@@ -143,7 +143,6 @@ def _history_specs(
             prepared.dtype,
             techniques.snapshot_every,
             techniques.scale_live_gradients,
-            techniques.exact_epochs,
             None
             if prepared.report.exact
             else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),

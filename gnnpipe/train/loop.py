@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.checkpoint.tensors import load_tensors, set_draw_states, tensors_of
 from gnnpipe.train.diagnose import find_fault
 from gnnpipe.train.epoch_row import EpochRow
+from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
@@ -40,6 +40,7 @@ from gnnpipe.train.resume import (
     patience_is_out,
     state_text,
 )
+from gnnpipe.train.same_weights import check_same_weights
 from gnnpipe.train.staleness import measure_staleness
 from gnnpipe.train.stopping import Stopping
 from gnnpipe.train.task import ERRORS
@@ -79,6 +80,7 @@ class Loop:
         self._is_over = False
         self._sent_bytes: list[int] = []
         self._learning_rate = LearningRate(executor.optimizer, config)
+        self._exact_epochs = ExactEpochs(self.prepared)
         self._saved_at = self._met_at = time.monotonic()
 
     def _no_best(self) -> BestEpoch:
@@ -100,6 +102,7 @@ class Loop:
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
         self._sent_bytes = list(start.sent_bytes)
+        self._exact_epochs = ExactEpochs(self.prepared, start.lengths)
         self._is_over = patience_is_out(self.config, self.rows, start.best)
         if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
             self.saver.whole = start.epoch
@@ -151,8 +154,10 @@ class Loop:
         config, mesh, executor = self.config, self.mesh, self.assembly.executor
         start = time.perf_counter()
         order = chunk_order(self.prepared.config, epoch)
-        loss = train_epoch(self.assembly, mesh, self.prepared.program_of(epoch), order, epoch)
-        stale = measure_staleness(self.prepared, self.assembly, mesh, order, epoch)
+        program = self._exact_epochs.program(epoch)
+        loss = train_epoch(self.assembly, mesh, program, order, epoch)
+        self._exact_epochs.note(executor.guard.norm)
+        stale = measure_staleness(self.prepared, self.assembly, mesh, order, program.is_exact)
         trained = time.perf_counter()
         if not executor.has_stepped and self._mend(epoch, loss):
             return False
@@ -160,7 +165,7 @@ class Loop:
         due = config.eval_every and (epoch + 1) % config.eval_every == 0
         scores = evaluate(self.assembly, mesh) if last or due else None
         if scores and config.check_weights:
-            self._check_weights(epoch)
+            check_same_weights(self.assembly, mesh, epoch)
         row = EpochRow(
             epoch + 1, loss, scores, trained - start,
             time.perf_counter() - trained if scores else 0.0, self._learning_rate.value, stale,
@@ -177,21 +182,6 @@ class Loop:
                 f"become better since epoch {self.best.epoch}"
             )
         return is_over
-
-    def _check_weights(self, epoch: int) -> None:
-        """The shards of a stage take the same steps; if they differ, a machine computes wrong."""
-        digest = 0
-        for _, tensor in self.assembly.executor.stage.piece.named_state():
-            digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
-        everyone = self.mesh.gather(digest)
-        for rank, found in enumerate(everyone):
-            first = rank // self.mesh.shards * self.mesh.shards
-            if found != everyone[first]:
-                raise FailedError(
-                    f"epoch {epoch + 1}: ranks {first} and {rank} hold other weights of stage "
-                    f"{rank // self.mesh.shards}; one of them computes wrong. Go on with --resume, "
-                    "without that machine"
-                )
 
     def _meet(self, stopping: Stopping, is_over: bool) -> None:
         """Hear from all ranks whether to stop or to write a checkpoint."""
@@ -255,7 +245,12 @@ class Loop:
         texts = {}
         if self.folder is not None:
             state = state_text(
-                best, self.identity, self._lr_factor, self._sent_bytes, cut_of(self.prepared)
+                best,
+                self.identity,
+                self._lr_factor,
+                self._sent_bytes,
+                cut_of(self.prepared),
+                self._exact_epochs,
             )
             texts = {STATE: state, METRICS: self.folder.metrics_text(self.rows)}
         kept: dict[str, Tensor] = dict(zip(self._weights, self.best.kept, strict=False))

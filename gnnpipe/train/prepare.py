@@ -69,12 +69,12 @@ class Prepared:
     """The user's own; none: cross entropy, of classes or of labels."""
 
     def program_of(self, epoch: int) -> Program:
-        """What an epoch (from 0) runs."""
+        """What an epoch (from 0) runs, unless the gradients have jumped (see ``ExactEpochs``)."""
         return self.exact_program if epoch < self.exact_epochs else self.program
 
-    def volume_of(self, epoch: int) -> CommVolume:
-        """Bytes of an epoch (from 0): an exact one forecasts nothing."""
-        return replace(self.volume, control=0) if epoch < self.exact_epochs else self.volume
+    def volume_of(self, is_exact: bool) -> CommVolume:
+        """Bytes of an epoch: an exact one forecasts nothing."""
+        return replace(self.volume, control=0) if is_exact else self.volume
 
     def program_text(self) -> str:
         """Every program of the run, for a person."""
@@ -82,7 +82,8 @@ class Prepared:
             return self.program.text()
         return (
             f"# epochs 1 to {self.exact_epochs}\n{self.exact_program.text()}"
-            f"# epochs {self.exact_epochs + 1} and on\n{self.program.text()}"
+            f"# epochs {self.exact_epochs + 1} and on, unless gradients have jumped\n"
+            f"{self.program.text()}"
         )
 
     @property

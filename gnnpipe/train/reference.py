@@ -130,7 +130,7 @@ class Reference:
         self.before = copy.deepcopy(self.piece)
         self.optimizer.step()
         self.learning_rate.step(None)
-        if every > 1 and ((epoch + 1) % every == 0 or epoch + 1 == self.prepared.exact_epochs):
+        if every > 1 and ((epoch + 1) % every == 0 or exact):
             self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         return ReferenceEpoch(float(loss.detach()), grads)
 

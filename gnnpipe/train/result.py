@@ -66,6 +66,8 @@ class RunResult:
     predicted_epoch_time_s: float | None
     """From a profile, before the run; none where nothing was predicted. As the shares below, of the
     order of chunks that the epoch of the time shares had."""
+    exact_epochs: int
+    """Epochs in which nothing was stale."""
     stale_reads: float
     """Share of the edges read stale, mean over the epochs."""
     drift: list[float]
@@ -131,6 +133,8 @@ def gather_result(
     times = [r.epoch_time_s for r in rows]
     counted_epochs = len(times) - min(WARM_UP, len(times) - 1)
     stale = [r.staleness for r in rows if r.staleness is not None]
+    # Exact epochs have none of it, but for a run of nothing else.
+    measured = [s for s in stale if not s.is_exact] or stale
     # The peak first: the estimate needs memory of its own.
     peaks = mesh.gather(peak_bytes(mesh.device))
     estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
@@ -151,12 +155,13 @@ def gather_result(
         weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
         epoch_time_s=statistics.median(times[-counted_epochs:]),
         predicted_epoch_time_s=predicted.epoch_time_s if predicted else None,
+        exact_epochs=sum(s.is_exact for s in stale) if stale else len(rows),
         stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
-        drift=list(stale[-1].drift) if stale else [],
-        moved=list(stale[-1].moved) if stale else [],
-        missed=list(stale[-1].missed) if stale else [],
+        drift=list(measured[-1].drift) if measured else [],
+        moved=list(measured[-1].moved) if measured else [],
+        missed=list(measured[-1].missed) if measured else [],
         comm_bytes_per_epoch=dict(zip(names, sent_bytes, strict=True)) | {"total": sum(sent_bytes)},
-        comm_bytes_closed_form=prepared.volume_of(len(rows) - 1).to_dict(),
+        comm_bytes_closed_form=prepared.volume_of(bool(stale) and stale[-1].is_exact).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,6 +18,7 @@ from gnnpipe.settings import flag
 from gnnpipe.train.checkpoint.files import StoredCheckpoint
 from gnnpipe.train.checkpoint.folder import newest_whole
 from gnnpipe.train.epoch_row import EpochRow, rows_of
+from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.scoring import Scores
 
@@ -77,6 +79,8 @@ class Start:
     """Of the last epoch, over all ranks, by axis."""
     cut: Mapping[str, Any]
     """Of what ``cut_of`` gave then."""
+    lengths: tuple[float, ...]
+    """Of the gradients of the last epochs."""
 
     @property
     def epoch(self) -> int:
@@ -195,12 +199,13 @@ def state_text(
     lr_factor: float,
     sent_bytes: Sequence[int],
     cut: Mapping[str, Any],
+    exact_epochs: ExactEpochs,
 ) -> str:
     """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
     return json.dumps({
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
         "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
-        "cut": dict(cut),
+        "cut": dict(cut), "lengths": list(exact_epochs.lengths),
     })  # fmt: skip
 
 
@@ -224,7 +229,10 @@ def _start(stored: StoredCheckpoint) -> Start:
         if len(sent) != len(fields(CommBytes)):
             raise ValueError(f"sent_bytes {sent}")
         identity, cut = dict(state["identity"]), dict(state["cut"])
-        return Start(stored, tuple(rows), best, identity, factor, sent, cut)
+        lengths = tuple(float(number) for number in state["lengths"])
+        if not all(0 <= length < math.inf for length in lengths):
+            raise ValueError(f"lengths {lengths}")
+        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:

@@ -32,7 +32,7 @@ MOST_BLOCKS = 1024
 
 _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
     ("shuffle_chunks", "snapshot_every", "scale_live_gradients", "pilots_per_column",
-     "exact_epochs")
+     "exact_epochs", "exact_above")
 )  # fmt: skip
 
 

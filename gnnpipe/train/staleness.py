@@ -29,6 +29,11 @@ class Staleness:
     missed: tuple[float, ...]
     """By layer: what the forecast left of it."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Nothing was stale."""
+        return any(map(math.isnan, self.drift))
+
     def cells(self) -> dict[str, float]:
         """Columns of metrics.csv."""
         found = {"stale_reads": self.stale_reads}
@@ -38,9 +43,12 @@ class Staleness:
 
 
 def measure_staleness(
-    prepared: Prepared, assembly: Assembly, mesh: Mesh, order: Sequence[int], epoch: int
+    prepared: Prepared, assembly: Assembly, mesh: Mesh, order: Sequence[int], exact: bool
 ) -> Staleness | None:
-    """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale."""
+    """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale.
+
+    ``exact``: nothing was in this epoch.
+    """
     if prepared.chunk_edges is None:
         return None
     places = {op.name: i for i, op in enumerate(prepared.model_graph.aggregations)}
@@ -51,7 +59,6 @@ def measure_staleness(
         assert history.drift is not None
         columns[0][index], columns[1][index] = history.drift.sums.tolist()
     forecaster = assembly.executor.forecaster
-    exact = epoch < prepared.exact_epochs
     if forecaster is not None and not exact and mesh.shard == 0:
         for name, found in forecaster.maps.items():
             index = places[name]

@@ -1,0 +1,163 @@
+"""Behind a jump of the gradients an epoch is walked exactly, on every shape alike."""
+
+import csv
+import math
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe import Trainer
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.runtime.guard import Guard
+from gnnpipe.schedule import check
+from gnnpipe.schedule.check import ProgramError
+from gnnpipe.train.exact_epochs import ExactEpochs
+
+EPOCHS, FACTOR = 16, 0.9
+
+
+def config(**settings):
+    # Below 1, so that even short training jumps, and not in every epoch.
+    return quick_config(
+        **{
+            "model": "gcnii", "layers": 4, "hidden": 8, "chunks": 6, "epochs": EPOCHS, "lr": 0.05,
+            "exact_above": FACTOR, "predict": False,
+        }
+        | settings
+    )  # fmt: skip
+
+
+def walked_exactly(result):
+    return [row.staleness.is_exact for row in result.history]
+
+
+def fit(stages, shards, epochs=EPOCHS):
+    result = Trainer(config(stages=stages, shards=shards, epochs=epochs), small_graph()).fit()
+    sent = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+    return [row.loss for row in result.history], walked_exactly(result), *sent
+
+
+def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
+    lengths = []
+    passes = Guard.passes
+
+    def noting(self, loss):
+        good = passes(self, loss)
+        lengths.append(self.norm)
+        return good
+
+    monkeypatch.setattr(Guard, "passes", noting)
+    result = Trainer(config(), small_graph()).fit()
+    expected = [True] + [
+        e >= 5 and lengths[e - 1] > FACTOR * statistics.median(lengths[max(e - 20, 0) : e])
+        for e in range(1, EPOCHS)
+    ]
+    assert walked_exactly(result) == expected
+    assert result.exact_epochs == sum(expected)
+    assert 3 <= sum(expected) <= EPOCHS - 5
+    reads = [row.staleness.stale_reads for row in result.history]
+    assert [read == 0 for read in reads] == expected
+    assert not any(map(math.isnan, result.drift))
+
+
+def test_the_gradients_of_such_an_epoch_are_those_of_exact_training(monkeypatch):
+    """From the same weights, with the same dropout: the length is that of one device's."""
+    lengths = {}
+    passes = Guard.passes
+    starts = {}
+
+    def noting(self, loss):
+        good = passes(self, loss)
+        lengths.setdefault(len(starts), []).append((self.norm, loss))
+        return good
+
+    monkeypatch.setattr(Guard, "passes", noting)
+    once = config(dropout=0.0, lr=1e-12)
+    exact = walked_exactly(Trainer(once, small_graph()).fit())
+    starts["then"] = True
+    Trainer(replace(once, staleness="exact", exact_above=None), small_graph()).fit()
+    # The weights stand still: every epoch of exact training is the same one.
+    length, loss = lengths[1][0]
+    assert exact[0]
+    for is_exact, (found, its_loss) in zip(exact, lengths[0], strict=True):
+        if is_exact:
+            assert found == pytest.approx(length, rel=1e-6)
+            assert its_loss == pytest.approx(loss, rel=1e-6)
+        else:
+            assert abs(found / length - 1) > 1e-3
+
+
+def test_every_shape_walks_the_same_epochs_exactly():
+    alone = fit(1, 1)
+    assert True in alone[1][1:]
+    for shape in ((2, 1), (1, 2), (2, 2)):
+        for losses, exact, *_ in run_ranks(fit, shape[0] * shape[1], *shape):
+            assert exact == alone[1]
+            assert losses == pytest.approx(alone[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("last_is_exact", [True, False])
+def test_bytes_of_the_last_epoch_are_the_closed_form(last_is_exact):
+    exact = fit(1, 1)[1]
+    epochs = max(e + 1 for e, is_exact in enumerate(exact) if is_exact == last_is_exact)
+    _, found, sent, formula = run_ranks(fit, 4, 2, 2, epochs)[0]
+    assert found[-1] == last_is_exact
+    assert sent == formula
+    assert (sent["control"] == 0) == last_is_exact
+
+
+def test_what_counts_as_a_jump():
+    program, exact = (SimpleNamespace(is_exact=is_exact) for is_exact in (False, True))
+    techniques = SimpleNamespace(exact_above=2.0)
+    prepared = SimpleNamespace(
+        config=SimpleNamespace(techniques=techniques), exact_program=exact,
+        report=SimpleNamespace(exact=False),
+        program_of=lambda epoch: exact if epoch == 0 else program,
+    )  # fmt: skip
+    epochs = ExactEpochs(prepared)
+    assert epochs.program(0) is exact
+    for length in (1.0, 1.0, 1.0, 9.0):
+        epochs.note(length)
+    assert epochs.program(4) is program  # too few to tell
+    epochs.note(2.0)
+    assert epochs.program(5) is program  # not more than twice the median
+    epochs.note(3.1)
+    assert epochs.program(6) is exact
+    epochs.note(math.nan)
+    assert epochs.program(7) is exact  # what is no number is left out
+    assert ExactEpochs(prepared, list(epochs.lengths)).program(7) is exact
+    for _ in range(20):
+        epochs.note(5.0)
+    assert epochs.program(9) is program  # the old ones are forgotten
+    epochs.note(10.5)
+    assert epochs.program(10) is exact
+    techniques.exact_above = 0.0
+    assert epochs.program(10) is program
+
+
+def test_a_jump_of_one_chunk_changes_nothing(tmp_path):
+    kept = []
+    for factor in (0.0, FACTOR):
+        run = config(chunks=1, exact_above=factor, out=str(tmp_path / str(factor)))
+        Trainer(run, small_graph()).fit()
+        with open(tmp_path / str(factor) / "metrics.csv", encoding="utf-8", newline="") as file:
+            kept.append([row["loss"] for row in csv.DictReader(file)])
+    assert kept[0] == kept[1]
+
+
+def test_exact_needs_no_jumps():
+    with pytest.raises(
+        InputError, match=r"--exact-above 2\.0: has no meaning with --staleness exact"
+    ):
+        TrainConfig(chunks=4, staleness="exact", exact_above=2.0)
+
+
+def test_a_program_that_calls_itself_exact_is_proved():
+    prepared = Trainer(config(), small_graph())._setup()[1]
+    assert check(prepared.exact_program).exact
+    with pytest.raises(ProgramError, match="exact"):
+        check(replace(prepared.program, is_exact=True))
