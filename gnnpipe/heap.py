@@ -10,10 +10,11 @@ process starts, so a command starts itself once more, before anything is done.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 
-__all__ = ["HEAP_SETTINGS", "settle_heap"]
+__all__ = ["HEAP_SETTINGS", "give_back", "settle_heap"]
 
 HEAP_SETTINGS = ":".join(
     f"glibc.malloc.{name}"
@@ -36,3 +37,11 @@ def settle_heap() -> None:
         return
     os.environ["GLIBC_TUNABLES"] = HEAP_SETTINGS
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def give_back() -> None:
+    """Return to the system what reading and cutting the graph have freed, where glibc has it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

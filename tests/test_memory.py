@@ -63,3 +63,7 @@ def test_layers_keep_what_they_say(model, recompute, chunks, monkeypatch):
     if model == "gat":
         per_layer += 4 * op.push_width * copied_rows(prepared.graph, prepared.chunking)
     assert (eight - four) / 4 == pytest.approx(per_layer, rel=0.03)
+    ends = describe(prepared.model, prepared.graph).ops
+    ends = [o.kept_per_row_recomputed if recompute else o.kept_per_row for o in (ends[0], ends[-1])]
+    beyond = 4 * N * (sum(ends) - 2 * said)
+    assert four - 4 * (eight - four) / 4 == pytest.approx(beyond, abs=4 * N * HIDDEN * 0.2)

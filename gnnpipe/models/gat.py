@@ -26,6 +26,7 @@ class GATLayer(Layer):
     """
 
     aggregation = "loops"
+    kept_rows_last = 2.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

@@ -24,6 +24,9 @@ class GCNIILayer(Layer):
 
     aggregation = "gcn"
     kept_rows = 4.25
+    kept_rows_first = 1.0
+    kept_rows_last = 1.25
+    passing_rows = 4.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

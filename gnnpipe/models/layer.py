@@ -129,6 +129,12 @@ class Layer(nn.Module, ABC):
     """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
     norm's input, the activation's output, a quarter for the dropout mask; tests/test_memory.py
     counts it."""
+    kept_rows_first: ClassVar[float] = 0.0
+    """So much more by the first layer, with ``--recompute`` too."""
+    kept_rows_last: ClassVar[float] = -2.25
+    """So much more by the last layer: most have neither norm nor dropout there."""
+    passing_rows: ClassVar[float] = 5.0
+    """What backward makes of a row on its way through a layer."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
 

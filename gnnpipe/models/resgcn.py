@@ -21,6 +21,7 @@ class ResGCNLayer(Layer):
 
     aggregation = "gcn"
     kept_rows_recomputed = 2.0
+    kept_rows_last = 3.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

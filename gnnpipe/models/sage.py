@@ -22,6 +22,7 @@ class SAGELayer(Layer):
 
     aggregation = "mean"
     kept_rows = 4.25
+    passing_rows = 7.0
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:

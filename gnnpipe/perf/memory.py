@@ -16,9 +16,6 @@ from gnnpipe.plan import ModelGraph, Plan
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
-_PASSING = 6
-"""Tensors of a chunk's rows that exist for a moment in backward."""
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -119,8 +116,7 @@ def estimate_memory(
         width * own_rows[t.types.get(name, "")] for t in leaving for name, width in t.widths.items()
     )
     # What backward makes of one chunk on the way.
-    widest = max((op.push_width for op in ops), default=0)
-    activations += _PASSING * widest * n // plan.chunks
+    activations += max((op.passing_per_row for op in ops), default=0) * n // plan.chunks
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.
         activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)

@@ -38,6 +38,8 @@ class Op:
     """Numbers that are kept of a row until backward."""
     kept_per_row_recomputed: int = 0
     """The same with ``--recompute``."""
+    passing_per_row: int = 0
+    """Numbers that exist of a row for a moment in backward."""
     kept_per_edge: int = 0
     """Numbers that are kept of an edge, without ``--recompute``."""
     is_linear: bool = True

@@ -87,6 +87,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 # of an edge its message.
                 kept_per_row=2 * pushed + width,
                 kept_per_row_recomputed=pushed,
+                passing_per_row=6 * pushed,
                 kept_per_edge=pushed if has_messages else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
@@ -104,6 +105,8 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
     reads = sum(m.weight.numel() for m in encoders)
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+    first = layer.kept_rows_first * layer.is_first
+    last = layer.kept_rows_last * layer.is_last
     return Op(
         name=name,
         inputs=inputs,
@@ -112,8 +115,9 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
         flops_per_row=2 * (matrices - reads),
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
-        kept_per_row=int(layer.push_width * layer.kept_rows),
-        kept_per_row_recomputed=int(layer.push_width * layer.kept_rows_recomputed),
+        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
+        kept_per_row_recomputed=int(layer.push_width * (layer.kept_rows_recomputed + first)),
+        passing_per_row=int(layer.push_width * layer.passing_rows),
         kept_per_edge=layer.kept_per_edge,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
