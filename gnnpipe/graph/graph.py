@@ -190,12 +190,20 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs of vertices'."""
+        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs of vertices'.
+
+        With the classes that no vertex is of.
+        """
         if self.pairs is not None:
             return f"{self.pairs.num_pairs:,} pairs of vertices"
         if self.is_regression:
             return f"{self.num_classes} target{'s' * (self.num_classes > 1)}"
-        return f"{self.num_classes} {'labels at once' if self.is_multi_label else 'classes'}"
+        if self.is_multi_label:
+            return f"{self.num_classes} labels at once"
+        # Often a slip: labels that begin at 1.
+        unused = np.setdiff1d(np.arange(self.num_classes), self.y)
+        some = f"{', '.join(map(str, unused[:3]))}{', ...' if len(unused) > 3 else ''}"
+        return f"{self.num_classes} classes" + (f" (no vertex is of {some})" if len(unused) else "")
 
     @property
     def edge_index(self) -> npt.NDArray[np.int64]:

@@ -245,3 +245,16 @@ def test_refused_in_one_line(changes, message):
     assert text.startswith("dataset 'toy': ")
     assert "; try: " in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        ([0, 1, 2, 0, 1, 2], "3 classes"),
+        ([1, 2, 3, 1, 2, 3], "4 classes (no vertex is of 0)"),
+        ([5, -1, 5, 5, 5, 5], "6 classes (no vertex is of 0, 1, 2, ...)"),
+    ],
+)
+def test_classes_that_no_vertex_is_of_are_told(labels, text):
+    masks = tuple(np.asarray(part) & (np.array(labels) >= 0) for part in (TRAIN, VAL, TEST))
+    assert make(y=np.array(labels), masks=masks).label_text == text
