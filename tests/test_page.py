@@ -224,7 +224,13 @@ def forget(field):
     return spoil
 
 
+def file_in_its_place(run):
+    shutil.rmtree(run)
+    run.write_text("no folder")
+
+
 BAD = {
+    "a file": (file_in_its_place, "is a file; give the folder"),
     "no folder": (lambda run: shutil.rmtree(run), "no such folder"),
     "no run": (lambda run: os.remove(run / "config.toml"), "no config.toml"),
     "no plan": (lambda run: os.remove(run / "plan.json"), "plan.json"),

@@ -135,6 +135,8 @@ def _is_number(value: Any) -> bool:
 
 def read_run(path: Path) -> Run:
     """The run in a folder; ``InputError`` names the file and what is wrong with it."""
+    if path.is_file():
+        raise InputError(f"{str(path)!r}: is a file; give the folder of a run, as runs/NAME")
     if not path.is_dir():
         raise InputError(f"{str(path)!r}: no such folder; give the folder of a run, as runs/NAME")
     if not (path / "config.toml").exists():
