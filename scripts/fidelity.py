@@ -61,8 +61,9 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         start = time.perf_counter()
         order = chunk_order(prepared.config, epoch)
         program = exact_epochs.program(epoch)
+        assembly.executor.guard.longest = exact_epochs.longest
         loss = train_epoch(assembly, mesh, program, order, epoch)
-        exact_epochs.note(assembly.executor.guard.norm)
+        exact_epochs.note(assembly.executor.guard.norm, program.is_exact)
         stale = measure_staleness(prepared, assembly, mesh, order, program.is_exact)
         walked_exactly += program.is_exact
         times.append(time.perf_counter() - start)

@@ -24,7 +24,9 @@ class Guard:
     ) -> None:
         """``clip_norm``: gradients longer than that, over all weights, are made so long; 0: no."""
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self._mesh, self._clip_norm = mesh, clip_norm
+        self._mesh, self._clip_norm = mesh, clip_norm or math.inf
+        self.longest = math.inf
+        """A shorter limit, of the coming step."""
         self.norm = 0.0
         """Length (2-norm) of the last gradients, over all stages, before clipping."""
         self.faulty: list[str] = []
@@ -47,7 +49,8 @@ class Guard:
                 n for (n, _), s in zip(grads, squares, strict=True) if not math.isfinite(s)
             ]
             return False
-        if 0 < self._clip_norm < self.norm:
+        limit = min(self._clip_norm, self.longest)
+        if limit < self.norm:
             for _, grad in grads:
-                grad.mul_(self._clip_norm / self.norm)
+                grad.mul_(limit / self.norm)
         return True

@@ -1,10 +1,14 @@
 """Which epochs are walked layer by layer, so that nothing in them is stale.
 
-Those at the start, for there is nothing yet that stale readers could read. And those behind a jump:
-where the gradients are suddenly much longer than they were, the rows have moved too far for stale
-readers, or for a forecast, and a step along such gradients moves them further still. One epoch
+Those at the start, for there is nothing yet that stale readers could read. And one behind each
+jump: where the gradients are suddenly much longer than they were, the rows have moved too far for
+stale readers, or for a forecast, and a step along such gradients moves them further still. An epoch
 without stale reads ends that loop (docs/benchmarks/staleness.md). It costs no more than another one
 in work and bytes, but its stages hardly overlap.
+
+Its gradients are whole, and so several times as long as those that the optimizer has seen: Adam,
+which divides by what it has seen, would make a step several times as long. They are cut to the
+usual length.
 """
 
 from __future__ import annotations
@@ -27,25 +31,33 @@ class ExactEpochs:
     """Of one run; every rank comes to the same answers, for the length is summed over all."""
 
     def __init__(self, prepared: Prepared, lengths: Sequence[float] = ()) -> None:
-        """``lengths`` of the gradients of the last epochs."""
+        """``lengths`` of the gradients of the last epochs that were not exact."""
         self._prepared = prepared
         self.lengths = deque(lengths, maxlen=WINDOW)
 
     def program(self, epoch: int) -> Program:
         """What an epoch (from 0) runs."""
-        if self.has_jumped and not self._prepared.report.exact:
+        if self.has_jumped:
             return self._prepared.exact_program
         return self._prepared.program_of(epoch)
 
-    def note(self, length: float) -> None:
-        """Of an epoch's gradients (2-norm), before clipping; one that is no number is left out."""
-        if math.isfinite(length):
+    @property
+    def longest(self) -> float:
+        """What the gradients of the coming epoch are cut to."""
+        return statistics.median(self.lengths) if self.has_jumped else math.inf
+
+    def note(self, length: float, is_exact: bool) -> None:
+        """An epoch was walked; ``length`` (2-norm) of its gradients, before clipping."""
+        if is_exact:
+            if self.has_jumped:
+                self.lengths.pop()  # It has been answered.
+        elif math.isfinite(length):
             self.lengths.append(length)
 
     @property
     def has_jumped(self) -> bool:
         """Whether the last gradients were more than ``exact_above`` times as long as usual."""
         factor = self._prepared.config.techniques.exact_above
-        if factor == 0 or len(self.lengths) < LEAST:
+        if factor == 0 or self._prepared.report.exact or len(self.lengths) < LEAST:
             return False
         return self.lengths[-1] > factor * statistics.median(self.lengths)

@@ -155,8 +155,9 @@ class Loop:
         start = time.perf_counter()
         order = chunk_order(self.prepared.config, epoch)
         program = self._exact_epochs.program(epoch)
+        executor.guard.longest = self._exact_epochs.longest
         loss = train_epoch(self.assembly, mesh, program, order, epoch)
-        self._exact_epochs.note(executor.guard.norm)
+        self._exact_epochs.note(executor.guard.norm, program.is_exact)
         stale = measure_staleness(self.prepared, self.assembly, mesh, order, program.is_exact)
         trained = time.perf_counter()
         if not executor.has_stepped and self._mend(epoch, loss):

@@ -88,7 +88,7 @@ class RunResult:
     """By rank: how fast it receives from other stages, measured before the first epoch; infinite
     (null) with one stage."""
     peak_memory_bytes: list[int]
-    """Per rank, while it trained; on a CPU of the whole process, on a GPU of torch's allocations."""
+    """Per rank, in training; on a CPU of the whole process, on a GPU of torch's allocations."""
     memory_before_bytes: list[int]
     """Per rank, the same before its part was allocated: the interpreter, torch, the graph as read.
     What the peak is above it can be set beside the estimate."""
