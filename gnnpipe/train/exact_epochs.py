@@ -8,7 +8,7 @@ in work and bytes, but its stages hardly overlap.
 
 Its gradients are whole, and so several times as long as those that the optimizer has seen: Adam,
 which divides by what it has seen, would make a step several times as long. They are cut to the
-usual length.
+usual length. So that a jump itself does less harm, all others are cut to twice the usual length.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ __all__ = ["ExactEpochs"]
 
 WINDOW, LEAST = 20, 5
 """Epochs that the median is of, and how many there must be."""
+
+LONGEST = 2.0
+"""Times the median, which gradients of epochs with stale reads are cut to."""
 
 
 class ExactEpochs:
@@ -44,7 +47,9 @@ class ExactEpochs:
     @property
     def longest(self) -> float:
         """What the gradients of the coming epoch are cut to."""
-        return statistics.median(self.lengths) if self.has_jumped else math.inf
+        if not self._usual:
+            return math.inf
+        return self._usual if self.has_jumped else LONGEST * self._usual
 
     def note(self, length: float, is_exact: bool) -> None:
         """An epoch was walked; ``length`` (2-norm) of its gradients, before clipping."""
@@ -58,6 +63,12 @@ class ExactEpochs:
     def has_jumped(self) -> bool:
         """Whether the last gradients were more than ``exact_above`` times as long as usual."""
         factor = self._prepared.config.techniques.exact_above
-        if factor == 0 or self._prepared.report.exact or len(self.lengths) < LEAST:
-            return False
-        return self.lengths[-1] > factor * statistics.median(self.lengths)
+        return 0 < factor * self._usual < self.lengths[-1]
+
+    @property
+    def _usual(self) -> float:
+        """The median length; 0 where it says nothing."""
+        never = self._prepared.report.exact or not self._prepared.config.techniques.exact_above
+        if never or len(self.lengths) < LEAST:
+            return 0.0
+        return statistics.median(self.lengths)
