@@ -186,8 +186,9 @@ class TrainConfig(RunSettings):
     )  # fmt: skip
     exact_above: float | None = setting(
         None,
-        "so is the epoch behind one whose gradients were longer than this times the median of the "
-        "last 20; 0: never (default: by --staleness)",
+        "where the gradients of an epoch were longer than this times the median of the last 20, "
+        "walk the next one layer by layer; and cut gradients to twice that median; 0: neither "
+        "(default: by --staleness)",
         group="staleness", low=0,
     )  # fmt: skip
 

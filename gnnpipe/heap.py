@@ -4,12 +4,13 @@ The tensors of an epoch are of a few sizes, and come and go alike in each. By de
 few dozen bytes off every block that it aligns for torch, keeps them aside for small things, and so
 finds each block a little too small the next time: the heap grows to nearly twice of what is in use,
 and its end, given back and taken anew, has to be cleared in every epoch. Without those caches of
-small blocks, and with nothing given back, it does neither (docs/adr/0018). glibc reads this when a
-process starts, so a command starts itself once more, before anything is done.
+small blocks, and with nothing given back while it trains, it does neither (docs/adr/0018). glibc
+reads this when a process starts, so a command starts itself once more, before anything is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -36,7 +37,8 @@ def settle_heap() -> None:
     if own or sys.platform != "linux" or not set(sys.argv[1:2]) & set(COMMANDS):
         return
     os.environ["GLIBC_TUNABLES"] = HEAP_SETTINGS
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    with contextlib.suppress(OSError, ValueError):  # or it goes on as it is
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def give_back() -> None:

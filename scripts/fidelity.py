@@ -54,16 +54,16 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh)
     assembly = assemble(prepared, mesh)
+    executor = assembly.executor
     epochs, test, losses, times = [], [], [], []
     drift, moved, missed = [], [], []
     exact_epochs, walked_exactly = ExactEpochs(prepared), 0
     for epoch in range(config.epochs):
         start = time.perf_counter()
         order = chunk_order(prepared.config, epoch)
-        program = exact_epochs.program(epoch)
-        assembly.executor.guard.longest = exact_epochs.longest
+        program = exact_epochs.begin(epoch, executor.guard)
         loss = train_epoch(assembly, mesh, program, order, epoch)
-        exact_epochs.note(assembly.executor.guard.norm, program.is_exact)
+        exact_epochs.end(program, executor.guard.norm, executor.has_stepped)
         stale = measure_staleness(prepared, assembly, mesh, order, program.is_exact)
         walked_exactly += program.is_exact
         times.append(time.perf_counter() - start)

@@ -141,32 +141,39 @@ def test_what_counts_as_a_jump():
         report=SimpleNamespace(exact=False),
         program_of=lambda epoch: exact if epoch == 0 else program,
     )  # fmt: skip
-    epochs = ExactEpochs(prepared)
-    assert epochs.program(0) is exact
-    epochs.note(50.0, is_exact=True)  # whole gradients say nothing of the others
-    for length in (1.0, 1.0, 1.0, 9.0):
-        epochs.note(length, is_exact=False)
-    assert epochs.program(4) is program  # too few to tell
-    assert epochs.longest == math.inf
-    epochs.note(2.0, is_exact=False)
-    assert epochs.program(5) is program  # not more than twice the median
-    assert epochs.longest == 2.0
-    epochs.note(3.1, is_exact=False)
-    assert epochs.program(6) is exact
-    assert epochs.longest == 1.5
-    epochs.note(math.nan, is_exact=False)
-    assert epochs.program(7) is exact  # what is no number is left out
-    assert ExactEpochs(prepared, list(epochs.lengths)).program(7) is exact
-    epochs.note(100.0, is_exact=True)
-    assert epochs.program(8) is program  # one is enough
-    for _ in range(20):
-        epochs.note(5.0, is_exact=False)
-    assert epochs.program(9) is program  # the old ones are forgotten
-    epochs.note(10.5, is_exact=False)
-    assert epochs.program(10) is exact
+    epochs, guard = ExactEpochs(prepared), SimpleNamespace(longest=None)
+
+    def walked(epoch, begun=epochs):
+        return begun.begin(epoch, guard), guard.longest
+
+    def stale(*lengths):
+        for length in lengths:
+            epochs.end(program, length, has_stepped=True)
+
+    assert walked(0) == (exact, math.inf)
+    epochs.end(exact, 50.0, has_stepped=True)  # whole gradients say nothing of the others
+    stale(1.0, 1.0, 1.0, 9.0)
+    assert walked(4) == (program, math.inf)  # too few to tell
+    stale(2.0)
+    assert walked(5) == (program, 2.0)  # not more than twice the median
+    stale(3.1)
+    assert walked(6) == (exact, 1.5)
+    again = ExactEpochs(prepared, list(epochs.lengths))
+    assert walked(6, again) == (exact, 1.5)
+    epochs.end(exact, math.nan, has_stepped=False)
+    assert walked(7) == (exact, 1.5)  # not answered yet
+    epochs.end(exact, 100.0, has_stepped=True)
+    assert walked(8) == (program, 2.0)  # one is enough
+    stale(*[5.0] * 20)
+    assert walked(9) == (program, 10.0)  # the old ones are forgotten
+    epochs.end(program, math.nan, has_stepped=False)
+    assert walked(10) == (exact, 5.0)  # there may be zeros in the tables
+    epochs.end(exact, 5.0, has_stepped=True)
+    assert walked(11) == (program, 10.0)
+    stale(10.5)
+    assert walked(12) == (exact, 5.0)
     techniques.exact_above = 0.0
-    assert epochs.program(10) is program
-    assert epochs.longest == math.inf
+    assert walked(12) == (program, math.inf)
 
 
 def test_a_jump_of_one_chunk_changes_nothing(tmp_path):

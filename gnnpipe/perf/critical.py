@@ -29,8 +29,8 @@ def critical_shares(
 ) -> dict[str, float]:
     """Share of the makespan by ``name``, the largest first; they add up to 1.
 
-    By default by ``place_of``. The share is also how the epoch answers to a small change: what has
-    a share of 0.2 and gets 1 % faster makes it 0.2 % shorter.
+    By default by ``place_of``. What has a share of 0.2 and gets 1 % faster makes the epoch 0.2 %
+    shorter, or less where another path is about as long.
     """
     name = name or place_of
     time_s: dict[str, float] = defaultdict(float)

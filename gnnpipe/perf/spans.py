@@ -71,6 +71,8 @@ class EpochSpans:
     """The chunk at each position of the walk."""
     meeting: Collective | None = None
     """Where all ranks met before the step; none where there is but one rank."""
+    is_exact: bool = False
+    """Whether it was walked layer by layer."""
 
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same notes on a clock that shows ``offset_s`` more."""
@@ -88,6 +90,7 @@ class EpochSpans:
             None
             if self.meeting is None
             else Collective(*(at + o for at in astuple(self.meeting))),
+            self.is_exact,
         )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ class Executor:
         recorder = self.mesh.recorder
         recorder.drop()
         if training:
-            recorder.begin(order)
+            recorder.begin(order, program.is_exact)
         self.stage.begin(epoch, training, program.is_exact)
         actions = program.stages[self.mesh.stage]
         for index, action in enumerate(actions):

@@ -40,10 +40,10 @@ class Recorder:
         """The epoch was ended by an error, or is none to be noted."""
         self._now = None
 
-    def begin(self, order: Sequence[int]) -> None:
+    def begin(self, order: Sequence[int], is_exact: bool = False) -> None:
         """An epoch begins, in which the chunks are walked in ``order``."""
         if self.is_on:
-            self._now = EpochSpans(self.clock(), order=tuple(order))
+            self._now = EpochSpans(self.clock(), order=tuple(order), is_exact=is_exact)
 
     def acted(self, action: Action, started_s: float) -> None:
         """An action is over."""

@@ -18,6 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
+from gnnpipe.runtime.guard import Guard
 from gnnpipe.schedule import Program
 from gnnpipe.train.prepare import Prepared
 
@@ -33,42 +34,49 @@ LONGEST = 2.0
 class ExactEpochs:
     """Of one run; every rank comes to the same answers, for the length is summed over all."""
 
-    def __init__(self, prepared: Prepared, lengths: Sequence[float] = ()) -> None:
-        """``lengths`` of the gradients of the last epochs that were not exact."""
+    def __init__(
+        self, prepared: Prepared, lengths: Sequence[float] = (), was_faulty: bool = False
+    ) -> None:
+        """``lengths`` of the gradients of the last epochs that were not exact; and whether the last
+        epoch ended without a step, so that there may be zeros in the tables.
+        """
         self._prepared = prepared
         self.lengths = deque(lengths, maxlen=WINDOW)
+        self.was_faulty = was_faulty
 
-    def program(self, epoch: int) -> Program:
-        """What an epoch (from 0) runs."""
-        if self.has_jumped:
-            return self._prepared.exact_program
-        return self._prepared.program_of(epoch)
+    def begin(self, epoch: int, guard: Guard) -> Program:
+        """What an epoch (from 0) runs; ``guard`` is told how long its gradients may be."""
+        program = self._prepared.program_of(epoch)
+        if self.has_jumped or (self.was_faulty and self._factor):
+            program = self._prepared.exact_program
+        usual = self._usual
+        guard.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
+        return program
 
-    @property
-    def longest(self) -> float:
-        """What the gradients of the coming epoch are cut to."""
-        if not self._usual:
-            return math.inf
-        return self._usual if self.has_jumped else LONGEST * self._usual
-
-    def note(self, length: float, is_exact: bool) -> None:
-        """An epoch was walked; ``length`` (2-norm) of its gradients, before clipping."""
-        if is_exact:
-            if self.has_jumped:
-                self.lengths.pop()  # It has been answered.
-        elif math.isfinite(length):
+    def end(self, program: Program, length: float, has_stepped: bool) -> None:
+        """An epoch was walked; ``length`` (2-norm) of its gradients, before they were cut."""
+        self.was_faulty = not has_stepped
+        if not has_stepped or self._prepared.report.exact:
+            return
+        if not program.is_exact:
             self.lengths.append(length)
+        elif self.has_jumped:
+            self.lengths.pop()  # It has been answered.
 
     @property
     def has_jumped(self) -> bool:
         """Whether the last gradients were more than ``exact_above`` times as long as usual."""
-        factor = self._prepared.config.techniques.exact_above
-        return 0 < factor * self._usual < self.lengths[-1]
+        return 0 < self._factor * self._usual < self.lengths[-1]
+
+    @property
+    def _factor(self) -> float:
+        """0: nothing is done."""
+        exact = self._prepared.report.exact
+        return 0.0 if exact else self._prepared.config.techniques.exact_above
 
     @property
     def _usual(self) -> float:
         """The median length; 0 where it says nothing."""
-        never = self._prepared.report.exact or not self._prepared.config.techniques.exact_above
-        if never or len(self.lengths) < LEAST:
+        if not self._factor or len(self.lengths) < LEAST:
             return 0.0
         return statistics.median(self.lengths)

@@ -102,7 +102,9 @@ class Loop:
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
         self._sent_bytes = list(start.sent_bytes)
-        self._exact_epochs = ExactEpochs(self.prepared, start.lengths)
+        # Other chunks leave out other gradients.
+        lengths = start.lengths if start.cut["chunks"] == cut_of(self.prepared)["chunks"] else ()
+        self._exact_epochs = ExactEpochs(self.prepared, lengths, start.was_faulty)
         self._is_over = patience_is_out(self.config, self.rows, start.best)
         if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
             self.saver.whole = start.epoch
@@ -154,10 +156,9 @@ class Loop:
         config, mesh, executor = self.config, self.mesh, self.assembly.executor
         start = time.perf_counter()
         order = chunk_order(self.prepared.config, epoch)
-        program = self._exact_epochs.program(epoch)
-        executor.guard.longest = self._exact_epochs.longest
+        program = self._exact_epochs.begin(epoch, executor.guard)
         loss = train_epoch(self.assembly, mesh, program, order, epoch)
-        self._exact_epochs.note(executor.guard.norm, program.is_exact)
+        self._exact_epochs.end(program, executor.guard.norm, executor.has_stepped)
         stale = measure_staleness(self.prepared, self.assembly, mesh, order, program.is_exact)
         trained = time.perf_counter()
         if not executor.has_stepped and self._mend(epoch, loss):

@@ -10,11 +10,11 @@ import torch
 
 from gnnpipe.heap import give_back
 
-__all__ = ["held_bytes", "peak_bytes"]
+__all__ = ["count_peaks_anew", "held_bytes", "peak_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most since ``held_bytes`` was asked for; since the beginning where no system tells."""
+    """The most since ``count_peaks_anew``, or since the beginning where no system tells."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -23,17 +23,23 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def held_bytes(device: torch.device) -> int:
-    """Now, without what was freed; peaks are counted anew from here on.
+def count_peaks_anew(device: torch.device) -> None:
+    """Reading and cutting a graph can take more for a while than training on it does.
 
-    Reading and cutting a graph can take more for a while than training on it does.
+    What they freed goes back to the system first.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+        return
     give_back()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def held_bytes(device: torch.device) -> int:
+    """Now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     # Linux: the second number of statm is resident pages.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()

@@ -78,13 +78,12 @@ class Prepared:
 
     def program_text(self) -> str:
         """Every program of the run, for a person."""
-        if not self.exact_epochs:
+        when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
+        if self.config.techniques.exact_above and not self.report.exact:
+            when.append("those behind a jump of the gradients")
+        if not when:
             return self.program.text()
-        return (
-            f"# epochs 1 to {self.exact_epochs}\n{self.exact_program.text()}"
-            f"# epochs {self.exact_epochs + 1} and on, unless gradients have jumped\n"
-            f"{self.program.text()}"
-        )
+        return f"# {', '.join(when)}\n{self.exact_program.text()}# others\n{self.program.text()}"
 
     @property
     def exact_epochs(self) -> int:

@@ -97,7 +97,7 @@ def head_lines(prepared: Prepared) -> list[str]:
             many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
             words.append(f"the first {many} exact")
         if t.exact_above:
-            words.append(f"so is one behind gradients over {t.exact_above:g} x their median")
+            words.append(f"any behind gradients over {t.exact_above:g} x their median exact")
         lines.append(f"staleness {config.staleness}: {', '.join(words)}")
         if t.snapshot_every >= config.epochs > 1 and not t.exact_epochs:
             lines.append(

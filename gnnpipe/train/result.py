@@ -135,6 +135,7 @@ def gather_result(
     stale = [r.staleness for r in rows if r.staleness is not None]
     # Exact epochs have none of it, but for a run of nothing else.
     measured = [s for s in stale if not s.is_exact] or stale
+    exact = [r.staleness is None or r.staleness.is_exact for r in rows]
     # The peak first: the estimate needs memory of its own.
     peaks = mesh.gather(peak_bytes(mesh.device))
     estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
@@ -155,13 +156,13 @@ def gather_result(
         weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
         epoch_time_s=statistics.median(times[-counted_epochs:]),
         predicted_epoch_time_s=predicted.epoch_time_s if predicted else None,
-        exact_epochs=sum(s.is_exact for s in stale) if stale else len(rows),
-        stale_reads=statistics.mean(s.stale_reads for s in stale) if stale else 0.0,
+        exact_epochs=sum(exact),
+        stale_reads=sum(s.stale_reads for s in stale) / len(rows),
         drift=list(measured[-1].drift) if measured else [],
         moved=list(measured[-1].moved) if measured else [],
         missed=list(measured[-1].missed) if measured else [],
         comm_bytes_per_epoch=dict(zip(names, sent_bytes, strict=True)) | {"total": sum(sent_bytes)},
-        comm_bytes_closed_form=prepared.volume_of(bool(stale) and stale[-1].is_exact).to_dict(),
+        comm_bytes_closed_form=prepared.volume_of(exact[-1]).to_dict(),
         time_shares=time_shares(epoch, config.shards, links) if epoch else [],
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,

@@ -81,6 +81,8 @@ class Start:
     """Of what ``cut_of`` gave then."""
     lengths: tuple[float, ...]
     """Of the gradients of the last epochs."""
+    was_faulty: bool
+    """Whether the last epoch made no step."""
 
     @property
     def epoch(self) -> int:
@@ -206,6 +208,7 @@ def state_text(
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
         "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
         "cut": dict(cut), "lengths": list(exact_epochs.lengths),
+        "was_faulty": exact_epochs.was_faulty,
     })  # fmt: skip
 
 
@@ -229,10 +232,11 @@ def _start(stored: StoredCheckpoint) -> Start:
         if len(sent) != len(fields(CommBytes)):
             raise ValueError(f"sent_bytes {sent}")
         identity, cut = dict(state["identity"]), dict(state["cut"])
-        lengths = tuple(float(number) for number in state["lengths"])
+        lengths = tuple(float(number) for number in state.get("lengths", ()))
         if not all(0 <= length < math.inf for length in lengths):
             raise ValueError(f"lengths {lengths}")
-        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths)
+        was_faulty = bool(state.get("was_faulty", False))
+        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths, was_faulty)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:

@@ -32,7 +32,7 @@ class Staleness:
     @property
     def is_exact(self) -> bool:
         """Nothing was stale."""
-        return any(map(math.isnan, self.drift))
+        return self.stale_reads == 0 and all(map(math.isnan, self.drift))
 
     def cells(self) -> dict[str, float]:
         """Columns of metrics.csv."""

@@ -14,10 +14,12 @@ __all__ = ["gather_epoch", "prediction_line", "time_lines"]
 def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
     """Notes by rank, on one clock, of the epoch of median length among the last ones.
 
-    ``counted``: epochs at the end that are no warm-up. On every rank; empty on a GPU.
+    ``counted``: epochs at the end that are no warm-up. An exact one among others is not theirs. On
+    every rank; empty on a GPU.
     """
     offset = clock_offset(mesh)
     epochs = list(mesh.recorder.epochs)[-counted:]
+    epochs = [epoch for epoch in epochs if not epoch.is_exact] or epochs
     by_length = sorted(range(len(epochs)), key=lambda i: epochs[i].end_s - epochs[i].start_s)
     # Rank 0 chooses; only that epoch travels.
     chosen = mesh.share(by_length[len(by_length) // 2] if by_length else None)

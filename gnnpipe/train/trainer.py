@@ -27,7 +27,7 @@ from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.loop import Loop
-from gnnpipe.train.memory_use import held_bytes
+from gnnpipe.train.memory_use import count_peaks_anew, held_bytes
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
 from gnnpipe.train.predict import Predictor
 from gnnpipe.train.prepare import Prepared, prepare
@@ -166,6 +166,7 @@ class Trainer:
         for line in [*filter(None, told.splitlines()), *head_lines(prepared)]:
             progress.say(line)
         done = 0 if start is None else start.epoch
+        count_peaks_anew(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
         if predictor is not None:
