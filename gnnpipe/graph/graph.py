@@ -201,7 +201,8 @@ class Graph:
         if self.is_multi_label:
             return f"{self.num_classes} labels at once"
         # Often a slip: labels that begin at 1.
-        unused = np.setdiff1d(np.arange(self.num_classes), self.y)
+        counts = np.bincount(self.y[self.y >= 0], minlength=self.num_classes)
+        unused = np.flatnonzero(counts[: self.num_classes] == 0)
         some = f"{', '.join(map(str, unused[:3]))}{', ...' if len(unused) > 3 else ''}"
         return f"{self.num_classes} classes" + (f" (no vertex is of {some})" if len(unused) else "")
 
