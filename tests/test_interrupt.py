@@ -14,6 +14,14 @@ from gnnpipe.runtime.round_trip import round_trip
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard():
+    """A job that a shell put into the background ignores them, and so would what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def started(folder, *words, **settings):
     return subprocess.Popen(
         [sys.executable, "-m", "gnnpipe", "train", *words, "--out", str(folder), "--quiet"],
