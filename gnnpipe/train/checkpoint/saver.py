@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,23 @@ def _beside_training() -> Iterator[None]:
         set_crc32_options(compute_crc32=sums)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is heard behind it: half a thread can be neither waited for nor left."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # It is not heard here.
+        return
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
+
+
 class Saver:
     """Of one rank; all ranks save at the same epochs."""
 
@@ -84,13 +102,14 @@ class Saver:
             copies = self._staged.take(tensors)
         except Exception as error:  # no memory, for one: all ranks must hear of it
             copies = error
-        self.begun = epoch
-        if not is_last:
-            self._beside.start()
-        self._thread = threading.Thread(
-            target=self._write, args=(epoch, copies, texts), name="checkpoint", daemon=True
-        )
-        self._thread.start()
+        with _uninterrupted():
+            self.begun = epoch
+            if not is_last:
+                self._beside.start()
+            self._thread = threading.Thread(
+                target=self._write, args=(epoch, copies, texts), name="checkpoint", daemon=True
+            )
+            self._thread.start()
 
     def _write(
         self, epoch: int, tensors: Mapping[str, Tensor] | Exception, texts: Mapping[str, str]
