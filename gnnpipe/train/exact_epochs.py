@@ -35,19 +35,19 @@ class ExactEpochs:
     """Of one run; every rank comes to the same answers, for the length is summed over all."""
 
     def __init__(
-        self, prepared: Prepared, lengths: Sequence[float] = (), was_faulty: bool = False
+        self, prepared: Prepared, lengths: Sequence[float] = (), is_due: bool = False
     ) -> None:
-        """``lengths`` of the gradients of the last epochs that were not exact; and whether the last
-        epoch ended without a step, so that there may be zeros in the tables.
+        """``lengths`` of the gradients of the last epochs that were not exact; ``is_due``: the next
+        epoch is to be exact.
         """
         self._prepared = prepared
         self.lengths = deque(lengths, maxlen=WINDOW)
-        self.was_faulty = was_faulty
+        self.is_due = is_due
 
     def begin(self, epoch: int, guard: Guard) -> Program:
         """What an epoch (from 0) runs; ``guard`` is told how long its gradients may be."""
         program = self._prepared.program_of(epoch)
-        if self.has_jumped or (self.was_faulty and self._factor):
+        if self.is_due and self._factor:
             program = self._prepared.exact_program
         usual = self._usual
         guard.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
@@ -55,18 +55,13 @@ class ExactEpochs:
 
     def end(self, program: Program, length: float, has_stepped: bool) -> None:
         """An epoch was walked; ``length`` (2-norm) of its gradients, before they were cut."""
-        self.was_faulty = not has_stepped
-        if not has_stepped or self._prepared.report.exact:
+        # Behind a fault there may be zeros in the tables.
+        self.is_due = not has_stepped
+        if not has_stepped or program.is_exact or self._prepared.report.exact:
             return
-        if not program.is_exact:
-            self.lengths.append(length)
-        elif self.has_jumped:
-            self.lengths.pop()  # It has been answered.
-
-    @property
-    def has_jumped(self) -> bool:
-        """Whether the last gradients were more than ``exact_above`` times as long as usual."""
-        return 0 < self._factor * self._usual < self.lengths[-1]
+        # Jumps are counted too: where they are usual, they are none.
+        self.lengths.append(length)
+        self.is_due = 0 < self._factor * self._usual < length
 
     @property
     def _factor(self) -> float:

@@ -104,7 +104,7 @@ class Loop:
         self._sent_bytes = list(start.sent_bytes)
         # Other chunks leave out other gradients.
         lengths = start.lengths if start.cut["chunks"] == cut_of(self.prepared)["chunks"] else ()
-        self._exact_epochs = ExactEpochs(self.prepared, lengths, start.was_faulty)
+        self._exact_epochs = ExactEpochs(self.prepared, lengths, start.is_exact_due)
         self._is_over = patience_is_out(self.config, self.rows, start.best)
         if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
             self.saver.whole = start.epoch

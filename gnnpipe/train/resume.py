@@ -81,8 +81,8 @@ class Start:
     """Of what ``cut_of`` gave then."""
     lengths: tuple[float, ...]
     """Of the gradients of the last epochs."""
-    was_faulty: bool
-    """Whether the last epoch made no step."""
+    is_exact_due: bool
+    """Whether the next epoch is to be exact."""
 
     @property
     def epoch(self) -> int:
@@ -208,7 +208,7 @@ def state_text(
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
         "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
         "cut": dict(cut), "lengths": list(exact_epochs.lengths),
-        "was_faulty": exact_epochs.was_faulty,
+        "is_exact_due": exact_epochs.is_due,
     })  # fmt: skip
 
 
@@ -235,8 +235,8 @@ def _start(stored: StoredCheckpoint) -> Start:
         lengths = tuple(float(number) for number in state.get("lengths", ()))
         if not all(0 <= length < math.inf for length in lengths):
             raise ValueError(f"lengths {lengths}")
-        was_faulty = bool(state.get("was_faulty", False))
-        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths, was_faulty)
+        is_due = bool(state.get("is_exact_due", False))
+        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths, is_due)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
