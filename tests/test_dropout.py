@@ -50,6 +50,24 @@ def test_gradient_has_the_same_mask():
     assert kept.min() == kept.max()
 
 
+def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
+    keys, x = row_keys(torch.arange(300)), torch.ones(300, 8)
+    masks = KeptMasks(keys)
+    masks.begin(KEY["seed"], 0)  # nothing was used yet
+    drop = KEY | {"epoch": 0, "masks": masks}
+    for site, p in ((0, 0.5), (1, 0.3)):
+        keyed_dropout(x, keys, p, **drop | {"site": site})
+    rooms = [made[1].data_ptr() for made in masks._made.values()]
+    masks.begin(KEY["seed"], 7)
+    assert [made[1].data_ptr() for made in masks._made.values()] == rooms
+    monkeypatch.setattr(masks, "_make", None)  # all of them are there
+    for site, p in ((0, 0.5), (1, 0.3)):
+        key = KEY | {"epoch": 7, "site": site}
+        assert torch.equal(
+            keyed_dropout(x, keys, p, **key, masks=masks), keyed_dropout(x, keys, p, **key)
+        )
+
+
 def test_zero_probability_is_the_identity():
     x = torch.randn(4, 4)
     assert keyed_dropout(x, row_keys(torch.arange(4)), 0.0, **KEY) is x

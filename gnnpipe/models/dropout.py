@@ -108,7 +108,9 @@ class KeptMasks:
     """The masks of all rows of a shard, each made at once and handed out by chunk.
 
     With many small chunks the calls for each would cost more than the hash. A training pass needs
-    all of them until its backward pass is done; the next epoch's are written over them.
+    all of them until its backward pass is done; the next epoch's are written over them. They are
+    made where the pass begins: a later stage has nothing to do then but to wait for an earlier one,
+    and in its first chunk all others would wait for it.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -121,13 +123,22 @@ class KeptMasks:
         site: int,
     ) -> tuple[Tensor, float]:  # fmt: skip
         """Mask [count, width] int8 of the rows from ``start`` on, and the share that is kept."""
-        what, key = (site, width, probability), _scalar_key(seed, epoch, site)
-        made = self._made.get(what)
-        if made is None or made[0] != key:
-            room = None if made is None else made[1]
-            made = (key, *_keep_mask(self._keys, width, probability, key, room))
-            self._made[what] = made
-        return made[1][start : start + count], made[2]
+        what = site, width, probability
+        if what not in self._made or self._made[what][0] != _scalar_key(seed, epoch, site):
+            self._make(what, seed, epoch)
+        _, mask, kept = self._made[what]
+        return mask[start : start + count], kept
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """A training pass begins: make those that the last one used."""
+        for what in self._made:
+            self._make(what, seed, epoch)
+
+    def _make(self, what: tuple[int, int, float], seed: int, epoch: int) -> None:
+        site, width, probability = what
+        room = self._made[what][1] if what in self._made else None
+        key = _scalar_key(seed, epoch, site)
+        self._made[what] = key, *_keep_mask(self._keys, width, probability, key, room)
 
 
 class _Dropout(torch.autograd.Function):

@@ -94,6 +94,9 @@ class Stage:
         if training:
             for table in self._feature_tables():
                 table.begin()
+            for rows in self._parts(self.rows[:1]):
+                if rows.masks is not None:
+                    rows.masks.begin(rows.seed, epoch)
             for history in self.histories.values():
                 history.begin_epoch(is_exact)
 
@@ -114,8 +117,12 @@ class Stage:
 
     def _feature_tables(self) -> set[FeatureTable]:
         """Those that the chunks read, of every type of vertices."""
-        every = [part for rows in self.rows for part in (rows, *rows.parts.values())]
-        return {part.features.table for part in every if part.features is not None}
+        parts = self._parts(self.rows)
+        return {part.features.table for part in parts if part.features is not None}
+
+    def _parts(self, several: Sequence[Rows]) -> list[Rows]:
+        """Of every type of vertices."""
+        return [part for rows in several for part in (rows, *rows.parts.values())]
 
     def enter(self, chunk: int, values: Values) -> None:
         """Values [C, width] of a chunk from the stage before; none for the first stage."""

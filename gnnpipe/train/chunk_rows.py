@@ -47,7 +47,7 @@ class ChunkRows:
         """Rows by type, cut where ``pointers`` say, or not at all."""
         graph = self._prepared.graph
         by_type = {
-            name: self._of_type(rows, name, [0, len(rows)] if pointers is None else pointers[name])
+            name: self._of_type(rows, name, None if pointers is None else pointers[name])
             for name, rows in own.items()
         }
         if graph.types is None:
@@ -59,7 +59,7 @@ class ChunkRows:
         ]
 
     def _of_type(
-        self, part: npt.NDArray[np.int64], vertex_type: str, pointer: npt.ArrayLike
+        self, part: npt.NDArray[np.int64], vertex_type: str, pointer: npt.NDArray[np.int64] | None
     ) -> list[Rows]:
         prepared, device = self._prepared, self._device
         graph = prepared.graph
@@ -71,9 +71,10 @@ class ChunkRows:
             table = FeatureTable(x, prepared.dtype, device)
         keys = row_keys(torch.from_numpy(original)).to(device)
         vertices = torch.from_numpy(within).to(device)
-        ends = np.asarray(pointer).tolist()
+        ends = [0, len(part)] if pointer is None else pointer.tolist()
         # Kept masks take a byte for each number that is dropped; made again, they are the same.
-        masks = KeptMasks(keys) if len(ends) > 2 and not prepared.config.recompute else None
+        is_kept = pointer is not None and not prepared.config.recompute
+        masks = KeptMasks(keys) if is_kept else None
         return [
             Rows(
                 keys=keys[start:stop],
