@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
+from gnnpipe.runtime.cores import own_cores, stay_on, usable_cores
 from gnnpipe.runtime.launch import (
     check_meeting,
     launched_local_rank,
@@ -49,6 +50,8 @@ class Mesh:
     """All ranks over gloo, for the thread that writes checkpoints."""
     owns_group: bool = False
     """The ranks met here, and not before in the user's own script."""
+    cores_before: frozenset[int] = frozenset()
+    """Cores that this process may use again once it has left; none where nothing was changed."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
 
     @classmethod
@@ -82,17 +85,14 @@ class Mesh:
             torch.cuda.set_device(place)
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
+        cores_before = frozenset[int]()
+        if owns_group and place.type == "cpu":
+            cores_before = usable_cores()
+            stay_on(own_cores(mesh.rank, torch.get_num_threads(), mesh.gather))
         return cls(
-            stages,
-            shards,
-            dist.get_rank(),
-            place,
-            group,
-            control,
-            saving,
-            owns_group,
+            stages, shards, mesh.rank, place, group, control, saving, owns_group, cores_before,
             _recorder(place),
-        )
+        )  # fmt: skip
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -166,6 +166,8 @@ class Mesh:
         """Part from the other ranks in good order; a process group of the user's own remains."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+        if self.cores_before:
+            stay_on(self.cores_before)
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

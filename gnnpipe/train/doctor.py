@@ -21,6 +21,7 @@ from gnnpipe import __version__
 from gnnpipe.errors import InputError
 from gnnpipe.files import check_folder
 from gnnpipe.machine import free_bytes, memory_bytes
+from gnnpipe.runtime.cores import usable_cores
 from gnnpipe.settings import check_text
 
 __all__ = ["Finding", "add_flags", "doctor", "examine"]
@@ -141,10 +142,10 @@ def _memory() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = len(usable_cores())
     threads = torch.get_num_threads()
     found = f"{usable} CPU{'s' * (usable != 1)}, torch runs {threads} thread{'s' * (threads != 1)}"
-    many = threads > (usable or 1)
+    many = threads > usable
     yield Finding("CPU", found, f"export OMP_NUM_THREADS={usable}" * many)
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):

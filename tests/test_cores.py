@@ -1,0 +1,91 @@
+"""Ranks of one machine do not share a core while another one is free."""
+
+import os
+import threading
+
+import pytest
+from helpers import quick_config, run_ranks, small_graph
+
+from gnnpipe import Trainer
+from gnnpipe.runtime import cores
+from gnnpipe.runtime.cores import own_cores, stay_on, usable_cores
+from gnnpipe.runtime.mesh import Mesh
+
+
+def shares(monkeypatch, places, threads):
+    """What each of several ranks gets that may use the cores of its (machine, cores)."""
+    everyone = [((host, frozenset(mine)), threads) for host, mine in places]
+    found = []
+    for rank, (host, mine) in enumerate(places):
+        monkeypatch.setattr(cores, "usable_cores", lambda mine=mine: frozenset(mine))
+        monkeypatch.setattr(cores.platform, "node", lambda host=host: host)
+        found.append(set(own_cores(rank, threads, lambda said: everyone)))
+    return found
+
+
+def test_cores_are_shared_out(monkeypatch):
+    one, other = ("a", range(6)), ("b", {1, 9})
+    assert shares(monkeypatch, [one] * 2, 1) == [{0, 1, 2}, {3, 4, 5}]
+    assert shares(monkeypatch, [one] * 4, 1) == [{0}, {1}, {2}, {3}]
+    assert shares(monkeypatch, [one, other, other], 2) == [set(range(6)), {1, 9}, {1, 9}]
+    assert shares(monkeypatch, [one, other, one, other], 1) == [{0, 1, 2}, {1}, {3, 4, 5}, {9}]
+
+
+def test_who_needs_more_than_a_share_keeps_all(monkeypatch):
+    assert shares(monkeypatch, [("a", range(6))] * 7, 1) == [set(range(6))] * 7
+    assert shares(monkeypatch, [("a", range(6))] * 2, 4) == [set(range(6))] * 2
+
+
+def test_who_was_given_cores_keeps_them(monkeypatch):
+    given = [("a", {0, 1}), ("a", {2, 3})]
+    assert shares(monkeypatch, given, 1) == [{0, 1}, {2, 3}]
+
+
+def where(stages):
+    """Cores of this process before, while ranks are together, and when they have parted."""
+    before = usable_cores()
+    mesh = Mesh.join(stages, 1, "cpu")
+    own = usable_cores()
+    mesh.gather(None)
+    threads = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
+    mesh.leave()
+    return before, own, threads, usable_cores()
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
+def test_real_ranks_stay_on_their_own():
+    found = run_ranks(where, 2, 2)
+    before = found[0][0]
+    own = [rank[1] for rank in found]
+    assert not own[0] & own[1]
+    assert all(len(mine) == len(before) // 2 for mine in own)
+    for _, mine, threads, after in found:
+        assert threads == {tuple(sorted(mine))}  # gloo's as well
+        assert after == before
+
+
+def test_one_rank_may_use_all_cores():
+    before = usable_cores()
+    Trainer(quick_config(epochs=1), small_graph()).fit()
+    assert usable_cores() == before
+
+
+def test_threads_that_are_there_already_move(monkeypatch):
+    before, core = usable_cores(), min(usable_cores())
+    is_over, places = threading.Event(), []
+
+    def waiting():
+        is_over.wait()
+        places.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=waiting)
+    thread.start()
+    try:
+        stay_on({core})
+        is_over.set()
+        thread.join()
+        assert places == [{core}]
+    finally:
+        is_over.set()
+        stay_on(before)
+    assert usable_cores() == before
