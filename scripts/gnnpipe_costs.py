@@ -133,6 +133,9 @@ class LoggedCosts:
         share = FORWARD_SHARE if way == "F" else 1 - FORWARD_SHARE
         return share * self.stage_s[stage] * self.chunk_share[chunk] / self.steps[stage]
 
+    def finish_s(self, stage: int, shard: int) -> float:
+        return 0.0
+
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         return 0.0
 

@@ -15,6 +15,7 @@ class StatedCosts:
     own_share: float = 0.0
     """Of a backward step, the product for the own rows."""
     begin_time_s: float = 0.0
+    finish_time_s: float = 0.0
     pilot_time_s: float = 0.0
     update_time_s: float = 0.0
     link_time_s: float = 0.0
@@ -31,6 +32,9 @@ class StatedCosts:
 
     def step_s(self, way, stage, shard, chunk, step):
         return {"F": self.forward_s, "B": self.backward_s}[way] * self.scale(stage, shard, chunk)
+
+    def finish_s(self, stage, shard):
+        return self.finish_time_s
 
     def pull_s(self, stage, shard, chunk, step):
         return self.own_share * self.step_s("B", stage, shard, chunk, step)
@@ -84,6 +88,9 @@ class DrawnCosts(StatedCosts):
 
     def step_s(self, way, stage, shard, chunk, step):
         return self._drawn("step", way, stage, shard, chunk, step)
+
+    def finish_s(self, stage, shard):
+        return self._drawn("finish", stage, shard)
 
     def pull_s(self, stage, shard, chunk, step):
         return self.step_s("B", stage, shard, chunk, step) // 2

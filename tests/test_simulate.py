@@ -290,7 +290,7 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
             for task, on in enumerate(timeline.tasks.resource)
             if on == rank and what[task].kind in ("F", "B", "PULL")
         ]
-        assert sum(mine) == done
+        assert sum(mine) == done + costs.finish_s(stage, shard)
     sent = sum(t.size_bytes for t in what if t.kind.startswith("SEND_") and t.chunk >= 0)
     assert sent == sum(
         costs.message_bytes(way, *ends, shard, chunk)

@@ -35,6 +35,12 @@ class Costs(Protocol):
         forward in it.
         """
 
+    def finish_s(self, stage: int, shard: int) -> float:
+        """What the last backward step of an epoch takes beside what each chunk's does.
+
+        The gradient of the weight that the features are multiplied by is made there, of all chunks.
+        """
+
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         """Of ``step_s('B', ...)`` the part that runs while halo gradients travel.
 

@@ -121,17 +121,18 @@ class _Roof:
         after_row_s = self._longer(op.flops_per_row, 2 * push + 4 * out)
         back_row_s = self._longer(2 * op.flops_per_row, 3 * push + 6 * out)
         own_entry_s = 0.0 if op.aggregates else entry_s
+        finish = Affine(LAUNCH_S, 0.0, 0.0, entry_s) if op.reads_features else Affine()
         forward_before = Affine(first, before_row_s, 0.0, entry_s) if push else Affine()
         forward_after = Affine(then, after_row_s, edge_s, own_entry_s)
-        backward_before = Affine(first, before_row_s, edge_s, entry_s) if push else Affine()
-        backward_after = Affine(then, back_row_s, 0.0, own_entry_s)
+        backward_before = Affine(first, before_row_s, edge_s) if push else Affine()
+        backward_after = Affine(then, back_row_s)
         if self.recompute:
             # Rows are made again, what was aggregated is not.
             backward_before = _sum(backward_before, forward_before)
             backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
         forecast_row_s = 2 * (before_row_s + after_row_s) + self._longer(12 * push**2, 4 * push)
         return OpTimes(
-            forward_before, forward_after, backward_before, backward_after,
+            forward_before, forward_after, backward_before, backward_after, finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, forecast_row_s),
             carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(2 * push**2, 3 * push)),
             relative_error=0.0,

@@ -74,6 +74,11 @@ class ChunkSizes:
         rows, edges, entries = (int(counts[shard, chunk]) for counts in self.columns(op, side))
         return Work(rows, edges, entries)
 
+    def whole(self, op: Op, shard: int) -> Work:
+        """Rows and entries of all chunks that an op reads features of."""
+        rows, entries = self.rows[op.vertex_type][shard], self.entries[op.vertex_type][shard]
+        return Work(int(rows.sum()), entries=int(entries.sum()))
+
     def columns(self, op: Op, side: str) -> tuple[Counts, Counts, Counts]:
         """Rows, edges and entries [G, K] that a part has to do with."""
         nothing = np.zeros((self.shards, self.chunks), dtype=np.int64)

@@ -20,7 +20,7 @@ from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
-VERSION = 2
+VERSION = 3
 SOURCES = ("measured", "by hand")
 
 
@@ -57,6 +57,8 @@ class OpTimes:
     """Bringing gradients back over the edges (the edges' share of this part), and undoing what
     came before the push."""
     backward_after: Affine
+    finish: Affine
+    """The gradient of the features' weight, once an epoch; rows and entries of the whole shard."""
     forecast: Affine
     """Of so many pilot rows, twice: with the weights of the last epoch and of this."""
     carry: Affine

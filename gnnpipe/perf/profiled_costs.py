@@ -140,6 +140,16 @@ class ProfiledCosts:
         found: Affine = getattr(self._ops[part.op], f"{WAYS[way]}_{part.side}")
         return found
 
+    def finish_s(self, stage: int, shard: int) -> float:
+        """Of the ops that read features."""
+        total = 0.0
+        first, last = self.plan.stages[stage]
+        for op, times in zip(self.model.ops[first:last], self._ops[first:last], strict=True):
+            if op.reads_features:
+                work = self.sizes.whole(op, shard)
+                total += times.finish.time_s(work.rows, entries=work.entries)
+        return total
+
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         """The edges' share of the step: of halo rows, too, which are few."""
         return sum(

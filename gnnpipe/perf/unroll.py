@@ -82,13 +82,15 @@ class _StageWalk:
     def run(self) -> None:
         """Add all tasks."""
         actions = self.program.stages[self.stage]
+        last = max((i for i, a in enumerate(actions) if a.kind == "B"), default=-1)
         self._last = [-1] * len(self.shards)
         self._device("BEGIN", [self.costs.begin_s(self.stage, shard) for shard in self.shards])
-        for action, following in zip(actions, (*actions[1:], None), strict=True):
+        for index, action in enumerate(actions):
+            following = actions[index + 1] if index + 1 < len(actions) else None
             if action.kind == "F":
                 self._forward(action)
             elif action.kind == "B":
-                self._backward(action, following)
+                self._backward(action, following, index == last)
             elif action.kind.startswith("RECV_"):
                 self._receive(action)
             elif action.kind.startswith("SEND_"):
@@ -145,19 +147,21 @@ class _StageWalk:
                 else:
                     self._wait(pushed)
 
-    def _whole(self, action: Action) -> None:
+    def _whole(self, action: Action, is_last: bool = False) -> None:
         """All steps at once: there is nobody to exchange rows with between them."""
         chunk = self.order[action.position]
         steps = range(*action.steps)
         time_s = sum(self.costs.step_s(action.kind, self.stage, 0, chunk, step) for step in steps)
+        if is_last:
+            time_s += self.costs.finish_s(self.stage, 0)
         self._device(action.kind, [time_s], action.position, steps[0] if len(steps) == 1 else -1)
 
-    def _backward(self, action: Action, following: Action | None) -> None:
+    def _backward(self, action: Action, following: Action | None, is_last: bool) -> None:
         chunk = self.order[action.position]
         if action.steps[1] == self.num_steps:
             self._take("B", action.position)
         if len(self.shards) == 1:
-            self._whole(action)
+            self._whole(action, is_last)
             return
         is_same = following is not None and replace(following, position=action.position) == action
         for step in reversed(range(*action.steps)):
@@ -177,6 +181,8 @@ class _StageWalk:
                     if is_same and following is not None and len(range(*action.steps)) == 1:
                         comes = following.position, step
                         self._returning[comes] = self._exchange("B", *comes)
+            if is_last and step == action.steps[0]:
+                each = [e + self.costs.finish_s(self.stage, s) for s, e in enumerate(each)]
             self._device("B", each, action.position, step)
 
     def _exchange(self, way: str, position: int, step: int) -> int:

@@ -47,6 +47,10 @@ class ChangedCosts:
         """At the rank's speed."""
         return self._costs.step_s(way, stage, shard, chunk, step) * self._slower(stage, shard)
 
+    def finish_s(self, stage: int, shard: int) -> float:
+        """At the rank's speed."""
+        return self._costs.finish_s(stage, shard) * self._slower(stage, shard)
+
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         """At the rank's speed."""
         return self._costs.pull_s(stage, shard, chunk, step) * self._slower(stage, shard)

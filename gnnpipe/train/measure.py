@@ -33,7 +33,7 @@ from gnnpipe.train.sizes import chunk_sizes
 
 __all__ = [
     "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "typical_s",
-    "work_at",
+    "walk_order", "work_at",
 ]  # fmt: skip
 
 WARM_UP, REPEATS, MOST_REPEATS = 2, 5, 40
@@ -95,7 +95,10 @@ def typical_s(times: Sequence[float]) -> float:
 def work_at(
     place: Place, prepared: Prepared, sizes: ChunkSizes, shard: int
 ) -> Mapping[Hashable, Work]:
-    """What a shard does at a place, by part: of an op (its kind, the part), BEGIN or UPDATE."""
+    """What a shard does at a place, by part: of an op (its kind, the part), BEGIN or UPDATE.
+
+    The chunks were walked in ``walk_order``.
+    """
     what, stage, chunk, step = place
     model, (first, last) = prepared.model_graph, prepared.plan.stages[stage]
     ops = model.ops[first:last]
@@ -120,9 +123,17 @@ def work_at(
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
             for p in step_parts(model, first, last)[step]
         ]
+        if (what, chunk, step) == ("backward", walk_order(prepared)[0], 0):
+            reading = [op for op in ops if op.reads_features]
+            found += [(op, "finish", sizes.whole(op, shard)) for op in reading]
     for op, name, work in found:
         summed[op_kind(op), name] = summed.get((op_kind(op), name), Work(0, times=0)) + work
     return summed
+
+
+def walk_order(prepared: Prepared) -> Sequence[int]:
+    """Of the chunks, always the same: the last one back pays for what all have left."""
+    return chunk_order(prepared.config, prepared.exact_epochs)
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ class _Chain:
     def epoch(self, epoch: int) -> Mapping[Place, float]:
         """Seconds by place."""
         self._times = defaultdict(float)
-        order = chunk_order(self._prepared.config, epoch)
+        order = walk_order(self._prepared)
         for i, stage in enumerate(self._stages):
             with self._timed(BEGIN, i):
                 stage.begin(epoch, True)

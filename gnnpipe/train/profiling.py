@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
+from gnnpipe.runtime.cores import usable_cores
 from gnnpipe.runtime.link_times import (
     THOROUGH,
     Probe,
@@ -139,10 +139,12 @@ def link_times(
 
     ``has_exchanged``: what a rank itself does for an exchange is part of the steps already.
     """
-    hosts = mesh.gather(platform.node())
-    ranks = max(hosts.count(host) for host in hosts)
     # Otherwise other threads find cores of their own.
-    is_crowded = ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    usable = mesh.gather((platform.node(), usable_cores()))
+    cores = [len(frozenset().union(*(c for h, c in usable if h == host))) for host, _ in usable]
+    ranks = [sum(h == host for h, _ in usable) for host, _ in usable]
+    threads = torch.get_num_threads()
+    is_crowded = any(r * threads >= c for r, c in zip(ranks, cores, strict=True))
     sizes = probe.sizes_bytes
 
     def fitted(taken: Sequence[Taken], messages: int, counts_own: bool) -> LinkTimes:

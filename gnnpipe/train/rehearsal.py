@@ -23,8 +23,8 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.recorder import Recorder
 from gnnpipe.schedule import Action, Program
 from gnnpipe.train.assemble import assemble
-from gnnpipe.train.measure import BEGIN, UPDATE, Place
-from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.measure import BEGIN, UPDATE, Place, walk_order
+from gnnpipe.train.prepare import Prepared
 
 __all__ = ["Rehearsal", "rehearsal"]
 
@@ -44,6 +44,7 @@ class Rehearsal:
         self._assembly = assemble(prepared, self._mesh)
         executor = self._assembly.executor
         executor.mailbox = _MadeUp(self._mesh, prepared.dtype, prepared.row_dtype)
+        self._walked = 0
         self.state = [t for _, t in executor.stage.piece.named_state()]
         """Weights, and what else the walks change of the model."""
 
@@ -51,9 +52,11 @@ class Rehearsal:
         """Seconds by place, of one epoch."""
         prepared, notes = self._prepared, self._mesh.recorder
         # Past the exact epochs, where there are others.
-        epoch = prepared.exact_epochs
-        order = chunk_order(prepared.config, epoch)
-        program = _step_by_step(prepared.program_of(epoch))
+        first = prepared.exact_epochs
+        order = walk_order(prepared)
+        program = _step_by_step(prepared.program_of(first))
+        # Each is an epoch of its own: what is made once an epoch, as masks are, is made anew.
+        epoch, self._walked = first + self._walked, self._walked + 1
         self._assembly.executor.run(program, order, epoch=epoch, training=True)
         notes.end()
         return _times(notes.epochs[-1], self._mesh.stage, order)
