@@ -13,9 +13,13 @@ from gnnpipe import Trainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.runtime.guard import Guard
+from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import check
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.train.exact_epochs import ExactEpochs
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.reference import Reference
+from gnnpipe.train.verify import verify
 
 EPOCHS, FACTOR = 16, 0.9
 
@@ -119,6 +123,34 @@ def test_every_shape_walks_the_same_epochs_exactly():
         for losses, exact, *_ in run_ranks(fit, shape[0] * shape[1], *shape):
             assert exact == alone[1]
             assert losses == pytest.approx(alone[0], rel=1e-9)
+
+
+def beside_the_reference(stages, shards):
+    """Largest difference of any epoch, and which were exact; on every rank."""
+    mesh = Mesh.join(stages, shards)
+    prepared = prepare(config(stages=stages, shards=shards, lr=0.3), mesh, small_graph())
+    walked, walk = [], Reference.train_epoch
+
+    def noting(self, epoch, is_exact, longest):
+        walked.append(is_exact)
+        return walk(self, epoch, is_exact, longest)
+
+    Reference.train_epoch = noting
+    try:
+        found = verify(prepared, mesh, EPOCHS)
+    finally:
+        Reference.train_epoch = walk
+    return max(c.largest for c in found), walked[::2]
+
+
+def test_epochs_behind_a_jump_are_those_of_the_reference():
+    alone = beside_the_reference(1, 1)
+    assert 3 <= sum(alone[1]) <= EPOCHS - 8
+    for shape in ((2, 1), (1, 2), (2, 2)):
+        found = run_ranks(beside_the_reference, shape[0] * shape[1], *shape)[0]
+        assert found[0] <= 1e-9
+        assert found[1] == alone[1]
+    assert alone[0] <= 1e-9
 
 
 @pytest.mark.parametrize("last_is_exact", [True, False])

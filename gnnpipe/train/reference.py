@@ -8,6 +8,7 @@ epoch at once. Slow and hungry; it is the oracle of ``gnnpipe verify`` and of th
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -107,12 +108,18 @@ class Reference:
         """What some edges of a structure carry."""
         return {k: v[mine] for k, v in self.edge_data.items()} if structure == "edges" else {}
 
-    def train_epoch(self, epoch: int) -> ReferenceEpoch:
-        """One epoch with its optimizer step."""
+    def train_epoch(
+        self, epoch: int, is_exact: bool | None = None, longest: float = math.inf
+    ) -> ReferenceEpoch:
+        """One epoch with its optimizer step.
+
+        ``is_exact``: nothing stale; by default those at the start. ``longest``: of gradients.
+        """
         every = self.techniques.snapshot_every
         if every > 1:
             self.tables = {name: s.clone() for name, s in self.snapshots.items()}
-        exact = self.techniques.exact or epoch < self.prepared.exact_epochs
+        is_first = epoch < self.prepared.exact_epochs
+        exact = self.techniques.exact or (is_first if is_exact is None else is_exact)
         if not exact and len(self.prepared.pilots):
             self._forecast()
         logits = self._forward(epoch, exact)
@@ -123,6 +130,7 @@ class Reference:
         loss = self._loss(merged[keep], self.y[order][keep])
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        self._shorten(min(longest, self.prepared.config.clip_norm or math.inf))
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in self.piece.named_parameters()
@@ -133,6 +141,14 @@ class Reference:
         if every > 1 and ((epoch + 1) % every == 0 or exact):
             self.snapshots = {name: t.clone() for name, t in self.tables.items()}
         return ReferenceEpoch(float(loss.detach()), grads)
+
+    def _shorten(self, longest: float) -> None:
+        """Cut the gradients to a length (2-norm) over all weights."""
+        grads = [p.grad for p in self.piece.parameters() if p.grad is not None]
+        length = float(torch.cat([grad.double().flatten() for grad in grads]).norm())
+        if length > longest:
+            for grad in grads:
+                grad.mul_(longest / length)
 
     def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Mean over what is labelled."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly, assemble
+from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.metrics import train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
@@ -89,10 +90,14 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     kept = _Kept(prepared, assembly, mesh)
     assert assembly.executor.optimizer is not None
     learning_rate = LearningRate(assembly.executor.optimizer, prepared.config)
+    exact_epochs, guard = ExactEpochs(prepared), assembly.executor.guard
     found = []
     for epoch in range(epochs):
         order = chunk_order(prepared.config, epoch)
-        loss = train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+        program = exact_epochs.begin(epoch, guard)
+        loss = train_epoch(assembly, mesh, program, order, epoch)
+        exact_epochs.end(program, guard.norm, assembly.executor.has_stepped)
+        walk = epoch, program.is_exact, guard.longest
         learning_rate.step(None)
         weights, grads = kept.gather(mesh)
         if free is not None and led is not None:
@@ -100,9 +105,9 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
             rounding = None
             if exact is not None:
                 exact.take(weights)
-                rounding = exact.train_epoch(epoch).grads
-            worst, name = relative_difference(grads, led.train_epoch(epoch).grads, rounding)
-            truth = free.train_epoch(epoch).loss
+                rounding = exact.train_epoch(*walk).grads
+            worst, name = relative_difference(grads, led.train_epoch(*walk).grads, rounding)
+            truth = free.train_epoch(*walk).loss
             apart = _apart(abs(loss - truth), abs(truth))
             found.append(Comparison(epoch, apart, worst, name))
     comparisons: list[Comparison] = mesh.share(found)
