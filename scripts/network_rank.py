@@ -28,13 +28,14 @@ def main() -> None:
     from peers import load
 
     from gnnpipe import TrainConfig
+    from gnnpipe.perf import time_shares
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.runtime.probe import receive_bandwidth
     from gnnpipe.train.assemble import assemble
+    from gnnpipe.train.memory_use import count_peaks_anew, peak_bytes
     from gnnpipe.train.metrics import train_epoch
     from gnnpipe.train.prepare import chunk_order, prepare
-    from gnnpipe.train.result import _peak_memory
-    from gnnpipe.train.timing import gather_time_shares
+    from gnnpipe.train.timing import gather_epoch
 
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
@@ -42,8 +43,9 @@ def main() -> None:
     config = TrainConfig(**settings, out="off", quiet=True, device="cpu", timeout_s=600.0)
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
     prepared = prepare(config, mesh, graph)
+    count_peaks_anew(mesh.device)
     assembly = assemble(prepared, mesh)
-    speed = receive_bandwidth(mesh)
+    speeds = mesh.gather(receive_bandwidth(mesh))
     print("ready", file=answers, flush=True)
     times, shares = [], []
     for epoch, _ in enumerate(sys.stdin):
@@ -53,14 +55,15 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         while len(mesh.recorder.epochs) > 1:
             mesh.recorder.epochs.popleft()
-        shares.append([asdict(share) for share in gather_time_shares(mesh, speed, 1)])
+        spans = gather_epoch(mesh, 1)
+        shares.append([asdict(share) for share in time_shares(spans, config.shards, speeds)])
         print(times[-1], file=answers, flush=True)
     counted = [int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])]
     found = {
         "seconds": times, "shares": shares, "sent": sum(counted),
         "closed_form": prepared.volume.total, "by_axis": counted,
         "crossings_per_vertex": prepared.quality.crossings_per_vertex,
-        "peak": mesh.gather(_peak_memory(mesh)),
+        "peak": mesh.gather(peak_bytes(mesh.device)),
         "stale": 0.0 if prepared.report.exact else 1.0,
     }  # fmt: skip
     print(json.dumps(found), file=answers, flush=True)

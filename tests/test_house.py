@@ -47,6 +47,23 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+SCRIPTS = sorted((PACKAGE.parent / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(path, monkeypatch):
+    """Scripts are run by hand, and seldom: what was renamed under them would not be seen."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    for item in ast.walk(tree_of(path)):
+        module = getattr(item, "module", None) or ""
+        is_ours = module.startswith("gnnpipe") or path.with_name(f"{module}.py").exists()
+        if isinstance(item, ast.ImportFrom) and is_ours:
+            # As the statement does: a name in the module, or a module below it.
+            found = __import__(module, fromlist=[name.name for name in item.names])
+            missing = [name.name for name in item.names if not hasattr(found, name.name)]
+            assert not missing, f"{module} has no {', '.join(missing)}"
+
+
 def test_the_package_is_found():
     assert len(FILES) > 10
 
