@@ -8,7 +8,7 @@ from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
 from gnnpipe.runtime import cores
-from gnnpipe.runtime.cores import own_cores, stay_on, usable_cores
+from gnnpipe.runtime.cores import crowding, own_cores, stay_on, usable_cores
 from gnnpipe.runtime.mesh import Mesh
 
 
@@ -68,6 +68,14 @@ def test_one_rank_may_use_all_cores():
     before = usable_cores()
     Trainer(quick_config(epochs=1), small_graph()).fit()
     assert usable_cores() == before
+
+
+def test_how_crowded_the_fullest_machine_is():
+    fine, full = ("a", frozenset(range(8)), 2), ("b", frozenset({3}), 1)
+    assert crowding(1, lambda said: [fine, fine]) == 0.5
+    assert crowding(1, lambda said: [fine, full, fine, full, full]) == 3.0
+    # Each on its own share: together they have all of them.
+    assert crowding(1, lambda said: [("a", frozenset({n}), 1) for n in range(4)]) == 1.0
 
 
 def test_threads_that_are_there_already_move(monkeypatch):

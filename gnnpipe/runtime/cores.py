@@ -15,7 +15,7 @@ import platform
 from collections.abc import Callable, Collection
 from typing import Any
 
-__all__ = ["own_cores", "stay_on", "usable_cores"]
+__all__ = ["crowding", "own_cores", "stay_on", "usable_cores"]
 
 
 def usable_cores() -> frozenset[int]:
@@ -40,6 +40,19 @@ def own_cores(rank: int, threads: int, gather: Callable[[Any], list[Any]]) -> fr
         return mine[1]
     first = peers.index(rank) * count
     return frozenset(cores[first : first + count])
+
+
+def crowding(threads: int, gather: Callable[[Any], list[Any]]) -> float:
+    """Threads of all ranks over cores, where there are most; the same on every rank.
+
+    Above 1 the ranks of a machine wait for each other's turn.
+    """
+    everyone = gather((platform.node(), usable_cores(), threads))
+    found: list[float] = []
+    for host in {place for place, _, _ in everyone}:
+        here = [(cores, count) for place, cores, count in everyone if place == host]
+        found.append(sum(n for _, n in here) / len(frozenset[int]().union(*(c for c, _ in here))))
+    return max(found)
 
 
 def stay_on(cores: Collection[int]) -> None:

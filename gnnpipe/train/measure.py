@@ -50,10 +50,10 @@ Place = tuple[str, int, int, int]
 """(what was timed, stage, chunk, step)."""
 
 
-def measure_steps(prepared: Prepared, mesh: Mesh) -> list[Sample]:
+def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> list[Sample]:
     """Samples of every step of every chunk, for ``fit_costs``; S = G = 1.
 
-    ``mesh``: of this rank alone, on its device.
+    ``mesh``: of this rank alone, on its device; ``has_cores``: no other rank takes its turns.
     """
     model, chunks = prepared.model_graph, prepared.plan.chunks
     sizes = chunk_sizes(prepared)
@@ -64,7 +64,7 @@ def measure_steps(prepared: Prepared, mesh: Mesh) -> list[Sample]:
             prepared.plan, stages=runs, steps=tuple(model.num_steps(*run) for run in runs),
             schedule="fill-drain", transfers=model.transfers(runs),
         )  # fmt: skip
-        chain = _Chain(replace(prepared, plan=plan), mesh)
+        chain = _Chain(replace(prepared, plan=plan), mesh, has_cores)
         times: dict[Place, list[float]] = defaultdict(list)
         start_s = time.perf_counter()
         for epoch in range(WARM_UP + MOST_REPEATS):
@@ -157,8 +157,9 @@ class _Played(Mesh):
 class _Chain:
     """All stages of a plan in one process."""
 
-    def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
+    def __init__(self, prepared: Prepared, mesh: Mesh, has_cores: bool) -> None:
         self._prepared, self._device = prepared, mesh.device
+        self._clocks_processor = has_cores and torch.get_num_threads() == 1
         self._times: dict[Place, float] = defaultdict(float)
         count, said = prepared.plan.num_stages, list[Any]()
         self._ranks: list[Assembly] = [
@@ -195,7 +196,7 @@ class _Chain:
     def _clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        elif torch.get_num_threads() == 1:
+        elif self._clocks_processor:
             # What other programs of a busy machine take is no part of it.
             return time.thread_time()
         return Recorder.clock()

@@ -25,7 +25,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
-from gnnpipe.runtime.cores import usable_cores
+from gnnpipe.runtime.cores import crowding
 from gnnpipe.runtime.link_times import (
     THOROUGH,
     Probe,
@@ -83,6 +83,7 @@ def _compute(
     """Of rank 0 alone, or of all ranks at once; on every rank."""
     samples: list[Sample] = []
     boundary_s = 0.0
+    has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
     # One exact epoch and one other: fewer would be another kind of run.
     run = replace(config, stages=1, shards=1, chunks=1, epochs=max(config.epochs, 2))
     most = math.inf
@@ -98,7 +99,7 @@ def _compute(
                     replace(run, chunks=chunks), alone, graph, copy.deepcopy(model)
                 )  # fmt: skip
                 most = max(prepared.graph.num_vertices // LEAST_ROWS, config.chunks)
-                samples += measure_steps(prepared, alone)
+                samples += measure_steps(prepared, alone, has_cores)
             except InputError as fault:
                 error = fault
         mesh.agree(error)
@@ -140,11 +141,7 @@ def link_times(
     ``has_exchanged``: what a rank itself does for an exchange is part of the steps already.
     """
     # Otherwise other threads find cores of their own.
-    usable = mesh.gather((platform.node(), usable_cores()))
-    cores = [len(frozenset().union(*(c for h, c in usable if h == host))) for host, _ in usable]
-    ranks = [sum(h == host for h, _ in usable) for host, _ in usable]
-    threads = torch.get_num_threads()
-    is_crowded = any(r * threads >= c for r, c in zip(ranks, cores, strict=True))
+    is_crowded = crowding(torch.get_num_threads(), mesh.gather) >= 1
     sizes = probe.sizes_bytes
 
     def fitted(taken: Sequence[Taken], messages: int, counts_own: bool) -> LinkTimes:

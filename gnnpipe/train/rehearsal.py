@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.perf import EpochSpans
+from gnnpipe.runtime.cores import crowding
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.recorder import Recorder
@@ -35,7 +36,9 @@ class Rehearsal:
     """Walks on one rank, as often as asked; every rank must ask alike."""
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
-        recorder = _CpuRecorder() if torch.get_num_threads() == 1 else Recorder()
+        threads = torch.get_num_threads()
+        has_cores = crowding(threads, mesh.gather) <= 1
+        recorder = _CpuRecorder() if threads == 1 and has_cores else Recorder()
         self._mesh = _Aside(
             mesh.stages, mesh.shards, mesh.rank, mesh.device, mesh.graph_group, mesh.control_group,
             recorder=recorder,
@@ -78,7 +81,10 @@ def rehearsal(prepared: Prepared, mesh: Mesh) -> Iterator[Rehearsal]:
 
 
 class _CpuRecorder(Recorder):
-    """What other programs of a busy machine take is no part of it, nor is waiting."""
+    """What other programs of a busy machine take is no part of it, nor is waiting.
+
+    Not for more ranks than cores: what they take from each other is part of their epochs.
+    """
 
     clock = staticmethod(time.thread_time)
 
