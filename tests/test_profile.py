@@ -168,6 +168,15 @@ def test_latency_and_bandwidth_are_found():
     assert found.time_s(2e9, 3) == pytest.approx(1.0003)
 
 
+def test_what_passes_at_once_does_not_make_a_link_fast():
+    """50 Mbit/s and a bucket of 64 KiB, as measured."""
+    sizes, times = (1 << 10, 1 << 14, 1 << 17, 1 << 20), (2.3e-4, 2.1e-4, 0.0118, 0.165)
+    found = fit_link(sizes, times)
+    assert found.bandwidth_bytes_per_s == pytest.approx(50e6 / 8, rel=0.05)
+    assert found.time_s(sizes[-1]) == pytest.approx(times[-1])
+    assert 0.05 < found.relative_error < 0.2
+
+
 def test_samples_cover_every_step_and_every_kind():
     prepared = prepared_of(model="gcnii", layers=3, chunks=2)
     samples = measure_steps(prepared, Mesh.alone())
