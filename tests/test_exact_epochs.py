@@ -19,6 +19,7 @@ from gnnpipe.schedule.check import ProgramError
 from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.reference import Reference
+from gnnpipe.train.report import result_lines
 from gnnpipe.train.verify import verify
 
 EPOCHS, FACTOR = 16, 0.9
@@ -161,6 +162,14 @@ def test_bytes_of_the_last_epoch_are_the_closed_form(last_is_exact):
     assert found[-1] == last_is_exact
     assert sent == formula
     assert (sent["control"] == 0) == last_is_exact
+
+
+def test_what_is_told_where_the_last_epoch_was_exact():
+    last = fit(1, 1)[1].index(True, 1)
+    result = Trainer(config(epochs=last + 1), small_graph()).fit()
+    assert result.history[-1].staleness.is_exact
+    (line,) = [line for line in result_lines(result) if line.startswith("stale: ")]
+    assert "nan" not in line
 
 
 def test_what_counts_as_a_jump():

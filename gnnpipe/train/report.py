@@ -137,8 +137,11 @@ def result_lines(result: RunResult) -> list[str]:
             )
         )  # fmt: skip
     if result.drift:
-        known = [row.staleness for row in result.history if row.staleness is not None]
-        lines.append(_staleness_line(result.stale_reads, known[-1]))
+        measured = [row.staleness for row in result.history if row.staleness is not None]
+        # In an exact one nothing was stale that could be measured.
+        stale = [found for found in measured if not found.is_exact]
+        if stale:
+            lines.append(_staleness_line(result.stale_reads, stale[-1]))
     if result.world_size > 1:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
