@@ -24,12 +24,12 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
-from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
+from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
 from gnnpipe.runtime.cores import crowding
+from gnnpipe.runtime.link_load import LOAD_SIZES, Load, exchange_load, message_load
 from gnnpipe.runtime.link_times import (
     THOROUGH,
     Probe,
-    Taken,
     exchange_times,
     gradient_sum_times,
     message_times,
@@ -144,25 +144,26 @@ def link_times(
     is_crowded = crowding(torch.get_num_threads(), mesh.gather) >= 1
     sizes = probe.sizes_bytes
 
-    def fitted(taken: Sequence[Taken], messages: int, counts_own: bool) -> LinkTimes:
-        link = fit_link(sizes, [t.time_s for t in taken], messages)
-        busy = fit_link(
-            sizes, [t.own_s * counts_own + t.other_s * is_crowded for t in taken], messages
-        )
-        return replace(link, busy=Affine(busy.latency_s, 1 / busy.bandwidth_bytes_per_s))
+    def busy(loads: Sequence[Load], messages: int, counts_own: bool) -> Affine:
+        if mesh.device.type != "cpu":
+            return Affine()  # What computes there is another processor.
+        both = [load.own_s * counts_own + load.other_s * is_crowded for load in loads]
+        link = fit_link(LOAD_SIZES, both, messages)
+        return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
-    each = [fitted(taken, 1, True) for taken in message_times(mesh, probe, pairs)]
-    each.sort(key=lambda link: link.time_s(sizes[-1]))
-    peers, exchange, summed = mesh.shards - 1, None, None
-    if peers:
-        exchange = fitted(exchange_times(mesh, probe), peers, not has_exchanged)
+    message = exchange = summed = None
+    by_pair = zip(message_times(mesh, probe, pairs), pairs, strict=True)
+    if by_speed := sorted(by_pair, key=lambda found: found[0][-1]):
+        times, pair = by_speed[len(by_speed) // 2]
+        loads = message_load(mesh, pair, probe.repeats)
+        message = replace(fit_link(sizes, times), busy=busy(loads, 1, True))
+    if peers := mesh.shards - 1:
+        link = fit_link(sizes, exchange_times(mesh, probe), peers)
+        loads = exchange_load(mesh, probe.repeats)
+        exchange = replace(link, busy=busy(loads, peers, not has_exchanged))
         # Nothing is computed while it is waited for.
-        times = [t.time_s for t in gradient_sum_times(mesh, probe)]
-        summed = fit_link(sizes, times, 2 * peers)
-    return {
-        "message": each[len(each) // 2] if each else None, "exchange": exchange,
-        "gradient_sum": summed,
-    }  # fmt: skip
+        summed = fit_link(sizes, gradient_sum_times(mesh, probe), 2 * peers)
+    return {"message": message, "exchange": exchange, "gradient_sum": summed}
 
 
 def _processor() -> str:
