@@ -19,7 +19,7 @@ from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Sample, fit_costs
 from gnnpipe.runtime.link_times import Probe
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.measure import Place, typical_s, work_at
+from gnnpipe.train.measure import Place, typical_walk, work_at
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.profiling import compute_times, link_times
 from gnnpipe.train.rehearsal import Rehearsal, rehearsal
@@ -71,25 +71,24 @@ def take_short_profile(
 
 def _walks(stage: Rehearsal, mesh: Mesh, epochs: int) -> Mapping[Place, float] | None:
     """Typical seconds by place; ``None`` on every rank if there is no time for it."""
-    first_s = _walk(stage, mesh, {})
+    first_s = _walk(stage, mesh, [])
     most_s = max(LEAST_S, RUN_SHARE * epochs * first_s)
     if first_s > most_s:
         return None
     # The first one faulted all pages in, and does not count.
-    times: dict[Place, list[float]] = {}
+    walks: list[Mapping[Place, float]] = []
     spent_s = first_s
     for _ in range(REPEATS):
-        spent_s += _walk(stage, mesh, times)
+        spent_s += _walk(stage, mesh, walks)
         if spent_s > most_s:
             break
-    return {place: typical_s(several) for place, several in times.items()}
+    return typical_walk(walks)
 
 
-def _walk(stage: Rehearsal, mesh: Mesh, times: dict[Place, list[float]]) -> float:
+def _walk(stage: Rehearsal, mesh: Mesh, walks: list[Mapping[Place, float]]) -> float:
     """Walk once, on all ranks together; the seconds of the slowest."""
     mesh.gather(None)  # at once means at once
     start_s = time.perf_counter()
-    for place, time_s in stage.walk().items():
-        times.setdefault(place, []).append(time_s)
+    walks.append(stage.walk())
     slowest_s: float = max(mesh.gather(time.perf_counter() - start_s))
     return slowest_s
