@@ -141,7 +141,8 @@ def _train(options: argparse.Namespace) -> int:
         raise InputError(f"--seeds {options.seeds}: must be at least 1")
     if options.seeds is not None and options.resume is not None:
         raise InputError(
-            f"--seeds {options.seeds}: goes with no --resume; go on with the folder of one seed"
+            f"--seeds {options.seeds}: goes with no --resume, which goes on with one run; leave "
+            "it out"
         )
     from gnnpipe.train.trainer import Trainer
 
@@ -200,7 +201,7 @@ def _verify(options: argparse.Namespace) -> int:
         for line in head_lines(prepared):
             print(line)
         for c in found:
-            print(f"epoch {c.epoch + 1}: loss {c.loss:.2e}  gradient {c.gradient:.2e} ({c.worst})")
+            print(c.text())
         verdict = "equal to" if same else "DIFFERENT from"
         walk = "" if prepared.report.exact else " that walks the same chunks"
         print(
@@ -244,7 +245,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             words = sys.argv[1:] if arguments is None else arguments
-            commands.get(options.command, parser).refuse(unknown, words)
+            commands.get(options.command, parser).refuse(unknown, words, commands)
         if options.command is None:
             known = ", ".join(commands)
             raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from gnnpipe.errors import InputError
 
-__all__ = ["MOST_TEXT_BYTES", "check_folder", "how_to_write", "open_plain", "read_text"]
+__all__ = [
+    "MOST_TEXT_BYTES", "check_folder", "how_to_write", "like_run_in", "open_plain", "read_text"
+]  # fmt: skip
 
 MOST_TEXT_BYTES = 1 << 20
 """Of a file that a person or a run writes: a config, a plan."""
@@ -57,6 +59,12 @@ def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder")
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if not existing.is_dir():
         raise InputError(f"{flag} {given!r}: {str(existing)!r} is no folder; {hint}")
+
+
+def like_run_in(path: Path) -> str:
+    """Where several seeds were trained the folder of one of them, as the end of a hint; else ''."""
+    runs = sorted(p.parent for p in path.glob("seed-*/config.toml"))
+    return f", like {runs[0]}" if runs else ""
 
 
 _REMEDIES = {

@@ -33,9 +33,17 @@ class Words(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         raise InputError(f"{message}; see `{self.prog} --help`")
 
-    def refuse(self, unknown: Sequence[str], words: Sequence[str]) -> NoReturn:
+    def refuse(
+        self, unknown: Sequence[str], words: Sequence[str], commands: Mapping[str, Words]
+    ) -> NoReturn:
         """``unknown`` of the ``words`` are no flags: the first, with what may have been meant."""
         word = unknown[0]
+        # As argparse writes --flag=value.
+        others = [n for n, c in commands.items() if word.split("=")[0] in c._option_string_actions]
+        if others and word.startswith("--"):
+            raise InputError(
+                f"{word}: no flag of `{self.prog}`, but of `gnnpipe {others[0]}`; leave it out"
+            )
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if word.startswith("-") and word.strip("-"):
             hint = nearest(word, flags)

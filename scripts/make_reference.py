@@ -211,7 +211,7 @@ def page() -> str:
     lines += [
         f"| `{f.name}` | {told[f.name]} |"
         for f in dataclasses.fields(RunResult)
-        if f.name not in ("history", "timeline", "path")
+        if f.name not in ("history", "timeline", "predicted_timeline", "path")
     ]
     lines += ["", SEEDS.strip()]
     return "\n".join(lines) + "\n"

@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers import run_ranks, small_graph
 
-from gnnpipe import InputError, TrainConfig, Trainer, fit_seeds
+from gnnpipe import InputError, TrainConfig, Trainer, fit_seeds, resumed_config
+from gnnpipe.page.run import read_run
 from gnnpipe.train.metrics import Scores
 
 
@@ -235,6 +236,9 @@ def test_several_seeds(shape, tmp_path):
     assert written["mean"]["loss"] == found[0].mean["loss"]
     with pytest.raises(InputError, match="holds another run"):
         fit_seeds(config(out=str(folder)), 2, small_graph())
+    for take in (read_run, lambda path: resumed_config(path, {})):
+        with pytest.raises(InputError, match=f"like {folder}/seed-5"):
+            take(folder)
     with pytest.raises(InputError, match="--seeds 0"):
         fit_seeds(config(), 0)
 
@@ -245,7 +249,9 @@ def test_undefined_scores_do_not_end_several_seeds(tmp_path):
     found = fit_seeds(config(out=str(folder)), 2, graph)
     assert math.isnan(found.mean["val_acc"])
     assert math.isnan(found.deviation["val_acc"])
+    # Without a validation metric there is no best epoch to speak of.
     assert "test accuracy" in found.lines()[-1]
+    assert not any("best validation" in line for line in found.lines())
     written = json.loads((folder / "summary.json").read_text())
     assert written["mean"]["val_acc"] is None
     assert written["runs"]["0"]["test_acc"] == found.results[0].test_acc

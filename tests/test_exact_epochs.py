@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
@@ -20,7 +21,8 @@ from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.reference import Reference
 from gnnpipe.train.report import result_lines
-from gnnpipe.train.verify import verify
+from gnnpipe.train.resume import resumed_config
+from gnnpipe.train.verify import Comparison, relative_difference, verify
 
 EPOCHS, FACTOR = 16, 0.9
 
@@ -170,6 +172,30 @@ def test_what_is_told_where_the_last_epoch_was_exact():
     assert result.history[-1].staleness.is_exact
     (line,) = [line for line in result_lines(result) if line.startswith("stale: ")]
     assert "nan" not in line
+    many = sum(walked_exactly(result))
+    assert f"; {many} of {last + 1} epochs exact; in the last that was not " in line
+    assert result.exact_epochs == many
+
+
+def test_a_run_that_once_was_stale_is_not_exact(tmp_path):
+    out = str(tmp_path / "run")
+    Trainer(config(epochs=4, out=out, checkpoint_every=4), small_graph()).fit()
+    changes = {"epochs": 6, "staleness": "exact", "exact_above": None}
+    result = Trainer(resumed_config(out, changes), small_graph(), resume=out).fit()
+    assert [row.staleness for row in result.history[4:]] == [None, None]
+    assert not result.exact
+    assert Trainer(config(staleness="exact", exact_above=None, epochs=2), small_graph()).fit().exact
+
+
+def test_verify_says_which_epochs_were_exact():
+    found = verify(prepare(config(epochs=8), Mesh.alone(), small_graph()), Mesh.alone(), 8)
+    exact = fit(1, 1, 8)[1]
+    assert [c.is_exact for c in found] == exact
+    assert ["(exact)" in c.text() for c in found] == exact
+    assert all(c.worst in c.text() for c in found)
+    grads = {"a": torch.ones(2), "b": torch.zeros(2)}
+    assert relative_difference(grads, grads) == (0.0, "")
+    assert "()" not in Comparison(0, 0.0, 0.0, "", is_exact=False).text()
 
 
 def test_what_counts_as_a_jump():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gnnpipe.errors import InputError
+from gnnpipe.files import like_run_in
 from gnnpipe.perf import Trace, read_trace
 from gnnpipe.plan import Plan
 
@@ -140,7 +141,9 @@ def read_run(path: Path) -> Run:
     if not path.is_dir():
         raise InputError(f"{str(path)!r}: no such folder; give the folder of a run, as runs/NAME")
     if not (path / "config.toml").exists():
-        raise InputError(f"{str(path)!r}: holds no config.toml; give the folder of a run")
+        raise InputError(
+            f"{str(path)!r}: holds no config.toml; give the folder of a run{like_run_in(path)}"
+        )
     trace = path / "trace.json"
     return Run(
         path=path,

@@ -22,7 +22,7 @@ from gnnpipe.runtime.guard import Guard
 from gnnpipe.schedule import Program
 from gnnpipe.train.prepare import Prepared
 
-__all__ = ["ExactEpochs"]
+__all__ = ["LONGEST", "ExactEpochs"]
 
 WINDOW, LEAST = 20, 5
 """Epochs that the median is of, and how many there must be."""

@@ -20,6 +20,7 @@ from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.perf import MemoryEstimate, estimate_memory
+from gnnpipe.train.exact_epochs import LONGEST
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
 from gnnpipe.train.timing import prediction_line, time_lines
@@ -97,7 +98,10 @@ def head_lines(prepared: Prepared) -> list[str]:
             many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
             words.append(f"the first {many} exact")
         if t.exact_above:
-            words.append(f"any behind gradients over {t.exact_above:g} x their median exact")
+            words.append(
+                f"gradients cut to {LONGEST:g} x their median, and an epoch behind any over "
+                f"{t.exact_above:g} x exact"
+            )
         lines.append(f"staleness {config.staleness}: {', '.join(words)}")
         if t.snapshot_every >= config.epochs > 1 and not t.exact_epochs:
             lines.append(
@@ -141,7 +145,7 @@ def result_lines(result: RunResult) -> list[str]:
         # In an exact one nothing was stale that could be measured.
         stale = [found for found in measured if not found.is_exact]
         if stale:
-            lines.append(_staleness_line(result.stale_reads, stale[-1]))
+            lines.append(_staleness_line(result, stale[-1]))
     if result.world_size > 1:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
@@ -156,8 +160,11 @@ def result_lines(result: RunResult) -> list[str]:
     return lines
 
 
-def _staleness_line(reads: float, last: Staleness) -> str:
-    text = f"stale: {reads:.0%} of the edges; in the last epoch "
+def _staleness_line(result: RunResult, last: Staleness) -> str:
+    text = f"stale: {result.stale_reads:.0%} of the edges; "
+    if result.exact_epochs:
+        text += f"{result.exact_epochs} of {result.epochs} epochs exact; "
+    text += "in the last that was not " if result.exact_epochs else "in the last epoch "
     if last.moved:
         text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
         return text + _span(last.missed)

@@ -44,6 +44,7 @@ class RunResult:
     """Epochs trained: fewer than asked for if patience ran out."""
     seed: int
     exact: bool
+    """No epoch of the run could read a stale row."""
     loss: float
     train_acc: float
     val_acc: float
@@ -71,12 +72,12 @@ class RunResult:
     stale_reads: float
     """Share of the edges read stale, mean over the epochs."""
     drift: list[float]
-    """By layer, of the last epoch: error of the stale rows relative to their size; empty where
-    nothing is stale. This and the next two as in metrics.csv."""
+    """By layer, of the last epoch that read stale rows: their error relative to their size; empty
+    where nothing is stale. This and the next two as in metrics.csv."""
     moved: list[float]
-    """By layer, of the last epoch, with a forecast: how far the weights moved the rows."""
+    """By layer, of the same epoch, with a forecast: how far the weights moved the rows."""
     missed: list[float]
-    """By layer, of the last epoch: what the forecast left of it."""
+    """By layer, of the same epoch: what the forecast left of it."""
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
     time_shares: list[TimeShares]
@@ -147,7 +148,7 @@ def gather_result(
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
         stages=config.stages, shards=config.shards, chunks=prepared.quality.chunks,
         world_size=mesh.world_size, epochs=len(rows), seed=config.seed,
-        exact=prepared.report.exact, loss=rows[-1].loss,
+        exact=prepared.report.exact and all(exact), loss=rows[-1].loss,
         train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,
         best_val_acc=chosen.val_acc, test_acc_at_best_val=chosen.test_acc, best_epoch=best.epoch,
         metric=prepared.metric, train_metric=last.train_metric, val_metric=last.val_metric,

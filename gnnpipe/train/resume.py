@@ -12,6 +12,7 @@ from typing import Any
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.files import like_run_in
 from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.settings import flag
@@ -47,7 +48,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
     if not path.is_file():
         raise InputError(
             f"--resume {str(run)!r}: holds no run (there is no config.toml in it); give the folder "
-            "of a run"
+            f"of a run{like_run_in(path.parent)}"
         )
     values = {k.replace("-", "_"): v for k, v in TrainConfig.read_toml(path).items()}
     for name, value in changes.items():

@@ -29,7 +29,7 @@ __all__ = ["SeedsResult", "fit_seeds"]
 SUMMARY = (
     "loss", "train_acc", "val_acc", "test_acc", "best_val_acc", "test_acc_at_best_val",
     "best_epoch", "train_metric", "val_metric", "test_metric", "best_val_metric",
-    "test_metric_at_best_val", "epoch_time_s",
+    "test_metric_at_best_val", "exact_epochs", "epoch_time_s",
 )  # fmt: skip
 """Fields of a result that are averaged."""
 
@@ -60,14 +60,17 @@ class SeedsResult:
     def lines(self) -> list[str]:
         """For a person: the metric of every seed, then mean and deviation."""
         metric = self.results[0].metric
-        out = [
-            f"seed {r.seed}: test {metric} {score(r.test_metric)}, at best validation "
-            f"{score(r.test_metric_at_best_val)} (epoch {r.best_epoch})"
-            for r in self.results
-        ]
-        for name, words in (
-            ("test_metric", "last epoch"), ("test_metric_at_best_val", "at best validation"),
-        ):  # fmt: skip
+        out = []
+        for r in self.results:
+            out.append(f"seed {r.seed}: test {metric} {score(r.test_metric)}")
+            if not math.isnan(r.best_val_metric):
+                found = score(r.test_metric_at_best_val)
+                out[-1] += f", at best validation {found} (epoch {r.best_epoch})"
+        shown = [("test_metric", "last epoch")]
+        # No best epoch where the metric is not defined on the validation part.
+        if not any(math.isnan(r.best_val_metric) for r in self.results):
+            shown.append(("test_metric_at_best_val", "at best validation"))
+        for name, words in shown:
             out.append(
                 f"{len(self.results)} seeds, {words}: test {metric} {score(self.mean[name])} "
                 f"± {score(self.deviation[name])}"

@@ -41,26 +41,38 @@ GRANTED = 4.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative differences of one epoch, and the weight that the gradient's is of."""
+    """The largest relative differences of one epoch."""
 
     epoch: int
+    """From 0."""
     loss: float
     gradient: float
     worst: str
+    """The weight that the gradient's difference is of; '' where there is none (in float32: none
+    beyond what rounding does to one device)."""
+    is_exact: bool
+    """Nothing was read stale in this epoch."""
 
     @property
     def largest(self) -> float:
         """The larger of the two."""
         return max(self.loss, self.gradient)
 
+    def text(self) -> str:
+        """For a person."""
+        which = f"epoch {self.epoch + 1}" + (" (exact)" if self.is_exact else "")
+        worst = f" ({self.worst})" if self.worst else ""
+        return f"{which}: loss {self.loss:.2e}  gradient {self.gradient:.2e}{worst}"
+
 
 def relative_difference(
     a: dict[str, Tensor], b: dict[str, Tensor], exact: dict[str, Tensor] | None = None
 ) -> tuple[float, str]:
-    """Largest relative difference between gradients by name, and its name. ``b`` is the truth.
+    """Largest relative difference between gradients by name, and its name ('' if none differs).
 
-    ``exact``: the same in float64. Where terms cancel, as they do for attention, float32 is off by
-    more than its precision; what it does to ``b`` is ``GRANTED`` so many times.
+    ``b`` is the truth. ``exact``: the same in float64. Where terms cancel, as they do for
+    attention, float32 is off by more than its precision; what it does to ``b`` is ``GRANTED`` so
+    many times.
     """
     floor = 1e-3 * (sum(float(t.norm()) ** 2 for t in b.values()) / len(b)) ** 0.5
     found = []
@@ -70,7 +82,8 @@ def relative_difference(
             granted = GRANTED * float((t.to(exact[name].dtype) - exact[name]).norm())
             difference = max(difference - granted, 0.0)
         found.append((_apart(difference, max(float(t.norm()), floor)), name))
-    return max(found)
+    largest, name = max(found)
+    return largest, name if largest else ""
 
 
 def _apart(difference: float, size: float) -> float:
@@ -109,7 +122,7 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
             worst, name = relative_difference(grads, led.train_epoch(*walk).grads, rounding)
             truth = free.train_epoch(*walk).loss
             apart = _apart(abs(loss - truth), abs(truth))
-            found.append(Comparison(epoch, apart, worst, name))
+            found.append(Comparison(epoch, apart, worst, name, program.is_exact))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons
 
