@@ -98,6 +98,12 @@ def _check_checkpoints(config: TrainConfig) -> None:
         )
 
 
+def _off(name: str, idle: float) -> str:
+    """The flag that takes a stored setting back."""
+    word = flag(name)
+    return f"--no-{word.removeprefix('--')}" if idle is False else f"{word} {idle}"
+
+
 def _check_staleness(config: TrainConfig) -> None:
     if config.staleness == "exact" and config.chunks > 1:
         for name, idle in (
@@ -107,7 +113,7 @@ def _check_staleness(config: TrainConfig) -> None:
             if getattr(config, name) not in (None, idle):
                 raise InputError(
                     f"{flag(name)} {getattr(config, name)}: has no meaning with --staleness "
-                    "exact, where nothing is stale; drop one of the two"
+                    f"exact, where nothing is stale; drop one of the two, or try {_off(name, idle)}"
                 )
     found = config.techniques
     if found.pilots_per_column and found.snapshot_every > 1:
