@@ -1,4 +1,4 @@
-"""How much memory this machine, or the container around this process, has to give.
+"""Which machine this is, and how much memory it, or the container around us, has to give.
 
 A size that does not even fit into all of it is a mistake, and is told before anything is allocated:
 Linux promises memory that it has not, and kills the process when it is used.
@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from pathlib import Path
 
-__all__ = ["free_bytes", "memory_bytes"]
+__all__ = ["free_bytes", "machine_key", "memory_bytes"]
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_key() -> str:
+    """Tells machines apart, those of one name too; processes of one machine find the same."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{platform.node()} {boot}"
+    return platform.node()
 
 
 def memory_bytes() -> int:

@@ -42,31 +42,34 @@ def main() -> None:
     graph = load(settings.pop("graph"))
     config = TrainConfig(**settings, out="off", quiet=True, device="cpu", timeout_s=600.0)
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-    prepared = prepare(config, mesh, graph)
-    count_peaks_anew(mesh.device)
-    assembly = assemble(prepared, mesh)
-    speeds = mesh.gather(receive_bandwidth(mesh))
-    print("ready", file=answers, flush=True)
-    times, shares = [], []
-    for epoch, _ in enumerate(sys.stdin):
-        order = chunk_order(prepared.config, epoch)
-        start = time.perf_counter()
-        train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
-        times.append(time.perf_counter() - start)
-        while len(mesh.recorder.epochs) > 1:
-            mesh.recorder.epochs.popleft()
-        spans = gather_epoch(mesh, 1)
-        shares.append([asdict(share) for share in time_shares(spans, config.shards, speeds)])
-        print(times[-1], file=answers, flush=True)
-    counted = [int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])]
-    found = {
-        "seconds": times, "shares": shares, "sent": sum(counted),
-        "closed_form": prepared.volume.total, "by_axis": counted,
-        "crossings_per_vertex": prepared.quality.crossings_per_vertex,
-        "peak": mesh.gather(peak_bytes(mesh.device)),
-        "stale": 0.0 if prepared.report.exact else 1.0,
-    }  # fmt: skip
-    print(json.dumps(found), file=answers, flush=True)
+    with mesh.on_own_cores():
+        prepared = prepare(config, mesh, graph)
+        count_peaks_anew(mesh.device)
+        assembly = assemble(prepared, mesh)
+        speeds = mesh.gather(receive_bandwidth(mesh))
+        print("ready", file=answers, flush=True)
+        times, shares = [], []
+        for epoch, _ in enumerate(sys.stdin):
+            order = chunk_order(prepared.config, epoch)
+            start = time.perf_counter()
+            train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+            times.append(time.perf_counter() - start)
+            while len(mesh.recorder.epochs) > 1:
+                mesh.recorder.epochs.popleft()
+            spans = gather_epoch(mesh, 1)
+            shares.append([asdict(share) for share in time_shares(spans, config.shards, speeds)])
+            print(times[-1], file=answers, flush=True)
+        counted = [
+            int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])
+        ]
+        found = {
+            "seconds": times, "shares": shares, "sent": sum(counted),
+            "closed_form": prepared.volume.total, "by_axis": counted,
+            "crossings_per_vertex": prepared.quality.crossings_per_vertex,
+            "peak": mesh.gather(peak_bytes(mesh.device)),
+            "stale": 0.0 if prepared.report.exact else 1.0,
+        }  # fmt: skip
+        print(json.dumps(found), file=answers, flush=True)
     mesh.leave()
 
 

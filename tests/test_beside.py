@@ -55,6 +55,22 @@ def _same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_it_is_not_kept_on_the_core_of_its_rank() -> None:
+    cores = os.sched_getaffinity(0)
+    staged = StagedTensors()
+    staged.take(TENSORS)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        beside = Beside(staged, cores)
+        beside.start()
+        assert beside._comes_up()
+        assert beside._process is not None
+        assert os.sched_getaffinity(beside._process.pid) == cores
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_what_it_writes_is_read_as_what_was_given(tmp_path: Path) -> None:
     staged = StagedTensors()
     copies = staged.take(TENSORS)

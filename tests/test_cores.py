@@ -1,24 +1,28 @@
 """Ranks of one machine do not share a core while another one is free."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
 from gnnpipe.runtime import cores
-from gnnpipe.runtime.cores import crowding, own_cores, stay_on, usable_cores
+from gnnpipe.runtime.cores import crowding, on_own_cores, own_cores, usable_cores
 from gnnpipe.runtime.mesh import Mesh
 
 
 def shares(monkeypatch, places, threads):
     """What each of several ranks gets that may use the cores of its (machine, cores)."""
-    everyone = [((host, frozenset(mine)), threads) for host, mine in places]
+    everyone = [((host, frozenset(mine)), threads, True) for host, mine in places]
     found = []
     for rank, (host, mine) in enumerate(places):
         monkeypatch.setattr(cores, "usable_cores", lambda mine=mine: frozenset(mine))
-        monkeypatch.setattr(cores.platform, "node", lambda host=host: host)
+        monkeypatch.setattr(cores, "machine_key", lambda host=host: host)
         found.append(set(own_cores(rank, threads, lambda said: everyone)))
     return found
 
@@ -26,9 +30,14 @@ def shares(monkeypatch, places, threads):
 def test_cores_are_shared_out(monkeypatch):
     one, other = ("a", range(6)), ("b", {1, 9})
     assert shares(monkeypatch, [one] * 2, 1) == [{0, 1, 2}, {3, 4, 5}]
-    assert shares(monkeypatch, [one] * 4, 1) == [{0}, {1}, {2}, {3}]
+    assert shares(monkeypatch, [one] * 4, 1) == [{0}, {1, 2}, {3}, {4, 5}]
     assert shares(monkeypatch, [one, other, other], 2) == [set(range(6)), {1, 9}, {1, 9}]
     assert shares(monkeypatch, [one, other, one, other], 1) == [{0, 1, 2}, {1}, {3, 4, 5}, {9}]
+
+
+def test_no_core_is_left_over(monkeypatch):
+    assert shares(monkeypatch, [("a", range(8))] * 5, 1) == [{0}, {1, 2}, {3}, {4, 5}, {6, 7}]
+    assert shares(monkeypatch, [("a", range(8))] * 3, 2) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
 
 
 def test_who_needs_more_than_a_share_keeps_all(monkeypatch):
@@ -45,11 +54,16 @@ def where(stages):
     """Cores of this process before, while ranks are together, and when they have parted."""
     before = usable_cores()
     mesh = Mesh.join(stages, 1, "cpu")
-    own = usable_cores()
-    mesh.gather(None)
-    threads = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
+    with mesh.on_own_cores() as given:
+        own = usable_cores()
+        mesh.gather(None)
+        threads = {
+            tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")
+        }
+    after = usable_cores()
     mesh.leave()
-    return before, own, threads, usable_cores()
+    assert given == before
+    return before, own, threads, after
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
@@ -62,6 +76,56 @@ def test_real_ranks_stay_on_their_own():
     for _, mine, threads, after in found:
         assert threads == {tuple(sorted(mine))}  # gloo's as well
         assert after == before
+
+
+def failing(stages):
+    """Cores while a run trains, and behind its fault."""
+    config = quick_config(stages=stages, epochs=3, on_nan="stop")
+    seen = []
+
+    def broken(logits, labels):
+        seen.append(usable_cores())
+        return logits.sum() * float("nan")
+
+    trainer = Trainer(config, small_graph(), loss_fn=broken)
+    with pytest.raises(FloatingPointError):
+        trainer.fit()
+    after = usable_cores()
+    trainer.close()
+    return seen[:1], after
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
+def test_a_run_that_fails_gives_its_cores_back():
+    found = run_ranks(failing, 2, 2)
+    assert found[1][0][0] < usable_cores(), "the last stage has the loss"
+    assert all(after == usable_cores() for _, after in found)
+
+
+BOUND = """
+import json, os, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from gnnpipe.runtime.cores import on_own_cores, usable_cores
+def places():
+    return sorted(sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task"))
+torch.ones(500, 500) @ torch.ones(500, 500)
+before = places()
+with on_own_cores(0, 1, lambda said: [said, said]):
+    within = places()
+print(json.dumps([before, within, places()]))
+"""
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
+def test_threads_that_were_given_places_stay_there():
+    run = subprocess.run(
+        [sys.executable, "-c", BOUND, str(Path(cores.__file__).parents[2])],
+        env=os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    before, within, after = json.loads(run.stdout)
+    assert before == within == after
 
 
 def test_one_rank_may_use_all_cores():
@@ -78,8 +142,9 @@ def test_how_crowded_the_fullest_machine_is():
     assert crowding(1, lambda said: [("a", frozenset({n}), 1) for n in range(4)]) == 1.0
 
 
-def test_threads_that_are_there_already_move(monkeypatch):
-    before, core = usable_cores(), min(usable_cores())
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
+def test_threads_that_are_there_already_move():
+    before = usable_cores()
     is_over, places = threading.Event(), []
 
     def waiting():
@@ -89,11 +154,13 @@ def test_threads_that_are_there_already_move(monkeypatch):
     thread = threading.Thread(target=waiting)
     thread.start()
     try:
-        stay_on({core})
-        is_over.set()
-        thread.join()
-        assert places == [{core}]
+        with on_own_cores(0, 1, lambda said: [said, said]) as given:
+            own = usable_cores()
+            is_over.set()
+            thread.join()
+        assert given == before
+        assert places == [own]
+        assert own < before
     finally:
         is_over.set()
-        stay_on(before)
     assert usable_cores() == before

@@ -7,6 +7,8 @@ needs no process group at all, and then nothing in here talks to anybody.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
-from gnnpipe.runtime.cores import own_cores, stay_on, usable_cores
+from gnnpipe.runtime.cores import on_own_cores, usable_cores
 from gnnpipe.runtime.launch import (
     check_meeting,
     launched_local_rank,
@@ -50,8 +52,6 @@ class Mesh:
     """All ranks over gloo, for the thread that writes checkpoints."""
     owns_group: bool = False
     """The ranks met here, and not before in the user's own script."""
-    cores_before: frozenset[int] = frozenset()
-    """Cores that this process may use again once it has left; none where nothing was changed."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
 
     @classmethod
@@ -85,14 +85,9 @@ class Mesh:
             torch.cuda.set_device(place)
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
-        cores_before = frozenset[int]()
-        if owns_group and place.type == "cpu":
-            cores_before = usable_cores()
-            stay_on(own_cores(mesh.rank, torch.get_num_threads(), mesh.gather))
         return cls(
-            stages, shards, mesh.rank, place, group, control, saving, owns_group, cores_before,
-            _recorder(place),
-        )  # fmt: skip
+            stages, shards, mesh.rank, place, group, control, saving, owns_group, _recorder(place)
+        )
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -166,8 +161,19 @@ class Mesh:
         """Part from the other ranks in good order; a process group of the user's own remains."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        if self.cores_before:
-            stay_on(self.cores_before)
+
+    @contextmanager
+    def on_own_cores(self) -> Iterator[frozenset[int]]:
+        """Within, ranks on CPUs stay on cores of their own (every rank must enter).
+
+        Gives the cores that were this process's before. Ranks that met in the user's own script
+        are left where they are.
+        """
+        if not self.owns_group or self.device.type != "cpu":
+            yield usable_cores()
+            return
+        with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
+            yield before
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
+from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.notes import simulated_notes
 from gnnpipe.perf.predicted import predicted_spans
@@ -63,7 +63,7 @@ class Predictor:
         is_given = config.profile != ""
         if not is_given and (epochs < LEAST_EPOCHS or mesh.device.type != "cpu"):
             return None
-        hosts = mesh.gather(platform.node())
+        hosts = mesh.gather(machine_key())
         together = max(hosts.count(host) for host in hosts)
         error, profile, sizes = None, None, None
         if mesh.rank == 0:

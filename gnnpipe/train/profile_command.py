@@ -28,7 +28,8 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
     file = _File(save)
     mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
     if hardware is None:
-        profile = take_profile(config, mesh)
+        with mesh.on_own_cores():
+            profile = take_profile(config, mesh)
     else:
         profile = _sheet_profile(config, mesh, hardware)
     if mesh.rank == 0:

@@ -22,6 +22,7 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.machine import machine_key
 from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
@@ -55,7 +56,7 @@ def take_profile(
     ``graph`` and ``model`` as in ``Trainer``; the model's weights stay as they are. S and G of the
     config have no meaning: every rank measures the whole graph.
     """
-    hosts = mesh.gather(platform.node())
+    hosts = mesh.gather(machine_key())
     together = max(hosts.count(host) for host in hosts)
     compute = [_compute(config, mesh, graph, model, 1)]
     if together > 1:

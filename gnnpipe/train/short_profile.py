@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Sample, fit_costs
 from gnnpipe.runtime.link_times import Probe
@@ -45,7 +46,7 @@ def take_short_profile(
         found = _walks(stage, mesh, epochs)
     if found is None:
         return None
-    hosts = mesh.gather(platform.node())
+    hosts = mesh.gather(machine_key())
     bounds = range(0, mesh.world_size, mesh.shards)
     links = link_times(mesh, BRIEF, list(pairwise(bounds)), True)
     everyone = mesh.collect(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,7 +132,8 @@ class Trainer:
         folder, path = claim_folder(config, mesh, resumed[0] if resumed else None)
         log = RankLog(path, mesh.rank)
         try:
-            return self._fit(mesh, folder, path, resumed, log)
+            with mesh.on_own_cores() as cores:
+                return self._fit(mesh, folder, path, resumed, log, cores)
         except InputError:
             raise  # nothing has been touched, and so it shall be
         except StoppedError as error:
@@ -152,6 +153,7 @@ class Trainer:
         path: Path | None,
         resumed: Sequence[Path],
         log: RankLog,
+        cores: Collection[int],
     ) -> RunResult:
         config = self.config
         start, told = None, ""
@@ -175,7 +177,7 @@ class Trainer:
         assembly = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
         saver = None
         if path is not None:
-            saver = Saver(path, config.keep, mesh.saving_group, mesh.rank)
+            saver = Saver(path, config.keep, mesh.saving_group, mesh.rank, cores)
         loop = Loop(
             config,
             mesh,

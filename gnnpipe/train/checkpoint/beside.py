@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ WORTH_BYTES = 16 << 20
 _START = """import sys
 sys.path[:] = {paths!r}
 from gnnpipe.train.checkpoint.beside import serve
-serve({handle}, {parent})"""
+serve({handle}, {parent}, {cores})"""
 _READY = "gnnpipe is ready to write\n"
 _MOST_STARTS = 2
 _LOOK_S = 0.05
@@ -48,8 +49,9 @@ _PATIENCE_S, _SLOW_BYTES_PER_S = 5.0, 50e6
 class Beside:
     """The rank's side; where the process is not there (yet, or any more) there is no answer."""
 
-    def __init__(self, staged: StagedTensors) -> None:
-        self._staged = staged
+    def __init__(self, staged: StagedTensors, cores: Collection[int] = ()) -> None:
+        """``cores`` that the process may use; none: those of the rank."""
+        self._staged, self._cores = staged, sorted(cores)
         self._process: subprocess.Popen[str] | None = None
         self._starts = 0
         self._is_ready = False
@@ -65,7 +67,9 @@ class Beside:
         self._starts += 1
         self._is_ready = False
         # It imports from where this process does, and not from the folder one happens to be in.
-        code = _START.format(paths=sys.path, handle=self._staged.handle, parent=os.getpid())
+        code = _START.format(
+            paths=sys.path, handle=self._staged.handle, parent=os.getpid(), cores=self._cores
+        )
         kinds = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment}
         flags = [name for name, is_on in kinds.items() if is_on]
         with contextlib.suppress(OSError, TypeError):
@@ -148,10 +152,13 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def serve(handle: int, parent: int) -> None:
+def serve(handle: int, parent: int, cores: Collection[int]) -> None:
     """The process's side: until stdin ends, or whoever started it."""
     with contextlib.suppress(OSError, AttributeError):  # Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        if cores:
+            os.sched_setaffinity(0, cores)
     with contextlib.suppress(OSError):
         os.nice(10)  # What trains comes first, where there are fewer cores than processes.
     set_crc32_options(compute_crc32=False)  # The rank takes a checksum of the whole file.

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,11 +74,21 @@ def _uninterrupted() -> Iterator[None]:
 class Saver:
     """Of one rank; all ranks save at the same epochs."""
 
-    def __init__(self, run: Path, kept: int, group: dist.ProcessGroup | None, rank: int) -> None:
-        """``run``: the folder of the run, that all ranks see; ``kept`` checkpoints remain."""
+    def __init__(
+        self,
+        run: Path,
+        kept: int,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        cores: Collection[int] = (),
+    ) -> None:
+        """``run``: the folder of the run, that all ranks see; ``kept`` checkpoints remain.
+
+        ``cores``: all that this machine's ranks may use, for the process that writes.
+        """
         self.run, self._kept, self._group, self._rank = run, kept, group, rank
         self._staged = StagedTensors()
-        self._beside = Beside(self._staged)
+        self._beside = Beside(self._staged, cores)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._free_bytes = 0
