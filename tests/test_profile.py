@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from helpers import run_ranks, small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +191,26 @@ def test_samples_cover_every_step_and_every_kind():
     assert len(steps) == (4 + 3 * 2) * 2 * 2
     rows = sum(s.parts[k].rows for s in steps for k in s.parts if k[1] == "forward_before")
     assert rows == 2 * 3 * prepared.graph.num_vertices
+
+
+def test_masks_are_part_of_an_epoch_of_one_chunk_too():
+    """They are made where the pass begins, which is not a step of any op."""
+    torch.set_num_threads(1)
+    graph = small_graph(6000)
+    cases = {"hidden": 128, "layers": 3, "dropout": 0.5}
+    shapes = [prepared_of(graph=graph, chunks=chunks, **cases) for chunks in (1, 4)]
+    samples = [measure_steps(prepared, Mesh.alone()) for prepared in shapes]
+    fitted = fit_costs([s for some in samples for s in some])
+    for prepared, some in zip(shapes, samples, strict=True):
+        profile = profile_of(prepared.model_graph)
+        times = replace(profile.compute[0], begin=fitted.costs["begin"])
+        costs = ProfiledCosts(
+            replace(profile, compute=(times,)), prepared.plan, prepared.model_graph,
+            chunk_sizes(prepared), number_bytes=4, row_bytes=4, ranks_at_once=1,
+        )  # fmt: skip
+        measured = max(s.time_s for s in some if list(s.parts) == ["begin"])
+        assert measured > 1e-4, "masks of 6,000 x 128 x 3 entries"
+        assert costs.begin_s(0, 0) == pytest.approx(measured, rel=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:model. GAT normalises")

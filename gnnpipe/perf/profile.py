@@ -76,8 +76,8 @@ class ComputeTimes:
     ops: Mapping[str, OpTimes]
     """By kind, see ``op_kind``."""
     begin: Affine
-    """What a rank does once an epoch outside of all steps, for each of its histories; rows count
-    as often as they have columns."""
+    """What a rank does once an epoch outside of all steps, for each of its histories; rows are
+    numbers of its tables that are cleared, edges numbers that masks are made for."""
     update: Affine
     """The optimizer's step, for each op; rows are weights."""
     boundary_per_number_s: float
@@ -155,7 +155,10 @@ class Profile:
         if not isinstance(data, dict) or "version" not in data:
             raise InputError(f"{source}: not a profile; make one with `gnnpipe profile --save`")
         if data.pop("version") != VERSION:
-            raise InputError(f"{source}: version: written by another gnnpipe; expected {VERSION}")
+            raise InputError(
+                f"{source}: version: written by another gnnpipe, expected {VERSION}; make one with "
+                "`gnnpipe profile --save`"
+            )
         return read_dataclass(cls, data, source)
 
 

@@ -86,13 +86,14 @@ class ProfiledCosts:
         return found
 
     def begin_s(self, stage: int, shard: int) -> float:
-        """Clearing and keeping tables."""
+        """Clearing and keeping tables; masks."""
         pushing = [op for op in self._stage_ops(stage) if op.aggregates]
-        # A single chunk's rows are their own table, and its gradients are not kept.
         rows = {name: float(counts[shard].sum()) for name, counts in self.sizes.rows.items()}
         numbers = sum(op.push_width * rows[op.pushed_type] for op in pushing)
+        # A single chunk's rows are their own table, and its gradients are not kept.
         begin, several = self._compute.begin, self.plan.chunks > 1
-        return begin.base_s * len(pushing) + begin.per_row_s * numbers * several
+        per_number_s = begin.per_row_s * several + begin.per_edge_s
+        return begin.base_s * len(pushing) + per_number_s * numbers
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
         """One step of one chunk; rows taken out for other shards, or added, are part of it."""
