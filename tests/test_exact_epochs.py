@@ -1,6 +1,7 @@
 """Behind a jump of the gradients an epoch is walked exactly, on every shape alike."""
 
 import csv
+import json
 import math
 import statistics
 from dataclasses import replace
@@ -17,11 +18,12 @@ from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import check
 from gnnpipe.schedule.check import ProgramError
+from gnnpipe.train import trainer
 from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.reference import Reference
 from gnnpipe.train.report import result_lines
-from gnnpipe.train.resume import resumed_config
+from gnnpipe.train.resume import find_start, resumed_config
 from gnnpipe.train.verify import Comparison, relative_difference, verify
 
 EPOCHS, FACTOR = 16, 0.9
@@ -187,6 +189,24 @@ def test_a_run_that_once_was_stale_is_not_exact(tmp_path):
     assert Trainer(config(staleness="exact", exact_above=None, epochs=2), small_graph()).fit().exact
 
 
+def test_behind_a_fault_even_with_other_chunks_and_behind_a_jump_not(tmp_path, monkeypatch):
+    """A resumed run walks exactly what was due, but for a jump whose length is not known."""
+    out = tmp_path / "run"
+    Trainer(config(epochs=6, out=str(out), checkpoint_every=6), small_graph()).fit()
+    (state,) = out.glob("checkpoints/*/state.json")
+    for was_faulty, has_jumped, chunks, is_exact in (
+        (False, False, 6, False), (False, True, 6, True), (True, False, 6, True),
+        (False, True, 5, False), (True, False, 5, True),
+    ):  # fmt: skip
+        start = find_start(out, resumed_config(out, {"epochs": 7}), Mesh.alone(), True)[0]
+        start = replace(start, was_faulty=was_faulty, has_jumped=has_jumped)
+        monkeypatch.setattr(trainer, "find_start", lambda *_, start=start: (start, ""))
+        changes = {"epochs": 7, "chunks": chunks, "out": "off", "checkpoint_every": 0}
+        result = Trainer(resumed_config(out, changes), small_graph(), resume=out).fit()
+        assert result.history[-1].staleness.is_exact == is_exact
+    assert {"was_faulty", "has_jumped"} <= json.loads(state.read_text()).keys()
+
+
 def test_verify_says_which_epochs_were_exact():
     found = verify(prepare(config(epochs=8), Mesh.alone(), small_graph()), Mesh.alone(), 8)
     exact = fit(1, 1, 8)[1]
@@ -223,7 +243,7 @@ def test_what_counts_as_a_jump():
     assert walked(5) == (program, 2.0)  # not more than twice the median
     stale(3.1)
     assert walked(6) == (exact, 1.5)
-    again = ExactEpochs(prepared, list(epochs.lengths), epochs.is_due)
+    again = ExactEpochs(prepared, list(epochs.lengths), epochs.was_faulty, epochs.has_jumped)
     assert walked(6, again) == (exact, 1.5)
     epochs.end(exact, math.nan, has_stepped=False)
     assert walked(7) == (exact, 1.5)  # not answered yet

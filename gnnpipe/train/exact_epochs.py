@@ -35,19 +35,24 @@ class ExactEpochs:
     """Of one run; every rank comes to the same answers, for the length is summed over all."""
 
     def __init__(
-        self, prepared: Prepared, lengths: Sequence[float] = (), is_due: bool = False
+        self,
+        prepared: Prepared,
+        lengths: Sequence[float] = (),
+        was_faulty: bool = False,
+        has_jumped: bool = False,
     ) -> None:
-        """``lengths`` of the gradients of the last epochs that were not exact; ``is_due``: the next
-        epoch is to be exact.
+        """``lengths`` of the gradients of the last epochs that were not exact.
+
+        The last epoch made no step (``was_faulty``) or was a jump: the next one is to be exact.
         """
         self._prepared = prepared
         self.lengths = deque(lengths, maxlen=WINDOW)
-        self.is_due = is_due
+        self.was_faulty, self.has_jumped = was_faulty, has_jumped
 
     def begin(self, epoch: int, guard: Guard) -> Program:
         """What an epoch (from 0) runs; ``guard`` is told how long its gradients may be."""
         program = self._prepared.program_of(epoch)
-        if self.is_due and self._factor:
+        if (self.was_faulty or self.has_jumped) and self._factor:
             program = self._prepared.exact_program
         usual = self._usual
         guard.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
@@ -56,12 +61,12 @@ class ExactEpochs:
     def end(self, program: Program, length: float, has_stepped: bool) -> None:
         """An epoch was walked; ``length`` (2-norm) of its gradients, before they were cut."""
         # Behind a fault there may be zeros in the tables.
-        self.is_due = not has_stepped
+        self.was_faulty, self.has_jumped = not has_stepped, False
         if not has_stepped or program.is_exact or self._prepared.report.exact:
             return
         # Jumps are counted too: where they are usual, they are none.
         self.lengths.append(length)
-        self.is_due = 0 < self._factor * self._usual < length
+        self.has_jumped = 0 < self._factor * self._usual < length
 
     @property
     def _factor(self) -> float:

@@ -102,9 +102,11 @@ class Loop:
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
         self._sent_bytes = list(start.sent_bytes)
-        # Other chunks leave out other gradients.
-        lengths = start.lengths if start.cut["chunks"] == cut_of(self.prepared)["chunks"] else ()
-        self._exact_epochs = ExactEpochs(self.prepared, lengths, start.is_exact_due)
+        # Other chunks leave out other gradients; how long a jump was must be known to cut them.
+        known = (start.lengths, start.was_faulty, start.has_jumped)
+        if start.cut["chunks"] != cut_of(self.prepared)["chunks"]:
+            known = ((), start.was_faulty, False)
+        self._exact_epochs = ExactEpochs(self.prepared, *known)
         self._is_over = patience_is_out(self.config, self.rows, start.best)
         if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
             self.saver.whole = start.epoch

@@ -82,8 +82,10 @@ class Start:
     """Of what ``cut_of`` gave then."""
     lengths: tuple[float, ...]
     """Of the gradients of the last epochs."""
-    is_exact_due: bool
-    """Whether the next epoch is to be exact."""
+    was_faulty: bool
+    """The last epoch made no step."""
+    has_jumped: bool
+    """Its gradients were suddenly long."""
 
     @property
     def epoch(self) -> int:
@@ -209,7 +211,7 @@ def state_text(
         "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
         "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
         "cut": dict(cut), "lengths": list(exact_epochs.lengths),
-        "is_exact_due": exact_epochs.is_due,
+        "was_faulty": exact_epochs.was_faulty, "has_jumped": exact_epochs.has_jumped,
     })  # fmt: skip
 
 
@@ -236,8 +238,8 @@ def _start(stored: StoredCheckpoint) -> Start:
         lengths = tuple(float(number) for number in state.get("lengths", ()))
         if not all(0 <= length < math.inf for length in lengths):
             raise ValueError(f"lengths {lengths}")
-        is_due = bool(state.get("is_exact_due", False))
-        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths, is_due)
+        why = (bool(state.get(name, False)) for name in ("was_faulty", "has_jumped"))
+        return Start(stored, tuple(rows), best, identity, factor, sent, cut, lengths, *why)
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
