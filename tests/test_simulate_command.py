@@ -183,6 +183,8 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=nan"], ["halo must be"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE, "--chunks", "1001"], ["--chunks 1001"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE, "--stages", "9"], ["--stages 9"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=3e9,edges=6e10,features=1,classes=2"],
+         ["rank 0 takes", "its device has 74.5 GiB", "fits; try that"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):

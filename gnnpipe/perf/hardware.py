@@ -15,7 +15,7 @@ from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profi
 from gnnpipe.plan import ModelGraph, Op
 from gnnpipe.registry import nearest
 
-__all__ = ["DEVICES", "LINKS", "hardware_profile"]
+__all__ = ["DEVICES", "LINKS", "hardware_memory_bytes", "hardware_profile"]
 
 SHARE = 0.5
 """Of a data sheet's speed that kernels reach: an assumption."""
@@ -32,6 +32,7 @@ class Sheet:
     flops_per_s: float
     """In float32, without tensor cores."""
     memory_bytes_per_s: float
+    memory_bytes: int
     source: str
 
 
@@ -46,8 +47,8 @@ class Wire:
 
 
 DEVICES = {
-    "a100": Sheet(19.5e12, 2.039e12, "NVIDIA A100 data sheet, SXM 80 GB"),
-    "h100": Sheet(67e12, 3.35e12, "NVIDIA H100 data sheet, SXM 80 GB"),
+    "a100": Sheet(19.5e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
+    "h100": Sheet(67e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
 }
 LINKS = {
     "nvlink3": Wire(300e9, 10e-6, "NVIDIA A100 data sheet: 600 GB/s both ways"),
@@ -57,10 +58,12 @@ LINKS = {
 }
 
 
-def hardware_profile(
-    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, recompute: bool
-) -> Profile:
-    """Of ``name``, 'DEVICE:LINK', for the ops of a model; ``InputError`` for another name."""
+def hardware_memory_bytes(name: str) -> int:
+    """What the device of ``name``, 'DEVICE:LINK', has; ``InputError`` for another name."""
+    return _sheets(name)[0].memory_bytes
+
+
+def _sheets(name: str) -> tuple[Sheet, Wire]:
     device, _, link = name.partition(":")
     for word, known in ((device, DEVICES), (link, LINKS)):
         if word not in known:
@@ -68,7 +71,14 @@ def hardware_profile(
                 f"--hardware {name!r}: {nearest(word, list(known))}; give a device and a link, "
                 "like h100:100gbe"
             )
-    sheet, wire = DEVICES[device], LINKS[link]
+    return DEVICES[device], LINKS[link]
+
+
+def hardware_profile(
+    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, recompute: bool
+) -> Profile:
+    """Of ``name``, 'DEVICE:LINK', for the ops of a model; ``InputError`` for another name."""
+    sheet, wire = _sheets(name)
     number_bytes = 8 if dtype == "float64" else 4
     row_bytes = 2 if comm_dtype == "bf16" else number_bytes
     roof = _Roof(sheet, number_bytes, row_bytes, recompute)

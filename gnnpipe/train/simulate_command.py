@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
 from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, kind_of, place_of
-from gnnpipe.perf.hardware import hardware_profile
+from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.notes import simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.sensitivity import LESS, sensitivity
@@ -31,6 +31,9 @@ from gnnpipe.train.scenario import GraphShape, Scenario, scenario_of, scenario_o
 __all__ = ["Simulation", "simulate_command", "simulated"]
 
 VERSION = 1
+MOST_RANKS = 1024
+"""Among which a shape is sought that fits devices of a data sheet, whose number nobody has said."""
+
 SHOWN_RANKS = 8
 """Ranks that have a line each. Of more, the critical path is told by what, not also by where."""
 
@@ -149,7 +152,14 @@ def simulated(
             f"cluster has {len(cluster.devices)}; try fewer"
         )
     profile = None if hardware is not None else read_profile(config.profile)
+    room_bytes: list[int] = []
+    if cluster is not None:
+        room_bytes = [device.memory_bytes for device in cluster.devices]
+    elif hardware is not None:
+        room_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MOST_RANKS)
     scenario = _scenario(config, shape)
+    if room_bytes:
+        _check_memory(scenario, room_bytes)
     if profile is None:
         profile = hardware_profile(
             hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
@@ -157,7 +167,6 @@ def simulated(
         )  # fmt: skip
         config = replace(config, kernel=profile.kernel)
     if cluster is not None:
-        _check_memory(scenario, cluster)
         profile = with_links(profile, cluster, config.shards)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
@@ -170,7 +179,6 @@ def simulated(
         tasks = program_tasks(doubled.program, twice, doubled.order)
         changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
     name = kind_of if ranks > SHOWN_RANKS else place_of
-    devices = () if cluster is None else cluster.devices[:ranks]
     return Simulation(
         stages=config.stages, shards=config.shards, chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
@@ -178,7 +186,7 @@ def simulated(
         predicted_epoch_time_s=timeline.makespan_s,
         predicted_time_shares=time_shares(notes, config.shards, [link] * ranks),
         memory_bytes=scenario.memory_bytes,
-        device_memory_bytes=[device.memory_bytes for device in devices],
+        device_memory_bytes=room_bytes[:ranks],
         comm_bytes_per_epoch=scenario.volume.to_dict(),
         critical_path=critical_shares(timeline, name), what_if_s=changed,
         sensitivity=sensitivity(timeline, name),
@@ -218,25 +226,21 @@ def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scen
         return None
 
 
-def _check_memory(scenario: Scenario, cluster: Cluster) -> None:
-    """``InputError`` if a rank's part is larger than its device."""
-    over = [
-        rank for rank, size in enumerate(scenario.memory_bytes)
-        if size > cluster.devices[rank].memory_bytes
-    ]  # fmt: skip
+def _check_memory(scenario: Scenario, room_bytes: Sequence[int]) -> None:
+    """``InputError`` if a rank's part is larger than its device; ``room_bytes`` by device."""
+    over = [r for r, size in enumerate(scenario.memory_bytes) if size > room_bytes[r]]
     if not over:
         return
-    worst = max(over, key=lambda r: scenario.memory_bytes[r] / cluster.devices[r].memory_bytes)
+    worst = max(over, key=lambda r: scenario.memory_bytes[r] / room_bytes[r])
     config = scenario.config
     raise InputError(
         f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
         f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
-        f"{human_bytes(cluster.devices[worst].memory_bytes)}; "
-        + _nearest_that_fits(scenario, cluster)
+        f"{human_bytes(room_bytes[worst])}; {_nearest_that_fits(scenario, room_bytes)}"
     )
 
 
-def _nearest_that_fits(scenario: Scenario, cluster: Cluster) -> str:
+def _nearest_that_fits(scenario: Scenario, room_bytes: Sequence[int]) -> str:
     """The shape of fewest ranks and then chunks, each doubled as often as need be.
 
     By the even shares of the graph's numbers, so that nothing is cut for it.
@@ -244,8 +248,8 @@ def _nearest_that_fits(scenario: Scenario, cluster: Cluster) -> str:
     config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
     shapes = [
         (stages, shards, chunks)
-        for stages in _doubled(config.stages, min(len(model.cuts) + 1, len(cluster.devices)))
-        for shards in _doubled(config.shards, len(cluster.devices) // stages)
+        for stages in _doubled(config.stages, min(len(model.cuts) + 1, len(room_bytes)))
+        for shards in _doubled(config.shards, len(room_bytes) // stages)
         for chunks in _doubled(config.chunks, min(64 * config.chunks, vertices // shards))
     ]
     for stages, shards, chunks in sorted(shapes, key=lambda s: (s[0] * s[1], s[2], s[1])):
@@ -254,13 +258,13 @@ def _nearest_that_fits(scenario: Scenario, cluster: Cluster) -> str:
             tried = scenario_of_shape(wanted, scenario.shape, model)
         except InputError:
             continue
-        fits = zip(tried.memory_bytes, cluster.devices, strict=False)
-        if all(size <= device.memory_bytes for size, device in fits):
+        fits = zip(tried.memory_bytes, room_bytes, strict=False)
+        if all(size <= room for size, room in fits):
             return (
                 f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
             )
     return (
-        f"nor does any shape on these {len(cluster.devices)} devices; try --recompute or a "
+        f"nor does any shape on these {len(room_bytes)} devices; try --recompute or a "
         "smaller --hidden"
     )
 
