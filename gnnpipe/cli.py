@@ -189,28 +189,17 @@ def _verify(options: argparse.Namespace) -> int:
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import head_lines
-    from gnnpipe.train.verify import TOLERANCE, verify
+    from gnnpipe.train.verify import TOLERANCE, verdict, verify
 
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
     prepared = prepare(config, mesh)
     found = verify(prepared, mesh, config.epochs)
-    largest = max(c.largest for c in found)
     tolerance = options.tolerance or TOLERANCE[config.dtype]
-    same = largest <= tolerance
     if mesh.rank == 0:
-        for line in head_lines(prepared):
-            print(line)
-        for c in found:
-            print(c.text())
-        verdict = "equal to" if same else "DIFFERENT from"
-        walk = "" if prepared.report.exact else " that walks the same chunks"
-        print(
-            f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: "
-            f"{verdict} one device{walk}",
-            flush=True,
-        )
+        lines = [*head_lines(prepared), *(c.text() for c in found)]
+        print("\n".join([*lines, verdict(prepared, found, tolerance)]), flush=True)
     mesh.leave()
-    return 0 if same else 1
+    return 0 if all(c.largest <= tolerance for c in found) else 1
 
 
 def _profile(options: argparse.Namespace) -> int:

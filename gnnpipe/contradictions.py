@@ -67,7 +67,9 @@ def _check_epochs(config: TrainConfig) -> None:
     }
     for wish, epochs in wishes.items():
         if epochs and not config.eval_every:
-            raise InputError(f"{wish}: nothing is evaluated on the way; try --eval-every 10")
+            raise InputError(
+                f"{wish}: nothing is evaluated on the way; try --eval-every {min(10, epochs)}"
+            )
         if epochs and epochs < config.eval_every:
             raise InputError(
                 f"{wish}: shorter than --eval-every {config.eval_every}; try --eval-every {epochs}"

@@ -16,7 +16,8 @@ from pathlib import Path
 from gnnpipe.errors import InputError
 
 __all__ = [
-    "MOST_TEXT_BYTES", "check_folder", "how_to_write", "like_run_in", "open_plain", "read_text"
+    "MOST_TEXT_BYTES", "check_folder", "how_to_write", "like_run_in", "open_plain", "read_text",
+    "seed_runs",
 ]  # fmt: skip
 
 MOST_TEXT_BYTES = 1 << 20
@@ -63,8 +64,13 @@ def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder")
 
 def like_run_in(path: Path) -> str:
     """Where several seeds were trained the folder of one of them, as the end of a hint; else ''."""
-    runs = sorted(p.parent for p in path.glob("seed-*/config.toml"))
+    runs = seed_runs(path)
     return f", like {runs[0]}" if runs else ""
+
+
+def seed_runs(path: Path) -> list[Path]:
+    """The runs in a folder that ``--seeds`` was trained into."""
+    return sorted(p.parent for p in path.glob("seed-*/config.toml"))
 
 
 _REMEDIES = {

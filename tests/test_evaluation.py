@@ -88,6 +88,8 @@ def test_seeds_of_a_model_and_a_loss_of_ones_own():
     run = replace(config(), seed=config().seed + 1)
     alone = Trainer(run, graph=small_graph(), model=model, loss_fn=loss).fit()
     assert found.results[1].loss == alone.loss != found.results[0].loss
+    with pytest.raises(InputError, match="make_model: gave the weights of an earlier seed"):
+        fit_seeds(config(epochs=1), 2, small_graph(), make_model=lambda: model)
 
 
 def test_every_shape_gives_the_same_scores(on_four_ranks):
@@ -239,6 +241,8 @@ def test_several_seeds(shape, tmp_path):
     for take in (read_run, lambda path: resumed_config(path, {})):
         with pytest.raises(InputError, match=f"like {folder}/seed-5"):
             take(folder)
+    with pytest.raises(InputError, match=f"--resume {folder}/seed-5"):
+        fit_seeds(config(out=str(folder)), 2, small_graph())
     with pytest.raises(InputError, match="--seeds 0"):
         fit_seeds(config(), 0)
 

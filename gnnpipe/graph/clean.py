@@ -20,7 +20,7 @@ from gnnpipe.config import parse_split
 from gnnpipe.graph.edges import MAX_VERTICES, clean_edge_data, sorted_edges
 from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.graph.labels import TASKS, Labels, clean_labels, clean_targets, is_known, one_hot
-from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, overlap, split_masks
+from gnnpipe.graph.split import SPLIT_NAMES, fail, given_mask, num_splits, overlap, split_masks
 
 __all__ = ["clean", "clean_features"]
 
@@ -66,7 +66,8 @@ def clean(
         task: 'classification', or 'regression': what ``y`` means.
 
     Warns:
-        UserWarning: masks that overlap; edges removed, if ``report``.
+        UserWarning: masks of several splits, of which one is taken; masks that overlap; edges
+            removed, if ``report``.
 
     Raises:
         InputError: one line naming the dataset and field, the value and what to try.
@@ -98,7 +99,7 @@ def clean(
         fail(name, "no split (train_mask, val_mask, test_mask)", "--split 60/20/20")
     else:
         train, val, test = (
-            given_mask(m, field, name, n) for m, field in zip(masks, SPLIT_NAMES, strict=True)
+            given_mask(m, field, name, n, seed) for m, field in zip(masks, SPLIT_NAMES, strict=True)
         )
     if not train.any():
         fail(name, "train_mask: no vertex to train on", "--split 60/20/20")
@@ -110,12 +111,17 @@ def clean(
                 f"{field}: {len(bad)} of its vertices have no label, the first is {bad[0]}",
                 "take them out of the mask, or --split 60/20/20",
             )
+    splits = 1 if masks is None or fractions is not None else num_splits(masks[0], n)
+    chosen = f"the masks hold {splits} splits, and --seed {seed} takes number {seed % splits}"
     edges = sorted_edges(
         edge_index, name, n, symmetrize, report, clean_edge_data(edge_data or {}, name, edge_index)
     )
     # Last, so that data which is refused is not commented on as well. The level is the line that
     # calls ``load_graph`` or ``Graph.from_pyg``.
-    for note in (overlap((train, val, test)), edges.removed, one_hot(labels) if report else ""):
+    for note in (
+        chosen if splits > 1 else "", overlap((train, val, test)), edges.removed,
+        one_hot(labels) if report else "",
+    ):  # fmt: skip
         if note:
             warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
     return Graph(

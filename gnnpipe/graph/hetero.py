@@ -80,8 +80,9 @@ def graph_from_hetero(
     labels[own] = y
     graph = clean(
         np.concatenate(edges, axis=1), name=name, x=sp.csr_array((n, 1), dtype=np.float32),
-        y=labels, masks=_masks(data[target], name, own, n), num_vertices=n, split=split, seed=seed,
-        report=True, task=task, edge_data={"edge_type": np.concatenate(kinds)},
+        y=labels, masks=_masks(data[target], name, own, n, seed), num_vertices=n,
+        split=split, seed=seed, report=True, task=task,
+        edge_data={"edge_type": np.concatenate(kinds)},
     )  # fmt: skip
     if unread:
         warnings.warn(
@@ -145,7 +146,7 @@ def _checked(given: Any, where: str, num_source: int, num_target: int) -> Any:
     return edges.astype(np.int64)
 
 
-def _masks(store: Any, name: str, own: slice, n: int) -> list[Any] | None:
+def _masks(store: Any, name: str, own: slice, n: int, seed: int) -> list[Any] | None:
     """The split of the target type, over all vertices."""
     if all(store.get(field) is None for field in SPLIT_NAMES):
         return None
@@ -154,6 +155,6 @@ def _masks(store: Any, name: str, own: slice, n: int) -> list[Any] | None:
         value = store.get(field)
         mask = np.zeros(n, dtype=np.bool_)
         given = None if value is None else array_of(value)
-        mask[own] = given_mask(given, field, name, own.stop - own.start)
+        mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
         masks.append(mask)
     return masks

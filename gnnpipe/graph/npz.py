@@ -43,9 +43,10 @@ def read_npz(
     Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
     ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
     ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
-    rows or columns: the first is taken), not needed if ``split`` gives percentages; ``num_classes``
-    if some class has no vertex; ``edge_weight`` [E], ``edge_attr`` [E, D], ``edge_type`` [E] if the
-    edges carry such; ``task`` = 'regression' if y holds numbers, [N] or [N, T], and not classes.
+    rows or columns: that of number ``seed`` modulo T is taken), not needed if ``split`` gives
+    percentages; ``num_classes`` if some class has no vertex; ``edge_weight`` [E], ``edge_attr``
+    [E, D], ``edge_type`` [E] if the edges carry such; ``task`` = 'regression' if y holds numbers,
+    [N] or [N, T], and not classes.
 
     Warns:
         UserWarning: loops or duplicate edges, which are removed; masks that overlap.

@@ -13,7 +13,7 @@ import numpy as np
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import BoolArray, IntArray
 
-__all__ = ["fail", "given_mask", "index_mask", "overlap", "split_masks"]
+__all__ = ["fail", "given_mask", "index_mask", "num_splits", "overlap", "split_masks"]
 
 Masks = tuple[BoolArray, BoolArray, BoolArray]
 
@@ -43,10 +43,11 @@ def index_mask(index: IntArray, n: int) -> BoolArray:
     return mask
 
 
-def given_mask(value: Any, field: str, name: str, n: int) -> BoolArray:
+def given_mask(value: Any, field: str, name: str, n: int, seed: int = 0) -> BoolArray:
     """The mask [N] in ``value``: bool, 0 and 1, several splits [N, T] or [T, N], or indices.
 
-    N whole numbers that are all 0 or 1 are a mask; other whole numbers are indices, each once.
+    N whole numbers that are all 0 or 1 are a mask; other whole numbers are indices, each once. Of T
+    splits the one of number ``seed`` modulo T is taken.
 
     Raises:
         InputError: naming the dataset and ``field``.
@@ -57,7 +58,8 @@ def given_mask(value: Any, field: str, name: str, n: int) -> BoolArray:
     if mask.ndim not in (1, 2) or (mask.ndim == 2 and (n not in mask.shape or not mask.size)):
         fail(name, f"{field} has shape {list(mask.shape)}", f"[{n}], or [{n}, T] for T splits")
     if mask.ndim == 2:
-        mask = mask[:, 0] if mask.shape[0] == n else mask[0]
+        at = seed % num_splits(mask, n)
+        mask = mask[:, at] if mask.shape[0] == n else mask[at]
     if mask.dtype.kind in "iu" and len(mask) == n and ((mask == 0) | (mask == 1)).all():
         mask = mask.astype(np.bool_)
     if mask.dtype == np.bool_:
@@ -82,6 +84,12 @@ def given_mask(value: Any, field: str, name: str, n: int) -> BoolArray:
             f"each index once (numpy.unique), or bool with {n} entries",
         )
     return index_mask(mask, n)
+
+
+def num_splits(value: Any, n: int) -> int:
+    """How many splits of N vertices a mask holds, as ``given_mask`` reads it."""
+    shape = np.shape(value)
+    return 1 if len(shape) < 2 else int(shape[1] if shape[0] == n else shape[0])
 
 
 def overlap(masks: Masks) -> str:

@@ -29,7 +29,7 @@ import torch_geometric
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
-from gnnpipe.files import how_to_write
+from gnnpipe.files import how_to_write, seed_runs
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.checkpoint.folder import again_with
@@ -71,7 +71,7 @@ class RunFolder:
         if path.is_dir() and any(path.iterdir()) and not goes_on:
             raise InputError(
                 f"--out {str(path)!r}: holds another run (or other files); give a new folder, or "
-                f"go on with it by --resume {path}"
+                f"go on with it by --resume {(seed_runs(path) or [path])[0]}"
             )
         existing = path
         while not os.path.lexists(existing):

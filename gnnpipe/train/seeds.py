@@ -88,13 +88,13 @@ def fit_seeds(
 ) -> SeedsResult:
     """Train ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
-    A seed decides weights, dropout, chunk order, a split by percentages and that of links. Every
-    run has its own folder below ``config.out``, whose summary.json holds what is returned.
-    ``make_model`` makes a
-    model of your own for every run, with torch seeded; ``loss_fn`` as for ``Trainer``.
+    A seed decides weights, dropout, chunk order, a split by percentages and that of links, and
+    which of several given splits is taken. Every run has its own folder below ``config.out``, whose
+    summary.json holds what is returned. ``make_model`` makes a new model of your own for every
+    run, with torch seeded; ``loss_fn`` as for ``Trainer``.
 
     Raises:
-        InputError: ``count`` < 1, and all that ``Trainer`` raises.
+        InputError: ``count`` < 1, a model that was trained before, and all that ``Trainer`` raises.
     """
     if isinstance(count, bool) or not isinstance(count, int):
         raise InputError(f"--seeds {count!r}: must be a whole number")
@@ -105,6 +105,7 @@ def fit_seeds(
     met = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
     folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
+    made: list[nn.Parameter] = []
     for seed in range(config.seed, config.seed + count):
         if met.rank == 0 and not config.quiet:
             print(f"seed {seed} ({len(results) + 1} of {count})", flush=True)
@@ -115,6 +116,12 @@ def fit_seeds(
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = make_model()
+            if any(p is q for p in model.parameters() for q in made):
+                raise InputError(
+                    f"make_model: gave the weights of an earlier seed for seed {seed}, which are "
+                    "trained already; make a new model in every call"
+                )
+            made += model.parameters()
         run = replace(config, seed=seed, out=out)
         results.append(Trainer(run, graph=graph, model=model, mesh=met, loss_fn=loss_fn).fit())
         gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side

@@ -30,7 +30,7 @@ from gnnpipe.train.metrics import train_epoch
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.reference import Reference
 
-__all__ = ["TOLERANCE", "Comparison", "relative_difference", "verify"]
+__all__ = ["TOLERANCE", "Comparison", "relative_difference", "verdict", "verify"]
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 """Largest relative difference that counts as equal, by number type."""
@@ -93,6 +93,21 @@ def _apart(difference: float, size: float) -> float:
     return 0.0 if difference == 0.0 else difference / max(size, 1e-30)
 
 
+def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> str:
+    """What they come to, for a person."""
+    largest = max(c.largest for c in found)
+    same = "equal to" if largest <= tolerance else "DIFFERENT from"
+    walk = "" if prepared.report.exact else " that walks the same chunks"
+    text = f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: {same} one device"
+    text += walk
+    if _has_float64(prepared):
+        text += (
+            f"; of gradients, what they are off by beyond {GRANTED:g} times what float32 does to "
+            "one device's"
+        )
+    return text
+
+
 def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     """Train both for some epochs; the comparisons, on every rank."""
     speaks = mesh.rank == 0
@@ -122,7 +137,8 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
             worst, name = relative_difference(grads, led.train_epoch(*walk).grads, rounding)
             truth = free.train_epoch(*walk).loss
             apart = _apart(abs(loss - truth), abs(truth))
-            found.append(Comparison(epoch, apart, worst, name, program.is_exact))
+            is_exact = prepared.report.exact or program.is_exact
+            found.append(Comparison(epoch, apart, worst, name, is_exact))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons
 

@@ -88,10 +88,19 @@ def test_npz_sparse_and_num_classes(tmp_path):
     assert g.num_classes == 5
 
 
-def test_npz_takes_the_first_of_several_splits(tmp_path):
-    masks = {f"{part}_masks": np.stack([TOY[f"{part}_mask"]] * 3) for part in ("train", "val")}
-    path = save(tmp_path / "toy.npz", "train_mask", "val_mask", **masks)
-    assert load_graph(str(path)).train_mask.tolist() == TOY["train_mask"].tolist()
+@pytest.mark.parametrize("axis", [0, 1])
+def test_of_several_splits_every_seed_has_its_own(axis, tmp_path):
+    parts = ("train", "val", "test")
+    turned = {p: [np.roll(TOY[f"{p}_mask"], k) for k in range(3)] for p in parts}
+    masks = {f"{p}_masks": np.stack(turned[p], axis) for p in parts}
+    masks["y"] = np.array([0, 1, 1, 0])
+    path = save(tmp_path / "toy.npz", *(f"{p}_mask" for p in parts), **masks)
+    for seed in (0, 1, 2, 4):
+        told = f"the masks hold 3 splits, and --seed {seed} takes number {seed % 3}"
+        with pytest.warns(UserWarning, match=told):
+            g = load_graph(str(path), seed=seed)
+        for part in parts:
+            assert getattr(g, f"{part}_mask").tolist() == turned[part][seed % 3].tolist()
 
 
 @pytest.mark.parametrize(
