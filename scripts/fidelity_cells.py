@@ -107,6 +107,9 @@ def tables() -> dict[str, list[Cell]]:
         for model, layers in MAIN_MODELS
         for cell in pair("squirrel+symmetrized", model, layers, lr=0.001, seed=seed)
     ]
+    for seed in range(3):
+        again += pair("squirrel+symmetrized", "gat", 4, seed=seed)
+        again += pair("pubmed", "gcnii", 16, chunks=16, seed=seed)
     ablation = [
         Cell(graph, "gcnii", 16, policy)
         for graph in ("squirrel+symmetrized", "pubmed", "debian")
