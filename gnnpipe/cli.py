@@ -22,6 +22,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.page.command import add_flags, report
+from gnnpipe.page.compare import add_compare_flags, compare
 from gnnpipe.settings import flag
 from gnnpipe.train.doctor import add_flags as add_doctor_flags
 from gnnpipe.train.doctor import doctor
@@ -87,6 +88,11 @@ def _parser() -> tuple[Words, dict[str, Words]]:
     add_simulate_flags(tried)
     page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
     add_flags(page)
+    both = commands.add_parser(
+        "compare", help="set the scores of two runs, or of their seeds, side by side",
+        allow_abbrev=False,
+    )  # fmt: skip
+    add_compare_flags(both)
     health = commands.add_parser(
         "doctor", help="look whether this machine has what a run needs", allow_abbrev=False
     )
@@ -96,7 +102,7 @@ def _parser() -> tuple[Words, dict[str, Words]]:
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
     return parser, {
         "train": train, "info": info, "verify": verify, "profile": profile, "report": page,
-        "doctor": health, "simulate": tried,
+        "compare": both, "doctor": health, "simulate": tried,
     }  # fmt: skip
 
 
@@ -240,7 +246,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")
         run = {
             "train": _train, "info": _info, "verify": _verify, "profile": _profile,
-            "report": report, "doctor": doctor, "simulate": _simulate,
+            "report": report, "compare": compare, "doctor": doctor, "simulate": _simulate,
         }  # fmt: skip
         return run[options.command](options)
     except (InputError, FloatingPointError, FailedError) as error:

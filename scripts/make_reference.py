@@ -42,10 +42,11 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 | `gnnpipe profile` | measure what this machine takes for a model and, with ranks, its links |
 | `gnnpipe simulate` | what an epoch would take, in any shape, on devices that are not here |
 | `gnnpipe report RUN` | a page of a run: RUN/report.html or `--save FILE`; `--png`: pictures too |
+| `gnnpipe compare A B` | test scores of two runs, or of the seeds in two folders, side by side |
 | `gnnpipe doctor` | is here what a run needs: packages, devices, back ends, ports, memory, disk |
 
-All but `report` and `doctor` take `--config FILE` (TOML) and every setting below. Flags win over
-the file, it wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a
+All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting below.
+Flags win over the file, it wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a
 folder of its own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also
 takes `--tolerance` (default {tolerance}). Its own defaults: {verify}. `profile` also takes
 `--save FILE` and no `--stages` or `--shards`: what it measures serves any shape.
