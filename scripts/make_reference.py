@@ -46,8 +46,8 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 | `gnnpipe doctor` | is here what a run needs: packages, devices, back ends, ports, memory, disk |
 
 All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting below.
-Flags win over the file, it wins over the defaults. `train --seeds N` trains N times, from `--seed` on, each in a
-folder of its own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also
+Flags win over the file, it wins over the defaults. `train --seeds N` trains N times, from
+`--seed` on, each in a folder of its own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also
 takes `--tolerance` (default {tolerance}). Its own defaults: {verify}. `profile` also takes
 `--save FILE` and no `--stages` or `--shards`: what it measures serves any shape.
 `--hardware DEVICE:LINK` takes data sheets instead: of `a100` or `h100`, and of `nvlink3`,

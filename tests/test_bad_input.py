@@ -138,7 +138,7 @@ KINDS = {
     "exact and shuffled": (
         words("--chunks 2 --staleness exact --shuffle-chunks"), ["--shuffle-chunks True"],
     ),
-    "patience unseen": (words("--patience 5 --eval-every 0"), ["--patience 5", "--eval-every 10"]),
+    "patience unseen": (words("--patience 5 --eval-every 0"), ["--patience 5", "--eval-every 5"]),
     "warm-up past the end": (words("--warmup-epochs 2"), ["--warmup-epochs 2", "--epochs 2"]),
     # folders
     "out a file": (written("run.txt", b"", ["--out", "run.txt"]), ["--out 'run.txt'", "a folder"]),

@@ -86,7 +86,7 @@ BAD_WORDS = [
     (["--metric", "auc"], ["--metric 'auc'", "rocauc"]),
     (["--metric", "rocauc"], ["--metric rocauc", "karate has 4 classes", "f1-macro"]),
     (["--patience", "5"], ["--patience 5", "--eval-every 5"]),
-    (["--patience", "5", "--eval-every", "0"], ["--patience 5", "--eval-every 10"]),
+    (["--patience", "5", "--eval-every", "0"], ["--patience 5", "--eval-every 5"]),
     (["--patience", "-1"], ["--patience -1", "at least 0"]),
     (["--keep-weights", "first"], ["--keep-weights 'first'", "best"]),
     (["--lr-schedule", "step"], ["--lr-schedule 'step'", "cosine"]),

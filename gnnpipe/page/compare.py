@@ -23,8 +23,8 @@ __all__ = ["add_compare_flags", "compare"]
 TAIL = 20
 """Last epochs that a mean is taken of: it moves less than the last one."""
 
-SURE = 2.0
-"""Standard errors from which on a difference is hardly the seeds' alone."""
+SURE = 0.95
+"""Of a difference that the seeds alone would make less often than once in twenty (Student's t)."""
 
 LAST, LATE, BEST = "last epoch", f"last {TAIL} epochs", "best validation"
 
@@ -97,8 +97,10 @@ def _mean_lines(what: str, pairs: list[tuple[Score, Score]]) -> list[str]:
     row = _row(f"{len(known)} seed{'s' * (len(known) > 1)}, {what}", means[0], means[1])
     if len(known) == 1:
         return [row]
+    from scipy.special import stdtrit  # here, for every command would wait for it
+
     error = statistics.stdev(y - x for x, y in known) / math.sqrt(len(known))
-    apart = abs(means[1] - means[0]) > SURE * error
+    apart = abs(means[1] - means[0]) > error * float(stdtrit(len(known) - 1, (1 + SURE) / 2))
     verdict = "more than the seeds make" if apart else "no more than the seeds make"
     return [f"{row} ± {error:.4f}: {verdict}"]
 
