@@ -56,7 +56,7 @@ def made_by(rows: Rows, cells: Sequence[Cell], have: Sequence[Cell], name: str) 
         "they come. Test accuracy in %; *tail* is the mean of the last 20 "
         "epochs, each of them evaluated, and *dev* their deviation. *exact* walks one chunk; "
         "*auto* K chunks, in one process: for a fixed K and seed the result does not depend on S "
-        "or G.",
+        "or G, up to rounding.",
         "",
     ]
 

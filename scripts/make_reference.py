@@ -47,10 +47,10 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 
 All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting below.
 Flags win over the file, it wins over the defaults. `train --seeds N` trains N times, from
-`--seed` on, each in a folder of its own (`seed-0`, ...) beside a `summary.json` with means and deviations. `verify` also
-takes `--tolerance` (default {tolerance}). Its own defaults: {verify}. `profile` also takes
-`--save FILE` and no `--stages` or `--shards`: what it measures serves any shape.
-`--hardware DEVICE:LINK` takes data sheets instead: of `a100` or `h100`, and of `nvlink3`,
+`--seed` on, each in a folder of its own (`seed-0`, ...) beside a `summary.json` with means and
+deviations. `verify` also takes `--tolerance` (default {tolerance}). Its own defaults: {verify}.
+`profile` also takes `--save FILE` and no `--stages` or `--shards`: what it measures serves any
+shape. `--hardware DEVICE:LINK` takes data sheets instead: of `a100` or `h100`, and of `nvlink3`,
 `nvlink4`, `10gbe` or `100gbe`. `simulate` wants `--profile FILE` or `--hardware`, and also takes
 `--cluster FILE` (TOML: devices and links), `--shape vertices=..,edges=..,features=..,classes=..`
 in place of a dataset, and `--json FILE`.
@@ -113,7 +113,8 @@ result.json; `runs`, the same numbers by seed. null: a figure that some run does
 
 STALE_CELLS = {
     "stale_reads": "share of the edges that were read stale; this and the next only where the "
-    "shape has stale reads",
+    "shape has stale reads: 0 and empty in an exact epoch, all empty behind `--resume` with a "
+    "shape that has none",
     "drift_0, drift_1, ...": "by layer: how far the rows pushed in the epoch are from what stale "
     "readers saw, relative (Frobenius norms over a sample); dropout is the larger part of it",
     "moved_0, ...": "by layer, with a forecast: how far the change of weights moved the pilot rows",
