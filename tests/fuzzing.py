@@ -166,7 +166,7 @@ def read_words(words: list[str]) -> object:
     words = ["train", *(w for w in words if w not in ("-h", "--help", "--version", "--resume"))]
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        commands["train"].refuse(unknown, words)
+        commands["train"].refuse(unknown, words, commands)
     options.resume = None
     return _config(options, {})
 

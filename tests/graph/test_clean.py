@@ -107,6 +107,7 @@ def test_labels_as_column_as_floats_and_missing():
     ],
     ids=["indices", "small ints", "columns", "rows", "bytes", "int64", "list", "rows of ints"],
 )
+@pytest.mark.filterwarnings("ignore:graph 'toy'. the masks hold 2 splits")
 def test_masks_in_other_forms(mask):
     assert make(masks=(mask, VAL, TEST)).train_mask.tolist() == TRAIN.tolist()
 

@@ -125,7 +125,8 @@ def test_x_in_each_form(form):
 
 def test_masks_as_columns_and_as_indices():
     many = torch.stack([data().train_mask, data().val_mask], dim=1)
-    g = Graph.from_pyg(data(train_mask=many, test_mask=torch.tensor([2]), y=data().y[:, None]))
+    with pytest.warns(UserWarning, match="the masks hold 2 splits, and --seed 0 takes number 0"):
+        g = Graph.from_pyg(data(train_mask=many, test_mask=torch.tensor([2]), y=data().y[:, None]))
     assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
     assert np.flatnonzero(g.test_mask).tolist() == [2]
     assert g.y.tolist() == [0, 1, 1, 0]
