@@ -88,16 +88,21 @@ def _by_size(mesh: Mesh, start: Start, repeats: int, takes_part: bool) -> list[L
     table = torch.ones(NUMBERS if takes_part else 0, device=mesh.device)
     for size_bytes in LOAD_SIZES:
         mesh.gather(None)
-        own, other = [0.0], [0.0]
+        own: list[float] = []
+        other: list[float] = []
         for _ in range(repeats + 1 if takes_part else 0):
             alone = _work(table, None, size_bytes)
             beside = _work(table, start, size_bytes)
             own.append((beside.own_s - alone.own_s) / ROUNDS)
             other.append((beside.other_s - alone.other_s) / ROUNDS)
         # The first ones fault their pages in.
-        own, other = own[2:] or own, other[2:] or other
-        found.append(Load(max(statistics.median(own), 0.0), max(statistics.median(other), 0.0)))
+        found.append(Load(_typical_s(own[1:]), _typical_s(other[1:])))
     return found
+
+
+def _typical_s(times: Sequence[float]) -> float:
+    """Nothing took less than nothing, nor who had no part in it."""
+    return max(statistics.median(times), 0.0) if times else 0.0
 
 
 def _work(table: torch.Tensor, start: Start | None, size_bytes: int) -> Load:
