@@ -45,10 +45,24 @@ def begun(process, out, epochs=3):
     return [int(pid) for pid in children]
 
 
+LEAVING_SLOWLY = """
+import os, sys, time
+from gnnpipe.cli import main
+end = os._exit
+def end_late(code):
+    time.sleep(1.0)
+    end(code)
+os._exit = end_late
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
     out = tmp_path / "run"
-    process = launch(out, "--timeout", "32")
+    script = tmp_path / "slow.py"
+    script.write_text(LEAVING_SLOWLY)
+    process = launch(out, "--timeout", "32", script=script)
     ranks = begun(process, out)
     os.kill(ranks[1], number)
     start = time.monotonic()

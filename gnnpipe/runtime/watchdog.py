@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,23 @@ SILENCE_SHARE = 1 / 8
 """Of the time a rank may wait for another, how long one may be silent: 15 s by default."""
 
 BEAT_S = 1.0
+
+_END_BEHIND = """
+import os, signal, sys, time
+this, other = int(sys.argv[1]), int(sys.argv[2])
+until = time.monotonic() + 10
+try:
+    while time.monotonic() < until:
+        os.kill(this, 0)
+        time.sleep(0.05)
+except OSError:
+    time.sleep(0.2)
+try:
+    os.kill(other, signal.SIGKILL)
+except OSError:
+    pass
+"""
+"""Ends process 2 once nobody knows of process 1 any more (who started it has seen its end)."""
 
 
 class Watchdog:
@@ -117,10 +135,15 @@ class Watchdog:
             f"rank {rank} has been silent for {self._silence_s:g} s (stopped, or its network cut). "
             f"Last known: {doing}. The others: {'; '.join([self._doing(), *others])}"
         )
-        # After the word to torchrun, which takes the first rank that ends for the cause.
+        # torchrun takes the rank whose end it sees first for the cause: this one, which has told it
+        # the reason. So the silent one is ended by a process that outlives this one.
         if host == _machine() != "?":
             with contextlib.suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
+                subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _END_BEHIND, str(os.getpid()), pid],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
         os._exit(1)
 
 
