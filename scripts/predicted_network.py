@@ -1,10 +1,10 @@
 """Predicted beside measured epoch time on slow links, and whether the critical resource is right.
 
-python scripts/predicted_network.py run [--hosts 2 4]     # needs root; some 12 minutes for both
+python scripts/predicted_network.py run [--hosts 2 4]     # needs root; some 30 minutes for both
 python scripts/predicted_network.py report                # docs/benchmarks/predicted_network.md
 
-Hosts are network namespaces of this machine (``namespaces.py``), one rank of one thread each, and
-every run predicts from its own short profile, taken over the same links. What is critical by the
+Hosts are network namespaces of this machine (``namespaces.py``), one rank of one thread each. For
+every number of hosts and rate a profile is taken once, over those links, and serves all shapes. What is critical by the
 prediction: wires, if at least half of its critical path is messages, exchanges and sums. What is
 critical in truth: wires, if twice the rate makes the measured epoch at least a quarter shorter
 (were they all of the path, it would be one half), and the devices, if by a tenth at most; between
@@ -65,16 +65,12 @@ def wires_share(trace: dict[str, Any]) -> float:
     return on_wires / sum(spans.values())
 
 
-def one(hosts: Hosts, shape: tuple[int, int, int], place: Path) -> Row:
-    """A run of the command on every host."""
-    stages, shards, chunks = shape
-    words = [
-        "train", *GRAPHS[GRAPH], "--model", MODEL, "--layers", str(LAYERS), "--hidden",
-        str(HIDDEN), "--device", "cpu", "--epochs", str(EPOCHS), "--eval-every", "0",
-        "--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks),
-        "--out", str(place), "--quiet",
+def gnnpipe(hosts: Hosts, command_name: str, *words: str) -> None:
+    """A command on every host."""
+    command = [
+        sys.executable, "-m", "gnnpipe", command_name, *GRAPHS[GRAPH], "--model", MODEL,
+        "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--device", "cpu", "--quiet", *words,
     ]  # fmt: skip
-    command = [sys.executable, "-m", "gnnpipe", *words]
     with tempfile.TemporaryFile("w+") as errors:
         ranks = [
             hosts.start(i, command, {"PYTHONPATH": str(ROOT)}, PORT, errors)
@@ -87,7 +83,16 @@ def one(hosts: Hosts, shape: tuple[int, int, int], place: Path) -> Row:
                 rank.kill()
         if any(codes):
             errors.seek(0)
-            raise SystemExit(f"gnnpipe {' '.join(words)}: {codes}\n{errors.read()[-2000:]}")
+            raise SystemExit(f"gnnpipe {command_name} {words}: {codes}\n{errors.read()[-2000:]}")
+
+
+def one(hosts: Hosts, shape: tuple[int, int, int], profile: Path, place: Path) -> Row:
+    """Train in one shape, and predict it."""
+    stages, shards, chunks = map(str, shape)
+    gnnpipe(
+        hosts, "train", "--epochs", str(EPOCHS), "--eval-every", "0", "--profile", str(profile),
+        "--stages", stages, "--shards", shards, "--chunks", chunks, "--out", str(place),
+    )  # fmt: skip
     result = json.loads((place / "result.json").read_text(encoding="utf-8"))
     trace = json.loads((place / "trace.json").read_text(encoding="utf-8"))
     return {
@@ -101,18 +106,31 @@ def run(counts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as place:
         for count in counts:
             for mbit in MBIT:
-                for shape in SHAPES[count]:
-                    cell = {"hosts": count, "mbit": mbit, "shape": list(shape)}
-                    if any(cell.items() <= row.items() for row in rows()):
-                        continue
-                    with Hosts(count, mbit, "pnet") as hosts:
-                        folder = "-".join(map(str, (count, mbit, *shape)))
-                        row = cell | one(hosts, shape, Path(place) / folder)
-                    row |= {"commit": commit(), "date": time.strftime("%Y-%m-%d %H:%M")}
-                    with DATA.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-                    off = row["predicted_s"] / row["measured_s"] - 1
-                    print(f"{cell}: {row['measured_s']:.3f} s, {off:+.1%}", flush=True)
+                with Hosts(count, mbit, "pnet") as hosts:
+                    measure(hosts, Path(place))
+
+
+def measure(hosts: Hosts, place: Path) -> None:
+    """All shapes at one rate; what is done is not made again."""
+    where = {"hosts": hosts.count, "mbit": hosts.mbit}
+    cells = [where | {"shape": list(shape)} for shape in SHAPES[hosts.count]]
+    done = rows()
+    left = [cell for cell in cells if not any(cell.items() <= row.items() for row in done)]
+    if not left:
+        return
+    name = f"{hosts.count}-{hosts.mbit}"
+    profile = place / f"{name}.json"
+    start_s = time.monotonic()
+    gnnpipe(hosts, "profile", "--save", str(profile))
+    took_s = round(time.monotonic() - start_s, 1)
+    for cell in left:
+        folder = place / "-".join([name, *map(str, cell["shape"])])
+        row = cell | one(hosts, tuple(cell["shape"]), profile, folder) | {"profile_s": took_s}
+        row |= {"commit": commit(), "date": time.strftime("%Y-%m-%d %H:%M")}
+        with DATA.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        off = row["predicted_s"] / row["measured_s"] - 1
+        print(f"{cell}: {row['measured_s']:.3f} s, {off:+.1%}", flush=True)
 
 
 def truth(row: Row, faster: Row | None) -> str:
@@ -135,7 +153,7 @@ def report() -> None:
         f"`scripts/predicted_network.py`, {dates[0]} to {dates[-1]}, commit "
         f"{', '.join(versions)}. {GRAPH}, {MODEL} of {LAYERS} layers of {HIDDEN}, {EPOCHS} epochs; "
         f"hosts are network namespaces of one machine of {os.cpu_count()} cores, a rank of one "
-        "thread each. *wires*: share of the predicted critical path. *in truth*: what was "
+        "thread each; one profile for each rate and number of hosts. *wires*: share of the predicted critical path. *in truth*: what was "
         "critical, by the measured epoch at twice the rate (wires: a quarter shorter or more; "
         "devices: a tenth or less; both: between).",
         "",
