@@ -4,11 +4,12 @@ python scripts/predicted_network.py run [--hosts 2 4]     # needs root; some 30 
 python scripts/predicted_network.py report                # docs/benchmarks/predicted_network.md
 
 Hosts are network namespaces of this machine (``namespaces.py``), one rank of one thread each. For
-every number of hosts and rate a profile is taken once, over those links, and serves all shapes. What is critical by the
-prediction: wires, if at least half of its critical path is messages, exchanges and sums. What is
-critical in truth: wires, if twice the rate makes the measured epoch at least a quarter shorter
-(were they all of the path, it would be one half), and the devices, if by a tenth at most; between
-the two neither is. Finished runs are kept in docs/benchmarks/data/predicted_network.jsonl (or the
+every number of hosts and rate a profile is taken once, over those links, and serves all shapes.
+What is critical by the prediction: wires, if at least half of its critical path is messages,
+exchanges and sums. What is critical in truth: wires, if twice the rate makes the measured epoch at
+least a quarter shorter (were they all of the path, it would be one half), and the devices, if by a
+tenth at most; between the two neither is.
+Finished runs are kept in docs/benchmarks/data/predicted_network.jsonl (or the
 file that PNET_DATA names) and not made again.
 """
 
@@ -153,7 +154,8 @@ def report() -> None:
         f"`scripts/predicted_network.py`, {dates[0]} to {dates[-1]}, commit "
         f"{', '.join(versions)}. {GRAPH}, {MODEL} of {LAYERS} layers of {HIDDEN}, {EPOCHS} epochs; "
         f"hosts are network namespaces of one machine of {os.cpu_count()} cores, a rank of one "
-        "thread each; one profile for each rate and number of hosts. *wires*: share of the predicted critical path. *in truth*: what was "
+        "thread each; one profile for each rate and number of hosts. "
+        "*wires*: share of the predicted critical path. *in truth*: what was "
         "critical, by the measured epoch at twice the rate (wires: a quarter shorter or more; "
         "devices: a tenth or less; both: between).",
         "",
