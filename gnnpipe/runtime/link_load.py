@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gnnpipe.runtime.exchange import Arrival
+from gnnpipe.runtime.link_times import parts_of
 from gnnpipe.runtime.mesh import Mesh
 
 __all__ = ["LOAD_SIZES", "Load", "exchange_load", "message_load"]
@@ -68,13 +69,9 @@ def message_load(mesh: Mesh, pair: tuple[int, int], repeats: int) -> list[Load]:
 
 def exchange_load(mesh: Mesh, repeats: int) -> list[Load]:
     """Of an all-to-all among the shards, by size, what a shard sends; the mean of all ranks."""
-    peers = mesh.shards - 1
 
     def start(size_bytes: int) -> Sequence[_Waits]:
-        counts = [max(size_bytes // peers, 1)] * mesh.shards
-        counts[mesh.shard] = 0
-        data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
-        return (Arrival(torch.empty_like(data), data, counts, counts, mesh),)
+        return (Arrival(*parts_of(size_bytes, mesh), mesh),)
 
     by_rank = mesh.gather(_by_size(mesh, start, repeats, True))
     return [

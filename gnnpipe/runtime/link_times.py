@@ -11,11 +11,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gnnpipe.runtime.exchange import Arrival, sum_over_shards
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["THOROUGH", "Probe", "exchange_times", "gradient_sum_times", "message_times"]
+__all__ = ["THOROUGH", "Probe", "exchange_times", "gradient_sum_times", "message_times", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,19 @@ def _there_and_back(mesh: Mesh, first: int, second: int, size_bytes: int) -> Non
         dist.send(data, dst=first)
 
 
+def parts_of(size_bytes: int, mesh: Mesh) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What comes from and goes to every shard, where each sends ``size_bytes`` in equal parts."""
+    counts = [max(size_bytes // (mesh.shards - 1), 1)] * mesh.shards
+    counts[mesh.shard] = 0
+    data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
+    return torch.split(torch.empty_like(data), counts), torch.split(data, counts)
+
+
 def exchange_times(mesh: Mesh, probe: Probe) -> list[float]:
     """Seconds of an all-to-all among the shards by size, what a shard sends; the slowest rank's."""
-    peers = mesh.shards - 1
 
     def exchange(size_bytes: int) -> None:
-        counts = [max(size_bytes // peers, 1)] * mesh.shards
-        counts[mesh.shard] = 0
-        data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
-        Arrival(torch.empty_like(data), data, counts, counts, mesh).wait()
+        Arrival(*parts_of(size_bytes, mesh), mesh).wait()
 
     return _slowest(mesh, _by_size(mesh, probe, exchange))
 

@@ -113,6 +113,10 @@ class Mesh:
         """Rank that holds the same shard at another stage."""
         return stage * self.shards + self.shard
 
+    def shard_rank(self, shard: int) -> int:
+        """Rank that holds another shard of this stage."""
+        return self.stage * self.shards + shard
+
     def sum(self, values: list[float]) -> list[float]:
         """Element by element over all ranks, in float64."""
         if self.world_size == 1:
