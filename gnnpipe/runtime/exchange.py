@@ -4,10 +4,6 @@ Everything here is an all-to-all with split sizes among the shards of one stage,
 is sent is counted. The gradient sum is two of them (each shard adds up its part, then hands it
 out): 2 (G - 1) P numbers over all shards, like a ring, but added in a fixed order, so that all
 shards hold the same bits whatever the network does.
-
-An all-to-all is sends and receives between pairs, the receives first. gloo's own sends first: then
-the word of one side that it is ready to receive waits behind what it sends, and the two directions
-of a link take turns (docs/adr/0021).
 """
 
 from __future__ import annotations
@@ -69,44 +65,39 @@ class Exchange:
 
         To ``own`` [own rows of the chunk, H], whose first row is table row ``first``.
         """
-        rows = torch.split(self._send_rows[chunk] - first, self._send_counts[chunk])
+        arrived, counts = arrival.wait(), self._send_counts[chunk]
+        rows = self._send_rows[chunk] - first
         # Shard by shard: within one shard no row repeats, so the sum has one fixed order.
-        for part, where in zip(arrival.wait(), rows, strict=True):
-            own.index_add_(0, where, part.to(own.dtype))
+        for part, where in zip(
+            torch.split(arrived.to(own.dtype), counts), torch.split(rows, counts), strict=True
+        ):
+            own.index_add_(0, where, part)
 
     def _start(self, out: Tensor, data: Tensor, outs: list[int], ins: list[int]) -> Arrival:
         self.sent_bytes += data.numel() * data.element_size()
-        return Arrival(torch.split(out, outs), torch.split(data, ins), self.mesh)
+        return Arrival(out, data, outs, ins, self.mesh)
 
 
 class Arrival:
     """Rows on their way between shards; work goes on until somebody waits for them."""
 
-    def __init__(self, outs: Sequence[Tensor], ins: Sequence[Tensor], mesh: Mesh) -> None:
-        """By shard, ``outs`` takes what comes from it, and ``ins`` goes to it; all contiguous.
-
-        One shard's ``outs`` is as long as the other's ``ins``; of no length, nothing is sent.
-        """
-        self._outs, self._recorder = outs, mesh.recorder
-        self._ins = ins  # must live until it has left
+    def __init__(
+        self, out: Tensor, data: Tensor, outs: list[int], ins: list[int], mesh: Mesh
+    ) -> None:
+        """``data`` goes out in runs of ``ins`` rows, ``out`` comes in in runs of ``outs``."""
+        self._out, self._recorder = out, mesh.recorder
+        self._data = data  # must live until it has left
         self._started_s = mesh.recorder.clock()
-        mine = mesh.shard
-        outs[mine].copy_(ins[mine])
-        steps = [
-            dist.P2POp(do, parts[g], mesh.shard_rank(g), mesh.graph_group)
-            for do, parts in ((dist.irecv, outs), (dist.isend, ins))
-            for g in range(mesh.shards)
-            if g != mine and parts[g].numel()
-        ]
-        self._works = dist.batch_isend_irecv(steps) if steps else []
+        self._work = dist.all_to_all_single(
+            out, data, outs, ins, group=mesh.graph_group, async_op=True
+        )
 
-    def wait(self) -> Sequence[Tensor]:
-        """What has come in, by shard."""
+    def wait(self) -> Tensor:
+        """What has come in."""
         asked = self._recorder.clock()
-        for work in self._works:
-            work.wait()
+        self._work.wait()
         self._recorder.met(self._started_s, asked)
-        return self._outs
+        return self._out
 
 
 class GradientSum:
@@ -141,8 +132,9 @@ def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
         return 0
     parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards for g in range(shards)]
     mine = parts[mesh.shard]
-    gathered, every = flat.new_empty(shards, mine), torch.split(flat, parts)
-    Arrival(gathered.unbind(), every, mesh).wait()
-    total = gathered.sum(0)
-    Arrival(every, [total] * shards, mesh).wait()
+    gathered = flat.new_empty(mine * shards)
+    Arrival(gathered, flat, [mine] * shards, parts, mesh).wait()
+    total = gathered.view(shards, mine).sum(0)
+    # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
+    Arrival(flat, total.repeat(shards), parts, [mine] * shards, mesh).wait()
     return (flat.numel() - mine + (shards - 1) * mine) * flat.element_size()

@@ -55,7 +55,7 @@ class Assembly:
     num_classes: int
     """Numbers that are scored for a vertex, or a pair."""
     memory_before_bytes: int
-    """What the rank held before any of this."""
+    """What the rank held before any of this, pages of code aside."""
 
 
 def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:

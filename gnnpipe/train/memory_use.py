@@ -10,7 +10,7 @@ import torch
 
 from gnnpipe.heap import give_back
 
-__all__ = ["count_peaks_anew", "held_bytes", "peak_bytes"]
+__all__ = ["code_bytes", "count_peaks_anew", "held_bytes", "peak_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -18,8 +18,7 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError, ValueError):
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        return _of_status("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -37,9 +36,18 @@ def count_peaks_anew(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Now."""
+    """Now, without ``code_bytes``."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    # Linux: the second number of statm is resident pages.
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
+    return _of_status("VmRSS") - _of_status("RssFile")
+
+
+def code_bytes(device: torch.device) -> int:
+    """Pages of files, torch's code above all, which come in when they are first used."""
+    return 0 if device.type == "cuda" else _of_status("RssFile")
+
+
+def _of_status(name: str) -> int:
+    """What Linux tells of this process in KiB, in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024

@@ -15,7 +15,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly
 from gnnpipe.train.best import BestEpoch
 from gnnpipe.train.epoch_row import EpochRow
-from gnnpipe.train.memory_use import peak_bytes
+from gnnpipe.train.memory_use import code_bytes, peak_bytes
 from gnnpipe.train.predict import Predictor
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.record import versions
@@ -92,7 +92,8 @@ class RunResult:
     """Per rank, in training; on a CPU of the whole process, on a GPU of torch's allocations."""
     memory_before_bytes: list[int]
     """Per rank, the same before its part was allocated: the interpreter, torch, the graph as read.
-    What the peak is above it can be set beside the estimate."""
+    Pages of torch's code that training was the first to use are among it. What the peak is above it
+    can be set beside the estimate."""
     memory_estimate_bytes: list[MemoryEstimate]
     """Per rank what `gnnpipe info` foretells, by part; without the interpreter and torch."""
     cut: CutQuality
@@ -168,7 +169,7 @@ def gather_result(
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
-        memory_before_bytes=mesh.gather(assembly.memory_before_bytes),
+        memory_before_bytes=mesh.gather(assembly.memory_before_bytes + code_bytes(mesh.device)),
         memory_estimate_bytes=mesh.gather(estimate),
         cut=prepared.quality, versions=versions(),
         history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
