@@ -1,9 +1,11 @@
-"""All-to-alls between real shards: what arrives, and that every receive is posted before a send."""
+"""All-to-alls between real shards, small ones and large ones: what arrives, and over what."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
+from gnnpipe.runtime import exchange
 from gnnpipe.runtime.exchange import Arrival, sum_over_shards
 from gnnpipe.runtime.mesh import Mesh
 
@@ -11,34 +13,50 @@ COUNTS = [[1, 2, 0], [0, 3, 4], [0, 5, 0]]
 """Rows that shard a (first) sends to shard b."""
 
 
-def exchanged():
+def exchanged(large):
+    exchange.LARGE = large
     mesh = Mesh.join(1, 3, "cpu", timeout_s=30.0)
-    rank = mesh.rank
-    asked = []
-    plain = dist.batch_isend_irecv
+    rank, groups = mesh.rank, []
+    plain = dist.all_to_all_single
 
-    def noted(steps):
-        asked.append([step.op is dist.irecv for step in steps])
-        return plain(steps)
+    def noted(*args, group, **more):
+        groups.append(group)
+        return plain(*args, group=group, **more)
 
-    dist.batch_isend_irecv = noted
-    data = [torch.full((n, 2), 10.0 * rank + b) for b, n in enumerate(COUNTS[rank])]
-    rooms = [[torch.empty(COUNTS[a][rank], 2) for a in range(3)] for _ in range(2)]
-    under_way = [Arrival(room, data, mesh) for room in rooms]
-    found = [[part.tolist() for part in arrival.wait()] for arrival in under_way]
+    dist.all_to_all_single = noted
+    ins, outs = COUNTS[rank], [row[rank] for row in COUNTS]
+    data = torch.cat([torch.full((n, 2), 10.0 * rank + b) for b, n in enumerate(ins)])
+    rooms = [torch.empty(sum(outs), 2) for _ in range(2)]
+    under_way = [Arrival(room, data, outs, ins, mesh, 72) for room in rooms]
+    found = [arrival.wait().tolist() for arrival in under_way]
     numbers = torch.arange(7.0) * 10**rank
     sent_bytes = sum_over_shards(numbers, mesh)
-    return found, asked, numbers.tolist(), sent_bytes
+    ways = [group is mesh.down_group for group in groups]
+    return found, ways, numbers.tolist(), sent_bytes
 
 
-def test_every_shard_gets_its_rows_and_posts_receives_first():
-    results = run_ranks(exchanged, 3)
-    for rank, (found, asked, total, _) in enumerate(results):
-        expected = [[[10.0 * a + rank] * 2] * COUNTS[a][rank] for a in range(3)]
+@pytest.mark.parametrize("large", [1, 1 << 18])
+def test_every_shard_gets_its_rows(large):
+    results = run_ranks(exchanged, 3, large)
+    for rank, (found, ways, total, _) in enumerate(results):
+        expected = [[10.0 * a + rank] * 2 for a in range(3) for _ in range(COUNTS[a][rank])]
         assert found == [expected, expected]
-        # A send in front would keep the other direction of its link waiting (adr 0021).
-        assert asked
-        assert all(steps == sorted(steps, reverse=True) for steps in asked)
+        # Large ones go up and down over connections of their own (adr 0021).
+        assert ways == ([False, True] * 4 if large == 1 else [False] * 4)
         assert total == [111.0 * i for i in range(7)]
     # 2 (G - 1) n numbers over all shards.
     assert sum(sent_bytes for *_, sent_bytes in results) == 2 * 2 * 7 * 4
+
+
+def test_a_courier_hands_a_fault_to_who_waits():
+    def fails():
+        raise ConnectionError("gone")
+
+    courier = Mesh.alone().courier
+    faulty, good = courier.start(fails), courier.start(list)
+    good.wait()
+    with pytest.raises(ConnectionError, match="gone"):
+        faulty.wait()
+    courier.close()
+    courier.start(list).wait()
+    courier.close()

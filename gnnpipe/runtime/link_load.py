@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gnnpipe.runtime.exchange import Arrival
-from gnnpipe.runtime.link_times import parts_of
+from gnnpipe.runtime.link_times import exchange_of
 from gnnpipe.runtime.mesh import Mesh
 
 __all__ = ["LOAD_SIZES", "Load", "exchange_load", "message_load"]
@@ -56,11 +55,9 @@ def message_load(mesh: Mesh, pair: tuple[int, int], repeats: int) -> list[Load]:
 
     def start(size_bytes: int) -> Sequence[_Waits]:
         room = torch.empty(size_bytes, dtype=torch.uint8, device=mesh.device)
-        arriving = dist.irecv(room, src=other)
-        leaving = dist.isend(torch.zeros_like(room), dst=other)
-        assert arriving is not None
-        assert leaving is not None
-        return arriving, leaving
+        data = torch.zeros_like(room)
+        arriving = mesh.courier.start(lambda: [dist.irecv(room, src=other)])
+        return arriving, mesh.courier.start(lambda: [dist.isend(data, dst=other)])
 
     by_rank = mesh.gather(_by_size(mesh, start, repeats, mesh.rank in pair))
     ends = zip(*(by_rank[rank] for rank in pair), strict=True)
@@ -71,7 +68,7 @@ def exchange_load(mesh: Mesh, repeats: int) -> list[Load]:
     """Of an all-to-all among the shards, by size, what a shard sends; the mean of all ranks."""
 
     def start(size_bytes: int) -> Sequence[_Waits]:
-        return (Arrival(*parts_of(size_bytes, mesh), mesh),)
+        return (exchange_of(size_bytes, mesh),)
 
     by_rank = mesh.gather(_by_size(mesh, start, repeats, True))
     return [

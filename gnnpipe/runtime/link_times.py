@@ -11,12 +11,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gnnpipe.runtime.exchange import Arrival, sum_over_shards
 from gnnpipe.runtime.mesh import Mesh
 
-__all__ = ["THOROUGH", "Probe", "exchange_times", "gradient_sum_times", "message_times", "parts_of"]
+__all__ = [
+    "THOROUGH",
+    "Probe",
+    "exchange_of",
+    "exchange_times",
+    "gradient_sum_times",
+    "message_times",
+]
 
 
 @dataclass(frozen=True)
@@ -48,28 +54,27 @@ def message_times(mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]]) ->
 def _there_and_back(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
     data = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
     if mesh.rank == first:
-        arriving = dist.irecv(torch.empty_like(data), src=second)
-        dist.send(data, dst=second)
-        assert arriving is not None
+        arriving = mesh.courier.start(lambda: [dist.irecv(torch.empty_like(data), src=second)])
+        mesh.courier.start(lambda: [dist.isend(data, dst=second)]).wait()
         arriving.wait()
     else:
-        dist.recv(torch.empty_like(data), src=first)
-        dist.send(data, dst=first)
+        mesh.courier.start(lambda: [dist.irecv(torch.empty_like(data), src=first)]).wait()
+        mesh.courier.start(lambda: [dist.isend(data, dst=first)]).wait()
 
 
-def parts_of(size_bytes: int, mesh: Mesh) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What comes from and goes to every shard, where each sends ``size_bytes`` in equal parts."""
+def exchange_of(size_bytes: int, mesh: Mesh) -> Arrival:
+    """One under way, in which each shard sends ``size_bytes`` in equal parts."""
     counts = [max(size_bytes // (mesh.shards - 1), 1)] * mesh.shards
     counts[mesh.shard] = 0
-    data = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
-    return torch.split(torch.empty_like(data), counts), torch.split(data, counts)
+    data = torch.zeros(sum(counts), 1, dtype=torch.uint8, device=mesh.device)
+    return Arrival(torch.empty_like(data), data, counts, counts, mesh, len(data))
 
 
 def exchange_times(mesh: Mesh, probe: Probe) -> list[float]:
     """Seconds of an all-to-all among the shards by size, what a shard sends; the slowest rank's."""
 
     def exchange(size_bytes: int) -> None:
-        Arrival(*parts_of(size_bytes, mesh), mesh).wait()
+        exchange_of(size_bytes, mesh).wait()
 
     return _slowest(mesh, _by_size(mesh, probe, exchange))
 

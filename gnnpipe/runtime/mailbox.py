@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnpipe.runtime.courier import Transfer
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import PILOT
 
@@ -33,8 +34,8 @@ class Mailbox:
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
-        self._arriving: dict[Key, tuple[dict[str, Tensor], list[dist.Work], float]] = {}
-        self._leaving: list[tuple[Tensor, dist.Work]] = []
+        self._arriving: dict[Key, tuple[dict[str, Tensor], Transfer, float]] = {}
+        self._leaving: list[tuple[list[Tensor], Transfer]] = []
 
     def post(
         self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
@@ -45,15 +46,15 @@ class Mailbox:
             for name in sorted(sizes)
         }
         source = self.mesh.peer(peer)
-        works = [_started(dist.irecv(t, src=source)) for t in room.values() if len(t)]
-        self._arriving[way, peer, position] = (room, works, self.mesh.recorder.clock())
+        coming = [t for t in room.values() if len(t)]
+        transfer = self.mesh.courier.start(lambda: [dist.irecv(t, src=source) for t in coming])
+        self._arriving[way, peer, position] = (room, transfer, self.mesh.recorder.clock())
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
         """The values that were posted, once they are here."""
-        room, works, posted = self._arriving.pop((way, peer, position))
+        room, transfer, posted = self._arriving.pop((way, peer, position))
         asked = self.mesh.recorder.clock()
-        for work in works:
-            work.wait()
+        transfer.wait()
         size = sum(t.nbytes for t in room.values())
         self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, asked)
         return {name: values.to(self.dtype) for name, values in room.items()}
@@ -64,22 +65,19 @@ class Mailbox:
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""
         self.mesh.recorder.sent(way, self.mesh.peer(peer), position)
-        target = self.mesh.peer(peer)
-        for name in sorted(values):
-            tensor = values[name].detach().to(self._dtype(position)).contiguous()
-            if not len(tensor):
-                continue  # A chunk may have no vertex of a type; nobody waits for it.
-            self._leaving.append((tensor, _started(dist.isend(tensor, dst=target))))
-            self.sent_bytes += tensor.numel() * tensor.element_size()
+        target, dtype = self.mesh.peer(peer), self._dtype(position)
+        # A chunk may have no vertex of a type; nobody waits for it.
+        leaving = [
+            values[name].detach().to(dtype).contiguous()
+            for name in sorted(values)
+            if len(values[name])
+        ]
+        transfer = self.mesh.courier.start(lambda: [dist.isend(t, dst=target) for t in leaving])
+        self._leaving.append((leaving, transfer))
+        self.sent_bytes += sum(t.numel() * t.element_size() for t in leaving)
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
-        for _, work in self._leaving:
-            work.wait()
+        for _, transfer in self._leaving:
+            transfer.wait()
         self._leaving.clear()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("this rank is not part of the process group it sends in")
-    return work

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
 from gnnpipe.runtime.cores import on_own_cores, usable_cores
+from gnnpipe.runtime.courier import Courier
 from gnnpipe.runtime.launch import (
     check_meeting,
     launched_local_rank,
@@ -53,6 +54,9 @@ class Mesh:
     owns_group: bool = False
     """The ranks met here, and not before in the user's own script."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
+    courier: Courier = field(default_factory=Courier, compare=False)
+    down_group: dist.ProcessGroup | None = None
+    """The ranks of ``graph_group`` once more, over gloo connections of their own; none on GPUs."""
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
@@ -86,8 +90,9 @@ class Mesh:
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
         return cls(
-            stages, shards, mesh.rank, place, group, control, saving, owns_group, _recorder(place)
-        )
+            stages, shards, mesh.rank, place, group, control, saving, owns_group, _recorder(place),
+            Courier(has_thread=place.type == "cpu"), _once_more(stages, shards, place, timeout_s),
+        )  # fmt: skip
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -112,10 +117,6 @@ class Mesh:
     def peer(self, stage: int) -> int:
         """Rank that holds the same shard at another stage."""
         return stage * self.shards + self.shard
-
-    def shard_rank(self, shard: int) -> int:
-        """Rank that holds another shard of this stage."""
-        return self.stage * self.shards + shard
 
     def sum(self, values: list[float]) -> list[float]:
         """Element by element over all ranks, in float64."""
@@ -163,6 +164,7 @@ class Mesh:
 
     def leave(self) -> None:
         """Part from the other ranks in good order; a process group of the user's own remains."""
+        self.courier.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -178,6 +180,21 @@ class Mesh:
             return
         with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
             yield before
+
+
+def _once_more(
+    stages: int, shards: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """A second group of the shards of this rank's stage. Every rank makes those of all stages."""
+    if shards == 1 or device.type != "cpu":
+        return None
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(
+            list(range(s * shards, (s + 1) * shards)), timedelta(seconds=timeout_s), "gloo"
+        )
+        for s in range(stages)
+    ]
+    return groups[dist.get_rank() // shards]
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gnnpipe.perf import EpochSpans
 from gnnpipe.runtime.cores import crowding
+from gnnpipe.runtime.courier import Transfer
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.recorder import Recorder
@@ -41,7 +42,7 @@ class Rehearsal:
         recorder = _CpuRecorder() if threads == 1 and has_cores else Recorder()
         self._mesh = _Aside(
             mesh.stages, mesh.shards, mesh.rank, mesh.device, mesh.graph_group, mesh.control_group,
-            recorder=recorder,
+            recorder=recorder, courier=mesh.courier, down_group=mesh.down_group,
         )  # fmt: skip
         self._prepared = prepared
         self._assembly = assemble(prepared, self._mesh)
@@ -109,7 +110,9 @@ class _MadeUp(Mailbox):
             name: torch.empty(size, dtype=self._dtype(position), device=self.mesh.device).uniform_()
             for name, size in sizes.items()
         }
-        self._arriving[way, peer, position] = (room, [], 0.0)
+        nothing = Transfer(list)
+        nothing.begin()
+        self._arriving[way, peer, position] = (room, nothing, 0.0)
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Nothing."""
