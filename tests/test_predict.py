@@ -23,7 +23,7 @@ def test_one_rank_takes_the_sum_of_its_steps():
         for step in range(prepared.plan.steps[0])
     )
     once = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
-    pilots = costs.pilot_s("FORECAST", 0, 0) + costs.pilot_s("CARRY", 0, 0)
+    pilots = sum(costs.pilot_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
     assert made == pytest.approx(steps + once + pilots)
 
 

@@ -17,7 +17,7 @@ from gnnpipe.perf.fit import Sample, Work, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, op_kind
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.schedule import PILOT
+from gnnpipe.schedule import PILOTS
 from gnnpipe.train.measure import measure_steps
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.sizes import chunk_sizes
@@ -28,7 +28,7 @@ LINK = LinkTimes(1e-4, 1e9, 0.1)
 def profile_of(model, **changes):
     """Every op a millisecond for each row, in all it does."""
     part = Affine(0.5, 1e-3, 1e-6, 1e-7)
-    times = OpTimes(part, part, part, part, part, part, part, 0.2)
+    times = OpTimes(part, part, part, part, part, part, part, part, 0.2)
     ops = {op_kind(op): times for op in model.ops}
     compute = tuple(ComputeTimes(n, ops, part, part, 1e-9) for n in (1, 2))
     fields = {
@@ -77,7 +77,7 @@ OP = ("compute", 0, "ops")
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("version",), 7, ["version", "3"]),
+        (("version",), 7, ["version", "4"]),
         (("version",), None, ["gnnpipe profile"]),
         (("machine",), None, ["machine", "missing"]),
         (("machine",), 3, ["machine", "text"]),
@@ -267,7 +267,9 @@ def predicted_bytes(prepared):
         for c in chunks
     )
     gradient = sum(2 * (plan.shards - 1) * said.gradient_bytes(s) for s in range(plan.num_stages))
-    pilots = sum(said.message_bytes("F", a, b, g, PILOT) for a, b in both for g in shards)
+    pilots = sum(
+        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PILOTS
+    )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": pilots}
 
 

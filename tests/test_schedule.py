@@ -8,7 +8,15 @@ from stage_dags import chain, plans
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
-from gnnpipe.schedule import Action, check, evaluation_program, training_program
+from gnnpipe.schedule import (
+    RECALLED,
+    Action,
+    Program,
+    check,
+    evaluation_program,
+    recall_actions,
+    training_program,
+)
 from gnnpipe.schedule.check import ProgramError
 
 
@@ -138,6 +146,55 @@ def test_forecast_comes_first_and_the_tables_move_after_the_send():
         .startswith("stage 1: 1RECV_FP<0 1FORECAST 1SEND_FP>2 1CARRY 1RECV_F0<0")
     )
     check(program)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 4), (3, 2), (4, 3), (4, 8)])
+@pytest.mark.parametrize("schedule", ["fill-drain", "layer-sync"])
+def test_recall_is_among_the_backward_actions_later_by_stage(stages, chunks, schedule):
+    program = training_program(chain(stages, chunks, schedule), forecast=True)
+    check(program)
+    behind = []
+    for actions in program.stages:
+        kinds = [a.kind for a in actions]
+        assert ("FORECAST" in kinds) == (schedule == "fill-drain")
+        recall = kinds.index("RECALL")
+        behind.append(kinds[:recall].count("B") / kinds.count("B"))
+    wanted = [s / max(stages - 1, 1) for s in range(stages)]
+    wanted = wanted if schedule == "fill-drain" and stages > 1 else [1.0] * stages
+    assert all(b >= w for b, w in zip(behind, wanted, strict=True))
+    assert all(b - w < 1 / chunks for b, w in zip(behind, wanted, strict=True))
+
+
+def test_what_is_recalled_is_received_ahead_and_sent_at_once():
+    program = training_program(chain(3, 3), forecast=True)
+    text = program.text().splitlines()[1]
+    assert text.index("1RECV_FR<0") < text.index("1B2") < text.index("1RECALL 1SEND_FR>2")
+    alone = Program(
+        tuple(recall_actions(chain(3, 3), s) for s in range(3)), program.num_steps, 3
+    ).text()  # fmt: skip
+    assert alone.splitlines()[1] == "stage 1: 1RECV_FR<0 1RECALL 1SEND_FR>2"
+
+
+def moved(actions, kind, before):
+    """``kind`` in front of the first action of another kind."""
+    rest = [a for a in actions if a.kind != kind]
+    place = next(i for i, a in enumerate(rest) if a.kind == before)
+    return [*rest[:place], *(a for a in actions if a.kind == kind), *rest[place:]]
+
+
+RECALL_FAULTS = {
+    "missing": lambda a: [x for x in a if x.kind != "RECALL"],
+    "before the tables are written": lambda a: moved(a, "RECALL", "F"),
+    "behind the step": lambda a: [*moved(a, "RECALL", "STEP"), Action("RECALL", 1, RECALLED)],
+    "elsewhere": lambda a: [replace(x, position=0) if x.kind == "RECALL" else x for x in a],
+}
+
+
+@pytest.mark.parametrize("fault", RECALL_FAULTS)
+def test_wrong_recalls_are_refused(fault):
+    program = training_program(chain(2, 2), forecast=True)
+    with pytest.raises(ProgramError, match="stage 1: must run RECALL once"):
+        check(changed(program, 1, RECALL_FAULTS[fault]))
 
 
 FORECAST_FAULTS = {

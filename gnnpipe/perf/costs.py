@@ -49,7 +49,7 @@ class Costs(Protocol):
         """
 
     def pilot_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST or CARRY on one rank, the small sums among the shards included.
+        """FORECAST, CARRY or RECALL on one rank, the small sums among the shards included.
 
         The messages between stages are not.
         """
@@ -60,8 +60,8 @@ class Costs(Protocol):
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """What ``shard`` of stage ``source`` sends to the same shard of stage ``target``.
 
-        All values of one chunk, 'F' forward or their gradients 'B' back; with ``chunk`` PILOT the
-        values of the pilot rows, old and new.
+        All values of one chunk, 'F' forward or their gradients 'B' back; with ``chunk`` PILOT or
+        RECALLED the values of the pilot rows.
         """
 
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:

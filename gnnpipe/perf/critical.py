@@ -12,7 +12,8 @@ __all__ = ["critical_shares", "critical_text", "kind_of", "place_of"]
 
 _OF_A_STAGE = {
     "F": "compute of", "B": "compute of", "PULL": "compute of", "BEGIN": "begin of",
-    "FORECAST": "forecast of", "CARRY": "forecast of", "STEP": "optimizer of",
+    "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
+    "STEP": "optimizer of",
     "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_GRAD": "gradient sum of",
 }  # fmt: skip
 

@@ -21,7 +21,15 @@ SHARE = 0.5
 """Of a data sheet's speed that kernels reach: an assumption."""
 LAUNCH_S = 5e-6
 """Of a kernel: an assumption."""
-KERNELS = {"before": 5, "after": 8, "forecast": 60, "carry": 3, "begin": 3, "update": 2}
+KERNELS = {
+    "before": 5,
+    "after": 8,
+    "forecast": 45,
+    "recall": 15,
+    "carry": 3,
+    "begin": 3,
+    "update": 2,
+}
 """Launched by a part: an assumption, from the ops that it calls."""
 
 
@@ -140,10 +148,13 @@ class _Roof:
             # Rows are made again, what was aggregated is not.
             backward_before = _sum(backward_before, forward_before)
             backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
-        forecast_row_s = 2 * (before_row_s + after_row_s) + self._longer(12 * push**2, 4 * push)
+        once_row_s = before_row_s + after_row_s
+        forecast_row_s = once_row_s + self._longer(10 * push**2, 4 * push)
+        recall_row_s = once_row_s + self._longer(2 * push**2, push)
         return OpTimes(
             forward_before, forward_after, backward_before, backward_after, finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, forecast_row_s),
+            recall=Affine(KERNELS["recall"] * LAUNCH_S, recall_row_s),
             carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(2 * push**2, 3 * push)),
             relative_error=0.0,
         )  # fmt: skip

@@ -78,7 +78,7 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
 
 
 def _chunk(notes: EpochSpans, position: int) -> int:
-    """The chunk at a position; PILOT and -1 stay what they are."""
+    """The chunk at a position; PILOT, RECALLED and -1 stay what they are."""
     return notes.order[position] if position >= 0 else position
 
 

@@ -46,6 +46,7 @@ def estimate_memory(
     sparse_features: bool,
     symmetric: bool,
     snapshot: bool,
+    pilot_rows: Mapping[str, int],
     pilot_edges: int,
     pilot_feature_entries: int,
     extra_weights: int,
@@ -58,9 +59,9 @@ def estimate_memory(
 
     ``own_rows`` and ``halo_rows`` by the type that tables go by, '' if there is but one;
     ``own_pairs``: pairs that the shard scores.
-    ``feature_entries``: stored numbers of the own rows' features; ``pilot_edges`` and
-    ``pilot_feature_entries``: edges into this shard's pilot rows, and stored numbers of their
-    features; ``extra_weights``: copies of the weights beside those that are trained;
+    ``feature_entries``: stored numbers of the own rows' features; ``pilot_rows``, ``pilot_edges``
+    and ``pilot_feature_entries``: this shard's pilot rows, edges into them, and stored numbers of
+    their features; ``extra_weights``: copies of the weights beside those that are trained;
     ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
     that a chunk reads from others, per own row, which convolutions on blocks keep a copy of.
     """
@@ -99,6 +100,11 @@ def estimate_memory(
         grads = 0 if is_transient else reading if op.is_linear else read
         numbers += op.push_width * (tables * read + grads)
     history = numbers * row_bytes
+    # Of the last epoch, what pilots pushed, and what they read where that is a product.
+    history += sum(
+        op.push_width * (1 + op.is_linear) * pilot_rows[op.pushed_type] * number_bytes
+        for op in pushing
+    )
     activations = sum(
         (op.kept_per_row_recomputed if recompute else op.kept_per_row) * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)

@@ -20,7 +20,7 @@ from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
-VERSION = 3
+VERSION = 4
 SOURCES = ("measured", "by hand")
 
 
@@ -60,7 +60,9 @@ class OpTimes:
     finish: Affine
     """The gradient of the features' weight, once an epoch; rows and entries of the whole shard."""
     forecast: Affine
-    """Of so many pilot rows, twice: with the weights of the last epoch and of this."""
+    """Of so many pilot rows with the weights of this epoch, the fit of the map included."""
+    recall: Affine
+    """Of so many pilot rows with the weights of the last epoch."""
     carry: Affine
     """Of so many stale rows."""
     relative_error: float

@@ -18,7 +18,7 @@ from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer
-from gnnpipe.schedule import PILOT
+from gnnpipe.schedule import PILOTS
 
 __all__ = ["ProfiledCosts", "meeting_time_s"]
 
@@ -161,12 +161,15 @@ class ProfiledCosts:
         )
 
     def pilot_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST or CARRY."""
+        """FORECAST, CARRY or RECALL."""
         first, last = self.plan.stages[stage]
         total = 0.0
         for op, times in zip(self.model.ops[first:last], self._ops[first:last], strict=True):
-            if kind == "FORECAST":
-                total += times.forecast.time_s(float(self.sizes.pilots[op.vertex_type][shard]))
+            pilots = float(self.sizes.pilots[op.vertex_type][shard])
+            if kind == "RECALL":
+                total += times.recall.time_s(pilots)
+            elif kind == "FORECAST":
+                total += times.forecast.time_s(pilots)
                 if op.aggregates and self.plan.shards > 1:
                     total += self.reduce_s(stage, fit_numbers(op) * FIT_BYTES)
             elif op.aggregates:
@@ -181,10 +184,10 @@ class ProfiledCosts:
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Rows of a chunk times the widths of what the stages hand on."""
         ends = (source, target) if way == "F" else (target, source)
-        if chunk != PILOT:
+        if chunk not in PILOTS:
             return int(self._sizes_between(*ends)[shard, chunk])
         return sum(
-            2 * int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._number_bytes
+            int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._number_bytes
             for t in self._transfers.get(ends, ())
             for value, width in t.widths.items()
         )

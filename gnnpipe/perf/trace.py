@@ -38,8 +38,8 @@ class Span:
     start_s: float
     end_s: float
     chunk: int = -1
-    """The chunk itself, not its position in the walk; -1 if it is about none, PILOT (-2) for
-    pilot rows."""
+    """The chunk itself, not its position in the walk; -1 if it is about none, PILOT (-2) or
+    RECALLED (-3) for pilot rows."""
     stage: int = -1
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last."""
@@ -54,7 +54,9 @@ class Span:
     @property
     def name(self) -> str:
         """What a reader is shown: ``F 3``, ``STEP``, ``SEND_F pilots``."""
-        return self.kind + {-1: "", -2: " pilots"}.get(self.chunk, f" {self.chunk}")
+        return self.kind + {-1: "", -2: " pilots", -3: " pilots recalled"}.get(
+            self.chunk, f" {self.chunk}"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _span(event: dict[str, Any], where: str) -> Span:
     return Span(
         rank=_whole(args, "rank", where, 0), kind=_text(event, "cat", where),
         start_s=start_us / 1e6, end_s=(start_us + duration_us) / 1e6,
-        chunk=_whole(args, "chunk", where, -2), stage=_whole(args, "stage", where, -1),
+        chunk=_whole(args, "chunk", where, -3), stage=_whole(args, "stage", where, -1),
         steps=(first, last), peer=_whole(args, "peer", where, -1),
         size_bytes=_whole(args, "bytes", where, 0), is_critical=args.get("critical") is True,
         lane=_text(args, "lane", where),

@@ -25,7 +25,7 @@ from dataclasses import replace
 from gnnpipe.perf.collector import collector_paused
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.tasks import Task, Tasks
-from gnnpipe.schedule import PILOT, Action, Program
+from gnnpipe.schedule import Action, Program
 
 __all__ = ["program_tasks"]
 
@@ -121,10 +121,10 @@ class _StageWalk:
             waits.append(task)
 
     def _pilot(self, action: Action) -> None:
-        if action.kind == "FORECAST":
-            self._take("F", PILOT)
+        if action.kind in ("FORECAST", "RECALL"):
+            self._take("F", action.position)
         each = [self.costs.pilot_s(action.kind, self.stage, shard) for shard in self.shards]
-        self._device(action.kind, each, PILOT)
+        self._device(action.kind, each, action.position)
 
     def _forward(self, action: Action) -> None:
         chunk = self.order[action.position]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["CommVolume", "closed_form_volume", "fit_numbers"]
+__all__ = ["CommVolume", "closed_form_volume", "fit_numbers", "pilot_rows_bytes"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,11 @@ def closed_form_volume(
     width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
     and for a mean over all vertices 4 K (G-1) x its width in float64;
     gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
-    widths of every transfer, and for every aggregation 2 (G-1) times the float64 numbers of a fit,
-    F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
+    widths of every transfer (``pilot_rows_bytes``: once with old weights, once with new ones), and
+    for every aggregation 2 (G-1) times the float64 numbers of a fit, F (F + 1) / 2 + F F + 2 F + 2
+    (of a mean F + 2).
     """
-    sent: Counter[str] = Counter()
-    for transfer in plan.transfers:
-        for value, width in transfer.widths.items():
-            sent[transfer.types.get(value, "")] += width
+    sent = _widths_sent(plan)
     pushed = sum(
         crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
     )
@@ -69,9 +67,23 @@ def closed_form_volume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
         graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
-        control=2 * sum(pilots[t] * width for t, width in sent.items()) * number_bytes
+        control=2 * pilot_rows_bytes(plan, pilots, number_bytes)
         + 2 * (plan.shards - 1) * fit * 8 * any(pilots.values()),
     )
+
+
+def pilot_rows_bytes(plan: Plan, pilots: Mapping[str, int], number_bytes: int) -> int:
+    """The pilot rows, P by type, once from stage to stage: P x the widths of every transfer."""
+    return sum(pilots[t] * width for t, width in _widths_sent(plan).items()) * number_bytes
+
+
+def _widths_sent(plan: Plan) -> Counter[str]:
+    """Of all transfers together, by the type of the vertices."""
+    sent: Counter[str] = Counter()
+    for transfer in plan.transfers:
+        for value, width in transfer.widths.items():
+            sent[transfer.types.get(value, "")] += width
+    return sent
 
 
 def fit_numbers(op: Op) -> int:

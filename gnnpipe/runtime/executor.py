@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.models import Values
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.exchange import Exchange, GradientSum
 from gnnpipe.runtime.forecast import Forecaster
@@ -22,11 +22,9 @@ from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.schedule import PILOT, Action, Program
+from gnnpipe.schedule import PILOTS, Action, Program, recall_actions
 
 __all__ = ["CommBytes", "Executor"]
-
-T = TypeVar("T")
 
 _AROUND = 4
 """Actions before and behind a failing one that are shown with it."""
@@ -91,7 +89,7 @@ class Executor:
             "F": self._forward, "B": self._backward,
             "SEND_F": self._send_forward, "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
-            "FORECAST": self._forecast, "CARRY": self._carry,
+            "FORECAST": self._forecast, "CARRY": self._carry, "RECALL": self._recall,
             "REDUCE_GRAD": self._reduce, "STEP": self._step,
         }  # fmt: skip
 
@@ -106,13 +104,15 @@ class Executor:
         """
         self._order = order
         self._results = {}
+        actions = program.stages[self.mesh.stage]
+        if any(action.kind == "FORECAST" for action in actions):
+            self._make_ready()
         before = self._sent_bytes()
         recorder = self.mesh.recorder
         recorder.drop()
         if training:
             recorder.begin(order, program.is_exact)
         self.stage.begin(epoch, training, program.is_exact)
-        actions = program.stages[self.mesh.stage]
         for index, action in enumerate(actions):
             self._at = action, epoch
             self._next = actions[index + 1] if index + 1 < len(actions) else None
@@ -133,6 +133,18 @@ class Executor:
             after = self._sent_bytes()
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
+
+    def _make_ready(self) -> None:
+        """Recall what the last epoch would have, had it been of this run and without a fault."""
+        assert self.forecaster is not None
+        if self.forecaster.is_ready:
+            return
+        for action in recall_actions(self.plan, self.mesh.stage):
+            if action.kind == "RECALL":
+                self._pass_pilots(action, self.forecaster.recall)
+            else:
+                self._run[action.kind](action)
+        self.mailbox.drain()
 
     def _sent_bytes(self) -> tuple[int, int, int, int]:
         control = self._pilot_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
@@ -206,10 +218,18 @@ class Executor:
 
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None
-        values: dict[str, Tensor] = {}
+        self._pass_pilots(action, self.forecaster.run)
+
+    def _recall(self, action: Action) -> None:
+        assert self.forecaster is not None
+        self.forecaster.remember()
+        self._pass_pilots(action, self.forecaster.recall)
+
+    def _pass_pilots(self, action: Action, through: Callable[[Values], Values]) -> None:
+        values: Values = {}
         for peer in self._widths_in:
-            values |= self.mailbox.take("F", peer, PILOT)
-        self._leaving[PILOT] = self.forecaster.run(values)
+            values |= self.mailbox.take("F", peer, action.position)
+        self._leaving[action.position] = through(values)
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
@@ -217,9 +237,8 @@ class Executor:
 
     def _send_forward(self, action: Action) -> None:
         before = self.mailbox.sent_bytes
-        widths = self._widths_out[action.peer]
-        self._send(action, "F", _both(widths) if action.position == PILOT else widths)
-        if action.position == PILOT:
+        self._send(action, "F", self._widths_out[action.peer])
+        if action.position in PILOTS:
             self._pilot_bytes += self.mailbox.sent_bytes - before
 
     def _send_backward(self, action: Action) -> None:
@@ -238,11 +257,10 @@ class Executor:
 
     def _post(self, action: Action, way: str) -> None:
         widths = (self._widths_in if way == "F" else self._widths_out)[action.peer]
-        if action.position == PILOT:
+        if action.position in PILOTS:
             assert self.forecaster is not None
             counts = self.forecaster.num_rows
             sizes = {name: (counts[self._types.get(name, "")], w) for name, w in widths.items()}
-            sizes = _both(sizes)
         else:
             chunk = self._order[action.position]
             sizes = {name: (self._rows(chunk, name), w) for name, w in widths.items()}
@@ -252,8 +270,6 @@ class Executor:
         self.gradient_sum.reduce()
 
     def _step(self, action: Action) -> None:
-        if self.forecaster is not None:
-            self.forecaster.remember()
         losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
         self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
         self.has_stepped = self.guard.passes(sum(losses.values()))
@@ -261,8 +277,3 @@ class Executor:
             if self.has_stepped:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-
-
-def _both(values: Mapping[str, T]) -> dict[str, T]:
-    """Pilot rows travel twice: with the last epoch's weights and with this one's."""
-    return {f"{stream}.{name}": v for stream in ("old", "new") for name, v in values.items()}

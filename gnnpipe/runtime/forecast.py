@@ -3,10 +3,10 @@
 Between two epochs the rows of a table move because the weights moved, and they move together: an
 affine map, fitted on a few rows, tells most of where all the others went (on real graphs 80 to 97 %
 of the movement of what a layer aggregates, docs/benchmarks/staleness.md). So before the chunks are
-walked, a small fixed set of PILOT rows passes through all layers twice, with the weights of the
-last epoch and with those of this one. At each layer the map from old to new pilot rows is fitted
-and applied to the whole table. Stale rows stay constants: the forecast changes what is read, not
-where gradients go.
+walked, a small fixed set of PILOT rows passes through all layers with the weights of this epoch, as
+it has passed in the last one, when all tables were written, with the weights of that. At each layer
+the map from old to new pilot rows is fitted and applied to the whole table. Stale rows stay
+constants: the forecast changes what is read, not where gradients go.
 
 P pilot rows (of all shards), F columns. With frozen weights old and new are the same numbers, the
 map is the identity to the bit, and nothing changes (law 8).
@@ -53,15 +53,21 @@ class AffineMap:
     """What the map leaves of it on rows that it was not fitted on, relative to their size."""
 
 
-def moments(old: Tensor, new: Tensor) -> Tensor:
+def gram(old: Tensor) -> Tensor:
+    """The upper triangle of old^T old, [F (F + 1) / 2] float64, of old pilot rows [P, F]."""
+    x = old.double()
+    row, column = torch.triu_indices(x.shape[1], x.shape[1], device=x.device)
+    return (x.T @ x)[row, column]
+
+
+def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
     """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
 
-    [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle), old^T moved, the sums of old
-    and moved, the squares of moved and new.
+    [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle, ``found`` by ``gram``), old^T
+    moved, the sums of old and moved, the squares of moved and new.
     """
     x, d = old.double(), new.double() - old.double()
-    row, column = torch.triu_indices(x.shape[1], x.shape[1], device=x.device)
-    parts = [(x.T @ x)[row, column], x.T @ d, x.sum(0), d.sum(0), d.square().sum(),
+    parts = [gram(old) if found is None else found, x.T @ d, x.sum(0), d.sum(0), d.square().sum(),
              new.double().square().sum()]  # fmt: skip
     return torch.cat([part.reshape(-1) for part in parts])
 
@@ -116,6 +122,17 @@ def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
     )
 
 
+@dataclass(frozen=True)
+class _Recalled:
+    """What a forecast has to know of the last epoch, of one aggregation."""
+
+    rows: Tensor
+    """[p, F], what the pilots pushed."""
+    read: Tensor | None
+    """What they read of the table as it is; none where it is read again."""
+    gram: Tensor | None
+
+
 class Forecaster:
     """The pilot rows of one rank's stage, and the weights of the last epoch."""
 
@@ -141,6 +158,9 @@ class Forecaster:
         """By aggregation, of the last pass."""
         self.before = copy.deepcopy(piece)
         """With the weights of the last epoch."""
+        self.is_ready = False
+        """Whether the pilot rows have passed with these weights, and the tables are still those."""
+        self._recalled: dict[str, _Recalled] = {}
         self._neighbours: dict[Hashable, _Neighbours] = {}
         self._stale: dict[Hashable, StaleRows] = {}
         self._over = {a.name: a.over for a in piece.aggregations}
@@ -160,37 +180,64 @@ class Forecaster:
         for kept, now in zip(self.before.parameters(), self.piece.parameters(), strict=True):
             kept.copy_(now)
 
+    def forget(self) -> None:
+        """The tables are others now, or the weights of the last epoch."""
+        self.is_ready = False
+        self._recalled = {}
+
+    @torch.no_grad()
+    def recall(self, values: Values) -> Values:
+        """Pass the pilot rows through this stage with the weights of ``before``; [p, width].
+
+        Dropout is off: its noise, different in each epoch, is not movement. No table changes until
+        the next ``run``.
+        """
+        received: dict[str, Received] = {}
+        self._recalled = {}
+        for step in range(self.before.num_steps):
+            pushed, values = self.before.step(step, values, received, self.rows)
+            received = {}
+            for a in self._pushed(step):
+                rows, history = pushed[a.name], self.histories[a.name]
+                history.settle()
+                neighbours = self._neighbours[a.over]
+                received[a.name], read = neighbours.recall(history.table, rows)
+                self._recalled[a.name] = _Recalled(rows, read, None if a.is_mean else gram(rows))
+        self.is_ready = True
+        return values
+
     @torch.no_grad()
     def run(self, values: Values) -> Values:
-        """Fit the maps of this stage; values [p, width] come in and go out as old.* and new.*.
+        """Fit the maps of this stage on the way of the pilot rows, values [p, width], through it.
 
-        Dropout is off: its noise, different in each epoch, is not movement. The tables stay as they
-        are until ``carry``, so that the next stage need not wait for that.
+        The tables stay as they are until ``carry``, so that the next stage need not wait for that.
         """
-        old, new = _stream(values, "old"), _stream(values, "new")
-        was: dict[str, Received] = {}
-        now: dict[str, Received] = {}
+        assert self.is_ready
+        received: dict[str, Received] = {}
         self.maps = {}
         for step in range(self.piece.num_steps):
-            old_rows, old = self.before.step(step, old, was, self.rows)
-            new_rows, new = self.piece.step(step, new, now, self.rows)
-            was, now = {}, {}
-            for a in self.piece.rounds[step] if step < self.piece.num_steps - 1 else ():
-                before, after = old_rows[a.name], new_rows[a.name]
-                self.maps[a.name] = found = self._fit(before, after, a)
-                table = self.histories[a.name].table
-                was[a.name], now[a.name] = self._neighbours[a.over].read(
-                    table, before, after, found
-                )
-        return _named("old", old) | _named("new", new)
+            pushed, values = self.piece.step(step, values, received, self.rows)
+            received = {}
+            for a in self._pushed(step):
+                rows, was = pushed[a.name], self._recalled.pop(a.name)
+                self.maps[a.name] = found = self._fit(was, rows, a)
+                neighbours, table = self._neighbours[a.over], self.histories[a.name].table
+                received[a.name] = neighbours.foresee(table, was.read, rows, found)
+        self.forget()
+        return values
 
-    def _fit(self, old: Tensor, new: Tensor, a: Aggregation) -> AffineMap:
+    def _pushed(self, step: int) -> tuple[Aggregation, ...]:
+        """What the end of a step pushes."""
+        return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
+
+    def _fit(self, was: _Recalled, new: Tensor, a: Aggregation) -> AffineMap:
         total, is_whole = self._totals[a.pushed_type]
+        old = was.rows
         if a.is_mean:
             sums = mean_moments(old, new)
             self.sent_bytes += sum_over_shards(sums, self.mesh)
             return fit_shift(sums, total, old.dtype)
-        sums = moments(old, new)
+        sums = moments(old, new, was.gram)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
@@ -203,7 +250,7 @@ class Forecaster:
 
 
 class _Neighbours:
-    """What the pilot rows read of a table, before and after a map, with one product."""
+    """What the pilot rows [p, F] read of a table, before and after a map, with one product."""
 
     def __init__(
         self, structure: LinearOperator | Blocks | Everyone, pilots: Tensor, dtype: torch.dtype
@@ -220,30 +267,25 @@ class _Neighbours:
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
             self._weights = self._linear.matmul(ones).to(dtype)
 
-    def read(
-        self, table: Tensor, old: Tensor, new: Tensor, found: AffineMap
-    ) -> tuple[Received, Received]:
-        """What the next step gets with the table as it is, and as it will be."""
+    def recall(self, table: Tensor, old: Tensor) -> tuple[Received, Tensor | None]:
+        """What the next step gets of the table as it is, and what ``foresee`` needs of it."""
         if self._linear is not None:
             was = self._linear.matmul(table).to(old.dtype)
-            return Received(was), Received(was @ found.factor + self._weights * found.shift)
+            return Received(was), was
         if self.block is None:
-            mean = table.sum(0).to(old.dtype).expand(len(old), -1)
-            return Received(mean), Received(mean + found.shift)
-        halo = table[self.block.halo_rows].to(old.dtype)
-        moved = torch.addmm(found.shift, halo, found.factor)
-        if not self._is_square:
-            return Received(halo, self.block), Received(moved, self.block)
-        return (
-            Received(torch.cat([old, halo]), self.block),
-            Received(torch.cat([new, moved]), self.block),
-        )
+            mean = table.sum(0).to(old.dtype)
+            return Received(mean.expand(len(old), -1)), mean
+        return self._of_block(table[self.block.halo_rows].to(old.dtype), old), None
 
+    def foresee(self, table: Tensor, was: Tensor | None, new: Tensor, found: AffineMap) -> Received:
+        """What the next step gets of the table as it will be."""
+        if was is None:
+            assert self.block is not None
+            halo = table[self.block.halo_rows].to(new.dtype)
+            return self._of_block(torch.addmm(found.shift, halo, found.factor), new)
+        if self._linear is not None:
+            return Received(was @ found.factor + self._weights * found.shift)
+        return Received((was + found.shift).expand(len(new), -1))
 
-def _stream(values: Values, name: str) -> Values:
-    start = name + "."
-    return {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
-
-
-def _named(name: str, values: Values) -> Values:
-    return {f"{name}.{k}": v for k, v in values.items()}
+    def _of_block(self, halo: Tensor, own: Tensor) -> Received:
+        return Received(torch.cat([own, halo]) if self._is_square else halo, self.block)

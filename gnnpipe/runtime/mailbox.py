@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnpipe.runtime.courier import Transfer
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.schedule import PILOT
+from gnnpipe.schedule import PILOTS
 
 __all__ = ["Mailbox"]
 
@@ -60,7 +60,7 @@ class Mailbox:
         return {name: values.to(self.dtype) for name, values in room.items()}
 
     def _dtype(self, position: int) -> torch.dtype:
-        return self.dtype if position == PILOT else self.row_dtype
+        return self.dtype if position in PILOTS else self.row_dtype
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""

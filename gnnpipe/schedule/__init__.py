@@ -1,10 +1,10 @@
 """WHEN it runs: actions, the orders that make a program of them, and the proof that it is right."""
 
 from gnnpipe.schedule.check import ProgramReport, check
-from gnnpipe.schedule.lower import evaluation_program, training_program
-from gnnpipe.schedule.program import PILOT, Action, Program
+from gnnpipe.schedule.lower import evaluation_program, recall_actions, training_program
+from gnnpipe.schedule.program import PILOT, PILOTS, RECALLED, Action, Program
 
 __all__ = [
-    "PILOT", "Action", "Program", "ProgramReport", "check", "evaluation_program",
-    "training_program",
+    "PILOT", "PILOTS", "RECALLED", "Action", "Program", "ProgramReport", "check",
+    "evaluation_program", "recall_actions", "training_program",
 ]  # fmt: skip

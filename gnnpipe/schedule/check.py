@@ -15,9 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.schedule.program import PILOT, Action, Program
+from gnnpipe.schedule.program import PILOT, RECALLED, Action, Program
 
 __all__ = ["ProgramError", "ProgramReport", "check"]
+
+
+COMPUTE = ("F", "B", "FORECAST", "RECALL")
+"""What takes values from other stages, or makes some for them."""
 
 
 class ProgramError(ValueError):
@@ -56,6 +60,7 @@ def check(program: Program) -> ProgramReport:
         if backward is not None:
             _check_end(stage, actions, program)
     _check_forecast(program)
+    _check_recall(program)
     _check_pairs(program)
     _check_progress(program)
     if program.is_exact and stale:
@@ -153,6 +158,23 @@ def _check_forecast(program: Program) -> None:
             )
 
 
+def _check_recall(program: Program) -> None:
+    """Where rows are forecast, every stage recalls them, once: its tables written, its weights old.
+
+    So does an exact epoch between others, which forecasts nothing itself.
+    """
+    kinds = {a.kind for actions in program.stages for a in actions}
+    for stage, actions in enumerate(program.stages if kinds & {"FORECAST", "RECALL"} else ()):
+        last = max(i for i, a in enumerate(actions) if a.kind == "F")
+        step = next(i for i, a in enumerate(actions) if a.kind == "STEP")
+        found = [(i, a.position) for i, a in enumerate(actions) if a.kind == "RECALL"]
+        if len(found) != 1 or not last < found[0][0] < step or found[0][1] != RECALLED:
+            raise ProgramError(
+                f"stage {stage}: must run RECALL once, between its last F and its STEP, as every "
+                "stage, or none does"
+            )
+
+
 def _check_pairs(program: Program) -> None:
     """Every send meets its receive, in the same order on both ends."""
     sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -199,7 +221,7 @@ def _check_progress(program: Program) -> None:
                     sent.add((a.kind[-1], stage, a.peer, a.position))
                 elif a.kind.startswith("RECV_"):
                     waiting[stage][a.kind[-1], a.position].append(a.peer)
-                elif a.kind in ("F", "B", "FORECAST") and _is_first(a, program):
+                elif a.kind in COMPUTE and _is_first(a, program):
                     way = "B" if a.kind == "B" else "F"
                     peers = waiting[stage].get((way, a.position), [])
                     if set(peers) != needs[way, stage]:
@@ -209,7 +231,7 @@ def _check_progress(program: Program) -> None:
                         )
                     if any((way, p, stage, a.position) not in sent for p in peers):
                         break
-                if a.kind in ("F", "B", "FORECAST") and _is_last(a, program):
+                if a.kind in COMPUTE and _is_last(a, program):
                     made.add(("B" if a.kind == "B" else "F", stage, a.position))
                 at[stage] += 1
                 moved = True
@@ -231,7 +253,7 @@ def _needs(program: Program) -> dict[tuple[str, int], set[int]]:
 
 def _is_first(action: Action, program: Program) -> bool:
     """The action begins its chunk on this stage, in its direction."""
-    if action.kind == "FORECAST":
+    if action.position < 0:
         return True
     if action.kind == "F":
         return action.steps[0] == 0
@@ -240,7 +262,7 @@ def _is_first(action: Action, program: Program) -> bool:
 
 def _is_last(action: Action, program: Program) -> bool:
     """The action ends its chunk on this stage, in its direction."""
-    if action.kind == "FORECAST":
+    if action.position < 0:
         return True
     if action.kind == "F":
         return action.steps[1] == program.num_steps[action.stage]

@@ -7,25 +7,31 @@ value. Neither waits: the executor waits at first use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from gnnpipe.plan import Plan
 from gnnpipe.schedule.compute import ORDERS
-from gnnpipe.schedule.program import PILOT, Action, Program
+from gnnpipe.schedule.program import PILOT, RECALLED, Action, Program
 
-__all__ = ["evaluation_program", "training_program"]
+__all__ = ["evaluation_program", "recall_actions", "training_program"]
 
 
 def training_program(plan: Plan, forecast: bool = False) -> Program:
     """One epoch: forward over all chunks, backward in reverse, gradient sum, optimizer step.
 
-    With ``forecast`` the pilot rows go first, and carry the stale rows to the current weights.
+    With ``forecast`` the pilot rows go first, and carry the stale rows to the current weights; not
+    in an exact program, which has none. Both recall them for the epoch that comes next.
     """
     program = _lower(plan, plan.schedule, backward=True)
     if not forecast:
         return program
-    stages = tuple((*_forecast(plan, s), *actions) for s, actions in enumerate(program.stages))
+    first = [() if program.is_exact else _forecast(plan, s) for s in range(plan.num_stages)]
+    stages = tuple(
+        (*first[s], *_with_recall(plan, s, actions, program.is_exact))
+        for s, actions in enumerate(program.stages)
+    )
     return replace(program, stages=stages)
 
 
@@ -34,14 +40,53 @@ def evaluation_program(plan: Plan) -> Program:
     return _lower(plan, "layer-sync", backward=False)
 
 
-def _forecast(plan: Plan, stage: int) -> list[Action]:
-    return [
-        *(Action("RECV_F", stage, PILOT, peer=t.source) for t in plan.receives(stage)),
+def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
+    """The recall alone, for a run that goes on where another one ended."""
+    return (*_receives(plan, stage, RECALLED), *_recall(plan, stage))
+
+
+def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
+    return (
+        *_receives(plan, stage, PILOT),
         Action("FORECAST", stage, PILOT),
-        *(Action("SEND_F", stage, PILOT, peer=t.target) for t in plan.sends(stage)),
+        *_sends(plan, stage, PILOT),
         # After the send: the next stage waits for the pilot rows, not for these tables.
         Action("CARRY", stage, PILOT),
-    ]
+    )
+
+
+def _recall(plan: Plan, stage: int) -> tuple[Action, ...]:
+    return (Action("RECALL", stage, RECALLED), *_sends(plan, stage, RECALLED))
+
+
+def _receives(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
+    return tuple(Action("RECV_F", stage, position, peer=t.source) for t in plan.receives(stage))
+
+
+def _sends(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
+    return tuple(Action("SEND_F", stage, position, peer=t.target) for t in plan.sends(stage))
+
+
+def _with_recall(
+    plan: Plan, stage: int, actions: tuple[Action, ...], is_exact: bool
+) -> tuple[Action, ...]:
+    """The recall between the last F and the STEP: the later, the later the stage.
+
+    All tables are written by then, and the weights have not changed yet. The first stage recalls
+    while it waits for its first gradients, the last one behind its last chunk, the others in even
+    steps between: so the rows travel while all are at work, against the gradients, and nobody waits
+    for them. On the critical path lies the recall of one stage, not of all.
+    """
+    back = [i for i, a in enumerate(actions) if a.kind == "B"]
+    first, last = back[0], plan.num_stages - 1
+    share = 1.0 if is_exact or last == 0 else stage / last
+    place = ([first] + [i + 1 for i in back])[math.ceil(share * len(back))]
+    while actions[place].kind in ("SEND_B", "RECV_B"):
+        place += 1
+    return (
+        *actions[:first], *_receives(plan, stage, RECALLED), *actions[first:place],
+        *_recall(plan, stage), *actions[place:],
+    )  # fmt: skip
 
 
 def _lower(plan: Plan, schedule: str, backward: bool) -> Program:

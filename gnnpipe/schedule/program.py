@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PILOT", "Action", "Program"]
+__all__ = ["PILOT", "PILOTS", "RECALLED", "Action", "Program"]
 
-PILOT = -2
-"""Position of the pilot rows, which pass through the stages once before the chunks do."""
+PILOT, RECALLED = -2, -3
+"""Positions of the pilot rows with the current weights, which pass through the stages before the
+chunks do, and of the same rows with the weights that are about to change."""
+
+PILOTS = (PILOT, RECALLED)
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,15 @@ class Action:
 
     ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
     without waiting), FORECAST (find out from the pilot rows where the stale rows go), CARRY (take
-    them there), REDUCE_GRAD (sum over the shards) or STEP (optimizer).
+    them there), RECALL (what the next FORECAST has to know of this epoch's tables and weights),
+    REDUCE_GRAD (sum over the shards) or STEP (optimizer).
     """
 
     kind: str
     stage: int
     position: int = -1
-    """Place of the chunk in the walk; PILOT for FORECAST, CARRY and their values, -1 for
-    REDUCE_GRAD and STEP."""
+    """Place of the chunk in the walk; PILOT for FORECAST, CARRY and their values, RECALLED for
+    RECALL and its, -1 for REDUCE_GRAD and STEP."""
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last. B runs them from the last to the first."""
     peer: int = -1
@@ -41,13 +45,13 @@ class Action:
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
-        if self.kind in ("FORECAST", "CARRY", "REDUCE_GRAD", "STEP"):
+        if self.kind in ("FORECAST", "CARRY", "RECALL", "REDUCE_GRAD", "STEP"):
             return f"{self.stage}{self.kind}"
         part = ""
         if self.kind in ("F", "B") and self.steps != (0, num_steps):
             part = f"[{self.steps[0]}:{self.steps[1]}]"
         peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
-        place = "P" if self.position == PILOT else str(self.position)
+        place = {PILOT: "P", RECALLED: "R"}.get(self.position, str(self.position))
         return f"{self.stage}{self.kind}{place}{part}{peer}"
 
 

@@ -271,6 +271,8 @@ class Loop:
         if config.on_nan == "skip":
             for history in self.assembly.executor.stage.histories.values():
                 history.forget_faults()
+            if self.assembly.executor.forecaster is not None:
+                self.assembly.executor.forecaster.forget()
             self.progress.say(f"{where}; its step is skipped")
             return False
         if config.on_nan == "restore" and self.saver is not None:

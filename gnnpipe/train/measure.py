@@ -25,6 +25,7 @@ from gnnpipe.perf import ChunkSizes
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
+from gnnpipe.runtime.forecast import Forecaster
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.recorder import Recorder
 from gnnpipe.runtime.stage import Stage
@@ -121,7 +122,7 @@ def work_at(
         )
         return {BEGIN: Work(numbers * several, numbers, times=len(pushing))}
     summed: dict[Hashable, Work] = {}
-    if what == "forecast":
+    if what in ("forecast", "recall"):
         found = [(op, what, Work(int(sizes.pilots[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
         found = [(op, what, Work(int(sizes.stale[op.pushed_type][shard]))) for op in pushing]
@@ -182,11 +183,13 @@ class _Chain:
         for i, stage in enumerate(self._stages):
             with self._timed(BEGIN, i):
                 stage.begin(epoch, True)
-        self._forecast(order)
+        if epoch:  # The first one is exact in a run.
+            self._forecast(order)
         for chunk in order:
             self._forward(chunk)
         for chunk in reversed(order):
             self._backward(chunk)
+        self._recall()
         for i, stage in enumerate(self._stages):
             with self._timed(BEGIN, i):
                 stage.end()
@@ -210,16 +213,25 @@ class _Chain:
 
     def _forecast(self, order: Sequence[int]) -> None:
         made: Values = {}
-        for i, rank in enumerate(self._ranks):
-            forecaster = rank.executor.forecaster
-            if forecaster is None:
-                continue
-            names = self._read(i)
-            values = {k: v for k, v in made.items() if k.split(".", 1)[1] in names}
+        for i, forecaster in self._forecasters():
             with self._timed("forecast", i):
-                made |= forecaster.run(values)
+                made |= forecaster.run({name: made[name] for name in self._read(i)})
             with self._timed("carry", i):
                 forecaster.carry(order)
+
+    def _recall(self) -> None:
+        made: Values = {}
+        for i, forecaster in self._forecasters():
+            values = {name: made[name] for name in self._read(i)}
+            with self._timed("recall", i):
+                forecaster.remember()
+                made |= forecaster.recall(values)
+
+    def _forecasters(self) -> Iterator[tuple[int, Forecaster]]:
+        """Of every stage, where there are any."""
+        for i, rank in enumerate(self._ranks):
+            if rank.executor.forecaster is not None:
+                yield i, rank.executor.forecaster
 
     def _read(self, stage: int) -> set[str]:
         """Names of the values that a stage gets from earlier ones."""
@@ -253,8 +265,6 @@ class _Chain:
     def _update(self, stage: int) -> None:
         executor = self._ranks[stage].executor
         assert executor.optimizer is not None
-        if executor.forecaster is not None:
-            executor.forecaster.remember()
         executor.optimizer.step()
         executor.optimizer.zero_grad(set_to_none=True)
 

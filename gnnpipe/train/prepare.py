@@ -26,7 +26,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
-from gnnpipe.perf import CommVolume, closed_form_volume
+from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
 from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
@@ -57,6 +57,9 @@ class Prepared:
     """Of the epochs that are walked layer by layer."""
     report: ProgramReport
     volume: CommVolume
+    """Bytes of an epoch with a forecast, if there are any."""
+    recall_bytes: int
+    """Of its pilot rows, those that pass with the weights of the last epoch."""
     pilots: npt.NDArray[np.int64]
     """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
     chunk_edges: sp.coo_array | None
@@ -73,8 +76,8 @@ class Prepared:
         return self.exact_program if epoch < self.exact_epochs else self.program
 
     def volume_of(self, is_exact: bool) -> CommVolume:
-        """Bytes of an epoch: an exact one forecasts nothing."""
-        return replace(self.volume, control=0) if is_exact else self.volume
+        """Bytes of an epoch: an exact one forecasts nothing, and recalls for those that do."""
+        return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
 
     def program_text(self) -> str:
         """Every program of the run, for a person."""
@@ -175,7 +178,7 @@ def prepare(
         counts = {name: each * (width + 1) for name, width in widths.items()}
         pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
     program = training_program(plan, forecast=len(pilots) > 0)
-    exact_program = training_program(replace(plan, schedule="layer-sync"))
+    exact_program = training_program(replace(plan, schedule="layer-sync"), len(pilots) > 0)
     report = check(program)
     check(exact_program)
     if not report.exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
@@ -187,16 +190,17 @@ def prepare(
             stacklevel=2,
         )
     edges = None if report.exact else chunk_edges(graph, chunking)
-    types = graph.row_types.items()
+    counts = {name: int(rows[pilots].sum()) for name, rows in graph.row_types.items()}
     volume = closed_form_volume(
         plan, described, num_vertices=graph.vertex_counts,
         crossings=quality.crossings_by_type, number_bytes=dtype.itemsize,
         row_bytes=row_dtype(config).itemsize,
-        pilots={name: int(rows[pilots].sum()) for name, rows in types},
+        pilots=counts,
     )  # fmt: skip
+    recalled = pilot_rows_bytes(plan, counts, dtype.itemsize)
     return Prepared(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
-        volume, pilots, edges, metric, digest, loss_fn,
+        volume, recalled, pilots, edges, metric, digest, loss_fn,
     )  # fmt: skip
 
 

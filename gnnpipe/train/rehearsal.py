@@ -30,7 +30,10 @@ from gnnpipe.train.prepare import Prepared
 
 __all__ = ["Rehearsal", "rehearsal"]
 
-WHAT = {"F": "forward", "B": "backward", "FORECAST": "forecast", "CARRY": "carry", "STEP": UPDATE}
+WHAT = {
+    "F": "forward", "B": "backward", "FORECAST": "forecast", "CARRY": "carry", "RECALL": "recall",
+    "STEP": UPDATE,
+}  # fmt: skip
 
 
 class Rehearsal:

@@ -202,6 +202,7 @@ class _Held:
     own_pairs: int
     own_edges: int
     feature_entries: int
+    pilot_rows: dict[str, int]
     pilot_edges: int
     pilot_feature_entries: int
 
@@ -217,6 +218,7 @@ class _Held:
             own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
             own_edges=int(graph.degrees[layout.own].sum()),
             feature_entries=_feature_entries(graph, layout.own),
+            pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
             pilot_feature_entries=_feature_entries(graph, pilots),
         )

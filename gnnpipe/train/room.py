@@ -77,7 +77,8 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         sparse_features=any(isinstance(x, sp.csr_array) for x in features),
         symmetric=True,
         snapshot=prepared.config.techniques.snapshot_every > 1,
-        pilot_edges=0, pilot_feature_entries=0, extra_weights=0,
+        pilot_rows=dict.fromkeys(graph.table_rows, 0), pilot_edges=0, pilot_feature_entries=0,
+        extra_weights=0,
         number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
         recompute=prepared.config.recompute, copied_share=0.0,
     ).total  # fmt: skip

@@ -158,6 +158,7 @@ def scenario_of_shape(
             own_edges=math.ceil(shape.edges / shards), own_pairs=0,
             feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
             symmetric=True, snapshot=config.techniques.snapshot_every > 1,
+            pilot_rows={"": math.ceil(pilots / shards)},
             pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
             pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
             extra_weights=(pilots > 0) + (config.kept_epoch == "best"),

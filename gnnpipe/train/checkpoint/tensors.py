@@ -84,6 +84,7 @@ def load_tensors(
         # A run that has forecast nothing so far starts from weights that have not moved.
         source = BEFORE if _has(stored, BEFORE) else WEIGHT
         _copy(stored, source, dict(executor.forecaster.before.named_state()))
+        executor.forecaster.forget()
     assert executor.optimizer is not None
     names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]
     for name, parameter in _trained(piece):
