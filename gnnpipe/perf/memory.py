@@ -116,11 +116,15 @@ def estimate_memory(
         for op in ops
         if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs)
     )
-    # What leaves the stage, and the gradients that do, stay until all have left.
-    leaving = (*plan.sends(stage), *plan.receives(stage))
-    activations += sum(
-        width * own_rows[t.types.get(name, "")] for t in leaving for name, width in t.widths.items()
-    )
+    # What comes from other stages is kept until its gradients are, and those until all have left.
+    # What leaves is kept anyway; only if it is rounded, that is a copy, which stays as long.
+    copied = row_bytes / number_bytes if row_bytes != number_bytes else 0.0
+    for transfers, each in ((plan.receives(stage), 1.0), (plan.sends(stage), copied)):
+        activations += sum(
+            int(width * each) * own_rows[t.types.get(name, "")]
+            for t in transfers
+            for name, width in t.widths.items()
+        )
     # What backward makes of one chunk on the way.
     activations += max((op.passing_per_row for op in ops), default=0) * n // plan.chunks
     if plan.chunks > 1:

@@ -166,8 +166,12 @@ class Stage:
         return pushed, values
 
     def seed(self, chunk: int, grads: Values) -> None:
-        """Gradients of the values that the chunk left the stage with."""
-        self._walks[chunk].grads = grads
+        """Gradients of the values that the chunk left the stage with.
+
+        Those are let go: while they are there, so is the graph behind them, with its leaves.
+        """
+        walk = self._walks[chunk]
+        walk.values, walk.grads = {}, grads
 
     def seed_loss(self, chunk: int) -> None:
         """The last stage starts backward at the loss itself."""

@@ -1,0 +1,92 @@
+"""How much memory a rank takes with 1, 2 and 4 stages.
+
+    python scripts/memory_stages.py [--graphs G ...] [--repeats 3]
+
+GCN and GCNII, 32 layers of 128, 32 chunks, 3 epochs on CPUs; the ranks share this machine. Growth
+of each rank's resident memory: its peak over what it held before its part was allocated, so graph
+structure and features are counted, the interpreter is not. Writes docs/benchmarks/memory_stages.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from fidelity import commit  # noqa: E402
+from fidelity_cells import SHARED  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks" / "memory_stages.md"
+GRAPHS = {
+    "coauthor_physics": ["--dataset", str(SHARED / "coauthor_physics.npz"), "--split", "60/20/20"],
+    "squirrel": ["--dataset", str(SHARED / "squirrel.npz"), "--split", "60/20/20"],
+    "debian": ["--dataset", "debian"],
+}
+MODELS, STAGES = ("gcn", "gcnii"), (1, 2, 4)
+LAYERS, HIDDEN, CHUNKS = 32, 128, 32
+BOUND = 0.25 * 1.15
+"""Of what one process takes, at four stages."""
+
+
+def grown(graph: str, model: str, stages: int) -> tuple[list[float], list[float]]:
+    """Growth and estimate of each rank in MiB."""
+    env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m"]
+        if stages > 1:
+            command += ["torch.distributed.run", "--nproc-per-node", str(stages), "-m"]
+        command += ["gnnpipe", "train", *GRAPHS[graph], "--model", model, "--out", f"{place}/run"]
+        command += ["--layers", str(LAYERS), "--hidden", str(HIDDEN), "--chunks", str(CHUNKS)]
+        command += ["--stages", str(stages), "--epochs", "3", "--eval-every", "0", "--quiet"]
+        command += ["--device", "cpu", "--no-predict", "--checkpoint-every", "0"]
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
+        result = json.loads(Path(place, "run", "result.json").read_text(encoding="utf-8"))
+    before = result["memory_before_bytes"]
+    took = [(p - b) / 2**20 for p, b in zip(result["peak_memory_bytes"], before, strict=True)]
+    return took, [sum(e.values()) / 2**20 for e in result["memory_estimate_bytes"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), choices=list(GRAPHS))
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    lines = [
+        "# Memory of a rank, by the number of stages", "",
+        f"`scripts/memory_stages.py`, {time.strftime('%d %B %Y')}, commit {commit()}. {LAYERS} "
+        f"layers of {HIDDEN}, K = {CHUNKS}, on CPUs. MiB that the largest rank grew by, from before "
+        "its part was allocated to its peak: structure, features, tables, activations, weights. "
+        f"Median (least to most) of {args.repeats} runs; behind it the estimate of `gnnpipe info` "
+        f"for that rank. *S = 4 over 1*: of the medians; the aim is at most {BOUND:.4f}, a quarter "
+        "and 15 % of it.", "",
+        f"| graph | model | {' | '.join(f'S = {s}' for s in STAGES)} | S = 4 over 1 |",
+        f"|---|---|{'---|' * len(STAGES)}---|",
+    ]  # fmt: skip
+    for graph in args.graphs:
+        for model in MODELS:
+            cells, medians = [], []
+            for stages in STAGES:
+                runs = [grown(graph, model, stages) for _ in range(args.repeats)]
+                most = [max(took) for took, _ in runs]
+                medians.append(statistics.median(most))
+                cells.append(
+                    f"{medians[-1]:.0f} ({min(most):.0f}-{max(most):.0f}), {max(runs[0][1]):.0f}"
+                )
+            line = f"| {graph} | {model} | {' | '.join(cells)} | {medians[-1] / medians[0]:.3f} |"
+            print(line, flush=True)
+            lines.append(line)
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
