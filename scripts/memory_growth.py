@@ -1,10 +1,10 @@
 """How much memory ranks take beside the estimate: GCN, SAGE, GCNII on four shapes.
 
-    python scripts/memory_growth.py [--graph debian]
+    python scripts/memory_growth.py [--graphs coauthor_physics debian] [--repeats 3]
 
-Growth of each rank's resident memory over a run of 6 epochs (its peak, less what it held before
-training), over what ``gnnpipe info`` says. With the settings of the heap and without (adr 0018).
-Writes docs/benchmarks/memory_growth.md.
+Over a run of 6 epochs the growth of each rank, from before its part is allocated to its peak, over
+what ``gnnpipe info`` says: of what is in use on the heap (``in_use.py``), and of resident memory,
+which has the holes between blocks in it. Writes docs/benchmarks/memory_growth.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,54 +25,78 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from fidelity import commit  # noqa: E402
 from predicted_speed import GRAPHS, MODELS, SHAPES  # noqa: E402
 
+from gnnpipe.heap import HEAP_SETTINGS  # noqa: E402
+
 PAGE = ROOT / "docs" / "benchmarks" / "memory_growth.md"
-HEAPS = {"settings of the heap": None, "without": "glibc.malloc.arena_max=8"}
-"""GLIBC_TUNABLES; any that stand are left alone, and this one changes nothing here."""
+BOUND = 0.1
 
 
-def grown(graph: str, model: str, shape: tuple[int, int, int], heap: str | None) -> list[float]:
-    """By rank, growth over estimate."""
+def grown(graph: str, model: str, shape: tuple[int, int, int]) -> list[tuple[float, float]]:
+    """By rank, growth in use and resident, over the estimate."""
     stages, shards, chunks = shape
     ranks = stages * shards
     env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env |= {} if heap is None else {"GLIBC_TUNABLES": heap}
+    # As commands that train set it for themselves.
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": HEAP_SETTINGS}
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m"]
+        command = [sys.executable]
         if ranks > 1:
-            command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
-        command += ["gnnpipe", "train", *GRAPHS[graph], "--model", model, "--layers", "4"]
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += [str(ROOT / "scripts" / "in_use.py"), f"{place}/in_use"]
+        command += ["train", *GRAPHS[graph], "--model", model, "--layers", "4"]
         command += ["--hidden", "64", "--epochs", "6", "--eval-every", "0", "--device", "cpu"]
         command += ["--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks)]
         command += ["--out", f"{place}/run", "--quiet", "--no-predict"]
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
         result = json.loads(Path(place, "run", "result.json").read_text(encoding="utf-8"))
+        in_use = [int(Path(place, f"in_use.{r}").read_text(encoding="ascii")) for r in range(ranks)]
     names = ("peak_memory_bytes", "memory_before_bytes", "memory_estimate_bytes")
+    by_rank = zip(in_use, *(result[name] for name in names), strict=True)
     return [
-        (peak - before) / sum(estimate.values())
-        for peak, before, estimate in zip(*(result[name] for name in names), strict=True)
+        (used / sum(estimate.values()), (peak - before) / sum(estimate.values()))
+        for used, peak, before, estimate in by_rank
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--graph", choices=list(GRAPHS), default="coauthor_physics")
-    graph = parser.parse_args().graph
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    table, medians = [], ([], [])
+    for graph in args.graphs:
+        for model in MODELS:
+            for shape in SHAPES:
+                runs = [grown(graph, model, shape) for _ in range(args.repeats)]
+                cells = []
+                for kind in range(2):
+                    ranks = [sorted(run[r][kind] for run in runs) for r in range(len(runs[0]))]
+                    medians[kind].extend(statistics.median(found) for found in ranks)
+                    cells.append(
+                        ", ".join(
+                            f"{statistics.median(found):.2f} ({found[0]:.2f}-{found[-1]:.2f})"
+                            for found in ranks
+                        )
+                    )
+                shown = ", ".join(map(str, shape))
+                table.append(f"| {graph} | {model} | {shown} | {cells[0]} | {cells[1]} |")
+                print(table[-1], flush=True)
+    said = []
+    for name, found in zip(("In use", "Resident"), medians, strict=True):
+        near = sum(abs(x - 1) <= BOUND for x in found)
+        said.append(
+            f"{name}: {near} of {len(found)} ranks within {BOUND:.0%}, median "
+            f"{statistics.median(found):.2f}, least {min(found):.2f}, most {max(found):.2f}."
+        )
     lines = [
         "# Memory beside its estimate", "",
-        f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. {graph}, 4 "
-        "layers of 64, 6 epochs on CPUs, one run a cell: growth of each rank over its estimate, "
-        "with the settings of glibc's heap (adr 0018) and without.", "",
-        f"| model | S, G, K | {' | '.join(HEAPS)} |", "|---|---|---|---|",
+        f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 4 layers of "
+        f"64, 6 epochs on CPUs: growth over the estimate of each rank, median of {args.repeats} "
+        "runs (least to most). *In use*: blocks of the heap that are allocated. *Resident*: all "
+        "that the process has of the machine, the holes between those blocks as well "
+        "([adr 0018](../adr/0018-settings-of-the-heap.md)).", "", " ".join(said), "",
+        "| graph | model | S, G, K | in use | resident |", "|---|---|---|---|---|", *table,
     ]  # fmt: skip
-    for model in MODELS:
-        for shape in SHAPES:
-            cells = [
-                ", ".join(f"{x:.2f}" for x in grown(graph, model, shape, heap))
-                for heap in HEAPS.values()
-            ]
-            lines.append(f"| {model} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
-            print(lines[-1], flush=True)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -64,8 +64,9 @@ def main() -> None:
     lines = [
         "# Memory of a rank, by the number of stages", "",
         f"`scripts/memory_stages.py`, {time.strftime('%d %B %Y')}, commit {commit()}. {LAYERS} "
-        f"layers of {HIDDEN}, K = {CHUNKS}, on CPUs. MiB that the largest rank grew by, from before "
-        "its part was allocated to its peak: structure, features, tables, activations, weights. "
+        f"layers of {HIDDEN}, K = {CHUNKS}, on CPUs. MiB that the largest rank grew by, from "
+        "before its part was allocated to its peak: structure, features, tables, activations, "
+        "weights. "
         f"Median (least to most) of {args.repeats} runs; behind it the estimate of `gnnpipe info` "
         f"for that rank. *S = 4 over 1*: of the medians; the aim is at most {BOUND:.4f}, a quarter "
         "and 15 % of it.", "",
