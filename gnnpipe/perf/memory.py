@@ -102,7 +102,9 @@ def estimate_memory(
     history = numbers * row_bytes
     # Of the last epoch, what pilots pushed, and what they read where that is a product.
     history += sum(
-        op.push_width * (1 + op.is_linear) * pilot_rows[op.pushed_type] * number_bytes
+        op.push_width
+        * (pilot_rows[op.pushed_type] + op.is_linear * pilot_rows[op.vertex_type])
+        * number_bytes
         for op in pushing
     )
     activations = sum(
@@ -118,15 +120,14 @@ def estimate_memory(
     )
     # What comes from other stages is kept until its gradients are, and those until all have left.
     # What leaves is kept anyway; only if it is rounded, that is a copy, which stays as long.
-    copied = row_bytes / number_bytes if row_bytes != number_bytes else 0.0
-    for transfers, each in ((plan.receives(stage), 1.0), (plan.sends(stage), copied)):
-        activations += sum(
-            int(width * each) * own_rows[t.types.get(name, "")]
-            for t in transfers
-            for name, width in t.widths.items()
-        )
-    # What backward makes of one chunk on the way.
-    activations += max((op.passing_per_row for op in ops), default=0) * n // plan.chunks
+    is_rounded = row_bytes != number_bytes
+    kept = (*plan.receives(stage), *(plan.sends(stage) if is_rounded else ()))
+    activations += sum(
+        width * own_rows[t.types.get(name, "")] for t in kept for name, width in t.widths.items()
+    )
+    # What backward makes of one chunk on the way, or a recall of the pilot rows.
+    passing = max(n // plan.chunks, sum(pilot_rows.values()))
+    activations += max((op.passing_per_row for op in ops), default=0) * passing
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks.
         activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)

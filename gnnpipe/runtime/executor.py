@@ -106,25 +106,14 @@ class Executor:
         self._results = {}
         actions = program.stages[self.mesh.stage]
         if any(action.kind == "FORECAST" for action in actions):
-            self._make_ready()
+            self._make_ready(epoch)
         before = self._sent_bytes()
         recorder = self.mesh.recorder
         recorder.drop()
         if training:
             recorder.begin(order, program.is_exact)
         self.stage.begin(epoch, training, program.is_exact)
-        for index, action in enumerate(actions):
-            self._at = action, epoch
-            self._next = actions[index + 1] if index + 1 < len(actions) else None
-            started_s = recorder.clock()
-            try:
-                self._run[action.kind](action)
-            except Exception as error:
-                error.add_note(f"gnnpipe: {self.doing}")
-                error.add_note(self._marked(actions, index))
-                raise
-            recorder.acted(action, started_s)
-        self._at = None
+        self._walk(actions, epoch, self._run)
         recorder.done()
         self.mailbox.drain()
         self._leaving.clear()
@@ -134,17 +123,33 @@ class Executor:
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
-    def _make_ready(self) -> None:
-        """Recall what the last epoch would have, had it been of this run and without a fault."""
-        assert self.forecaster is not None
-        if self.forecaster.is_ready:
-            return
-        for action in recall_actions(self.plan, self.mesh.stage):
-            if action.kind == "RECALL":
-                self._pass_pilots(action, self.forecaster.recall)
-            else:
-                self._run[action.kind](action)
-        self.mailbox.drain()
+    def _walk(
+        self, actions: Sequence[Action], epoch: int, run: Mapping[str, Callable[[Action], None]]
+    ) -> None:
+        for index, action in enumerate(actions):
+            self._at = action, epoch
+            self._next = actions[index + 1] if index + 1 < len(actions) else None
+            started_s = self.mesh.recorder.clock()
+            try:
+                run[action.kind](action)
+            except Exception as error:
+                error.add_note(f"gnnpipe: {self.doing}")
+                error.add_note(self._marked(actions, index))
+                raise
+            self.mesh.recorder.acted(action, started_s)
+        self._at = None
+
+    def _make_ready(self, epoch: int) -> None:
+        """Recall what the last epoch would have, had it been of this run and without a fault.
+
+        With the weights that are kept of it: the current ones have been through its step.
+        """
+        forecaster = self.forecaster
+        assert forecaster is not None
+        if not forecaster.is_ready:
+            again = {"RECALL": lambda action: self._pass_pilots(action, forecaster.recall)}
+            self._walk(recall_actions(self.plan, self.mesh.stage), epoch, self._run | again)
+            self.mailbox.drain()
 
     def _sent_bytes(self) -> tuple[int, int, int, int]:
         control = self._pilot_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
@@ -187,7 +192,8 @@ class Executor:
         values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
-                self._leaving[action.position] = values
+                # Without the graph behind them, which would keep its leaves.
+                self._leaving[action.position] = {k: v.detach() for k, v in values.items()}
             else:
                 self._results[chunk] = {name: value.detach() for name, value in values.items()}
 

@@ -166,7 +166,7 @@ def _check_recall(program: Program) -> None:
     kinds = {a.kind for actions in program.stages for a in actions}
     for stage, actions in enumerate(program.stages if kinds & {"FORECAST", "RECALL"} else ()):
         last = max(i for i, a in enumerate(actions) if a.kind == "F")
-        step = next(i for i, a in enumerate(actions) if a.kind == "STEP")
+        step = next((i for i, a in enumerate(actions) if a.kind == "STEP"), -1)
         found = [(i, a.position) for i, a in enumerate(actions) if a.kind == "RECALL"]
         if len(found) != 1 or not last < found[0][0] < step or found[0][1] != RECALLED:
             raise ProgramError(
@@ -176,21 +176,26 @@ def _check_recall(program: Program) -> None:
 
 
 def _check_pairs(program: Program) -> None:
-    """Every send meets its receive, in the same order on both ends."""
-    sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    received: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    """Every send meets its receive, in the same order on both ends.
+
+    That is the order of all that two stages exchange, both ways together: NCCL runs the messages of
+    two ranks one after the other, as they were asked for.
+    """
+    asked: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    """By (stage, the other one): way, source and position of each message."""
     for actions in program.stages:
         for a in actions:
-            if a.kind.startswith("SEND_"):
-                sent[a.kind[-1], a.stage, a.peer].append(a.position)
-            elif a.kind.startswith("RECV_"):
-                received[a.kind[-1], a.peer, a.stage].append(a.position)
-    for key in sent.keys() | received.keys():
-        if sent[key] != received[key]:
-            way, source, target = key
+            if a.kind.startswith(("SEND_", "RECV_")):
+                source = a.stage if a.kind.startswith("SEND_") else a.peer
+                asked[a.stage, a.peer].append((a.kind[-1], source, a.position))
+    for (stage, peer), mine in list(asked.items()):
+        theirs = asked[peer, stage]
+        if mine != theirs:
+            at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
+            what = "has more messages" if at < 0 else f"has {theirs[at]} where it has {mine[at]}"
             raise ProgramError(
-                f"stage {source} sends {way} of chunks {sent[key]} to stage {target}, which "
-                f"receives {received[key]}"
+                f"stages {stage} and {peer} do not exchange the same messages in the same order "
+                f"(way, source, position): beside stage {stage}, stage {peer} {what}"
             )
 
 

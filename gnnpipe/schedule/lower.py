@@ -28,11 +28,10 @@ def training_program(plan: Plan, forecast: bool = False) -> Program:
     if not forecast:
         return program
     first = [() if program.is_exact else _forecast(plan, s) for s in range(plan.num_stages)]
-    stages = tuple(
-        (*first[s], *_with_recall(plan, s, actions, program.is_exact))
-        for s, actions in enumerate(program.stages)
-    )
-    return replace(program, stages=stages)
+    stages: list[tuple[Action, ...]] = []
+    for s, actions in enumerate(program.stages):
+        stages.append((*first[s], *_with_recall(plan, s, actions, program.is_exact, stages)))
+    return replace(program, stages=tuple(stages))
 
 
 def evaluation_program(plan: Plan) -> Program:
@@ -68,25 +67,45 @@ def _sends(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
 
 
 def _with_recall(
-    plan: Plan, stage: int, actions: tuple[Action, ...], is_exact: bool
+    plan: Plan,
+    stage: int,
+    actions: tuple[Action, ...],
+    is_exact: bool,
+    earlier: list[tuple[Action, ...]],
 ) -> tuple[Action, ...]:
     """The recall between the last F and the STEP: the later, the later the stage.
 
     All tables are written by then, and the weights have not changed yet. The first stage recalls
     while it waits for its first gradients, the last one behind its last chunk, the others in even
     steps between: so the rows travel while all are at work, against the gradients, and nobody waits
-    for them. On the critical path lies the recall of one stage, not of all.
+    for them. On the critical path lies the recall of one stage, not of all. In an exact program all
+    but the last stage have nothing to do in front of their first B.
+
+    A receive stands where its send does in the stage before, ``earlier``, among the gradients that
+    these two stages exchange: links that carry one message at a time (NCCL) need the same order at
+    both ends.
     """
     back = [i for i, a in enumerate(actions) if a.kind == "B"]
-    first, last = back[0], plan.num_stages - 1
-    share = 1.0 if is_exact or last == 0 else stage / last
-    place = ([first] + [i + 1 for i in back])[math.ceil(share * len(back))]
+    last = plan.num_stages - 1
+    share = 1.0 if stage == last else 0.0 if is_exact else stage / last
+    place = ([back[0]] + [i + 1 for i in back])[math.ceil(share * len(back))]
     while actions[place].kind in ("SEND_B", "RECV_B"):
         place += 1
-    return (
-        *actions[:first], *_receives(plan, stage, RECALLED), *actions[first:place],
-        *_recall(plan, stage), *actions[place:],
-    )  # fmt: skip
+    receives: dict[int, list[Action]] = {}
+    for receive in _receives(plan, stage, RECALLED):
+        theirs = earlier[receive.peer]
+        sent = theirs.index(Action("SEND_F", receive.peer, RECALLED, peer=stage))
+        count = sum(a.kind == "RECV_B" and a.peer == stage for a in theirs[:sent])
+        mine = [i for i, a in enumerate(actions) if a.kind == "SEND_B" and a.peer == receive.peer]
+        receives.setdefault(mine[count - 1] + 1, []).append(receive)
+    place = max([place, *receives])
+    changed: list[Action] = []
+    for i, action in enumerate(actions):
+        changed += receives.get(i, [])
+        if i == place:
+            changed += _recall(plan, stage)
+        changed.append(action)
+    return tuple(changed)
 
 
 def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
