@@ -142,6 +142,10 @@ class LoggedCosts:
     def pilot_s(self, kind: str, stage: int, shard: int) -> float:
         return 0.0
 
+    def fit_bytes(self, stage: int) -> Sequence[int]:
+        """GNNPipe forecasts nothing."""
+        return ()
+
     def update_s(self, stage: int, shard: int) -> float:
         start_s, each_s = self.fit.update_s
         return start_s + each_s * num_weights(self.data, self.model) / self.stages

@@ -42,6 +42,9 @@ class StatedCosts:
     def pilot_s(self, kind, stage, shard):
         return self.pilot_time_s
 
+    def fit_bytes(self, stage):
+        return ()
+
     def update_s(self, stage, shard):
         return self.update_time_s
 
@@ -97,6 +100,9 @@ class DrawnCosts(StatedCosts):
 
     def pilot_s(self, kind, stage, shard):
         return self._drawn("pilot", kind, stage, shard)
+
+    def fit_bytes(self, stage):
+        return ()
 
     def update_s(self, stage, shard):
         return self._drawn("update", stage, shard)

@@ -9,6 +9,8 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import Affine
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import ChangedCosts
+from gnnpipe.schedule import PILOTS
 from gnnpipe.train.predict import run_costs
 
 
@@ -34,16 +36,30 @@ def test_bytes_on_the_wires_are_the_closed_form(shape):
     tasks = program_tasks(
         prepared.program, run_costs(prepared, profile_of(prepared.model_graph), 4)
     )
-    sent = {"pipeline": 0, "graph": 0, "gradient": 0}
+    sent = {"pipeline": 0, "graph": 0, "gradient": 0, "control": 0}
     wires = {"SEND": "pipeline", "EXCHANGE": "graph", "REDUCE": "gradient"}
     for what in tasks.what:
         name = wires.get(what.kind.split("_")[0])
-        if name is not None and what.position >= -1:
-            sent[name] += what.size_bytes
-    volume = prepared.volume
-    assert sent == {
-        "pipeline": volume.pipeline, "graph": volume.graph, "gradient": volume.gradient,
-    }  # fmt: skip
+        if name is not None:
+            sent["control" if what.position in PILOTS else name] += what.size_bytes
+    assert sent | {"total": prepared.volume.total} == prepared.volume.to_dict()
+
+
+def test_sums_of_the_fits_take_the_wire_and_no_device():
+    prepared = prepared_of(model="gcnii", layers=4, chunks=3, stages=2, shards=2)
+    costs = run_costs(prepared, profile_of(prepared.model_graph), 4)
+    slow = ChangedCosts(costs, 2, speed={0: 0.5})
+    tasks = program_tasks(prepared.program, slow)
+    fits = [i for i, what in enumerate(tasks.what) if what.kind == "REDUCE_FIT"]
+    assert len(fits) == 4  # an aggregation each
+    for i in fits:
+        assert tasks.duration_s[i] == costs.reduce_s(0, costs.fit_bytes(0)[0])
+    for rank, speed in ((0, 0.5), (2, 1.0)):
+        own = [
+            tasks.duration_s[i] for i, what in enumerate(tasks.what)
+            if what.kind == "FORECAST" and 2 * what.stage + what.shard == rank
+        ]  # fmt: skip
+        assert sum(own) == pytest.approx(costs.pilot_s("FORECAST", rank // 2, 0) / speed)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ MOST_SPANS = 6_000
 WORDS = {
     "F": "forward of", "B": "backward of", "WAIT": "on the wire to", "STEP": "optimizer of",
     "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
+    "REDUCE_FIT": "forecast of",
     "SEND_F": "transfer from", "SEND_B": "transfer from", "REDUCE_GRAD": "gradient sum of",
     "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in",
 }  # fmt: skip

@@ -49,9 +49,12 @@ class Costs(Protocol):
         """
 
     def pilot_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST, CARRY or RECALL on one rank, the small sums among the shards included.
+        """FORECAST, CARRY or RECALL on one rank, without any communication."""
 
-        The messages between stages are not.
+    def fit_bytes(self, stage: int) -> Sequence[int]:
+        """Of the sums that FORECAST fits its maps from, one copy, in the order they are added up.
+
+        Never asked for with one shard.
         """
 
     def update_s(self, stage: int, shard: int) -> float:

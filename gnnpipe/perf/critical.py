@@ -14,7 +14,8 @@ _OF_A_STAGE = {
     "F": "compute of", "B": "compute of", "PULL": "compute of", "BEGIN": "begin of",
     "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
     "STEP": "optimizer of",
-    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_GRAD": "gradient sum of",
+    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_FIT": "forecast of",
+    "REDUCE_GRAD": "gradient sum of",
 }  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 from gnnpipe.plan import ModelGraph, Plan
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
+
+ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top"
+"""For whoever shows an estimate."""
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,9 @@ class ProfiledCosts:
         kind, known = op_kind(op), self._compute.ops
         if kind not in known:
             raise InputError(
-                f"profile: has no {self.model.unit} like {op.name} ({kind}), only "
-                f"{'; '.join(known)}; take one with the model and dataset of the run"
+                f"--profile: has no {self.model.unit} like {op.name} ({kind}), only "
+                f"{'; '.join(known)}; take one with the model and dataset of the run, and "
+                "with --layers 3 at least"
             )
         return known[kind]
 
@@ -80,8 +81,8 @@ class ProfiledCosts:
         found: LinkTimes | None = getattr(self._profile, name)
         if found is None:
             raise InputError(
-                f"profile: {name}: was not measured; take it with torchrun --nproc-per-node 2 -m "
-                "gnnpipe profile"
+                f"--profile: {name}: was not measured; take the profile with torchrun "
+                "--nproc-per-node 2 -m gnnpipe profile and the same settings"
             )
         return found
 
@@ -170,11 +171,13 @@ class ProfiledCosts:
                 total += times.recall.time_s(pilots)
             elif kind == "FORECAST":
                 total += times.forecast.time_s(pilots)
-                if op.aggregates and self.plan.shards > 1:
-                    total += self.reduce_s(stage, fit_numbers(op) * FIT_BYTES)
             elif op.aggregates:
                 total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
         return total
+
+    def fit_bytes(self, stage: int) -> Sequence[int]:
+        """Of each aggregation."""
+        return [fit_numbers(op) * FIT_BYTES for op in self._stage_ops(stage) if op.aggregates]
 
     def update_s(self, stage: int, shard: int) -> float:
         """The optimizer's step."""

@@ -10,7 +10,7 @@ follows ``runtime.executor`` closely:
   reads the table; gradients of halo rows leave before the product for the own rows and are waited
   for behind it. Where a chunk goes back over the same single step next, its gradients leave before
   this one's autograd;
-- the gradient sum is waited for at once;
+- the gradient sum is waited for at once, and so are the sums that maps are fitted from;
 - all ranks meet before the step, for the norm of the gradients, and behind it, for the loss.
 
 Sends and receives themselves take no time on a device.
@@ -96,7 +96,7 @@ class _StageWalk:
             elif action.kind.startswith("SEND_"):
                 self._send(action)
             elif action.kind == "REDUCE_GRAD":
-                self._reduce()
+                self._reduce("REDUCE_GRAD", self.costs.gradient_bytes(self.stage))
             elif action.kind == "STEP":
                 self._meet(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
@@ -124,7 +124,14 @@ class _StageWalk:
         if action.kind in ("FORECAST", "RECALL"):
             self._take("F", action.position)
         each = [self.costs.pilot_s(action.kind, self.stage, shard) for shard in self.shards]
-        self._device(action.kind, each, action.position)
+        has_sums = action.kind == "FORECAST" and len(self.shards) > 1
+        sums = self.costs.fit_bytes(self.stage) if has_sums else ()
+        # Work and sums take turns: of each aggregation's map, which the next one builds on.
+        parts = [time_s / (len(sums) + 1) for time_s in each]
+        for size in sums:
+            self._device(action.kind, parts, action.position)
+            self._reduce("REDUCE_FIT", size, action.position)
+        self._device(action.kind, parts, action.position)
 
     def _forward(self, action: Action) -> None:
         chunk = self.order[action.position]
@@ -195,9 +202,9 @@ class _StageWalk:
         time_s = self.costs.exchange_s(self.stage, sizes)
         return self.tasks.add(what, wire, time_s, tuple(self._last))
 
-    def _reduce(self) -> None:
-        size = self.costs.gradient_bytes(self.stage)
-        what = Task("REDUCE_GRAD", self.stage, size_bytes=2 * (len(self.shards) - 1) * size)
+    def _reduce(self, kind: str, size: int, position: int = -1) -> None:
+        sent = 2 * (len(self.shards) - 1) * size
+        what = Task(kind, self.stage, position=position, chunk=position, size_bytes=sent)
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.reduce_s(self.stage, size)
         self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))

@@ -59,6 +59,10 @@ class ChangedCosts:
         """At the rank's speed."""
         return self._costs.pilot_s(kind, stage, shard) * self._slower(stage, shard)
 
+    def fit_bytes(self, stage: int) -> Sequence[int]:
+        """Unchanged."""
+        return self._costs.fit_bytes(stage)
+
     def update_s(self, stage: int, shard: int) -> float:
         """At the rank's speed."""
         return self._costs.update_s(stage, shard) * self._slower(stage, shard)

@@ -22,7 +22,9 @@ from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.short_profile import take_short_profile
 from gnnpipe.train.sizes import chunk_sizes
 
-__all__ = ["Predicted", "Predictor", "check_profile", "read_profile", "run_costs"]
+__all__ = [
+    "Predicted", "Predictor", "check_profile", "check_profile_file", "read_profile", "run_costs",
+]  # fmt: skip
 
 LEAST_EPOCHS = 10
 """A shorter run is over before it is worth a profile of its own."""
@@ -119,6 +121,21 @@ def read_profile(path: str) -> Profile:
     return Profile.from_json(text, f"--profile {path!r}")
 
 
+def check_profile_file(config: TrainConfig, mesh: Mesh) -> None:
+    """``InputError`` on every rank if the run's profile cannot be read; before anything is done."""
+    if not config.predict or not config.profile:
+        return
+    error = None
+    if mesh.rank == 0:
+        try:
+            read_profile(config.profile)
+        except InputError as fault:
+            error = fault
+    text = mesh.share(None if error is None else str(error))
+    if text is not None:
+        raise InputError(text)
+
+
 def run_costs(
     prepared: Prepared, profile: Profile, ranks_per_machine: int, sizes: ChunkSizes | None = None
 ) -> ProfiledCosts:
@@ -143,11 +160,12 @@ def check_profile(
         here, there = getattr(config, name), getattr(profile, name)
         if here != there:
             raise InputError(
-                f"profile: {name}: was taken with {there}, not {here}; take one with "
+                f"--profile: {name}: was taken with {there}, not {here}; take one with "
                 f"{flag(name)} as in the run"
             )
     times = profile.compute_of(ranks_per_machine).ops.values()
     if forecasts and not any(op.forecast.time_s(1) for op in times):
         raise InputError(
-            "profile: ops.forecast: was not measured; take one with --staleness auto, as in the run"
+            "--profile: ops.forecast: was not measured; take one with --staleness auto, as in the "
+            "run"
         )

@@ -66,7 +66,7 @@ def take_profile(
         source="measured",
         note=mesh.share(
             f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset "
-            f"{config.dataset}, {mesh.world_size} ranks"
+            f"{config.dataset}, {mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
         ),
         device=mesh.device.type,
         dtype=config.dtype, comm_dtype=config.comm_dtype, kernel=config.kernel,

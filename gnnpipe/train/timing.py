@@ -67,6 +67,5 @@ def prediction_line(
         parts.append(f"{name} {next(both):.3g} and {next(both):.3g}")
     if not parts:
         return text
-    return f"{text}; of that, and of a measured epoch of {measured[0].epoch_s:.3g} s: " + ", ".join(
-        parts
-    )
+    noted = f"the one epoch whose actions were noted ({measured[0].epoch_s:.3g} s)"
+    return f"{text}; in the prediction and in {noted}: {', '.join(parts)}"

@@ -29,7 +29,7 @@ from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.loop import Loop
 from gnnpipe.train.memory_use import count_peaks_anew, held_bytes
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
-from gnnpipe.train.predict import Predictor
+from gnnpipe.train.predict import Predictor, check_profile_file
 from gnnpipe.train.prepare import Prepared, prepare
 from gnnpipe.train.progress import Progress
 from gnnpipe.train.rank_log import RankLog
@@ -161,6 +161,7 @@ class Trainer:
             # A run that was gone on with in a new folder, and has none there yet, starts as before.
             if start is None:
                 start, told = find_start(run, config, mesh, run == self._resume)
+        check_profile_file(config, mesh)
         prepared = self._setup(start)[1]
         progress = Progress(
             config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
