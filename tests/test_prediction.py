@@ -16,6 +16,7 @@ from gnnpipe.train import short_profile
 from gnnpipe.train.predict import LEAST_EPOCHS
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.rehearsal import rehearsal
+from gnnpipe.train.resume import resumed_config
 
 PARTS = ("compute_s", "exposed_pipeline_s", "exposed_graph_s", "bubble_s", "imbalance_s")
 
@@ -170,6 +171,21 @@ def test_a_profile_that_cannot_be_used_is_one_line(name, text, told, tmp_path, c
     assert err.startswith("gnnpipe: error: ")
     assert err.count("\n") == 1
     assert all(word in err for word in told), err
+
+
+def test_predictions_are_no_part_of_a_run_that_goes_on(tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(profile_of(prepared_of(layers=2).model_graph).to_json())
+    words = ["train", "--dataset", "karate", "--hidden", "8", "--cache-dir", "off", "--quiet"]
+    words += ["--epochs", "2", "--checkpoint-every", "2", "--out"]
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert main([*words, first, "--no-predict"]) == 0
+    assert main([*words, second, "--profile", str(profile)]) == 0
+    assert resumed_config(first, {"profile": str(profile)}).predict
+    assert resumed_config(second, {}).profile == str(profile)
+    assert resumed_config(second, {"predict": False}).profile == ""
+    profile.unlink()
+    assert main(["train", "--resume", second, "--epochs", "4", "--quiet"]) == 0
 
 
 def test_a_profile_goes_with_no_switch_against_it(capsys):

@@ -57,6 +57,12 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
                 f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, and would be "
                 "another one; leave it out, or start anew without --resume"
             )
+    # A prediction is no part of the run: what is asked for now counts, and a profile that has gone
+    # does not keep it from going on.
+    if changes.get("profile"):
+        values["predict"] = True
+    elif changes.get("predict") is False or not Path(values.get("profile", "")).is_file():
+        values.pop("profile", None)
     return TrainConfig.from_dict(values | {"out": str(run)} | dict(changes))
 
 
