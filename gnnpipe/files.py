@@ -16,8 +16,8 @@ from pathlib import Path
 from gnnpipe.errors import InputError
 
 __all__ = [
-    "MOST_TEXT_BYTES", "check_folder", "how_to_write", "like_run_in", "open_plain", "read_text",
-    "seed_runs",
+    "MOST_TEXT_BYTES", "NewFile", "check_folder", "how_to_write", "like_run_in", "open_plain",
+    "read_text", "seed_runs",
 ]  # fmt: skip
 
 MOST_TEXT_BYTES = 1 << 20
@@ -60,6 +60,36 @@ def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder")
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if not existing.is_dir():
         raise InputError(f"{flag} {given!r}: {str(existing)!r} is no folder; {hint}")
+
+
+class NewFile:
+    """A file that a flag asks for, or none; checked before any work is done for it."""
+
+    def __init__(self, flag: str, given: str | None, example: str) -> None:
+        """``InputError`` if there is something already, or nothing can be."""
+        self._flag = flag
+        self._path = None if given is None else Path(given)
+        if self._path is None:
+            return
+        if given == "":
+            raise InputError(f"{flag} '': give a file, like {example}")
+        if os.path.lexists(self._path):
+            raise InputError(f"{flag} {given!r}: is there already; give a new name")
+        if not self._path.parent.is_dir():
+            raise InputError(f"{flag} {given!r}: {str(self._path.parent)!r} is no folder; make it")
+
+    def write(self, text: str) -> bool:
+        """Whether there was one to be written."""
+        if self._path is None:
+            return False
+        try:
+            self._path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{self._flag} {str(self._path)!r}: cannot be written ({error.strerror}); give "
+                "another"
+            ) from None
+        return True
 
 
 def like_run_in(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,12 @@ from gnnpipe.perf.sensitivity import sensitivity
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.train.predict import run_costs
-from gnnpipe.train.scenario import GraphShape, scenario_of, scenario_of_shape
+from gnnpipe.train.scenario import (
+    GraphShape,
+    memory_of_shape,
+    scenario_of,
+    scenario_of_shape,
+)
 from gnnpipe.train.simulate_command import simulated
 
 SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
@@ -136,6 +142,35 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
     simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need))
 
 
+HUGE = GraphShape.parse("vertices=2400000,edges=124000000,features=100,classes=47")
+
+
+def named(config, shape, cluster):
+    """The shape that a refusal names, which is tried at once, and (stages, shards, chunks)."""
+    with pytest.raises(InputError, match="fits; try that") as caught:
+        simulated(config, shape, "h100:100gbe", cluster)
+    words = str(caught.value).split("by estimate ")[1].split(" fits")[0].split()
+    values = dict(zip([w.strip("-") for w in words[::2]], map(int, words[1::2]), strict=True))
+    simulated(replace(config, **values), shape, "h100:100gbe", cluster)
+    return values["stages"], values["shards"], values["chunks"]
+
+
+@pytest.mark.parametrize(("stages", "shards", "chunks"), [(2, 1, 1), (8, 2, 16), (4, 4, 16)])
+def test_the_nearest_shape_may_have_fewer_stages_and_no_more_ranks_than_there_are(
+    stages, shards, chunks
+):
+    config = config_of(layers=8, hidden=256, stages=stages, shards=shards, chunks=chunks)
+    cluster = cluster_of(16, memory_bytes=8_000_000_000)
+    found = named(config, HUGE, cluster)
+    assert found == (1, found[1], 1)  # whoever has the fewest chunks of as many ranks
+    assert found[1] <= 16
+    one_less = memory_of_shape(
+        replace(config, stages=1, shards=found[1] - 1, chunks=1), HUGE,
+        scenario_of_shape(config, HUGE).model,
+    )  # fmt: skip
+    assert max(one_less) > 8_000_000_000
+
+
 def test_whole_numbers_of_a_shape_may_be_short():
     shape = GraphShape.parse("vertices=1e3,edges=5e3,features=16,classes=4")
     assert (shape.vertices, shape.edges) == (1000, 5000)
@@ -175,7 +210,12 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100"], ["--hardware 'h100'"]),
         (["--hardware", "h100:10gbe", "--cluster", "x.toml"], ["--cluster", "x.toml"]),
         (["--hardware", "h100:10gbe", "--json", ""], ["--json ''"]),
-        (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "No such file"]),
+        (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "'no' is no folder"]),
+        (["--hardware", "h100:10gbe", "--json", "."], ["--json '.'", "is there already"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE + ",edges=2"], ["edges is given twice"]),
+        (["--hardware", "h100:10gbe", "--shape", SHAPE + ",stored=1e9"], ["at most vertices"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=1e15,edges=1,features=1e5,classes=2"],
+         ["vertices times features must be at most"]),
         (["--hardware", "h100:10gbe", "--shape", "vertices=3"], ["--shape", "edges is missing"]),
         (["--hardware", "h100:10gbe", "--shape", "vertexes=3"], ["did you mean 'vertices'"]),
         (["--hardware", "h100:10gbe", "--shape", "vertices=x"], ["vertices 'x'"]),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import LinkTimes
@@ -25,7 +24,7 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
                 f"--{name} {getattr(config, name)}: a profile is of no shape and serves every one; "
                 "leave it out"
             )
-    file = _File(save)
+    file = NewFile("--save", save, "profile.json")
     mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
     if hardware is None:
         with mesh.on_own_cores():
@@ -33,7 +32,10 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
     else:
         profile = _sheet_profile(config, mesh, hardware)
     if mesh.rank == 0:
-        print("\n".join([*profile_lines(profile), *file.write(profile)]), flush=True)
+        lines = profile_lines(profile)
+        if file.write(profile.to_json()):
+            lines.append(f"profile: {save}")
+        print("\n".join(lines), flush=True)
     mesh.leave()
     return 0
 
@@ -45,34 +47,6 @@ def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
         name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
         recompute=config.recompute,
     )  # fmt: skip
-
-
-class _File:
-    """Where a profile is written, or nowhere; checked before anything is measured."""
-
-    def __init__(self, path: str | None) -> None:
-        """``InputError`` if there is something already, or nothing can be."""
-        self._path = None if path is None else Path(path)
-        if self._path is None:
-            return
-        if path == "":
-            raise InputError("--save '': give a file, like profile.json")
-        if self._path.exists():
-            raise InputError(f"--save {path!r}: is there already; give a new name")
-        if not self._path.parent.is_dir():
-            raise InputError(f"--save {path!r}: {str(self._path.parent)!r} is no folder; make it")
-
-    def write(self, profile: Profile) -> list[str]:
-        """Write it; a line that says so."""
-        if self._path is None:
-            return []
-        try:
-            self._path.write_text(profile.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"--save {str(self._path)!r}: cannot be written ({error.strerror}); give another"
-            ) from None
-        return [f"profile: {self._path}"]
 
 
 def profile_lines(profile: Profile) -> list[str]:

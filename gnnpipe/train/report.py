@@ -20,6 +20,7 @@ from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.perf import MemoryEstimate, estimate_memory
+from gnnpipe.perf.memory import ON_TOP
 from gnnpipe.train.exact_epochs import LONGEST
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
@@ -276,9 +277,7 @@ def _symmetric(prepared: Prepared) -> bool:
 def info_lines(prepared: Prepared) -> list[str]:
     """The report before any training: the head, memory of every rank, bytes of an epoch."""
     lines = head_lines(prepared)
-    lines.append(
-        "memory per rank, estimated (the interpreter and torch, about 0.5 GiB, come on top):"
-    )
+    lines.append(f"memory per rank, estimated ({ON_TOP}):")
     for rank, m in enumerate(memory_by_rank(prepared)):
         first, last = prepared.plan.stages[rank // prepared.plan.shards]
         # Pairs are scored behind the last of them.

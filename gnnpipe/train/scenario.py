@@ -29,13 +29,16 @@ from gnnpipe.train.prepare import Prepared, chunk_order, number_dtype, row_dtype
 from gnnpipe.train.report import memory_by_rank
 from gnnpipe.train.sizes import chunk_sizes
 
-__all__ = ["GraphShape", "Scenario", "scenario_of", "scenario_of_shape"]
+__all__ = ["GraphShape", "Scenario", "memory_of_shape", "scenario_of", "scenario_of_shape"]
 
 STALE_SHARE = 0.5
 """Of the rows of a shape, those that a forecast carries over: an assumption."""
 
 MOST = {"features": 1e6, "classes": 1e6, "halo": 1e5}
 """More are a slip of the keyboard."""
+
+MOST_NUMBERS = 10**18
+"""Of all vertices' features: what int64 can count."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class GraphShape:
             name, _, number = word.strip().partition("=")
             if name not in known:
                 raise InputError(f"--shape {text!r}: {name!r}: {nearest(name, known)}")
+            if name in values:
+                raise InputError(f"--shape {text!r}: {name} is given twice; drop one of the two")
             try:
                 values[name] = _number(known[name], number)
             except (ValueError, OverflowError):
@@ -74,6 +79,15 @@ class GraphShape:
         missing = [f for f in ("vertices", "edges", "features", "classes") if f not in values]
         if missing:
             raise InputError(f"--shape {text!r}: {missing[0]} is missing")
+        numbers = values["vertices"] * values["features"]
+        if numbers > MOST_NUMBERS:
+            raise InputError(
+                f"--shape {text!r}: vertices times features must be at most {MOST_NUMBERS:,}"
+            )
+        if values.get("stored", 0) > numbers:
+            raise InputError(
+                f"--shape {text!r}: stored must be at most vertices times features, {numbers:,.0f}"
+            )
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -111,29 +125,13 @@ def scenario_of(prepared: Prepared) -> Scenario:
     )  # fmt: skip
 
 
-def scenario_of_shape(
-    config: TrainConfig, shape: GraphShape, model: ModelGraph | None = None
-) -> Scenario:
-    """Of a graph in numbers; ``model`` if it has been described before."""
+def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
+    """Of a graph in numbers."""
     shards, chunks = config.shards, config.chunks
-    if shape.vertices < shards * chunks:
-        raise InputError(
-            f"--chunks {chunks}: with --shards {shards} more pieces than the {shape.vertices:,} "
-            "vertices; try fewer"
-        )
-    model = model or _described(config, shape)
-    stored = shape.stored or shape.vertices * shape.features
-    plan = plan_uniform(
-        model, stages=config.stages, shards=shards, chunks=chunks, exact=config.techniques.exact,
-        num_vertices={"": shape.vertices}, num_edges={"": shape.edges},
-        feature_entries={"": stored},
-    )  # fmt: skip
-    widest = max((op.push_width for op in model.aggregations), default=0)
-    pilots = 0
-    if chunks > 1 and plan.schedule != "layer-sync":
-        pilots = config.techniques.pilots_per_column * (widest + 1)
-    pilots = min(pilots, shape.vertices)
-    halo = shape.halo if shards > 1 else 0.0
+    model = _described(config, shape)
+    plan = _plan_of_shape(config, shape, model)
+    stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
+    pilots = _pilots(config, shape, model, plan)
     rows = _shared_out(shape.vertices, shards, chunks)
     crossing = np.round(rows * halo).astype(np.int64)
     stale = STALE_SHARE * (1 + halo) * rows.sum(1) if pilots else 0 * rows.sum(1)
@@ -143,18 +141,31 @@ def scenario_of_shape(
         halo={"": crossing}, stale={"": np.round(stale).astype(np.int64)},
         pilots={"": _shared_out(pilots, shards, 1)[:, 0]},
     )  # fmt: skip
-    bytes_of = {
-        "number_bytes": number_dtype(config).itemsize, "row_bytes": row_dtype(config).itemsize,
-    }  # fmt: skip
     volume = closed_form_volume(
         plan, model, num_vertices={"": shape.vertices}, crossings={"": int(crossing.sum())},
-        pilots={"": pilots}, **bytes_of,
+        pilots={"": pilots}, number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
     )  # fmt: skip
+    memory = [size for size in memory_of_shape(config, shape, model, plan) for _ in range(shards)]
+    return Scenario(
+        config, plan, model, training_program(plan, forecast=pilots > 0),
+        chunk_order(config, config.techniques.exact_epochs), sizes, volume, memory, shape,
+        pilots > 0,
+    )  # fmt: skip
+
+
+def memory_of_shape(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan | None = None
+) -> list[int]:
+    """Bytes of a rank, by stage; ``InputError`` where the shape cannot be planned."""
+    plan = plan or _plan_of_shape(config, shape, model)
+    shards, pilots = config.shards, _pilots(config, shape, model, plan)
+    stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
-    memory = []
-    for stage in range(plan.num_stages):
-        estimate = estimate_memory(
-            plan, model, stage, own_rows={"": own}, halo_rows={"": math.ceil(own * halo)},
+    return [
+        estimate_memory(
+            plan, model, stage, own_rows={"": own},
+            halo_rows={"": math.ceil(own * _halo(config, shape))},
             own_edges=math.ceil(shape.edges / shards), own_pairs=0,
             feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
             symmetric=True, snapshot=config.techniques.snapshot_every > 1,
@@ -162,13 +173,35 @@ def scenario_of_shape(
             pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
             pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
             extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
-            recompute=config.recompute, copied_share=shape.halo, **bytes_of,
-        )  # fmt: skip
-        memory += [estimate.total] * shards
-    return Scenario(
-        config, plan, model, training_program(plan, forecast=pilots > 0),
-        chunk_order(config, config.techniques.exact_epochs), sizes, volume, memory, shape,
-        pilots > 0,
+            recompute=config.recompute, copied_share=shape.halo,
+            number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+        ).total
+        for stage in range(plan.num_stages)
+    ]  # fmt: skip
+
+
+def _halo(config: TrainConfig, shape: GraphShape) -> float:
+    return shape.halo if config.shards > 1 else 0.0
+
+
+def _pilots(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
+    if config.chunks == 1 or plan.schedule == "layer-sync":
+        return 0
+    widest = max((op.push_width for op in model.aggregations), default=0)
+    return min(config.techniques.pilots_per_column * (widest + 1), shape.vertices)
+
+
+def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
+    shards, chunks = config.shards, config.chunks
+    if shape.vertices < shards * chunks:
+        raise InputError(
+            f"--chunks {chunks}: with --shards {shards} more pieces than the {shape.vertices:,} "
+            "vertices; try fewer"
+        )
+    return plan_uniform(
+        model, stages=config.stages, shards=shards, chunks=chunks, exact=config.techniques.exact,
+        num_vertices={"": shape.vertices}, num_edges={"": shape.edges},
+        feature_entries={"": shape.stored or shape.vertices * shape.features},
     )  # fmt: skip
 
 

@@ -7,15 +7,16 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
 from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, kind_of, place_of
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
+from gnnpipe.perf.memory import ON_TOP
 from gnnpipe.perf.notes import simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.sensitivity import LESS, sensitivity
@@ -23,6 +24,7 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import what_ifs
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.nearest_shape import nearest_that_fits
 from gnnpipe.train.predict import check_profile, read_profile
 from gnnpipe.train.prepare import number_dtype, prepare, row_dtype
 from gnnpipe.train.report import human_bytes
@@ -72,7 +74,7 @@ class Simulation:
         epoch_s = self.predicted_epoch_time_s
         yield (
             f"shape: {self.stages} x {self.shards} x {self.chunks} (stages x shards x chunks) on "
-            f"{len(self.memory_bytes)} ranks, schedule {self.schedule}"
+            f"{_ranks(len(self.memory_bytes))}, schedule {self.schedule}"
         )
         yield f"profile: {self.profile}"
         yield f"predicted: {epoch_s:.4g} s an epoch"
@@ -88,6 +90,7 @@ class Simulation:
         }
         yield "mean of the ranks: " + ", ".join(f"{k} {v:.0%}" for k, v in means.items())
         yield from self._memory_lines()
+        yield f"(estimated; {ON_TOP})"
         sent = self.comm_bytes_per_epoch
         axes = ", ".join(f"{k} {v:,}" for k, v in sent.items() if k != "total")
         yield f"sent per epoch over all ranks: {human_bytes(sent['total'])} ({axes} bytes)"
@@ -113,28 +116,25 @@ class Simulation:
         )
 
 
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
     """Simulate, print, and write the file; ``options`` are those of ``add_simulate_flags``."""
-    hardware, save = options.hardware, options.json
+    hardware = options.hardware
     if (hardware is None) == (config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
             "DEVICE:LINK, like h100:100gbe"
         )
-    if save == "":
-        raise InputError("--json '': give a file, like simulated.json")
+    file = NewFile("--json", options.json, "simulated.json")
     found = simulated(
         config, None if options.shape is None else GraphShape.parse(options.shape), hardware,
         None if options.cluster is None else Cluster.read(options.cluster),
     )  # fmt: skip
     print("\n".join(found.lines()), flush=True)
-    if save is not None:
-        try:
-            Path(save).write_text(found.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"--json {save!r}: cannot be written ({error.strerror}); give another file"
-            ) from None
+    file.write(found.to_json())
     return 0
 
 
@@ -159,7 +159,7 @@ def simulated(
         room_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MOST_RANKS)
     scenario = _scenario(config, shape)
     if room_bytes:
-        _check_memory(scenario, room_bytes)
+        _check_memory(scenario, room_bytes, cluster is None)
     if profile is None:
         profile = hardware_profile(
             hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
@@ -226,51 +226,24 @@ def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scen
         return None
 
 
-def _check_memory(scenario: Scenario, room_bytes: Sequence[int]) -> None:
-    """``InputError`` if a rank's part is larger than its device; ``room_bytes`` by device."""
+def _check_memory(scenario: Scenario, room_bytes: Sequence[int], is_open: bool) -> None:
+    """``InputError`` if a rank's part is larger than its device; ``room_bytes`` by device.
+
+    ``is_open``: nobody has said how many devices there are.
+    """
     over = [r for r, size in enumerate(scenario.memory_bytes) if size > room_bytes[r]]
     if not over:
         return
     worst = max(over, key=lambda r: scenario.memory_bytes[r] / room_bytes[r])
-    config = scenario.config
+    config, nearest = scenario.config, nearest_that_fits(scenario, room_bytes)
+    if nearest is None:
+        where = f"on up to {len(room_bytes):,} such" if is_open else f"on these {len(room_bytes)}"
+        hint = f"nor does any shape {where} devices; try --recompute or a smaller --hidden"
+    else:
+        stages, shards, chunks = nearest
+        hint = f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
     raise InputError(
         f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
         f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
-        f"{human_bytes(room_bytes[worst])}; {_nearest_that_fits(scenario, room_bytes)}"
+        f"{human_bytes(room_bytes[worst])}; {hint}"
     )
-
-
-def _nearest_that_fits(scenario: Scenario, room_bytes: Sequence[int]) -> str:
-    """The shape of fewest ranks and then chunks, each doubled as often as need be.
-
-    By the even shares of the graph's numbers, so that nothing is cut for it.
-    """
-    config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
-    shapes = [
-        (stages, shards, chunks)
-        for stages in _doubled(config.stages, min(len(model.cuts) + 1, len(room_bytes)))
-        for shards in _doubled(config.shards, len(room_bytes) // stages)
-        for chunks in _doubled(config.chunks, min(64 * config.chunks, vertices // shards))
-    ]
-    for stages, shards, chunks in sorted(shapes, key=lambda s: (s[0] * s[1], s[2], s[1])):
-        try:
-            wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
-            tried = scenario_of_shape(wanted, scenario.shape, model)
-        except InputError:
-            continue
-        fits = zip(tried.memory_bytes, room_bytes, strict=False)
-        if all(size <= room for size, room in fits):
-            return (
-                f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
-            )
-    return (
-        f"nor does any shape on these {len(room_bytes)} devices; try --recompute or a "
-        "smaller --hidden"
-    )
-
-
-def _doubled(first: int, most: int) -> list[int]:
-    found = [first]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found
