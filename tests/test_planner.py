@@ -91,4 +91,7 @@ def test_memory_estimate_counts_pilots_and_kept_weights():
     assert both.weights == plain.weights // 4 * 6
     assert pilots.structure > plain.structure
     assert pilots.features > plain.features
-    assert pilots.history == plain.history
+    # Of every pilot what it pushed and what it read, for each aggregation.
+    auto = prepared(model="gcn", chunks=4, staleness="auto")
+    recalled = 2 * len(auto.pilots) * sum(op.push_width for op in auto.model_graph.aggregations) * 4
+    assert pilots.history == plain.history + recalled
