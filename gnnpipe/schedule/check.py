@@ -192,7 +192,8 @@ def _check_pairs(program: Program) -> None:
         theirs = asked[peer, stage]
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
-            what = "has more messages" if at < 0 else f"has {theirs[at]} where it has {mine[at]}"
+            both = (len(theirs), len(mine)) if at < 0 else (theirs[at], mine[at])
+            what = f"has {both[0]} where it has {both[1]}"
             raise ProgramError(
                 f"stages {stage} and {peer} do not exchange the same messages in the same order "
                 f"(way, source, position): beside stage {stage}, stage {peer} {what}"
