@@ -192,8 +192,10 @@ def _check_pairs(program: Program) -> None:
         theirs = asked[peer, stage]
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
-            both = (len(theirs), len(mine)) if at < 0 else (theirs[at], mine[at])
-            what = f"has {both[0]} where it has {both[1]}"
+            if at < 0:
+                what = f"has {len(theirs)} messages where it has {len(mine)}"
+            else:
+                what = f"has {theirs[at]} where it has {mine[at]}"
             raise ProgramError(
                 f"stages {stage} and {peer} do not exchange the same messages in the same order "
                 f"(way, source, position): beside stage {stage}, stage {peer} {what}"
