@@ -1,5 +1,6 @@
 """Ctrl-C, and disks that take no more: one line, the right code, advice that can be followed."""
 
+import os
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from gnnpipe.files import how_to_write
 from gnnpipe.runtime.round_trip import round_trip
 from gnnpipe.train.checkpoint.folder import checkpoint_path
 from gnnpipe.train.checkpoint.saver import Saver
+from gnnpipe.train.stopping import Stopping
 
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 
@@ -118,3 +120,22 @@ def test_the_small_trial_of_doctor_without_buffers(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     for _ in range(4):
         assert round_trip("cpu", 2, 60.0)[1] == ""
+
+
+def test_a_signal_is_heard_before_the_thread_that_listens_has_its_turn(monkeypatch):
+    turn = threading.Event()
+    real = Stopping._listen
+
+    def late(self):
+        turn.wait(60)
+        real(self)
+
+    monkeypatch.setattr(Stopping, "_listen", late)
+    with Stopping(0) as stopping:
+        assert not stopping.is_due(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.is_due(0)
+        assert stopping.reason == "SIGTERM"
+        threading.Timer(0.1, turn.set).start()
+    # The clock that would end the process is not left behind.
+    assert stopping._timer.finished.is_set()

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 
 __all__ = ["STOPPED", "Stopping"]
 
@@ -38,12 +38,14 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             # The main thread may be deep in a product: Python's own handler waits for its end, a
-            # byte in a socket does not.
+            # byte in a socket does not. And the thread that listens may get its turn only after
+            # a short epoch: the handler does not wait for that.
             self._heard, self._told = socket.socketpair()
             self._told.setblocking(False)
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+            self._before = signal.signal(signal.SIGTERM, self._hear)
             self._fd_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, name="signals", daemon=True).start()
+            self._listener = threading.Thread(target=self._listen, name="signals", daemon=True)
+            self._listener.start()
         return self
 
     def __exit__(
@@ -52,13 +54,18 @@ class Stopping:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._fd_before)
             before = self._before if callable(self._before) else signal.SIG_DFL
             signal.signal(signal.SIGTERM, before)
             self._told.close()  # which ends the thread
+            self._listener.join()
+        # Only now: a thread that had its turn late may have started the clock just before.
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.reason = "SIGTERM"
 
     def _listen(self) -> None:
         with self._heard as heard:
