@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from gnnpipe import Trainer
 from gnnpipe.cli import main
 from gnnpipe.perf import read_trace
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.runtime.yardstick import yardstick_time_s
-from gnnpipe.train import predict, short_profile
+from gnnpipe.train import short_profile
 from gnnpipe.train.predict import LEAST_EPOCHS
 from gnnpipe.train.prepare import prepare
-from gnnpipe.train.profiling import take_profile
 from gnnpipe.train.rehearsal import rehearsal
 from gnnpipe.train.resume import resumed_config
 
@@ -30,14 +27,14 @@ def both_ways(shapes, module=None, **changes):
     for stages, shards, chunks in shapes:
         mesh = Mesh.join(stages, shards)
         runs = []
-        for predicts in (True, False):
+        for predict in (True, False):
             settings = {
                 "epochs": LEAST_EPOCHS, "layers": 4, "hidden": 8, "model": "gcnii",
                 "stages": stages, "shards": shards, "chunks": chunks, "dtype": "float32",
             }  # fmt: skip
             torch.manual_seed(0)
             trainer = Trainer(
-                quick_config(**settings | {"predict": predicts} | changes), graph=small_graph(),
+                quick_config(**settings | {"predict": predict} | changes), graph=small_graph(),
                 model=None if module is None else module(), mesh=mesh,
             )  # fmt: skip
             result = trainer.fit()
@@ -151,42 +148,6 @@ def test_a_given_profile_is_used_whatever_the_length(tmp_path):
     result, _ = trained(tmp_path, "--epochs", "2", "--profile", str(path))
     # Every op takes half a second for each of four parts, and half for what is once an epoch.
     assert result["predicted_epoch_time_s"] > 4
-
-
-@pytest.mark.parametrize(
-    ("then_s", "now_s", "factor", "word"),
-    [
-        (0.01, 0.02, 2.0, "(cores 100% slower than when the profile was taken, counted in)"),
-        (0.01, 0.008, 0.8, "(cores 20% faster than when the profile was taken, counted in)"),
-        (0.01, 0.0101, 1.01, " s an epoch\n"),
-        (0.0, 0.02, 1.0, " s an epoch\n"),
-        (0.01, 0.0, 1.0, " s an epoch\n"),
-    ],
-)
-def test_a_profile_counts_as_fast_as_the_cores_are_now(
-    then_s, now_s, factor, word, tmp_path, monkeypatch, capsys
-):
-    profile = profile_of(prepared_of(layers=2).model_graph)
-    compute = tuple(replace(some, yardstick_s=then_s) for some in profile.compute)
-    path = tmp_path / "profile.json"
-    path.write_text(replace(profile, compute=compute).to_json())
-    monkeypatch.setattr(predict, "yardstick_time_s", lambda device: now_s)
-    words = ["--epochs", "2", "--profile", str(path), "--staleness", "none"]
-    result, _ = trained(tmp_path / "now", *words)
-    assert word in capsys.readouterr().out
-    path.write_text(profile.to_json())
-    plain, _ = trained(tmp_path / "then", *words)
-    assert result["predicted_epoch_time_s"] == pytest.approx(
-        factor * plain["predicted_epoch_time_s"]
-    )
-
-
-def test_the_yardstick_is_taken_beside_the_steps():
-    taken = take_profile(quick_config(dataset="karate", layers=2), Mesh.alone())
-    (compute,) = taken.compute
-    now_s = yardstick_time_s(torch.device("cpu"))
-    assert now_s / 20 < compute.yardstick_s < 20 * now_s
-    assert yardstick_time_s(torch.device("meta")) == 0
 
 
 @pytest.mark.parametrize(

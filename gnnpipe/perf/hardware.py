@@ -98,7 +98,6 @@ def hardware_profile(
         # Weight, gradient and two moments are read, all but the gradient written.
         update=Affine(KERNELS["update"] * LAUNCH_S, 7 * number_s),
         boundary_per_number_s=2 * roof.moved_s(row_bytes),
-        yardstick_s=0.0,
     )
     times = LinkTimes(wire.latency_s, wire.bandwidth_bytes_per_s, 0.0)
     # Two exchanges, of which each moves at most as many bytes as there are.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf.read_json import read_dataclass
@@ -20,9 +20,8 @@ from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
-VERSION = 5
+VERSION = 4
 SOURCES = ("measured", "by hand")
-LINKS = ("message", "exchange", "gradient_sum")
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class Affine:
             self.base_s + self.per_row_s * rows + self.per_edge_s * edges
             + self.per_entry_s * entries
         )  # fmt: skip
-
-    def slower(self, factor: float) -> Affine:
-        """So many times as long."""
-        return Affine(*(getattr(self, part.name) * factor for part in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,6 @@ class OpTimes:
     """Of the fit: mean |fitted - measured| over mean measured, of the steps that it is part of;
     0 by hand."""
 
-    def slower(self, factor: float) -> OpTimes:
-        """All parts so many times as long."""
-        names = [part.name for part in fields(self) if part.name != "relative_error"]
-        return replace(self, **{name: getattr(self, name).slower(factor) for name in names})
-
 
 @dataclass(frozen=True)
 class ComputeTimes:
@@ -94,20 +84,6 @@ class ComputeTimes:
     """The optimizer's step, for each op; rows are weights."""
     boundary_per_number_s: float
     """Taking a number out of a table for another shard, or adding one that came from there."""
-    yardstick_s: float
-    """What a fixed piece of work took meanwhile (see ``runtime/yardstick.py``), which tells how
-    fast the cores were; 0 where there is none: by hand, on GPUs, just before the run."""
-
-    def slower(self, factor: float) -> ComputeTimes:
-        """On cores so many times as slow."""
-        return replace(
-            self,
-            ops={kind: times.slower(factor) for kind, times in self.ops.items()},
-            begin=self.begin.slower(factor),
-            update=self.update.slower(factor),
-            boundary_per_number_s=self.boundary_per_number_s * factor,
-            yardstick_s=self.yardstick_s * factor,
-        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +134,7 @@ class Profile:
             raise InputError(f"profile: source {self.source!r}; one of {', '.join(SOURCES)}")
         if not counts or min(counts) < 1 or counts != sorted(set(counts)):
             raise InputError(f"profile: compute.ranks {counts}; must ascend from at least 1")
-        for name in LINKS:
+        for name in ("message", "exchange", "gradient_sum"):
             link: LinkTimes | None = getattr(self, name)
             if link is not None and link.bandwidth_bytes_per_s <= 0:
                 raise InputError(f"profile: {name}.bandwidth_bytes_per_s: must be more than 0")
@@ -166,15 +142,6 @@ class Profile:
     def compute_of(self, ranks: int) -> ComputeTimes:
         """Times while so many ranks compute at once: of the nearest number that is known."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
-
-    def slower(self, factor: float) -> Profile:
-        """On cores so many times as slow; links but for what cores do for them stay as they are."""
-        links = {
-            name: link and replace(link, busy=link.busy.slower(factor))
-            for name in LINKS
-            for link in (getattr(self, name),)
-        }
-        return replace(self, compute=tuple(some.slower(factor) for some in self.compute), **links)
 
     def to_json(self) -> str:
         """The profile as text, with a version."""

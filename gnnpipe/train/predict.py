@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from gnnpipe.perf.predicted import predicted_spans
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.runtime.yardstick import yardstick_time_s
 from gnnpipe.settings import flag
 from gnnpipe.train.prepare import Prepared, chunk_order
 from gnnpipe.train.short_profile import take_short_profile
@@ -26,14 +24,10 @@ from gnnpipe.train.sizes import chunk_sizes
 
 __all__ = [
     "Predicted", "Predictor", "check_profile", "check_profile_file", "read_profile", "run_costs",
-    "slowdown_since",
 ]  # fmt: skip
 
 LEAST_EPOCHS = 10
 """A shorter run is over before it is worth a profile of its own."""
-
-LEAST_CHANGE = 0.05
-"""Of the cores' speed, to be worth a word."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +45,9 @@ class Predictor:
     """Of one run, on every rank; rank 0 knows what it costs."""
 
     def __init__(
-        self, prepared: Prepared, mesh: Mesh, costs: ProfiledCosts | None, profile: Profile | None,
-        slowdown: float,
-    ) -> None:  # fmt: skip
-        """``slowdown``: of the cores since the profile was taken, which it has been told of."""
+        self, prepared: Prepared, mesh: Mesh, costs: ProfiledCosts | None, profile: Profile | None
+    ) -> None:
         self._prepared, self._mesh, self._costs = prepared, mesh, costs
-        self._slowdown = slowdown
         link = None if profile is None else profile.message
         self._link_bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
 
@@ -77,14 +68,11 @@ class Predictor:
         hosts = mesh.gather(machine_key())
         together = max(hosts.count(host) for host in hosts)
         error, profile, sizes = None, None, None
-        yardstick_s, slowdown = _yardstick_s(mesh) if is_given else 0.0, 1.0
         if mesh.rank == 0:
             sizes = chunk_sizes(prepared)
         if is_given and sizes is not None:
             try:
                 profile = read_profile(config.profile)
-                slowdown = slowdown_since(profile, together, yardstick_s)
-                profile = profile.slower(slowdown)
                 run_costs(prepared, profile, together, sizes)
             except InputError as fault:
                 error = fault
@@ -98,15 +86,7 @@ class Predictor:
         costs = None
         if profile is not None and sizes is not None:
             costs = run_costs(prepared, profile, together, sizes)
-        return cls(prepared, mesh, costs, profile, slowdown)
-
-    def line(self) -> str:
-        """What a run says before its first epoch; on every rank."""
-        line = f"predicted: {self.epoch().epoch_time_s:.3g} s an epoch"
-        if abs(change := self._slowdown - 1) >= LEAST_CHANGE:
-            way = "slower" if change > 0 else "faster"
-            line += f" (cores {abs(change):.0%} {way} than when the profile was taken, counted in)"
-        return line
+        return cls(prepared, mesh, costs, profile)
 
     def epoch(self, order: Sequence[int] | None = None) -> Predicted:
         """Of one in which the chunks are walked in ``order``, or in that of the last; every rank.
@@ -139,20 +119,6 @@ def read_profile(path: str) -> Profile:
             f"--profile {path!r}: cannot be read ({error}); make one with `gnnpipe profile --save`"
         ) from None
     return Profile.from_json(text, f"--profile {path!r}")
-
-
-def _yardstick_s(mesh: Mesh) -> float:
-    """Mean of all ranks at once, as they will compute."""
-    mesh.gather(None)  # at once means at once
-    return statistics.fmean(mesh.gather(yardstick_time_s(mesh.device)))
-
-
-def slowdown_since(profile: Profile, ranks: int, yardstick_s: float) -> float:
-    """How many times as long the yardstick takes now as when the profile was taken, with ``ranks``
-    of a machine at once; 1 where it was not taken, then or now.
-    """
-    then_s = profile.compute_of(ranks).yardstick_s
-    return yardstick_s / then_s if then_s and yardstick_s else 1.0
 
 
 def check_profile_file(config: TrainConfig, mesh: Mesh) -> None:

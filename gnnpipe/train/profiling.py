@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import platform
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -37,7 +36,6 @@ from gnnpipe.runtime.link_times import (
     message_times,
 )
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.runtime.yardstick import yardstick_time_s
 from gnnpipe.train.measure import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
 from gnnpipe.train.prepare import prepare
 
@@ -85,7 +83,6 @@ def _compute(
 ) -> ComputeTimes:
     """Of rank 0 alone, or of all ranks at once; on every rank."""
     samples: list[Sample] = []
-    yardsticks_s: list[float] = []
     boundary_s = 0.0
     has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
     # One exact epoch and one other: fewer would be another kind of run.
@@ -103,10 +100,7 @@ def _compute(
                     replace(run, chunks=chunks), alone, graph, copy.deepcopy(model)
                 )  # fmt: skip
                 most = max(prepared.graph.num_vertices // LEAST_ROWS, config.chunks)
-                # Before and behind, for the cores' speed changes meanwhile.
-                yardsticks_s.append(yardstick_time_s(mesh.device))
                 samples += measure_steps(prepared, alone, has_cores)
-                yardsticks_s.append(yardstick_time_s(mesh.device))
             except InputError as fault:
                 error = fault
         mesh.agree(error)
@@ -114,13 +108,10 @@ def _compute(
     if ranks > 1 or mesh.rank == 0:
         boundary_s = boundary_time_per_number_s(mesh.device)
     everyone = [sample for some in mesh.gather(samples) for sample in some]
-    yardstick_s = statistics.fmean(time_s for some in mesh.gather(yardsticks_s) for time_s in some)
-    return compute_times(fit_costs(everyone), ranks, mesh.share(boundary_s), yardstick_s)
+    return compute_times(fit_costs(everyone), ranks, mesh.share(boundary_s))
 
 
-def compute_times(
-    fitted: Fitted, ranks: int, boundary_per_number_s: float, yardstick_s: float
-) -> ComputeTimes:
+def compute_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:
     """Of so many ranks at once, from the parts that samples were fitted by."""
     return ComputeTimes(
         ranks=ranks,
@@ -128,7 +119,6 @@ def compute_times(
         begin=fitted.costs.get(BEGIN, Affine()),
         update=fitted.costs[UPDATE],
         boundary_per_number_s=boundary_per_number_s,
-        yardstick_s=yardstick_s,
     )
 
 

@@ -65,7 +65,7 @@ def take_short_profile(
         device=mesh.device.type, dtype=config.dtype, comm_dtype=config.comm_dtype,
         kernel=config.kernel, recompute=config.recompute, threads=torch.get_num_threads(),
         # What shards take out of tables for each other was part of the steps.
-        compute=(compute_times(fit_costs(samples), together, 0.0, yardstick_s=0.0),),
+        compute=(compute_times(fit_costs(samples), together, boundary_per_number_s=0.0),),
         **links,
     )  # fmt: skip
 

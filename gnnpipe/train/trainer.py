@@ -173,7 +173,7 @@ class Trainer:
         memory_before_bytes = held_bytes(mesh.device)
         predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
         if predictor is not None:
-            progress.say(predictor.line())
+            progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # What a profile leaves in the heap must not count as the graph's.
         assembly = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
         saver = None
