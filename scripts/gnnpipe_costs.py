@@ -159,6 +159,10 @@ class LoggedCosts:
         rows = self.crossings * self.chunk_share[chunk] / self.shards
         return int(rows * self.data.hidden * 4)
 
+    def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
+        """None of its models takes a mean over all vertices."""
+        return ()
+
     def gradient_bytes(self, stage: int) -> int:
         return 4 * num_weights(self.data, self.model) // self.stages
 

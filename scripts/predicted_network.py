@@ -39,7 +39,16 @@ SHAPES = {2: ((2, 1, 8), (1, 2, 1)), 4: ((4, 1, 8), (2, 2, 8), (1, 4, 1))}
 MBIT = (50, 100, 200, 400, 800, 1600)
 """Each is twice the one before: the truth about it."""
 GRAPH, MODEL, LAYERS, HIDDEN, EPOCHS = "coauthor_physics", "gcn", 4, 64, 15
-WIRES = {"SEND_F", "SEND_B", "EXCHANGE_F", "EXCHANGE_B", "REDUCE_FIT", "REDUCE_GRAD", "MEET"}
+WIRES = {
+    "SEND_F",
+    "SEND_B",
+    "EXCHANGE_F",
+    "EXCHANGE_B",
+    "REDUCE_FIT",
+    "REDUCE_MEAN",
+    "REDUCE_GRAD",
+    "MEET",
+}
 HALF, SHORTER, SAME = 0.5, 0.25, 0.1
 PORT = 29617
 

@@ -45,6 +45,9 @@ class StatedCosts:
     def fit_bytes(self, stage):
         return ()
 
+    def mean_bytes(self, stage, step):
+        return ()
+
     def update_s(self, stage, shard):
         return self.update_time_s
 
@@ -102,6 +105,9 @@ class DrawnCosts(StatedCosts):
         return self._drawn("pilot", kind, stage, shard)
 
     def fit_bytes(self, stage):
+        return ()
+
+    def mean_bytes(self, stage, step):
         return ()
 
     def update_s(self, stage, shard):

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pyg_models
 import pytest
+from helpers import small_graph
 from test_profile import prepared_of, profile_of
+from torch import nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import Affine
@@ -60,6 +63,31 @@ def test_sums_of_the_fits_take_the_wire_and_no_device():
             if what.kind == "FORECAST" and 2 * what.stage + what.shard == rank
         ]  # fmt: skip
         assert sum(own) == pytest.approx(costs.pilot_s("FORECAST", rank // 2, 0) / speed)
+
+
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 3), (2, 2, 3)])
+def test_sums_of_means_are_waited_for_at_once(shape):
+    """Of a norm in each layer two, the mean and its square: forward a sum each, and one back."""
+    stages, shards, chunks = shape
+    prepared = prepared_of(
+        small_graph(features=pyg_models.IN), pyg_models.Normed(nn.BatchNorm1d(pyg_models.HIDDEN)),
+        stages=stages, shards=shards, chunks=chunks,
+    )  # fmt: skip
+    costs = run_costs(prepared, profile_of(prepared.model_graph), 4)
+    tasks = program_tasks(prepared.program, costs)
+    means = sum(op.is_mean for op in prepared.model_graph.ops)
+    sums = [i for i, what in enumerate(tasks.what) if what.kind == "REDUCE_MEAN"]
+    assert len(sums) == 2 * means * chunks > 0
+    for i in sums:
+        behind = [j for j in range(i, len(tasks.what)) if i in tasks.before[j]]
+        # Whatever each shard does next waits for it.
+        assert len(behind) == shards
+        assert {tasks.what[j].shard for j in behind} == set(range(shards))
+        assert all(tasks.what[j].kind in ("F", "B", "PULL") for j in behind)
+    # They are part of what passes between shards, and of no exchange.
+    sent = sum(w.size_bytes for w in tasks.what if w.kind[:8] in ("EXCHANGE", "REDUCE_M"))
+    assert sent == prepared.volume.graph
 
 
 @pytest.mark.parametrize(

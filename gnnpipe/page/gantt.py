@@ -25,7 +25,7 @@ WORDS = {
     "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
     "REDUCE_FIT": "forecast of",
     "SEND_F": "transfer from", "SEND_B": "transfer from", "REDUCE_GRAD": "gradient sum of",
-    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in",
+    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_MEAN": "exchange in",
 }  # fmt: skip
 """What the critical path spends its time with."""
 HUE_STEP = 137.5

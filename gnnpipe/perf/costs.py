@@ -71,7 +71,15 @@ class Costs(Protocol):
         """What this rank sends to all other shards of its stage for one step of one chunk.
 
         'F': the boundary rows that the step pushed; 'B': the gradients of the halo rows that the
-        step's push brought here. ``step`` is never the last: that pushes nothing.
+        step's push brought here; none where it pushes for means alone. ``step`` is never the last:
+        that pushes nothing.
+        """
+
+    def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
+        """Of the sums for means over all vertices that the step pushes for, one copy, in order.
+
+        Each is waited for as soon as it is started: forward behind the push, backward behind the
+        step that read the mean. Never asked for with one shard, nor for the last step.
         """
 
     def gradient_bytes(self, stage: int) -> int:

@@ -15,6 +15,7 @@ _OF_A_STAGE = {
     "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
     "STEP": "optimizer of",
     "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_FIT": "forecast of",
+    "REDUCE_MEAN": "exchange in",
     "REDUCE_GRAD": "gradient sum of",
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from gnnpipe.schedule import PILOTS
 __all__ = ["ProfiledCosts", "meeting_time_s"]
 
 WAYS = {"F": "forward", "B": "backward"}
-FIT_BYTES = 8
+SUM_BYTES = 8
 """Of a number in the sums of a forecast, and of a mean over all vertices: float64."""
 
 
@@ -177,7 +177,7 @@ class ProfiledCosts:
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
         """Of each aggregation."""
-        return [fit_numbers(op) * FIT_BYTES for op in self._stage_ops(stage) if op.aggregates]
+        return [fit_numbers(op) * SUM_BYTES for op in self._stage_ops(stage) if op.aggregates]
 
     def update_s(self, stage: int, shard: int) -> float:
         """The optimizer's step."""
@@ -212,20 +212,18 @@ class ProfiledCosts:
         total = 0
         for part in self._parts[stage][step]:
             op = self.model.ops[part.op]
-            if part.side != "before":
-                continue
-            if op.is_mean:
-                total += self._summed_bytes(op.push_width, shard)
+            if part.side != "before" or op.is_mean:
                 continue
             rows = self.sizes.boundary if way == "F" else self.sizes.halo
             total += int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
         return total
 
-    def _summed_bytes(self, count: int, shard: int) -> int:
-        """What a shard sends for a sum of float64 numbers over the shards."""
-        shards = self.plan.shards
-        mine = count * (shard + 1) // shards - count * shard // shards
-        return (count - mine + (shards - 1) * mine) * FIT_BYTES
+    def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
+        """Of each mean that the step pushes for."""
+        ops = (
+            self.model.ops[part.op] for part in self._parts[stage][step] if part.side == "before"
+        )
+        return [op.push_width * SUM_BYTES for op in ops if op.is_mean]
 
     def gradient_bytes(self, stage: int) -> int:
         """Weights of the stage."""

@@ -10,7 +10,8 @@ follows ``runtime.executor`` closely:
   reads the table; gradients of halo rows leave before the product for the own rows and are waited
   for behind it. Where a chunk goes back over the same single step next, its gradients leave before
   this one's autograd;
-- the gradient sum is waited for at once, and so are the sums that maps are fitted from;
+- sums over the shards are waited for at once: of gradients, of what maps are fitted from, and of
+  means over all vertices;
 - all ranks meet before the step, for the norm of the gradients, and behind it, for the loss.
 
 Sends and receives themselves take no time on a device.
@@ -77,7 +78,7 @@ class _StageWalk:
         """What the next task on each device waits for."""
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
-        self._returning: dict[tuple[int, int], int] = {}
+        self._returning: dict[tuple[int, int], list[int]] = {}
 
     def run(self) -> None:
         """Add all tasks."""
@@ -116,9 +117,9 @@ class _StageWalk:
             self._waits[shard].clear()
             self._last[shard] = self.tasks.add(what, rank, durations_s[shard], before)
 
-    def _wait(self, task: int) -> None:
+    def _wait(self, *tasks: int) -> None:
         for waits in self._waits:
-            waits.append(task)
+            waits += tasks
 
     def _pilot(self, action: Action) -> None:
         if action.kind in ("FORECAST", "RECALL"):
@@ -130,7 +131,7 @@ class _StageWalk:
         parts = [time_s / (len(sums) + 1) for time_s in each]
         for size in sums:
             self._device(action.kind, parts, action.position)
-            self._reduce("REDUCE_FIT", size, action.position)
+            self._reduce("REDUCE_FIT", size, action.position, action.position)
         self._device(action.kind, parts, action.position)
 
     def _forward(self, action: Action) -> None:
@@ -142,17 +143,17 @@ class _StageWalk:
             return
         for step in range(*action.steps):
             if step:
-                for pushed in self._pushed[step - 1]:
-                    self._wait(pushed)
+                self._wait(*self._pushed[step - 1])
                 self._pushed[step - 1].clear()
             each = [self.costs.step_s("F", self.stage, shard, chunk, step) for shard in self.shards]
             self._device("F", each, action.position, step)
             if step < self.num_steps - 1:
+                self._sum_means(action.position, step)
                 pushed = self._exchange("F", action.position, step)
                 if self.overlap:
-                    self._pushed[step].append(pushed)
+                    self._pushed[step] += pushed
                 else:
-                    self._wait(pushed)
+                    self._wait(*pushed)
 
     def _whole(self, action: Action, is_last: bool = False) -> None:
         """All steps at once: there is nobody to exchange rows with between them."""
@@ -175,36 +176,47 @@ class _StageWalk:
             each = [self.costs.step_s("B", self.stage, shard, chunk, step) for shard in self.shards]
             if step < self.num_steps - 1:
                 place = action.position, step
-                arriving = self._returning.pop(place, -1)
-                if arriving < 0:
+                arriving = self._returning.pop(place, None)
+                if arriving is None:
                     arriving = self._exchange("B", *place)
                 if not self.overlap:
-                    self._wait(arriving)
+                    self._wait(*arriving)
                 own = [self.costs.pull_s(self.stage, shard, chunk, step) for shard in self.shards]
                 self._device("PULL", own, *place)
                 each = [whole - part for whole, part in zip(each, own, strict=True)]
                 if self.overlap:
-                    self._wait(arriving)
+                    self._wait(*arriving)
                     if is_same and following is not None and len(range(*action.steps)) == 1:
                         comes = following.position, step
                         self._returning[comes] = self._exchange("B", *comes)
             if is_last and step == action.steps[0]:
                 each = [e + self.costs.finish_s(self.stage, s) for s, e in enumerate(each)]
             self._device("B", each, action.position, step)
+            if step:
+                self._sum_means(action.position, step - 1)
 
-    def _exchange(self, way: str, position: int, step: int) -> int:
+    def _exchange(self, way: str, position: int, step: int) -> list[int]:
+        """The task; none where the step pushes for means alone."""
         chunk = self.order[position]
         sizes = [
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
+        if not any(sizes) and self.costs.mean_bytes(self.stage, step):
+            return []
         what = Task(f"EXCHANGE_{way}", self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.exchange_s(self.stage, sizes)
-        return self.tasks.add(what, wire, time_s, tuple(self._last))
+        return [self.tasks.add(what, wire, time_s, tuple(self._last))]
 
-    def _reduce(self, kind: str, size: int, position: int = -1) -> None:
+    def _sum_means(self, position: int, step: int) -> None:
+        for size in self.costs.mean_bytes(self.stage, step):
+            self._reduce("REDUCE_MEAN", size, position, self.order[position], step)
+
+    def _reduce(
+        self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
+    ) -> None:
         sent = 2 * (len(self.shards) - 1) * size
-        what = Task(kind, self.stage, position=position, chunk=position, size_bytes=sent)
+        what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.reduce_s(self.stage, size)
         self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))

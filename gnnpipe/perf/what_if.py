@@ -75,6 +75,10 @@ class ChangedCosts:
         """Unchanged."""
         return self._costs.exchange_bytes(way, stage, shard, chunk, step)
 
+    def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
+        """Unchanged."""
+        return self._costs.mean_bytes(stage, step)
+
     def gradient_bytes(self, stage: int) -> int:
         """Unchanged."""
         return self._costs.gradient_bytes(stage)
