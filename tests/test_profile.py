@@ -96,11 +96,13 @@ OP = ("compute", 0, "ops")
         (("compute", 0, "begin", "base_s"), float("inf"), ["base_s", "inf"]),
         (("compute", 0, "begin", "base_s"), "fast", ["base_s", "'fast'"]),
         (("compute", 0, "begin", "base_s"), 10**400, ["base_s", "1000"]),
+        (("compute", 0, "begin", "base_s"), 1e308, ["base_s", "from 0 to 1e+30"]),
         (("compute", 0, "begin", "base_s"), True, ["base_s", "True"]),
         (("compute", 0, "update", "per_row_s"), None, ["update", "per_row_s", "missing"]),
         ((*OP,), [1], ["ops", "object"]),
         (("message", "latency_s"), [0], ["message", "latency_s"]),
         (("exchange", "bandwidth_bytes_per_s"), 0, ["exchange.bandwidth_bytes_per_s"]),
+        (("exchange", "bandwidth_bytes_per_s"), 1e-320, ["at least 1"]),
     ],
 )
 def test_a_wrong_profile_is_refused_by_field(profile, path, value, words):

@@ -207,7 +207,12 @@ def test_what_is_not_on_the_path_changes_nothing():
         ([], ["--profile", "--hardware"]),
         (["--hardware", "h100:10gbe", "--profile", "x.json"], ["either"]),
         (["--profile", "x.json"], ["x.json", "cannot be read"]),
-        (["--hardware", "h100"], ["--hardware 'h100'"]),
+        (["--hardware", "h100"], ["--hardware 'h100'", "names no link", "like h100:100gbe"]),
+        (["--hardware", "p4:10gbe"], ["--hardware 'p4:10gbe'", "give a device and a link"]),
+        (["--hardware", "h100:10gbe", "--shape=" + SHAPE, "--dataset", "karate"],
+         ["--dataset karate", "goes with no --shape"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=3,edges=10,features=1,classes=2"],
+         ["edges must be at most", "9"]),
         (["--hardware", "h100:10gbe", "--cluster", "x.toml"], ["--cluster", "x.toml"]),
         (["--hardware", "h100:10gbe", "--json", ""], ["--json ''"]),
         (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "'no' is no folder"]),
@@ -229,7 +234,8 @@ def test_what_is_not_on_the_path_changes_nothing():
 )  # fmt: skip
 def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["simulate", "--dataset", "karate", "--cache-dir", "off", *words]) == 2
+    dataset = [] if "--shape" in words else ["--dataset", "karate"]
+    assert main(["simulate", *dataset, "--cache-dir", "off", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("gnnpipe: error: ")
     assert err.count("\n") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -15,11 +14,14 @@ __all__ = ["read_dataclass"]
 
 T = TypeVar("T")
 
+MOST = 1e30
+"""Of a number: what is added up and multiplied by counts of rows stays finite."""
+
 
 def read_dataclass(kind: type[T], data: Any, where: str) -> T:
     """``data``, from JSON, as a ``kind``; ``InputError`` says where what is missing or wrong.
 
-    Fields may be text, bool, whole numbers and finite numbers of at least 0, other dataclasses,
+    Fields may be text, bool, whole numbers and numbers from 0 to ``MOST``, other dataclasses,
     tuples and mappings from text of these, and any of them or none.
     """
     if not isinstance(data, dict):
@@ -53,9 +55,9 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         return read_dataclass(typing.cast(type, hint), value, where)
     if hint is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Also of whole numbers that no float can hold; nan compares as false.
-        if not is_number or not 0 <= value <= sys.float_info.max:
-            raise InputError(f"{where}: must be a number of at least 0, not {_shown(value)}")
+        # nan compares as false.
+        if not is_number or not 0 <= value <= MOST:
+            raise InputError(f"{where}: must be a number from 0 to {MOST:g}, not {_shown(value)}")
         return float(value)
     if type(value) is not hint or (hint is int and value < 0):
         names = {int: "a whole number of at least 0", str: "text", bool: "true or false"}

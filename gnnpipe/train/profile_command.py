@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
@@ -43,10 +45,11 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
 def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
     """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
     prepared = prepare(config, mesh)
-    return hardware_profile(
+    found = hardware_profile(
         name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
         recompute=config.recompute,
     )  # fmt: skip
+    return replace(found, note=f"dataset {config.dataset}; {found.note}")
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -88,6 +88,11 @@ class GraphShape:
             raise InputError(
                 f"--shape {text!r}: stored must be at most vertices times features, {numbers:,.0f}"
             )
+        pairs = values["vertices"] ** 2
+        if values["edges"] > pairs:
+            raise InputError(
+                f"--shape {text!r}: edges must be at most vertices times vertices, {pairs:,.0f}"
+            )
         return cls(**values)  # type: ignore[arg-type]
 
 

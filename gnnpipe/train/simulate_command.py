@@ -128,6 +128,11 @@ def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
             "DEVICE:LINK, like h100:100gbe"
         )
+    if options.shape is not None and hasattr(options, "dataset"):
+        raise InputError(
+            f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
+            "one out"
+        )
     file = NewFile("--json", options.json, "simulated.json")
     found = simulated(
         config, None if options.shape is None else GraphShape.parse(options.shape), hardware,
