@@ -27,8 +27,8 @@ from gnnpipe.runtime.exchange import Arrival, Exchange
 __all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory"]
 
 
-_MOVED_AT_ONCE = 8192
-"""Rows; enough for a fast product, and few enough that the temporary stays small."""
+_MOVED_AT_ONCE = 1024
+"""Rows; enough for a fast product, and few enough that they stay near the core meanwhile."""
 
 
 @dataclass(frozen=True)
