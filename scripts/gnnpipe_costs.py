@@ -155,12 +155,16 @@ class LoggedCosts:
         rows = self.data.vertices * self.chunk_share[chunk] / self.shards
         return int(values * rows * self.data.hidden * 4)
 
+    def has_exchange(self, stage: int, step: int) -> bool:
+        """None of its models takes a mean over all vertices."""
+        return True
+
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
         rows = self.crossings * self.chunk_share[chunk] / self.shards
         return int(rows * self.data.hidden * 4)
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
-        """None of its models takes a mean over all vertices."""
+        """None."""
         return ()
 
     def gradient_bytes(self, stage: int) -> int:

@@ -179,7 +179,7 @@ def geometric(values: list[float]) -> float:
 
 
 def report(args: argparse.Namespace) -> None:
-    rows = list(done().values())
+    rows = sorted(done().values(), key=lambda row: (row["graph"], row["model"]))
     commits = sorted({row["commit"] for row in rows})
     text = [
         "# Slow networks: pipeline, graph parallel, hybrid", "",

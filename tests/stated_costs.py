@@ -48,6 +48,9 @@ class StatedCosts:
     def mean_bytes(self, stage, step):
         return ()
 
+    def has_exchange(self, stage, step):
+        return True
+
     def update_s(self, stage, shard):
         return self.update_time_s
 
@@ -108,7 +111,11 @@ class DrawnCosts(StatedCosts):
         return ()
 
     def mean_bytes(self, stage, step):
-        return ()
+        draw = random.Random(repr((self.seed, "mean", stage, step)))
+        return [draw.randint(1, 99) for _ in range(draw.randint(0, 2))]
+
+    def has_exchange(self, stage, step):
+        return bool(random.Random(repr((self.seed, "exchange", stage, step))).randint(0, 3))
 
     def update_s(self, stage, shard):
         return self._drawn("update", stage, shard)

@@ -32,17 +32,27 @@ def test_one_rank_takes_the_sum_of_its_steps():
     assert made == pytest.approx(steps + once + pilots)
 
 
+def normed(**changes):
+    """A norm between two layers: two means over all vertices, of rows and of their squares."""
+    model = pyg_models.Normed(nn.BatchNorm1d(pyg_models.HIDDEN))
+    return prepared_of(small_graph(features=pyg_models.IN), model, **changes)
+
+
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 2), (2, 2, 3)])
-def test_bytes_on_the_wires_are_the_closed_form(shape):
-    stages, shards, chunks = shape
-    prepared = prepared_of(model="gcnii", layers=4, chunks=chunks, stages=stages, shards=shards)
+def test_bytes_on_the_wires_are_the_closed_form(shape, has_norm):
+    settings = dict(zip(("stages", "shards", "chunks"), shape, strict=True))
+    prepared = normed(**settings) if has_norm else prepared_of(model="gcnii", layers=4, **settings)
     tasks = program_tasks(
         prepared.program, run_costs(prepared, profile_of(prepared.model_graph), 4)
     )
     sent = {"pipeline": 0, "graph": 0, "gradient": 0, "control": 0}
-    wires = {"SEND": "pipeline", "EXCHANGE": "graph", "REDUCE": "gradient"}
+    wires = {"SEND_F": "pipeline", "SEND_B": "pipeline", "EXCHANGE_F": "graph",
+             "EXCHANGE_B": "graph", "REDUCE_MEAN": "graph", "REDUCE_FIT": "control",
+             "REDUCE_GRAD": "gradient"}  # fmt: skip
     for what in tasks.what:
-        name = wires.get(what.kind.split("_")[0])
+        name = wires.get(what.kind)
         if name is not None:
             sent["control" if what.position in PILOTS else name] += what.size_bytes
     assert sent | {"total": prepared.volume.total} == prepared.volume.to_dict()
@@ -68,26 +78,29 @@ def test_sums_of_the_fits_take_the_wire_and_no_device():
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 3), (2, 2, 3)])
 def test_sums_of_means_are_waited_for_at_once(shape):
-    """Of a norm in each layer two, the mean and its square: forward a sum each, and one back."""
+    """Forward each a sum, and back; whatever comes next on any device waits for it."""
     stages, shards, chunks = shape
-    prepared = prepared_of(
-        small_graph(features=pyg_models.IN), pyg_models.Normed(nn.BatchNorm1d(pyg_models.HIDDEN)),
-        stages=stages, shards=shards, chunks=chunks,
-    )  # fmt: skip
+    prepared = normed(stages=stages, shards=shards, chunks=chunks)
     costs = run_costs(prepared, profile_of(prepared.model_graph), 4)
     tasks = program_tasks(prepared.program, costs)
     means = sum(op.is_mean for op in prepared.model_graph.ops)
     sums = [i for i, what in enumerate(tasks.what) if what.kind == "REDUCE_MEAN"]
     assert len(sums) == 2 * means * chunks > 0
+    ranks = [
+        [i for i, resource in enumerate(tasks.resource) if resource == rank]
+        for rank in range(stages * shards)
+    ]
     for i in sums:
-        behind = [j for j in range(i, len(tasks.what)) if i in tasks.before[j]]
-        # Whatever each shard does next waits for it.
-        assert len(behind) == shards
-        assert {tasks.what[j].shard for j in behind} == set(range(shards))
-        assert all(tasks.what[j].kind in ("F", "B", "PULL") for j in behind)
-    # They are part of what passes between shards, and of no exchange.
-    sent = sum(w.size_bytes for w in tasks.what if w.kind[:8] in ("EXCHANGE", "REDUCE_M"))
-    assert sent == prepared.volume.graph
+        stage = tasks.what[i].stage
+        for own in ranks[stage * shards : (stage + 1) * shards]:
+            last = max(j for j in own if j < i)
+            following = min(j for j in own if j > i)
+            assert last in tasks.before[i]
+            assert i in tasks.before[following]
+    # A step that pushes for means alone exchanges no rows.
+    exchanged = {(w.stage, w.step) for w in tasks.what if w.kind.startswith("EXCHANGE_")}
+    pushing = [op for op in prepared.model_graph.ops if op.aggregates and not op.is_mean]
+    assert len(exchanged) == len(pushing)
 
 
 @pytest.mark.parametrize(

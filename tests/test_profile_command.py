@@ -71,6 +71,7 @@ def test_a_profile_of_hardware_that_is_not_here_says_so(tmp_path, capsys):
     profile = Profile.from_json(path.read_text())
     assert profile.source == "by hand"
     assert "data sheet" in profile.note
+    assert profile.note.startswith("dataset karate; ")
     assert "assumed" in profile.note
     assert "(by hand: " in capsys.readouterr().out
 

@@ -208,6 +208,7 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100:10gbe", "--profile", "x.json"], ["either"]),
         (["--profile", "x.json"], ["x.json", "cannot be read"]),
         (["--hardware", "h100"], ["--hardware 'h100'", "names no link", "like h100:100gbe"]),
+        (["--hardware", "h100:"], ["names no link", "like h100:100gbe"]),
         (["--hardware", "p4:10gbe"], ["--hardware 'p4:10gbe'", "give a device and a link"]),
         (["--hardware", "h100:10gbe", "--shape=" + SHAPE, "--dataset", "karate"],
          ["--dataset karate", "goes with no --shape"]),

@@ -67,19 +67,24 @@ class Costs(Protocol):
         RECALLED the values of the pilot rows.
         """
 
+    def has_exchange(self, stage: int, step: int) -> bool:
+        """Whether the step pushes rows for neighbours, not for means over all vertices alone.
+
+        Never asked for with one shard, nor for the last step, which pushes nothing.
+        """
+
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
         """What this rank sends to all other shards of its stage for one step of one chunk.
 
         'F': the boundary rows that the step pushed; 'B': the gradients of the halo rows that the
-        step's push brought here; none where it pushes for means alone. ``step`` is never the last:
-        that pushes nothing.
+        step's push brought here. Only asked for where the step ``has_exchange``.
         """
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
         """Of the sums for means over all vertices that the step pushes for, one copy, in order.
 
-        Each is waited for as soon as it is started: forward behind the push, backward behind the
-        step that read the mean. Never asked for with one shard, nor for the last step.
+        Each is waited for as soon as it is started: forward behind the step, backward behind the
+        one that read the mean. Asked for where ``has_exchange`` is, too.
         """
 
     def gradient_bytes(self, stage: int) -> int:

@@ -75,7 +75,8 @@ def _sheets(name: str) -> tuple[Sheet, Wire]:
     device, _, link = name.partition(":")
     if device in DEVICES and not link:
         raise InputError(
-            f"--hardware {name!r}: names no link; add one of {', '.join(LINKS)}, like {name}:100gbe"
+            f"--hardware {name!r}: names no link; add one of {', '.join(LINKS)}, like "
+            f"{device}:100gbe"
         )
     for word, known in ((device, DEVICES), (link, LINKS)):
         if word not in known:

@@ -111,7 +111,7 @@ class ProfiledCosts:
             rows, edges, entries = self.sizes.columns(op, part.side)
             total += costs.base_s + costs.per_row_s * rows
             total += costs.per_edge_s * edges + costs.per_entry_s * entries
-            if part.side == "before":
+            if part.side == "before" and not op.is_mean:
                 numbers = self.sizes.boundary[op.pushed_type] * op.push_width
                 total += self._compute.boundary_per_number_s * numbers
         return total + self._busy_times(way, stage, step)
@@ -126,7 +126,7 @@ class ProfiledCosts:
             if (target == stage and step == enters) or (source == stage and step == leaves):
                 busy = self._link("message").busy
                 total += busy.base_s + busy.per_row_s * self._sizes_between(*ends)
-        if plan.shards > 1 and step < last:
+        if plan.shards > 1 and step < last and self.has_exchange(stage, step):
             busy = self._link("exchange").busy
             total += [
                 [
@@ -207,12 +207,15 @@ class ProfiledCosts:
             self._messages[ends] = total
         return self._messages[ends]
 
+    def has_exchange(self, stage: int, step: int) -> bool:
+        """Rows are pushed, not for means alone."""
+        return any(not op.is_mean for op in self._pushing(stage, step))
+
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
         """Boundary rows forward, gradients of halo rows back."""
         total = 0
-        for part in self._parts[stage][step]:
-            op = self.model.ops[part.op]
-            if part.side != "before" or op.is_mean:
+        for op in self._pushing(stage, step):
+            if op.is_mean:
                 continue
             rows = self.sizes.boundary if way == "F" else self.sizes.halo
             total += int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
@@ -220,10 +223,12 @@ class ProfiledCosts:
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
         """Of each mean that the step pushes for."""
-        ops = (
-            self.model.ops[part.op] for part in self._parts[stage][step] if part.side == "before"
-        )
-        return [op.push_width * SUM_BYTES for op in ops if op.is_mean]
+        return [op.push_width * SUM_BYTES for op in self._pushing(stage, step) if op.is_mean]
+
+    def _pushing(self, stage: int, step: int) -> list[Op]:
+        """Ops that push at the end of the step, in order."""
+        parts = self._parts[stage][step]
+        return [self.model.ops[part.op] for part in parts if part.side == "before"]
 
     def gradient_bytes(self, stage: int) -> int:
         """Weights of the stage."""

@@ -197,12 +197,12 @@ class _StageWalk:
 
     def _exchange(self, way: str, position: int, step: int) -> list[int]:
         """The task; none where the step pushes for means alone."""
+        if not self.costs.has_exchange(self.stage, step):
+            return []
         chunk = self.order[position]
         sizes = [
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
-        if not any(sizes) and self.costs.mean_bytes(self.stage, step):
-            return []
         what = Task(f"EXCHANGE_{way}", self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.exchange_s(self.stage, sizes)

@@ -71,6 +71,10 @@ class ChangedCosts:
         """Unchanged."""
         return self._costs.message_bytes(way, source, target, shard, chunk)
 
+    def has_exchange(self, stage: int, step: int) -> bool:
+        """Unchanged."""
+        return self._costs.has_exchange(stage, step)
+
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
         """Unchanged."""
         return self._costs.exchange_bytes(way, stage, shard, chunk, step)

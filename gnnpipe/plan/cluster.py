@@ -17,7 +17,6 @@ latency_s = 10e-6
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,8 +41,8 @@ class Device:
     memory_bytes: int
 
     def __post_init__(self) -> None:
-        _check("devices", "speed", self.speed, above=0)
-        _check("devices", "memory_bytes", self.memory_bytes, above=0)
+        _check("devices", "speed", self.speed, 1e-6, 1e6)
+        _check("devices", "memory_bytes", self.memory_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Link:
     latency_s: float
 
     def __post_init__(self) -> None:
-        _check("link", "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0)
-        _check("link", "latency_s", self.latency_s, above=-1e-300)
+        _check("link", "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, 1)
+        _check("link", "latency_s", self.latency_s, 0)
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _whole(value: Any, where: str) -> int:
     return value
 
 
-def _check(where: str, name: str, value: float, above: float) -> None:
-    if not (math.isfinite(value) and value > above):
-        least = "more than 0" if above == 0 else "at least 0"
-        raise InputError(f"cluster: {where}: {name} {value}: must be {least}, and finite")
+def _check(where: str, name: str, value: float, least: float, most: float = 1e30) -> None:
+    # Within these bounds every time stays finite.
+    if not least <= value <= most:
+        raise InputError(f"cluster: {where}: {name} {value}: must be {least:g} to {most:g}")

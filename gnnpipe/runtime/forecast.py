@@ -63,9 +63,8 @@ def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
     """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
 
     [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle, ``found`` by ``gram``), old^T
-    moved, the sums of old and moved, the squares of moved and new. The two products are made in
-    the rows' own type: the pull of ``RIDGE`` is far above what float32 rounds, and float64 takes
-    2.5 times as long.
+    moved, the sums of old and moved, the squares of moved and new. The two products, most of the
+    work, are made in the rows' own type: the pull of ``RIDGE`` is far above what float32 rounds.
     """
     x, d = old.double(), new.double() - old.double()
     parts = [gram(old) if found is None else found, (old.T @ (new - old)).double(), x.sum(0),

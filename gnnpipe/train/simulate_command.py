@@ -121,13 +121,14 @@ def _ranks(count: int) -> str:
 
 
 def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
-    """Simulate, print, and write the file; ``options`` are those of ``add_simulate_flags``."""
+    """Simulate, print, and write the file; ``options``: what was given of the flags."""
     hardware = options.hardware
     if (hardware is None) == (config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
             "DEVICE:LINK, like h100:100gbe"
         )
+    # One that stands in a file of settings is for other commands.
     if options.shape is not None and hasattr(options, "dataset"):
         raise InputError(
             f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "

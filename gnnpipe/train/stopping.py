@@ -58,7 +58,9 @@ class Stopping:
             signal.set_wakeup_fd(self._fd_before)
             before = self._before if callable(self._before) else signal.SIG_DFL
             signal.signal(signal.SIGTERM, before)
-            self._told.close()  # which ends the thread
+            # Which ends the thread, whoever else has the socket (a child that was forked).
+            self._told.shutdown(socket.SHUT_RDWR)
+            self._told.close()
             self._listener.join()
         # Only now: a thread that had its turn late may have started the clock just before.
         if self._timer is not None:
