@@ -3,7 +3,7 @@
     python scripts/bf16_accuracy.py run [--graphs G ...] [--seeds 3]   # some 15 minutes for all
     python scripts/bf16_accuracy.py report               # docs/benchmarks/bf16_accuracy.md
 
-GCN with 4 layers and GCNII with 16, hidden 64, dropout 0.5, 32 chunks, 200 epochs on two stages
+GCN with 4 layers and GCNII with 16, hidden 64, dropout 0.5, 32 chunks, 100 epochs on two stages
 (rows are rounded between stages, too, so one process would not show it all). Test accuracy at the
 epoch that validates best, evaluated every 10 epochs. The two contenders take turns; finished runs
 are kept in docs/benchmarks/data/bf16_accuracy.jsonl (or the file that BF16_DATA names).
@@ -37,7 +37,7 @@ GRAPHS = {
     "pubmed": ["--split", "10/20/70"],
 }
 MODELS = {"gcn": 4, "gcnii": 16}
-EPOCHS, CHUNKS, STAGES = 200, 32, 2
+EPOCHS, CHUNKS, STAGES = 100, 32, 2
 KINDS = ("same", "bf16")
 
 Row = dict[str, Any]

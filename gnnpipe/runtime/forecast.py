@@ -66,9 +66,13 @@ def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
     moved, the sums of old and moved, the squares of moved and new. The two products, most of the
     work, are made in the rows' own type: the pull of ``RIDGE`` is far above what float32 rounds.
     """
-    x, d = old.double(), new.double() - old.double()
-    parts = [gram(old) if found is None else found, (old.T @ (new - old)).double(), x.sum(0),
-             d.sum(0), d.square().sum(), new.double().square().sum()]  # fmt: skip
+    moved, wide = new - old, torch.float64
+    parts = [
+        gram(old) if found is None else found, (old.T @ moved).double(),
+        old.sum(0, dtype=wide), moved.sum(0, dtype=wide),
+        torch.linalg.vector_norm(moved, dtype=wide).square(),
+        torch.linalg.vector_norm(new, dtype=wide).square(),
+    ]  # fmt: skip
     return torch.cat([part.reshape(-1) for part in parts])
 
 
