@@ -33,6 +33,7 @@ def test_a_cluster(tmp_path):
     found = read(tmp_path, GOOD)
     strong, weak = Device(1.0, 16_000_000_000), Device(0.5, 8_000_000_000)
     assert found.devices == (strong, strong, weak)
+    assert read(tmp_path, GOOD.replace("8_000_000_000", "8e9")).devices == found.devices
     assert found.between(0, 1) == found.link == Link(1.25e9, 5e-5)
     assert found.between(0, 2) == found.between(2, 0) == Link(25e9, 0.0)
 
@@ -52,7 +53,7 @@ def test_a_cluster(tmp_path):
         ("speed = 0.5", "speed = true", ["speed", "'True'"]),
         ("speed = 0.5", "sped = 0.5\nspeed = 1.0", ["'sped'", "speed"]),
         ("8_000_000_000", "-1", ["memory_bytes -1"]),
-        ("8_000_000_000", "8e9", ["memory_bytes", "whole number"]),
+        ("8_000_000_000", "8.5", ["memory_bytes", "whole number"]),
         ("count = 2", "count = 0", ["count 0"]),
         ("count = 2", "count = 1_000_000_000", ["count 1000000000"]),
         ("1.25e9", "0", ["bandwidth_bytes_per_s 0", "1 to"]),

@@ -12,10 +12,11 @@ from gnnpipe import Trainer
 from gnnpipe.cli import main
 from gnnpipe.perf import read_trace
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import short_profile
+from gnnpipe.train import short_profile, timing
 from gnnpipe.train.predict import LEAST_EPOCHS
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.rehearsal import rehearsal
+from gnnpipe.train.report import human_bytes
 from gnnpipe.train.resume import resumed_config
 
 PARTS = ("compute_s", "exposed_pipeline_s", "exposed_graph_s", "bubble_s", "imbalance_s")
@@ -108,6 +109,10 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
     result, out = trained(tmp_path, "--epochs", "12", "--chunks", "3")
     said = capsys.readouterr().out
     assert "predicted: " in said
+    grown = result["peak_memory_bytes"][0] - result["memory_before_bytes"][0]
+    estimate = sum(result["memory_estimate_bytes"][0].values())
+    sizes = human_bytes(max(grown, 0)), human_bytes(estimate)
+    assert "memory grew by {} in training, estimated {}".format(*sizes) in said
     line = next(line for line in said.splitlines() if line.startswith("predicted ") and "%" in line)
     assert all(word in line for word in ("measured", "compute", "communication", "bubble"))
     (share,) = result["predicted_time_shares"]
@@ -120,6 +125,18 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
         ]
         assert walks[0] == walks[1], "the same chunks in the same order"
     assert max(s.end_s for s in trace.predicted) == pytest.approx(result["predicted_epoch_time_s"])
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "load", "is_told"), [(0.5, 9.5, True), (0.5, 2.9, False), (0.9, 9.5, False)]
+)
+def test_a_busy_machine_is_told_of_where_a_prediction_is_far_off(
+    predicted_s, load, is_told, monkeypatch
+):
+    monkeypatch.setattr(timing.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
+    line = timing.prediction_line(predicted_s, 1.0, [], [])
+    assert ("the machine is busy, with a load of 9.5 on 2 cores" in line) == is_told
 
 
 @pytest.mark.parametrize(

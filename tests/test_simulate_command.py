@@ -222,7 +222,7 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",stored=1e9"], ["at most vertices"]),
         (["--hardware", "h100:10gbe", "--shape", "vertices=1e15,edges=1,features=1e5,classes=2"],
          ["vertices times features must be at most"]),
-        (["--hardware", "h100:10gbe", "--shape", "vertices=3"], ["--shape", "edges is missing"]),
+        (["--hardware", "h100:10gbe", "--shape", "vertices=3"], ["--shape", "edges and features and classes missing", "vertices=1e6"]),
         (["--hardware", "h100:10gbe", "--shape", "vertexes=3"], ["did you mean 'vertices'"]),
         (["--hardware", "h100:10gbe", "--shape", "vertices=x"], ["vertices 'x'"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=-1"], ["halo must be"]),

@@ -16,7 +16,7 @@ from gnnpipe.plan import ModelGraph, Plan
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
 
-ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top"
+ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs holes of the heap"
 """For whoever shows an estimate."""
 
 

@@ -154,7 +154,9 @@ class Profile:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{source}: not JSON ({error})") from None
+            raise InputError(
+                f"{source}: not JSON ({error}); make one with `gnnpipe profile --save`"
+            ) from None
         if not isinstance(data, dict) or "version" not in data:
             raise InputError(f"{source}: not a profile; make one with `gnnpipe profile --save`")
         if data.pop("version") != VERSION:

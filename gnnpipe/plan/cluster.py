@@ -152,9 +152,11 @@ def _number(value: Any, where: str) -> float:
 
 
 def _whole(value: Any, where: str) -> int:
-    if type(value) is not int or abs(value) > 10**18:
+    # 80e9 is one, too.
+    is_whole = type(value) is int or (type(value) is float and value.is_integer())
+    if not is_whole or abs(value) > 10**18:
         raise InputError(f"{where} {str(value)[:40]!r}: give a whole number")
-    return value
+    return int(value)
 
 
 def _check(where: str, name: str, value: float, least: float, most: float = 1e30) -> None:

@@ -130,10 +130,12 @@ def result_lines(result: RunResult) -> list[str]:
             f"best validation {score(result.best_val_metric)} at epoch {result.best_epoch}: "
             f"test {score(result.test_metric_at_best_val)}"
         )
-    lines += [
-        f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank "
-        + ", ".join(human_bytes(b) for b in result.peak_memory_bytes),
-    ]
+    before = zip(result.peak_memory_bytes, result.memory_before_bytes, strict=True)
+    grown = [max(peak - held, 0) for peak, held in before]
+    sizes = result.peak_memory_bytes, grown, [e.total for e in result.memory_estimate_bytes]
+    peak, growth, estimate = (", ".join(map(human_bytes, some)) for some in sizes)
+    lines.append(f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank {peak}")
+    lines.append(f"memory grew by {growth} in training, estimated {estimate}")
     if result.predicted_epoch_time_s is not None:
         lines.append(
             prediction_line(

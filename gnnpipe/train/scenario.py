@@ -78,7 +78,10 @@ class GraphShape:
                 raise InputError(f"--shape {text!r}: {name} must be {least} to {most:,.0f}")
         missing = [f for f in ("vertices", "edges", "features", "classes") if f not in values]
         if missing:
-            raise InputError(f"--shape {text!r}: {missing[0]} is missing")
+            raise InputError(
+                f"--shape {text!r}: {' and '.join(missing)} missing; write it like "
+                "vertices=1e6,edges=1e7,features=128,classes=40"
+            )
         numbers = values["vertices"] * values["features"]
         if numbers > MOST_NUMBERS:
             raise InputError(

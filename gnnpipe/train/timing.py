@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 from gnnpipe.perf import EpochSpans, TimeShares
@@ -9,6 +10,9 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.probe import clock_offset
 
 __all__ = ["gather_epoch", "prediction_line", "time_lines"]
+
+MUCH = 0.25
+"""A prediction that is as far off wants a reason."""
 
 
 def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
@@ -50,9 +54,10 @@ def prediction_line(
     predicted_s: float, measured_s: float, predicted: list[TimeShares], measured: list[TimeShares]
 ) -> str:
     """Predicted beside measured; of the shares, by rank, the means."""
+    off = predicted_s / measured_s - 1
     text = (
         f"predicted {predicted_s:.3g} s an epoch, measured {measured_s:.3g} "
-        f"(prediction off by {predicted_s / measured_s - 1:+.0%})"
+        f"(prediction off by {off:+.0%}{_busy_words(off)})"
     )
     names = {
         "compute": ("compute_s",), "communication": ("exposed_pipeline_s", "exposed_graph_s"),
@@ -69,3 +74,11 @@ def prediction_line(
         return text
     noted = f"the one epoch whose actions were noted ({measured[0].epoch_s:.3g} s)"
     return f"{text}; in the prediction and in {noted}: {', '.join(parts)}"
+
+
+def _busy_words(off: float) -> str:
+    """Why, where it is plain: a prediction is for a machine that does nothing else."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if off > -MUCH or load < cores + 1:
+        return ""
+    return f"; the machine is busy, with a load of {load:.1f} on {cores} cores"
