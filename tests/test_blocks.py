@@ -1,7 +1,12 @@
 """One chunk walked in blocks of rows: the same run as with all rows at once."""
 
+import copy
+
 import pytest
+import torch
 from helpers import small_graph
+from torch import nn
+from torch_geometric.nn import GATv2Conv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.train import row_blocks
@@ -23,12 +28,32 @@ def graph():
     return small_graph(n=200, features=20)
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
+class WithMessages(nn.Module):
+    """Attention that makes them: its scores are of both ends at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(20, 16)
+        self.first = GATv2Conv(16, 8, heads=2)
+        self.second = GATv2Conv(16, 3, heads=1)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(self.encode(x), edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "with messages"])
 def test_blocks_give_the_same(model, monkeypatch):
-    settings = config(model=model, dtype="float64")
-    whole = Trainer(settings, graph=graph()).fit()
+    is_ours = model != "with messages"
+    settings = config(dtype="float64", **({"model": model} if is_ours else {}))
+    torch.manual_seed(0)
+    mine = None if is_ours else WithMessages().double()
+
+    def trainer_of(**given):
+        return Trainer(settings, graph=graph(), model=copy.deepcopy(mine), **given)
+
+    whole = trainer_of().fit()
     cut(monkeypatch)
-    trainer = Trainer(settings, graph=graph())
+    trainer = trainer_of()
     blocks = trainer.fit()
     assert trainer.plan.chunks == 6
     assert blocks.exact
@@ -37,8 +62,15 @@ def test_blocks_give_the_same(model, monkeypatch):
         assert b.loss == pytest.approx(a.loss, rel=1e-11)
     assert blocks.test_acc == whole.test_acc
     # The plan of such a run is one for such a run.
-    again = Trainer(settings, graph=graph(), plan=trainer.plan).fit()
+    again = trainer_of(plan=trainer.plan).fit()
     assert [row.loss for row in again.history] == [row.loss for row in blocks.history]
+
+
+def test_attention_without_messages_is_not_cut(monkeypatch):
+    cut(monkeypatch)
+    trainer = Trainer(config(model="gat"), graph=graph())
+    trainer.fit()
+    assert trainer.plan.chunks == 1
 
 
 def test_stale_walks_are_left_as_they_are(monkeypatch):

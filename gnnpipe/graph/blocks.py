@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.incidence import Incidence
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import local_rows
 
@@ -47,6 +49,18 @@ class Block:
     """[C] of the rows that read, if they are of another type."""
     edge_data: EdgeData = field(default_factory=dict)
     """[E_c, ...] what the edges carry, by the field of ``Graph``."""
+    is_fused: bool = False
+    """A convolution that is known to need no messages makes none; the oracle's makes them."""
+
+    @cached_property
+    def incidence(self) -> Incidence:
+        """The edges in both orders."""
+        return Incidence.build(self.edge_index, self.size, with_loops=False)
+
+    @cached_property
+    def incidence_with_loops(self) -> Incidence:
+        """The same with a loop for every row that reads, and no other."""
+        return Incidence.build(self.edge_index, self.size, with_loops=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +110,7 @@ class Blocks:
             torch.zeros(len(halo), 1, dtype=torch.bool, device=rows.device),
             (before + len(halo), len(rows)),
             edge_data=_of_edges(self.edge_data, part.data, rows.device),
+            is_fused=True,
         )
 
 
@@ -144,4 +159,5 @@ def _block(
         torch.cat([keys[0][start : start + count], keys[0][halo_rows]]),
         None if is_square else keys[1][first:last],
         _of_edges(edge_data, local.data[entries], device),
+        is_fused=True,
     )

@@ -1,7 +1,8 @@
-"""GAT (Velickovic et al., arXiv 1710.10903), through PyG's unchanged ``GATConv``.
+"""GAT (Velickovic et al., arXiv 1710.10903), with the weights of PyG's ``GATConv``.
 
 Attention needs both ends of every edge, so this layer does not lower to a fixed product: it pushes
 its transformed rows, and the attention runs on the rectangular block of a chunk and its halo.
+The oracle runs PyG's own code, the runtime that of ``models.attention``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch.nn.functional import elu
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.models.attention import attend
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["GATLayer"]
@@ -26,7 +28,8 @@ class GATLayer(Layer):
     """
 
     aggregation = "loops"
-    kept_rows_last = 2.25
+    kept_rows = 4.25  # the attended row, too; and a number for each head
+    kept_rows_last = 0.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -44,8 +47,8 @@ class GATLayer(Layer):
 
     @property
     def kept_per_edge(self) -> int:
-        """Its message, and four steps of the attention of each head."""
-        return self.spec.hidden + 4 * self.spec.heads
+        """Its weight, of each head."""
+        return self.spec.heads
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the linear map of the features, or of x after dropout."""
@@ -57,8 +60,12 @@ class GATLayer(Layer):
         """Attend over the block, then the activation."""
         block = rows.block
         assert block is not None
-        pair = (received, received[: block.size[1]])
-        x = elu(self.conv(pair, block.edge_index, size=block.size))
+        if block.is_fused:
+            x = attend(self.conv, received, None, block)
+        else:
+            pair = (received, received[: block.size[1]])
+            x = self.conv(pair, block.edge_index, size=block.size)
+        x = elu(x)
         if not self.is_last:
             return {"x": x}
         return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}

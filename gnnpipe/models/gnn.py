@@ -78,7 +78,11 @@ class LayerPiece(Piece):
         self.layers = list(layers)
         self._names = [layer_name(layer) for layer in layers]
         self.rounds = [
-            (Aggregation(name, layer.aggregation, layer.push_width),)
+            (
+                Aggregation(
+                    name, layer.aggregation, layer.push_width, kept_per_edge=layer.kept_per_edge
+                ),
+            )
             for name, layer in zip(self._names, layers, strict=True)
         ]
 

@@ -38,6 +38,8 @@ class Aggregation:
     """The type of the vertices that push, '' if there is but one."""
     vertex_type: str = ""
     """That of the vertices that read."""
+    kept_per_edge: int = 0
+    """Numbers that are kept of an edge until backward: its message, if one is made."""
 
     @property
     def over(self) -> tuple[str, str, str]:

@@ -73,7 +73,6 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
         reads = model.reads_features(call)
         found = aggregations.get(call.name)
         pushed, width = found.width if found else 0, model.facts[call].width
-        has_messages = found is not None and not (found.is_linear or found.is_mean)
         ops.append(
             Op(
                 name=call.name,
@@ -88,7 +87,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 kept_per_row=2 * pushed + width,
                 kept_per_row_recomputed=pushed,
                 passing_per_row=6 * pushed,
-                kept_per_edge=pushed if has_messages else 0,
+                kept_per_edge=found.kept_per_edge if found else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
                 is_linear=found.is_linear if found else True,

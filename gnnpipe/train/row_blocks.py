@@ -55,11 +55,16 @@ def row_blocks(
     number_bytes = 8 if config.dtype == "float64" else 4
     blocks = 1
     for op in model.aggregations:
-        has_messages = not (op.is_linear or op.is_mean)
-        if has_messages and (op.vertex_type or op.over_pairs or config.recompute):
+        on_blocks = not (op.is_linear or op.is_mean)
+        if on_blocks and (op.vertex_type or op.over_pairs or config.recompute):
             return 1
-        rows, at_once = (num_edges, MESSAGE_BYTES) if has_messages else (num_vertices, BLOCK_BYTES)
-        size = rows * op.push_width * number_bytes
+        has_messages = op.kept_per_edge >= op.push_width
+        if on_blocks and not has_messages:
+            continue  # there is little to cut, and blocks read most rows several times
+        size, at_once = num_vertices * op.push_width, BLOCK_BYTES
+        if has_messages:
+            size, at_once = num_edges * op.kept_per_edge, MESSAGE_BYTES
+        size *= number_bytes
         if size > KEPT_BYTES:
             blocks = max(blocks, -(-size // at_once))
     blocks = min(blocks, MOST_BLOCKS)

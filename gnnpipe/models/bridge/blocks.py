@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric.nn import GATConv
 
 from gnnpipe.graph.blocks import Block
+from gnnpipe.models.attention import attend, is_additive
 from gnnpipe.models.bridge.inner_dropout import KeyedDropout
 from gnnpipe.models.bridge.recording import EDGES, is_input
 from gnnpipe.models.layer import Rows
@@ -92,6 +94,8 @@ class BlockConv(nn.Module):
         self._kwargs: Any = fx.node.map_arg(dict(call.kwargs), slot)
         self._shapes = [shapes[n] for n in self.pushed]
         self._widths = [_count(shape) for shape in self._shapes]
+        self._is_plain = form == "pair" and not self.carried and len(args) + len(call.kwargs) == 2
+        """It is called on rows and edges alone."""
         if form == "pair" and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
 
@@ -99,6 +103,21 @@ class BlockConv(nn.Module):
     def width(self) -> int:
         """Numbers that are pushed for a row."""
         return sum(self._widths)
+
+    @property
+    def kept_per_edge(self) -> int:
+        """Numbers kept of an edge: its message, or a weight for each head (and what was dropped).
+
+        Of a convolution of which nothing is known, this is a guess.
+        """
+        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
+            return self.width
+        heads: int = self.conv.heads
+        return 2 * heads if self.conv.dropout else heads
+
+    @property
+    def _makes_no_messages(self) -> bool:
+        return self._is_plain and is_additive(self.conv)
 
     def forward(
         self,
@@ -135,7 +154,11 @@ class BlockConv(nn.Module):
         if self.drops:
             mode = KeyedDropout(self.drops, block, rows, self.site)
         with mode:
-            out: Tensor = self.conv(*args, **kwargs)
+            out: Tensor
+            if block.is_fused and self._makes_no_messages:
+                out = attend(self.conv, values[0][0], own, block)
+            else:
+                out = self.conv(*args, **kwargs)
         return out[:count]
 
 

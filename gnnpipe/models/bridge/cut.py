@@ -86,4 +86,5 @@ class Cut:
         structure, pushed_type, vertex_type = self.model.over(op)
         block = self.blocks.get(op)
         width = self.model.facts[op].width if block is None else block.width
-        return Aggregation(op.name, structure, width, pushed_type, vertex_type)
+        kept = 0 if block is None else block.kept_per_edge
+        return Aggregation(op.name, structure, width, pushed_type, vertex_type, kept)

@@ -193,7 +193,8 @@ class SampleRun:
             order = torch.cat([own, order[~torch.isin(order, own)]])
         edges = torch.stack([_places(order)[edges[0, into]], _places(own)[edges[1, into]]])
         nothing = torch.empty(0, dtype=torch.int64)
-        block = Block(edges, nothing, nothing.bool()[:, None], (len(order), len(own)))
+        size = len(order), len(own)
+        block = Block(edges, nothing, nothing.bool()[:, None], size, is_fused=True)
         received = torch.cat([rows[k][order].flatten(1) for k in block_conv.pushed], dim=1)
         mine = rows[block_conv.own][own] if block_conv.own is not None else None
         carried = tuple(self.whole[value][into] for value in block_conv.carried)

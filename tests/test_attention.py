@@ -1,0 +1,133 @@
+"""Attention without messages gives what PyG's GATConv gives, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import small_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch_geometric.nn import GATConv, GATv2Conv
+
+from gnnpipe import TrainConfig, Trainer
+from gnnpipe.graph.blocks import Block
+from gnnpipe.models.attention import attend, is_additive
+
+
+def block(edges, size):
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Block(edges, nothing, nothing.bool()[:, None], size, is_fused=True)
+
+
+def draw_edges(read, reading, count, seed, loops):
+    draw = torch.Generator().manual_seed(seed)
+    source = torch.randint(read, (count,), generator=draw)
+    target = torch.randint(reading, (count,), generator=draw)
+    edges = torch.unique(torch.stack([source, target]), dim=1)
+    return edges if loops else edges[:, edges[0] != edges[1]]
+
+
+def both(conv, x, own, edges, count):
+    """Rows and gradients of rows and weights, one way and the other."""
+    found = []
+    for is_fused in (False, True):
+        conv.zero_grad()
+        a = x.clone().requires_grad_()
+        b = None if own is None else own.clone().requires_grad_()
+        size = (len(x), count)
+        if is_fused:
+            out = attend(conv, a, b, block(edges, size))
+        else:
+            out = conv((a, a[:count] if b is None else b), edges, size=size)
+        (out * torch.sin(torch.arange(out.numel())).view(out.shape)).sum().backward()
+        grads = [a.grad, None if b is None else b.grad, *(p.grad for p in conv.parameters())]
+        found.append([out.detach(), *(g for g in grads if g is not None)])
+    for plain, fused in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    read=st.integers(1, 30),
+    heads=st.sampled_from([1, 3]),
+    width=st.sampled_from([1, 4]),
+    concat=st.booleans(),
+    loops=st.booleans(),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_rows_and_gradients_are_those_of_gatconv(read, heads, width, concat, loops, seed, data):
+    reading = data.draw(st.integers(1, read))
+    count = data.draw(st.integers(0, 4 * read))
+    slope = data.draw(st.sampled_from([0.2, 0.01]))
+    torch.manual_seed(seed)
+    edges = draw_edges(read, reading, count, seed, loops)
+    conv = GATConv(
+        5, width, heads=heads, concat=concat, add_self_loops=loops, negative_slope=slope,
+        bias=seed % 2 == 0, residual=seed % 3 == 0,
+    ).double()  # fmt: skip
+    x = torch.randn(read, 5, dtype=torch.float64)
+    both(conv, x, None, edges, reading)
+    both(conv, x, torch.randn(reading, 5, dtype=torch.float64), edges, reading)
+
+
+def test_both_ends_may_have_maps_of_their_own():
+    torch.manual_seed(0)
+    conv = GATConv((5, 3), 4, heads=2, add_self_loops=False).double()
+    edges = draw_edges(20, 9, 50, 0, loops=True)
+    x, own = torch.randn(20, 5).double(), torch.randn(9, 3).double()
+    both(conv, x, own, edges, 9)
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    torch.manual_seed(0)
+    conv = GATConv(5, 4, heads=2, add_self_loops=False).double()
+    edges = draw_edges(20, 9, 50, 0, loops=True)
+    x = 1e3 * torch.randn(20, 5).double()
+    out = attend(conv, x, None, block(edges, (20, 9)))
+    torch.testing.assert_close(out, conv((x, x[:9]), edges, size=(20, 9)))
+    assert out.isfinite().all()
+
+
+def test_dropout_takes_edges_off_the_sum_and_not_off_the_softmax(monkeypatch):
+    torch.manual_seed(0)
+    conv = GATConv(5, 4, heads=2, dropout=0.5).double()
+    edges = draw_edges(20, 9, 50, 0, loops=False)
+    # Ascending by target, with the loops behind: so that both see the same order of edges.
+    edges = edges[:, torch.argsort(edges[1], stable=True)]
+    kept = 2.0 * (torch.rand(edges.shape[1] + 9, 2) < 0.5).double()
+    monkeypatch.setattr(F, "dropout", lambda x, p, training: x * kept)
+    both(conv, torch.randn(20, 5).double(), None, edges, 9)
+
+
+def test_only_what_is_known_goes_without_messages():
+    assert is_additive(GATConv(4, 4))
+    assert not is_additive(GATConv(4, 4, edge_dim=2))
+    assert not is_additive(GATConv(4, 4, flow="target_to_source"))
+    assert not is_additive(GATConv(4, 4, aggr="max"))
+    assert not is_additive(GATv2Conv(4, 4))
+    assert not is_additive(type("Mine", (GATConv,), {})(4, 4))
+
+
+class Attentive(nn.Module):
+    """As a user writes it: dropout of attention, loops added by the convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = GATConv(8, 8, heads=2, dropout=0.5)
+        self.second = GATConv(16, 3, heads=1, concat=False, dropout=0.5)
+
+    def forward(self, x, edge_index):
+        return self.second(F.elu(self.first(x, edge_index)), edge_index)
+
+
+def test_a_users_model_trains_as_with_messages(monkeypatch):
+    losses = []
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr("gnnpipe.models.bridge.blocks.is_additive", lambda conv: False)
+        torch.manual_seed(0)
+        config = TrainConfig(epochs=4, chunks=3, dtype="float64", out="off", quiet=True)
+        trainer = Trainer(config, graph=small_graph(n=60, features=8), model=Attentive())
+        losses.append([row.loss for row in trainer.fit().history])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
