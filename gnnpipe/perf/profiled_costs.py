@@ -41,9 +41,9 @@ class ProfiledCosts:
         row_bytes: int,
         ranks_at_once: int,
     ) -> None:
-        """``row_bytes`` for a number of a row on the wire, ``number_bytes`` of a weight or pilot
-        row; ``ranks_at_once``: ranks of one machine. ``InputError`` if the profile lacks an op or
-        a link that the plan needs.
+        """``row_bytes`` for a number of a row on the wire, ``number_bytes`` of a weight;
+        ``ranks_at_once``: ranks of one machine. ``InputError`` if the profile lacks an op or a link
+        that the plan needs.
         """
         self.plan, self.model, self.sizes = plan, model, sizes
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
@@ -190,7 +190,7 @@ class ProfiledCosts:
         if chunk not in PILOTS:
             return int(self._sizes_between(*ends)[shard, chunk])
         return sum(
-            int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._number_bytes
+            int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._row_bytes
             for t in self._transfers.get(ends, ())
             for value, width in t.widths.items()
         )

@@ -47,7 +47,7 @@ def closed_form_volume(
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
     N, M and P by the type of the vertices, '' if there is but one; rows take ``row_bytes`` for a
-    number, weights and pilot rows ``number_bytes``:
+    number, weights ``number_bytes``:
 
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
@@ -67,14 +67,14 @@ def closed_form_volume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
         graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
-        control=2 * pilot_rows_bytes(plan, pilots, number_bytes)
+        control=2 * pilot_rows_bytes(plan, pilots, row_bytes)
         + 2 * (plan.shards - 1) * fit * 8 * any(pilots.values()),
     )
 
 
-def pilot_rows_bytes(plan: Plan, pilots: Mapping[str, int], number_bytes: int) -> int:
+def pilot_rows_bytes(plan: Plan, pilots: Mapping[str, int], row_bytes: int) -> int:
     """The pilot rows, P by type, once from stage to stage: P x the widths of every transfer."""
-    return sum(pilots[t] * width for t, width in _widths_sent(plan).items()) * number_bytes
+    return sum(pilots[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
 
 
 def _widths_sent(plan: Plan) -> Counter[str]:

@@ -84,6 +84,9 @@ class Executor:
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
+        self._entered: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}
+        """Pilot rows of the last recall as they came in, and as they went on."""
         self._results: dict[int, dict[str, Tensor]] = {}
         self._run: dict[str, Callable[[Action], None]] = {
             "F": self._forward, "B": self._backward,
@@ -147,7 +150,7 @@ class Executor:
         forecaster = self.forecaster
         assert forecaster is not None
         if not forecaster.is_ready:
-            again = {"RECALL": lambda action: self._pass_pilots(action, forecaster.recall)}
+            again = {"RECALL": self._pass_recalled}
             self._walk(recall_actions(self.plan, self.mesh.stage), epoch, self._run | again)
             self.mailbox.drain()
 
@@ -223,19 +226,38 @@ class Executor:
         return self._order[self._next.position]
 
     def _forecast(self, action: Action) -> None:
+        """Where rows are rounded on their way, pilots travel as their movement since the recall.
+
+        A forecast is made of it, and rounded rows would hardly tell it.
+        """
         assert self.forecaster is not None
-        self._pass_pilots(action, self.forecaster.run)
+        values = self._pilot_values(action)
+        if self.mailbox.is_rounding:
+            values = {name: self._entered[name] + moved for name, moved in values.items()}
+        out = self.forecaster.run(values)
+        if self.mailbox.is_rounding:
+            out = {name: out[name] - was for name, was in self._left.items()}
+        self._leaving[action.position] = out
+        self._entered, self._left = {}, {}
 
     def _recall(self, action: Action) -> None:
         assert self.forecaster is not None
         self.forecaster.remember()
-        self._pass_pilots(action, self.forecaster.recall)
+        self._pass_recalled(action)
 
-    def _pass_pilots(self, action: Action, through: Callable[[Values], Values]) -> None:
+    def _pass_recalled(self, action: Action) -> None:
+        assert self.forecaster is not None
+        values = self._pilot_values(action)
+        self._leaving[action.position] = out = self.forecaster.recall(values)
+        if self.mailbox.is_rounding:
+            self._entered = values
+            self._left = {name: out[name] for to in self._widths_out.values() for name in to}
+
+    def _pilot_values(self, action: Action) -> Values:
         values: Values = {}
         for peer in self._widths_in:
             values |= self.mailbox.take("F", peer, action.position)
-        self._leaving[action.position] = through(values)
+        return values
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gnnpipe.runtime.courier import Transfer
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.schedule import PILOTS
 
 __all__ = ["Mailbox"]
 
@@ -27,10 +26,7 @@ class Mailbox:
     """The messages of one rank."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
-        """Values are of ``dtype``; those of chunks travel as ``row_dtype``, pilot rows as they are.
-
-        Their movement, which the forecast is made of, is smaller than what rounding leaves.
-        """
+        """Values are of ``dtype`` and travel as ``row_dtype``."""
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
@@ -42,7 +38,7 @@ class Mailbox:
     ) -> None:
         """Make room for values of these sizes (rows, width) and start to receive them."""
         room = {
-            name: torch.empty(sizes[name], dtype=self._dtype(position), device=self.mesh.device)
+            name: torch.empty(sizes[name], dtype=self.row_dtype, device=self.mesh.device)
             for name in sorted(sizes)
         }
         source = self.mesh.peer(peer)
@@ -59,16 +55,18 @@ class Mailbox:
         self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, asked)
         return {name: values.to(self.dtype) for name, values in room.items()}
 
-    def _dtype(self, position: int) -> torch.dtype:
-        return self.dtype if position in PILOTS else self.row_dtype
+    @property
+    def is_rounding(self) -> bool:
+        """What arrives is not what was sent."""
+        return self.row_dtype != self.dtype
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""
         self.mesh.recorder.sent(way, self.mesh.peer(peer), position)
-        target, dtype = self.mesh.peer(peer), self._dtype(position)
+        target = self.mesh.peer(peer)
         # A chunk may have no vertex of a type; nobody waits for it.
         leaving = [
-            values[name].detach().to(dtype).contiguous()
+            values[name].detach().to(self.row_dtype).contiguous()
             for name in sorted(values)
             if len(values[name])
         ]

@@ -197,7 +197,7 @@ def prepare(
         row_bytes=row_dtype(config).itemsize,
         pilots=counts,
     )  # fmt: skip
-    recalled = pilot_rows_bytes(plan, counts, dtype.itemsize)
+    recalled = pilot_rows_bytes(plan, counts, row_dtype(config).itemsize)
     return Prepared(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
         volume, recalled, pilots, edges, metric, digest, loss_fn,
