@@ -21,6 +21,7 @@ from gnnpipe.runtime.forecast import Forecaster
 from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mailbox import Mailbox
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.pilot_rows import PilotRows
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import PILOTS, Action, Program, recall_actions
 
@@ -76,6 +77,10 @@ class Executor:
         self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
+        leaving = {name for widths in self._widths_out.values() for name in widths}
+        self._pilots = (
+            PilotRows(forecaster, leaving, self.mailbox.is_rounding) if forecaster else None
+        )
         self._types = {k: v for t in plan.transfers for k, v in t.types.items()}
         self._pilot_bytes = 0
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
@@ -84,9 +89,6 @@ class Executor:
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
-        self._entered: dict[str, Tensor] = {}
-        self._left: dict[str, Tensor] = {}
-        """Pilot rows of the last recall as they came in, and as they went on."""
         self._results: dict[int, dict[str, Tensor]] = {}
         self._run: dict[str, Callable[[Action], None]] = {
             "F": self._forward, "B": self._backward,
@@ -226,19 +228,8 @@ class Executor:
         return self._order[self._next.position]
 
     def _forecast(self, action: Action) -> None:
-        """Where rows are rounded on their way, pilots travel as their movement since the recall.
-
-        A forecast is made of it, and rounded rows would hardly tell it.
-        """
-        assert self.forecaster is not None
-        values = self._pilot_values(action)
-        if self.mailbox.is_rounding:
-            values = {name: self._entered[name] + moved for name, moved in values.items()}
-        out = self.forecaster.run(values)
-        if self.mailbox.is_rounding:
-            out = {name: out[name] - was for name, was in self._left.items()}
-        self._leaving[action.position] = out
-        self._entered, self._left = {}, {}
+        assert self._pilots is not None
+        self._leaving[action.position] = self._pilots.run(self._pilot_values(action))
 
     def _recall(self, action: Action) -> None:
         assert self.forecaster is not None
@@ -246,12 +237,8 @@ class Executor:
         self._pass_recalled(action)
 
     def _pass_recalled(self, action: Action) -> None:
-        assert self.forecaster is not None
-        values = self._pilot_values(action)
-        self._leaving[action.position] = out = self.forecaster.recall(values)
-        if self.mailbox.is_rounding:
-            self._entered = values
-            self._left = {name: out[name] for to in self._widths_out.values() for name in to}
+        assert self._pilots is not None
+        self._leaving[action.position] = self._pilots.recall(self._pilot_values(action))
 
     def _pilot_values(self, action: Action) -> Values:
         values: Values = {}

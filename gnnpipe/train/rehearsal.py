@@ -110,7 +110,7 @@ class _MadeUp(Mailbox):
     ) -> None:
         """Fill the values at once."""
         room = {
-            name: torch.empty(size, dtype=self._dtype(position), device=self.mesh.device).uniform_()
+            name: torch.empty(size, dtype=self.row_dtype, device=self.mesh.device).uniform_()
             for name, size in sizes.items()
         }
         nothing = Transfer(list)
