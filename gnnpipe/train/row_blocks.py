@@ -23,9 +23,9 @@ BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
 MESSAGE_BYTES = 16 << 20
-"""Of a block's messages, one for each edge, where the aggregation makes them: each is read and
-written a dozen times, so they are to stay near the cache, but the rows that a block reads are
-copied for it (docs/benchmarks/blocks.md)."""
+"""Of what a block keeps of its edges, where the aggregation is no product: their messages, or one
+number a head. It is read and written a dozen times, so it is to stay near the cache, but the rows
+that a block reads are copied for it (docs/benchmarks/blocks.md)."""
 
 MOST_BLOCKS = 1024
 """With more of them, calls and copied rows cost more than is won."""
@@ -45,9 +45,9 @@ def row_blocks(
 ) -> int:
     """How many blocks, 1 for none; also 1 if a ``plan`` that is given has another number.
 
-    ``sizes``: vertices and edges. Only on one rank on a CPU. Where an aggregation makes messages,
-    only of vertices of one type, for a block might have none of another; and not to recompute them,
-    for the rows that a block reads are kept until backward.
+    ``sizes``: vertices and edges. Only on one rank on a CPU. Where an aggregation is no
+    product, only of vertices of one type, for a block might have none of another; and not to
+    recompute messages, for the rows that a block reads are kept until backward.
     """
     if config.chunks * config.world_size > 1 or device != "cpu":
         return 1
@@ -58,11 +58,8 @@ def row_blocks(
         on_blocks = not (op.is_linear or op.is_mean)
         if on_blocks and (op.vertex_type or op.over_pairs or config.recompute):
             return 1
-        has_messages = op.kept_per_edge >= op.push_width
-        if on_blocks and not has_messages:
-            continue  # there is little to cut, and blocks read most rows several times
         size, at_once = num_vertices * op.push_width, BLOCK_BYTES
-        if has_messages:
+        if on_blocks:
             size, at_once = num_edges * op.kept_per_edge, MESSAGE_BYTES
         size *= number_bytes
         if size > KEPT_BYTES:
