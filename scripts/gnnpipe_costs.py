@@ -167,7 +167,7 @@ class LoggedCosts:
         """None."""
         return ()
 
-    def gradient_bytes(self, stage: int) -> int:
+    def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         return 4 * num_weights(self.data, self.model) // self.stages
 
     def link_s(self, source: int, target: int, size_bytes: int) -> float:

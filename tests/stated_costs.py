@@ -60,7 +60,7 @@ class StatedCosts:
     def exchange_bytes(self, way, stage, shard, chunk, step):
         return self.exchanged_size
 
-    def gradient_bytes(self, stage):
+    def gradient_bytes(self, stage, steps):
         return 16
 
     def link_s(self, source, target, size_bytes):

@@ -268,7 +268,10 @@ def predicted_bytes(prepared):
         for g in shards
         for c in chunks
     )
-    gradient = sum(2 * (plan.shards - 1) * said.gradient_bytes(s) for s in range(plan.num_stages))
+    gradient = sum(
+        2 * (plan.shards - 1) * said.gradient_bytes(s, (0, steps))
+        for s, steps in enumerate(plan.steps)
+    )
     pilots = sum(
         said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PILOTS
     )

@@ -33,6 +33,13 @@ def test_programs_are_proved_for_any_stage_dag(plan):
         assert report.live_reads == report.stale_reads == pairs // 2
     assert check(evaluation_program(plan)).exact
     assert check(training_program(plan, forecast=True)) == report
+    # Any buckets: here one begins with every second step.
+    buckets = [tuple(range(0, n, 2)) for n in plan.steps]
+    bucketed = training_program(plan, True, buckets)
+    assert check(bucketed) == report
+    for actions, begins in zip(bucketed.stages, buckets, strict=True):
+        sums = [a.steps[0] for a in actions if a.kind == "REDUCE_GRAD"]
+        assert sums == (list(reversed(begins)) if plan.shards > 1 else [])
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -87,8 +94,33 @@ def test_faults_are_named(fault):
 def test_shards_must_add_their_gradients():
     program = training_program(chain(1, 2, shards=2))
     assert program.text().endswith("0REDUCE_GRAD 0STEP\n")
-    with pytest.raises(ProgramError, match="must end with REDUCE_GRAD STEP"):
+    with pytest.raises(ProgramError, match="every step once over its shards, sums those of steps"):
         check(changed(program, 0, lambda a: [x for x in a if x.kind != "REDUCE_GRAD"]))
+
+
+def test_gradients_are_summed_in_buckets_under_backward():
+    program = training_program(chain(1, 1, shards=2), buckets=[(0, 2)])
+    assert program.text() == (
+        "stage 0: 0F0 0B0[2:3] 0REDUCE_GRAD[2:3] 0B0[0:2] 0REDUCE_GRAD[0:2] 0STEP\n"
+    )
+    exact = training_program(chain(1, 2, "layer-sync", shards=2), buckets=[(0, 1, 2)])
+    assert exact.text().endswith(
+        "0B1[2:3] 0B0[2:3] 0REDUCE_GRAD[2:3] 0B1[1:2] 0B0[1:2] 0REDUCE_GRAD[1:2] "
+        "0B1[0:1] 0B0[0:1] 0REDUCE_GRAD[0:1] 0STEP\n"
+    )
+
+    def early(actions):
+        """The first sum in front of the backward of its steps."""
+        first = next(a for a in actions if a.kind == "REDUCE_GRAD")
+        others = [a for a in actions if a != first]
+        at = next(i for i, a in enumerate(others) if a.kind == "B")
+        return [*others[:at], first, *others[at:]]
+
+    with pytest.raises(ProgramError, match="before its gradients are whole"):
+        check(changed(program, 0, early))
+    again = changed(program, 0, lambda a: [*a[:-1], a[-2], a[-1]])
+    with pytest.raises(ProgramError, match="every step once"):
+        check(again)
 
 
 def test_wrong_order_of_messages_and_stalls_are_refused():

@@ -87,8 +87,8 @@ class Costs(Protocol):
         one that read the mean. Asked for where ``has_exchange`` is, too.
         """
 
-    def gradient_bytes(self, stage: int) -> int:
-        """The gradients of the stage's weights, one copy."""
+    def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
+        """Of the stage's weights whose gradients are whole behind these steps, one copy."""
 
     def link_s(self, source: int, target: int, size_bytes: int) -> float:
         """A message alone on its link: from when both ranks are there to when it can be read."""

@@ -17,7 +17,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
-from gnnpipe.plan import ModelGraph, Op, Plan, Transfer
+from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
 from gnnpipe.schedule import PILOTS
 
 __all__ = ["ProfiledCosts", "meeting_time_s"]
@@ -230,9 +230,12 @@ class ProfiledCosts:
         parts = self._parts[stage][step]
         return [self.model.ops[part.op] for part in parts if part.side == "before"]
 
-    def gradient_bytes(self, stage: int) -> int:
-        """Weights of the stage."""
-        return sum(op.num_parameters for op in self._stage_ops(stage)) * self._number_bytes
+    def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
+        """Weights of the stage that are whole behind these steps."""
+        whole = op_gradient_steps(self.model, *self.plan.stages[stage])
+        ops = zip(self._stage_ops(stage), whole, strict=True)
+        numbers = sum(op.num_parameters for op, step in ops if step in range(*steps))
+        return numbers * self._number_bytes
 
     def link_s(self, source: int, target: int, size_bytes: int) -> float:
         """A message."""

@@ -79,6 +79,7 @@ class _StageWalk:
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
+        self._summed: list[int] = []
 
     def run(self) -> None:
         """Add all tasks."""
@@ -97,8 +98,9 @@ class _StageWalk:
             elif action.kind.startswith("SEND_"):
                 self._send(action)
             elif action.kind == "REDUCE_GRAD":
-                self._reduce("REDUCE_GRAD", self.costs.gradient_bytes(self.stage))
+                self._sum_gradients(action)
             elif action.kind == "STEP":
+                self._wait(*self._summed)
                 self._meet(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
                 self._device("STEP", updates)
@@ -212,14 +214,27 @@ class _StageWalk:
         for size in self.costs.mean_bytes(self.stage, step):
             self._reduce("REDUCE_MEAN", size, position, self.order[position], step)
 
+    def _sum_gradients(self, action: Action) -> None:
+        size = self.costs.gradient_bytes(self.stage, action.steps)
+        task = self._sum_over_shards("REDUCE_GRAD", size, step=action.steps[0])
+        if self.overlap:
+            self._summed.append(task)
+        else:
+            self._wait(task)
+
     def _reduce(
         self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
+        self._wait(self._sum_over_shards(kind, size, position, chunk, step))
+
+    def _sum_over_shards(
+        self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
+    ) -> int:
         sent = 2 * (len(self.shards) - 1) * size
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.reduce_s(self.stage, size)
-        self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
+        return self.tasks.add(what, wire, time_s, tuple(self._last))
 
     def _meet(self, position: int) -> None:
         """Wait for all ranks; the first stage that comes makes the task."""

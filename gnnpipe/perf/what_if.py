@@ -83,9 +83,9 @@ class ChangedCosts:
         """Unchanged."""
         return self._costs.mean_bytes(stage, step)
 
-    def gradient_bytes(self, stage: int) -> int:
+    def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         """Unchanged."""
-        return self._costs.gradient_bytes(stage)
+        return self._costs.gradient_bytes(stage, steps)
 
     def link_s(self, source: int, target: int, size_bytes: int) -> float:
         """Unchanged."""

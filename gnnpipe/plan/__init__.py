@@ -1,6 +1,10 @@
 """WHAT goes where: the model as plain data, and the plan that places it. No torch in here."""
 
+from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.model_graph import ModelGraph, Op
 from gnnpipe.plan.plan import Plan, Transfer
 
-__all__ = ["ModelGraph", "Op", "Plan", "Transfer"]
+__all__ = [
+    "ModelGraph", "Op", "Plan", "Transfer", "gradient_buckets", "gradient_steps",
+    "op_gradient_steps",
+]  # fmt: skip

@@ -161,41 +161,91 @@ def _busiest(sent: list[list[int]], received: list[list[int]], mesh: Mesh) -> li
 
 
 class GradientSum:
-    """Adds the weight gradients of a stage over its shards. P weights."""
+    """Adds the weight gradients of a stage over its shards, in buckets under backward."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh) -> None:
+    def __init__(self, whole: Sequence[tuple[torch.nn.Parameter, int]], mesh: Mesh) -> None:
+        """``whole``: the weights, each with the step behind whose backward its gradient is whole.
+
+        The same on all shards of the stage.
+        """
         self.mesh = mesh
-        self.parameters = list(parameters)
+        self._whole = list(whole)
         self.sent_bytes = 0
+        self._summing: list[tuple[ShardSum, list[Tensor]]] = []
 
-    def reduce(self) -> None:
-        """Replace every ``.grad`` by the sum over the shards; a missing one counts as zero."""
-        if self.mesh.shards == 1 or not self.parameters:
+    def begin(self, steps: range) -> None:
+        """Start to sum the gradients that are whole behind ``steps``; a missing one is zero."""
+        for others, _ in self._summing:
+            others.proceed()
+        weights = [p for p, step in self._whole if step in steps]
+        if self.mesh.shards == 1 or not weights:
             return
-        for p in self.parameters:
+        for p in weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        self.sent_bytes += sum_over_shards(flat, self.mesh)
-        for g, summed in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
-            g.copy_(summed.view(g.shape))
+        grads = [p.grad for p in weights if p.grad is not None]
+        bucket = ShardSum(torch.cat([g.reshape(-1) for g in grads]), self.mesh)
+        self.sent_bytes += bucket.sent_bytes
+        self._summing.append((bucket, grads))
+
+    def finish(self) -> None:
+        """Every ``.grad`` is the sum over the shards."""
+        for others, _ in self._summing:
+            others.proceed()
+        for bucket, grads in self._summing:
+            parts = torch.split(bucket.wait(), [g.numel() for g in grads])
+            for g, summed in zip(grads, parts, strict=True):
+                g.copy_(summed.view(g.shape))
+        self._summing.clear()
+
+    def forget(self) -> None:
+        """Of a pass that was ended by an error."""
+        self._summing.clear()
+
+
+class ShardSum:
+    """The sum over the shards of ``flat`` [n], in a fixed order, on its way.
+
+    Two exchanges: the parts to whom adds them up, and their sums to everyone. Over all shards these
+    are 2 (G - 1) n numbers.
+    """
+
+    def __init__(self, flat: Tensor, mesh: Mesh) -> None:
+        shards, n = mesh.shards, flat.numel()
+        self._flat, self._mesh = flat, mesh
+        self._parts = [n * (g + 1) // shards - n * g // shards for g in range(shards)]
+        mine = self._parts[mesh.shard]
+        self.sent_bytes = (n - mine + (shards - 1) * mine) * flat.element_size()
+        self._most_bytes = flat.nbytes // shards * (shards - 1)
+        gathered, counts = flat.new_empty(mine * shards), [mine] * shards
+        self._gathering: Arrival | None = Arrival(
+            gathered, flat, counts, self._parts, mesh, self._most_bytes
+        )
+        self._arrival = self._gathering
+
+    def proceed(self) -> None:
+        """Add up what has come to this shard, and hand it out; all shards at the same place."""
+        if self._gathering is None:
+            return
+        shards, mine = self._mesh.shards, self._parts[self._mesh.shard]
+        total = self._gathering.wait().view(shards, mine).sum(0)
+        self._gathering = None
+        # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
+        copies, counts = total.repeat(shards), [mine] * shards
+        self._arrival = Arrival(
+            self._flat, copies, self._parts, counts, self._mesh, self._most_bytes
+        )
+
+    def wait(self) -> Tensor:
+        """The sum, [n], in the place of ``flat``."""
+        self.proceed()
+        return self._arrival.wait()
 
 
 def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
-    """Replace ``flat`` [n] by its sum over the shards, in a fixed order; the bytes sent from here.
-
-    Over all shards these are 2 (G - 1) n numbers.
-    """
-    shards = mesh.shards
-    if shards == 1:
+    """Replace ``flat`` [n] by its sum over the shards; the bytes sent from here."""
+    if mesh.shards == 1:
         return 0
-    parts = [flat.numel() * (g + 1) // shards - flat.numel() * g // shards for g in range(shards)]
-    mine = parts[mesh.shard]
-    gathered = flat.new_empty(mine * shards)
-    most_bytes = flat.nbytes // shards * (shards - 1)
-    Arrival(gathered, flat, [mine] * shards, parts, mesh, most_bytes).wait()
-    total = gathered.view(shards, mine).sum(0)
-    # To everyone: an all-gather of uneven parts, written as an all-to-all of copies.
-    Arrival(flat, total.repeat(shards), parts, [mine] * shards, mesh, most_bytes).wait()
-    return (flat.numel() - mine + (shards - 1) * mine) * flat.element_size()
+    found = ShardSum(flat, mesh)
+    found.wait()
+    return found.sent_bytes

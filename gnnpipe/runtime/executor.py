@@ -52,6 +52,7 @@ class Executor:
         stage: Stage,
         layouts: Mapping[str, ShardLayout],
         exchanges: Sequence[Exchange],
+        gradient_sum: GradientSum,
         optimizer: torch.optim.Optimizer | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         guard: Guard,
@@ -74,7 +75,7 @@ class Executor:
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was no number in the last training pass."""
         self.mailbox = Mailbox(mesh, *dtypes)
-        self.gradient_sum = GradientSum(stage.piece.parameters(), mesh)
+        self.gradient_sum = gradient_sum
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
         leaving = {name for widths in self._widths_out.values() for name in widths}
@@ -117,6 +118,7 @@ class Executor:
         recorder.drop()
         if training:
             recorder.begin(order, program.is_exact)
+        self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
         self._walk(actions, epoch, self._run)
         recorder.done()
@@ -282,9 +284,10 @@ class Executor:
         self.mailbox.post(way, action.peer, action.position, sizes)
 
     def _reduce(self, action: Action) -> None:
-        self.gradient_sum.reduce()
+        self.gradient_sum.begin(range(*action.steps))
 
     def _step(self, action: Action) -> None:
+        self.gradient_sum.finish()
         losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
         self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
         self.has_stepped = self.guard.passes(sum(losses.values()))

@@ -128,15 +128,31 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
 
 
 def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> None:
-    """Training ends with the gradient sum (if there are shards) and one step, behind all B."""
-    tail = ["REDUCE_GRAD", "STEP"] if program.shards > 1 else ["STEP"]
+    """Training ends with one step, behind all B; before it every gradient is summed, once, whole.
+
+    Nothing is summed where there is one shard.
+    """
+    found = [(i, a) for i, a in enumerate(actions) if a.kind in ("REDUCE_GRAD", "STEP")]
     last = max(i for i, a in enumerate(actions) if a.kind == "B")
-    found = [(i, a.kind) for i, a in enumerate(actions) if a.kind in ("REDUCE_GRAD", "STEP")]
-    if [kind for _, kind in found] != tail or found[0][0] < last:
+    kinds = [a.kind for _, a in found]
+    if kinds.count("STEP") != 1 or kinds[-1] != "STEP" or found[-1][0] < last:
         raise ProgramError(
-            f"stage {stage}: must end with {' '.join(tail)} behind its last B, has "
-            f"{' '.join(kind for _, kind in found) or 'nothing'}"
+            f"stage {stage}: must end with STEP behind its last B, "
+            f"has {' '.join(kinds) or 'nothing'}"
         )
+    summed = [step for _, a in found[:-1] for step in range(*a.steps)]
+    if sorted(summed) != list(range(program.num_steps[stage] if program.shards > 1 else 0)):
+        raise ProgramError(
+            f"stage {stage}: must sum the gradients of every step once over its shards, sums those "
+            f"of steps {summed}"
+        )
+    for i, a in found[:-1]:
+        later = [b.steps for b in actions[i:] if b.kind == "B"]
+        if any(first < a.steps[1] and a.steps[0] < end for first, end in later):
+            raise ProgramError(
+                f"stage {stage}: {a.text(program.num_steps[stage])} comes before its gradients are "
+                "whole"
+            )
 
 
 def _check_forecast(program: Program) -> None:

@@ -8,8 +8,9 @@ value. Neither waits: the executor waits at first use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gnnpipe.plan import Plan
 from gnnpipe.schedule.compute import ORDERS
@@ -18,13 +19,17 @@ from gnnpipe.schedule.program import PILOT, RECALLED, Action, Program
 __all__ = ["evaluation_program", "recall_actions", "training_program"]
 
 
-def training_program(plan: Plan, forecast: bool = False) -> Program:
-    """One epoch: forward over all chunks, backward in reverse, gradient sum, optimizer step.
+def training_program(
+    plan: Plan, forecast: bool = False, buckets: Sequence[Sequence[int]] = ()
+) -> Program:
+    """One epoch: forward over all chunks, backward in reverse, gradient sums, optimizer step.
 
-    With ``forecast`` the pilot rows go first, and carry the stale rows to the current weights; not
-    in an exact program, which has none. Both recall them for the epoch that comes next.
+    ``buckets``: by stage, the steps that the buckets of the gradient sum begin with, ascending from
+    0 (``plan.gradient_buckets``); one for all without. With ``forecast`` the pilot rows go first,
+    and carry the stale rows to the current weights; not in an exact program, which has none. Both
+    recall them for the epoch that comes next.
     """
-    program = _lower(plan, plan.schedule, backward=True)
+    program = _lower(plan, plan.schedule, backward=True, buckets=buckets)
     if not forecast:
         return program
     first = [() if program.is_exact else _forecast(plan, s) for s in range(plan.num_stages)]
@@ -89,7 +94,7 @@ def _with_recall(
     last = plan.num_stages - 1
     share = 1.0 if stage == last else 0.0 if is_exact else stage / last
     place = ([back[0]] + [i + 1 for i in back])[math.ceil(share * len(back))]
-    while actions[place].kind in ("SEND_B", "RECV_B"):
+    while actions[place].kind in ("SEND_B", "RECV_B", "REDUCE_GRAD"):
         place += 1
     receives: dict[int, list[Action]] = {}
     for receive in _receives(plan, stage, RECALLED):
@@ -108,21 +113,53 @@ def _with_recall(
     return tuple(changed)
 
 
-def _lower(plan: Plan, schedule: str, backward: bool) -> Program:
+def _lower(
+    plan: Plan, schedule: str, backward: bool, buckets: Sequence[Sequence[int]] = ()
+) -> Program:
     stages = []
     for stage, num_steps in enumerate(plan.steps):
         forward = ORDERS[schedule](stage, num_steps, plan.chunks)
         actions = _with_forward(plan, forward, num_steps)
         if backward:
             drain = [Action("B", stage, a.position, a.steps) for a in reversed(forward)]
-            actions += _with_backward(plan, drain, num_steps)
-            if plan.shards > 1:
-                actions.append(Action("REDUCE_GRAD", stage))
+            if plan.shards == 1:
+                actions += _with_backward(plan, drain, num_steps)
+            else:
+                begins = buckets[stage] if buckets else (0,)
+                ends = (*begins[1:], num_steps)
+                sums = [
+                    Action("REDUCE_GRAD", stage, steps=steps)
+                    for steps in zip(begins, ends, strict=True)
+                ]
+                drain = _parted(drain, begins)
+                actions += _with_sums(_with_backward(plan, drain, num_steps), sums)
             actions.append(Action("STEP", stage))
         stages.append(tuple(actions))
     return Program(
         tuple(stages), plan.steps, plan.chunks, plan.shards, is_exact=schedule == "layer-sync"
     )
+
+
+def _parted(drain: list[Action], begins: Sequence[int]) -> list[Action]:
+    """The last chunk's backward through several steps, cut where a bucket begins."""
+    *others, last = drain
+    inner = [step for step in begins if last.steps[0] < step < last.steps[1]]
+    bounds = [last.steps[0], *inner, last.steps[1]]
+    parts = [replace(last, steps=steps) for steps in pairwise(bounds)]
+    return [*others, *reversed(parts)]
+
+
+def _with_sums(actions: list[Action], sums: list[Action]) -> list[Action]:
+    """Each sum behind the last B of its steps (and what that sends to other stages)."""
+    found = list(actions)
+    for a in sums:
+        last = max(
+            i for i, b in enumerate(found) if b.kind == "B" and a.steps[0] in range(*b.steps)
+        )
+        while last + 1 < len(found) and found[last + 1].kind == "SEND_B":
+            last += 1
+        found.insert(last + 1, a)
+    return found
 
 
 def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:

@@ -30,7 +30,7 @@ class Action:
     ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
     without waiting), FORECAST (find out from the pilot rows where the stale rows go), CARRY (take
     them there), RECALL (what the next FORECAST has to know of this epoch's tables and weights),
-    REDUCE_GRAD (sum over the shards) or STEP (optimizer).
+    REDUCE_GRAD (begin to sum a bucket of gradients over the shards) or STEP (end that; optimizer).
     """
 
     kind: str
@@ -39,17 +39,20 @@ class Action:
     """Place of the chunk in the walk; PILOT for FORECAST, CARRY and their values, RECALLED for
     RECALL and its, -1 for REDUCE_GRAD and STEP."""
     steps: tuple[int, int] = (0, 0)
-    """F and B: first step, one past the last. B runs them from the last to the first."""
+    """F and B: first step, one past the last. B runs them from the last to the first. REDUCE_GRAD:
+    the steps whose gradients it adds up."""
     peer: int = -1
     """SEND and RECV: the other stage."""
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
-        if self.kind in ("FORECAST", "CARRY", "RECALL", "REDUCE_GRAD", "STEP"):
+        if self.kind in ("FORECAST", "CARRY", "RECALL", "STEP"):
             return f"{self.stage}{self.kind}"
         part = ""
-        if self.kind in ("F", "B") and self.steps != (0, num_steps):
+        if self.kind in ("F", "B", "REDUCE_GRAD") and self.steps != (0, num_steps):
             part = f"[{self.steps[0]}:{self.steps[1]}]"
+        if self.kind == "REDUCE_GRAD":
+            return f"{self.stage}{self.kind}{part}"
         peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
         place = {PILOT: "P", RECALLED: "R"}.get(self.position, str(self.position))
         return f"{self.stage}{self.kind}{place}{part}{peer}"

@@ -20,7 +20,8 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_drift_rows
 from gnnpipe.models import Aggregation
 from gnnpipe.models.dropout import row_keys
-from gnnpipe.runtime.exchange import Exchange
+from gnnpipe.plan import gradient_steps
+from gnnpipe.runtime.exchange import Exchange, GradientSum
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.runtime.forecast import Forecaster
 from gnnpipe.runtime.guard import Guard
@@ -116,9 +117,11 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     optimizer = torch.optim.Adam(
         [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay
     )
+    steps = gradient_steps(prepared.model_graph, first, last)
+    trained = [(p, steps.get(name, 0)) for name, p in piece.named_parameters() if p.requires_grad]
     executor = Executor(
         prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
-        optimizer, (dtype, prepared.row_dtype),
+        GradientSum(trained, mesh), optimizer, (dtype, prepared.row_dtype),
         Guard(piece.named_parameters(), mesh, config.clip_norm), forecaster,
     )  # fmt: skip
     return Assembly(

@@ -27,7 +27,7 @@ from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
@@ -177,8 +177,9 @@ def prepare(
         each = techniques.pilots_per_column
         counts = {name: each * (width + 1) for name, width in widths.items()}
         pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
-    program = training_program(plan, forecast=len(pilots) > 0)
-    exact_program = training_program(replace(plan, schedule="layer-sync"), len(pilots) > 0)
+    buckets = gradient_buckets(described, plan, dtype.itemsize)
+    program = training_program(plan, len(pilots) > 0, buckets)
+    exact_program = training_program(replace(plan, schedule="layer-sync"), len(pilots) > 0, buckets)
     report = check(program)
     check(exact_program)
     if not report.exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:

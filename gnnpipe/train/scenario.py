@@ -18,7 +18,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.mesh import Mesh
@@ -156,7 +156,10 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     )  # fmt: skip
     memory = [size for size in memory_of_shape(config, shape, model, plan) for _ in range(shards)]
     return Scenario(
-        config, plan, model, training_program(plan, forecast=pilots > 0),
+        config, plan, model,
+        training_program(
+            plan, pilots > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
+        ),
         chunk_order(config, config.techniques.exact_epochs), sizes, volume, memory, shape,
         pilots > 0,
     )  # fmt: skip
