@@ -114,6 +114,23 @@ def start(args: argparse.Namespace) -> None:
         keep(cell, {"seconds": times, "read_s": float(parts[0]), "cut_s": float(parts[1])})
 
 
+def growth(table: list[dict[str, Any]]) -> str:
+    """How an edge's time grows from the first size whose rows are not all in the cache."""
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+    cache_bytes = int(cache.removesuffix("K")) << 10
+    last = table[-1]
+    outside = next(row for row in table if row["vertices"] * WIDTH * 4 > cache_bytes)
+    before = table[table.index(outside) - 1]
+    return (
+        f"The last cache of this machine holds {cache_bytes >> 20} MiB, a table of "
+        f"{before['vertices']:,} rows {before['vertices'] * WIDTH * 4 / 2**20:.0f}. An edge of "
+        f"{last['vertices']:,} vertices takes {last['ns'] / outside['ns']:.2f} times as long as "
+        f"one of {outside['vertices']:,}, whose table does not fit, and "
+        f"{last['ns'] / before['ns']:.2f} times as long as one of {before['vertices']:,}, whose "
+        "table fits, but not all that a layer reads and writes."
+    )
+
+
 def report(args: argparse.Namespace) -> None:
     rows = list(done().values())
     commits = sorted({row["commit"] for row in rows})
@@ -162,6 +179,8 @@ def report(args: argparse.Namespace) -> None:
             }
         )  # fmt: skip
         text.append("| " + " | ".join(f"{v:,}" for v in table[-1].values()) + " |")
+    if table:
+        text += ["", growth(table)]
     text += [
         "", "## From the command to the end of the first epoch", "",
         "GCN 3 x 128, K = 32, no cached cut; seconds, median (least to most). *Read* and *cut* are "

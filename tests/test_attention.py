@@ -107,6 +107,11 @@ def test_only_what_is_known_goes_without_messages():
     assert not is_additive(GATConv(4, 4, aggr="max"))
     assert not is_additive(GATv2Conv(4, 4))
     assert not is_additive(type("Mine", (GATConv,), {})(4, 4))
+    watched, changed = GATConv(4, 4), GATConv(4, 4)
+    watched.register_message_forward_hook(lambda *given: None)
+    changed.register_forward_hook(lambda *given: None)
+    assert not is_additive(watched)
+    assert not is_additive(changed)
 
 
 class Attentive(nn.Module):

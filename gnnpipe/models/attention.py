@@ -130,9 +130,14 @@ def additive_attention(
 
 
 def is_additive(conv: nn.Module) -> bool:
-    """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends."""
+    """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends.
+
+    Nobody watches or changes what it does on the way.
+    """
     return (
         type(conv) is GATConv
+        and not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
+        and not conv.explain
         and conv.edge_dim is None
         and conv.flow == "source_to_target"
         and conv.aggr == "add"
