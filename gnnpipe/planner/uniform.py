@@ -1,8 +1,10 @@
 """The plan for equal devices: runs of consecutive ops, split so that the slowest is least.
 
-The cost of an op is its multiply-adds: dense products per vertex, one multiply-add per edge and
-column, the encoder by the entries of the features. GNNPipe splits layers the same way:
-arXiv 2308.10087, released code. Of splits that are as fast, the one that sends least is taken.
+The cost of an op is told in floating-point operations: those of its dense products, of the encoder
+by the entries of the features, and what reading a neighbour's number and passing over a row's take
+of them, by measurement (docs/benchmarks/op_costs.md). GNNPipe splits layers in the same way by
+operations alone: arXiv 2308.10087, released code. Of splits that are as fast, the one that sends
+least is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from itertools import accumulate, pairwise
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["op_costs", "plan_uniform", "split_evenly"]
+__all__ = ["EDGE_FLOPS", "KEPT_FLOPS", "op_costs", "plan_uniform", "split_evenly"]
+
+EDGE_FLOPS = 10
+"""Operations of a dense product in the time that one number of a neighbour's row takes to be read
+and added."""
+KEPT_FLOPS = 80
+"""The same for a number of a row that is kept until backward: norm, activation, dropout and copies
+pass over it."""
 
 
 def op_costs(
@@ -25,7 +34,7 @@ def op_costs(
     num_edges: Mapping[str, int],
     feature_entries: Mapping[str, int],
 ) -> list[float]:
-    """Floating-point operations of each op, forward.
+    """What each op takes, in floating-point operations of a dense product.
 
     By the type of the vertices, '' if there is but one: how many there are, how many edges lead
     into them (of all relations, a bound where there are several; or how many pairs are scored), and
@@ -36,7 +45,8 @@ def op_costs(
             op.flops_per_row
             * (num_edges[op.pushed_type] if op.over_pairs else num_vertices[op.vertex_type])
             + op.flops_per_feature * feature_entries.get(op.vertex_type, 0)
-            + 2 * op.push_width * _read(op, num_vertices, num_edges)
+            + EDGE_FLOPS * op.push_width * _read(op, num_vertices, num_edges)
+            + KEPT_FLOPS * op.kept_per_row * num_vertices[op.vertex_type]
         )
         for op in model.ops
     ]
