@@ -37,7 +37,7 @@ def plan_of(model, shards, *cuts):
 
 
 def test_buckets_are_filled_from_the_last_step_on(monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 800)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # of two shards each sends half
     model = stack(*((name,) for name in "abcdefg"))
     # Of 400 bytes each, two make a bucket; what is left goes with the first step.
     assert gradient_buckets(model, plan_of(model, 2), 4) == [(0, 1, 3, 5)]

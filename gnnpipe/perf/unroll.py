@@ -10,8 +10,9 @@ follows ``runtime.executor`` closely:
   reads the table; gradients of halo rows leave before the product for the own rows and are waited
   for behind it. Where a chunk goes back over the same single step next, its gradients leave before
   this one's autograd;
-- sums over the shards are waited for at once: of gradients, of what maps are fitted from, and of
-  means over all vertices;
+- sums over the shards are waited for at once: of what maps are fitted from, and of means over all
+  vertices; of gradients, which travel there and back, the way there where the next bucket begins,
+  the way back by the step;
 - all ranks meet before the step, for the norm of the gradients, and behind it, for the loss.
 
 Sends and receives themselves take no time on a device.
@@ -23,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gnnpipe.perf.bucket_tasks import BucketTasks
 from gnnpipe.perf.collector import collector_paused
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.tasks import Task, Tasks
@@ -79,7 +81,7 @@ class _StageWalk:
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
-        self._summed: list[int] = []
+        self._buckets = BucketTasks(self._half_a_sum, self._wait)
 
     def run(self) -> None:
         """Add all tasks."""
@@ -100,7 +102,7 @@ class _StageWalk:
             elif action.kind == "REDUCE_GRAD":
                 self._sum_gradients(action)
             elif action.kind == "STEP":
-                self._wait(*self._summed)
+                self._buckets.finish()
                 self._meet(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
                 self._device("STEP", updates)
@@ -216,25 +218,26 @@ class _StageWalk:
 
     def _sum_gradients(self, action: Action) -> None:
         size = self.costs.gradient_bytes(self.stage, action.steps)
-        task = self._sum_over_shards("REDUCE_GRAD", size, step=action.steps[0])
         if self.overlap:
-            self._summed.append(task)
-        else:
-            self._wait(task)
+            self._buckets.begin(size, action.steps[0])
+        elif size:
+            self._reduce("REDUCE_GRAD", size, step=action.steps[0])
+
+    def _half_a_sum(self, size: int, step: int, before: tuple[int, ...]) -> int:
+        sent = (len(self.shards) - 1) * size
+        what = Task("REDUCE_GRAD", self.stage, step=step, size_bytes=sent)
+        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        time_s = self.costs.reduce_s(self.stage, size) / 2
+        return self.tasks.add(what, wire, time_s, (*self._last, *before))
 
     def _reduce(
         self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
-        self._wait(self._sum_over_shards(kind, size, position, chunk, step))
-
-    def _sum_over_shards(
-        self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
-    ) -> int:
         sent = 2 * (len(self.shards) - 1) * size
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.reduce_s(self.stage, size)
-        return self.tasks.add(what, wire, time_s, tuple(self._last))
+        self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
 
     def _meet(self, position: int) -> None:
         """Wait for all ranks; the first stage that comes makes the task."""

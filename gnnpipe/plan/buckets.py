@@ -13,7 +13,8 @@ from gnnpipe.plan.plan import Plan
 __all__ = ["BUCKET_BYTES", "gradient_buckets", "gradient_steps", "op_gradient_steps"]
 
 BUCKET_BYTES = 1 << 18
-"""Gradients that are worth a sum of their own."""
+"""What a shard sends at once of gradients that are worth a sum of their own: enough for exchanges
+that go up and down (docs/adr/0021)."""
 
 
 def gradient_steps(model: ModelGraph, first: int, last: int) -> dict[str, int]:
@@ -36,7 +37,9 @@ def gradient_steps(model: ModelGraph, first: int, last: int) -> dict[str, int]:
 
 def gradient_buckets(model: ModelGraph, plan: Plan, number_bytes: int) -> list[tuple[int, ...]]:
     """By stage, the steps that its buckets begin with, ascending from 0; one where G is 1."""
-    return [_of_stage(model, run, number_bytes) if plan.shards > 1 else (0,) for run in plan.stages]
+    if plan.shards == 1:
+        return [(0,)] * plan.num_stages
+    return [_of_stage(model, run, number_bytes, plan.shards) for run in plan.stages]
 
 
 def op_gradient_steps(model: ModelGraph, first: int, last: int) -> list[int]:
@@ -45,14 +48,16 @@ def op_gradient_steps(model: ModelGraph, first: int, last: int) -> list[int]:
     return [min((steps[name] for name in op.weights), default=0) for op in model.ops[first:last]]
 
 
-def _of_stage(model: ModelGraph, run: tuple[int, int], number_bytes: int) -> tuple[int, ...]:
+def _of_stage(
+    model: ModelGraph, run: tuple[int, int], number_bytes: int, shards: int
+) -> tuple[int, ...]:
     sizes = [0] * model.num_steps(*run)
     for op, step in zip(model.ops[slice(*run)], op_gradient_steps(model, *run), strict=True):
         sizes[step] += op.num_parameters * number_bytes
     begins, size = [], 0
     for step in reversed(range(1, len(sizes))):
         size += sizes[step]
-        if size >= BUCKET_BYTES:
+        if size // shards * (shards - 1) >= BUCKET_BYTES:
             begins.append(step)
             size = 0
     return (0, *reversed(begins))

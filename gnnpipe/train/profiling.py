@@ -162,7 +162,7 @@ def link_times(
         link = fit_link(sizes, exchange_times(mesh, probe), peers)
         loads = exchange_load(mesh, probe.repeats)
         exchange = replace(link, busy=busy(loads, peers, not has_exchanged))
-        # Nothing is computed while it is waited for.
+        # Little is computed while it travels, so the processors' part in it is not counted.
         summed = fit_link(sizes, gradient_sum_times(mesh, probe), 2 * peers)
     return {"message": message, "exchange": exchange, "gradient_sum": summed}
 
