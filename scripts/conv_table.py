@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.graph.graph import Graph  # noqa: E402
 from gnnpipe.graph.types import VertexTypes  # noqa: E402
+from gnnpipe.models.attention import is_additive  # noqa: E402
 from gnnpipe.models.bridge import capture  # noqa: E402
 
 PAGE = ROOT / "docs" / "convolutions.md"
@@ -188,7 +189,9 @@ def row(name: str) -> tuple[str, str]:
         return "lowered", hops
     form = forms.pop()
     words = {"pair": "as (all rows, own rows)", "square": "on all rows, the own ones kept"}[form]
-    return "unchanged", f"{hops}, {words}"
+    modules = found.module.modules()
+    is_known = form == "pair" and any(map(is_additive, modules))
+    return "without messages" if is_known else "unchanged", f"{hops}, {words}"
 
 
 def page() -> str:
@@ -202,7 +205,9 @@ def page() -> str:
         "the page to be what it writes.",
         "",
         "*Lowered*: row-wise work and products with a fixed matrix. *Unchanged*: the convolution "
-        "itself, on the rows of a chunk and their neighbours. *Refused*: it would give another "
+        "itself, on the rows of a chunk and their neighbours. *Without messages*: on those, by "
+        "[our own product](adr/0024-attention-without-messages.md) with its weights. "
+        "*Refused*: it would give another "
         "result chunk by chunk, and says so. Settings matter: SAGEConv with `max`, for example, "
         "runs unchanged, and with LSTM it is refused, for it pads to the largest degree.",
         "",

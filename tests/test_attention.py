@@ -79,6 +79,20 @@ def test_both_ends_may_have_maps_of_their_own():
     both(conv, x, own, edges, 9)
 
 
+@pytest.mark.parametrize("what", ["attention", "rows"])
+def test_scores_of_zero_have_the_slope_that_torch_gives_them(what):
+    torch.manual_seed(0)
+    conv = GATConv(5, 4, heads=2).double()
+    x = torch.randn(20, 5).double()
+    with torch.no_grad():
+        if what == "attention":
+            conv.att_src.zero_()
+            conv.att_dst.zero_()
+        else:
+            x[::2] = 0
+    both(conv, x, None, draw_edges(20, 9, 50, 0, loops=False), 9)
+
+
 def test_large_scores_neither_overflow_nor_vanish():
     torch.manual_seed(0)
     conv = GATConv(5, 4, heads=2, add_self_loops=False).double()
@@ -107,6 +121,10 @@ def test_only_what_is_known_goes_without_messages():
     assert not is_additive(GATConv(4, 4, aggr="max"))
     assert not is_additive(GATv2Conv(4, 4))
     assert not is_additive(type("Mine", (GATConv,), {})(4, 4))
+    assert not is_additive(GATConv(4, 4, negative_slope=-0.2))
+    replaced = GATConv(4, 4)
+    replaced.message = lambda x_j, alpha: x_j
+    assert not is_additive(replaced)
     watched, changed = GATConv(4, 4), GATConv(4, 4)
     watched.register_message_forward_hook(lambda *given: None)
     changed.register_forward_hook(lambda *given: None)
@@ -136,3 +154,17 @@ def test_a_users_model_trains_as_with_messages(monkeypatch):
         trainer = Trainer(config, graph=small_graph(n=60, features=8), model=Attentive())
         losses.append([row.loss for row in trainer.fit().history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_structure_takes_what_the_estimate_says(loops):
+    """Beyond both ends of the edges: 8 bytes an edge, with loops of its own 24; rows aside."""
+    edges = draw_edges(300, 300, 20_000, 0, loops=False)
+    edges = edges[:, torch.argsort(edges[1], stable=True)]
+    held = block(edges, (300, 300))
+    found = held.incidence_with_loops if loops else held.incidence
+    tensors = [v for v in vars(found).values() if v is not None]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    sizes.pop(edges.untyped_storage().data_ptr(), None)
+    each = sum(sizes.values()) / edges.shape[1]
+    assert each == pytest.approx(24 if loops else 8, rel=0.03)

@@ -15,13 +15,13 @@ class Incidence:
     """E edges from T rows that are read into C that read, bag by bag; all on one device."""
 
     source: Tensor
-    """[E] int64, by target."""
+    """[E], by target; of the type of ``offsets``."""
     target: Tensor
     """[E] int64, ascending."""
     offsets: Tensor
-    """[C + 1] int64, where the edges into a row begin and end."""
+    """[C + 1], where the edges into a row begin and end."""
     order: Tensor | None
-    """[E] int64, which edge stands there: of the block's, and behind them the loops; none if they
+    """[E], which edge stands there: of the block's, and behind them the loops; none if they
     stood so."""
     by_source: Tensor
     """[E], the edges by source."""
@@ -52,10 +52,11 @@ class Incidence:
         # Half as large: these are what it keeps beyond the edges.
         small = torch.int32 if max(len(source), *size) < 2**31 else torch.int64
         by_source = torch.argsort(source, stable=True)
-        return cls(
-            source, target, _offsets(target, size[1]), order, by_source.to(small),
-            target[by_source].to(small), _offsets(source[by_source], size[0]).to(small),
-        )  # fmt: skip
+        back = target[by_source].to(small), _offsets(source[by_source], size[0]).to(small)
+        offsets = _offsets(target, size[1])
+        if order is not None:
+            source, offsets, order = source.to(small), offsets.to(small), order.to(small)
+        return cls(source, target, offsets, order, by_source.to(small), *back)
 
 
 def _offsets(ascending: Tensor, count: int) -> Tensor:

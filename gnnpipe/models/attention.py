@@ -15,7 +15,7 @@ T rows that are read, C that read, E edges, H heads, D columns a head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,9 @@ class _AdditiveAttention(torch.autograd.Function):
             # Rows without an edge are zero, and so are their sums.
             total[:, h] = sums[:, width].clamp_(min=1e-16)
             torch.div(sums[:, :width], sums[:, width:], out=out[:, h])
-            # One number tells the weight and, by its sign, the leaky ReLU's slope.
-            torch.copysign(weight, score, out=signed[h])
+            # One number tells the weight and, by its sign, the leaky ReLU's slope, which at 0 is
+            # that of what is below.
+            torch.where(score > 0, weight, -weight, out=signed[h])
         ctx.save_for_backward(x, own, reads, reading, signed, keep, total, out)
         ctx.edges, ctx.slope = edges, slope
         return out
@@ -129,15 +130,18 @@ def additive_attention(
     return found
 
 
-def is_additive(conv: nn.Module) -> bool:
+def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
     """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends.
 
     Nobody watches or changes what it does on the way.
     """
     return (
-        type(conv) is GATConv
+        isinstance(conv, GATConv)
+        and type(conv) is GATConv
         and not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
         and not conv.explain
+        and not {"forward", "message", "edge_update", "propagate"} & vars(conv).keys()
+        and conv.negative_slope >= 0
         and conv.edge_dim is None
         and conv.flow == "source_to_target"
         and conv.aggr == "add"
@@ -149,6 +153,7 @@ def attend(conv: GATConv, x: Tensor, own: Tensor | None, block: Block) -> Tensor
 
     ``x`` [T, F], rows that are read, and ``own`` [C, F], those that read: none if they are the
     first of x. For a convolution that ``is_additive``; step by step what its ``forward`` does.
+    The result is not to be changed in place, for backward may need it.
     """
     shape = (-1, conv.heads, conv.out_channels)
     if conv.lin is not None:

@@ -30,6 +30,7 @@ class GATLayer(Layer):
     aggregation = "loops"
     kept_rows = 4.25  # the attended row, too; and a number for each head
     kept_rows_last = 0.0
+    structure_per_edge = 8
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

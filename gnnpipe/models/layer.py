@@ -138,6 +138,9 @@ class Layer(nn.Module, ABC):
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
 
+    structure_per_edge: ClassVar[int] = 0
+    """Bytes of structure for an edge, beyond the edge itself."""
+
     @property
     def kept_per_edge(self) -> int:
         """Numbers kept of an edge."""

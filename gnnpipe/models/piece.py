@@ -40,6 +40,10 @@ class Aggregation:
     """That of the vertices that read."""
     kept_per_edge: int = 0
     """Numbers that are kept of an edge until backward: its message, if one is made."""
+    kept_per_row: int = 0
+    """Of a row that reads, beyond what is read and what is made."""
+    structure_per_edge: int = 0
+    """Bytes of structure for an edge, beyond the edge itself."""
 
     @property
     def over(self) -> tuple[str, str, str]:

@@ -82,9 +82,8 @@ def estimate_memory(
     structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
-        if any(0 < op.kept_per_edge < op.push_width for op in ops):
-            # Attention without messages: the edges by source, too.
-            structure += 8 * entries
+        # Attention without messages has the edges by source, too, and loops of its own.
+        structure += max(op.structure_per_edge for op in ops) * entries
     if any(op.over_pairs for op in ops):
         # Both ends, label and part, and the rows that they were cut from.
         structure += own_pairs * (16 + 2 + 12)

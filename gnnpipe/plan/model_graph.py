@@ -42,6 +42,8 @@ class Op:
     """Numbers that exist of a row for a moment in backward."""
     kept_per_edge: int = 0
     """Numbers that are kept of an edge, without ``--recompute``."""
+    structure_per_edge: int = 0
+    """Bytes of structure for an edge, beyond the edge itself."""
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False

@@ -84,10 +84,11 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 push_width=pushed,
                 # Of a model that is not ours only a guess can be made: what is read and made, and
                 # of an edge its message.
-                kept_per_row=2 * pushed + width,
+                kept_per_row=2 * pushed + width + (found.kept_per_row if found else 0),
                 kept_per_row_recomputed=pushed,
                 passing_per_row=6 * pushed,
                 kept_per_edge=found.kept_per_edge if found else 0,
+                structure_per_edge=found.structure_per_edge if found else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
                 is_linear=found.is_linear if found else True,
@@ -118,6 +119,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
         kept_per_row_recomputed=int(layer.push_width * (layer.kept_rows_recomputed + first)),
         passing_per_row=int(layer.push_width * layer.passing_rows),
         kept_per_edge=layer.kept_per_edge,
+        structure_per_edge=layer.structure_per_edge,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),

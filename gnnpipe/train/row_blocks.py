@@ -60,7 +60,7 @@ def row_blocks(
             return 1
         size, at_once = num_vertices * op.push_width, BLOCK_BYTES
         if on_blocks:
-            size, at_once = num_edges * op.kept_per_edge, MESSAGE_BYTES
+            size, at_once = num_edges * (op.kept_per_edge or op.push_width), MESSAGE_BYTES
         size *= number_bytes
         if size > KEPT_BYTES:
             blocks = max(blocks, -(-size // at_once))

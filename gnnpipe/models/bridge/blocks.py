@@ -116,6 +116,20 @@ class BlockConv(nn.Module):
         return 2 * heads if self.conv.dropout else heads
 
     @property
+    def kept_per_row(self) -> int:
+        """Numbers kept of a row beyond what it reads and gives: mapped, and attended."""
+        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
+            return 0
+        return 2 * int(self.conv.heads) * int(self.conv.out_channels)
+
+    @property
+    def structure_per_edge(self) -> int:
+        """Bytes for an edge beyond its two ends: ``graph.incidence``."""
+        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
+            return 0
+        return 24 if self.conv.add_self_loops else 8
+
+    @property
     def _makes_no_messages(self) -> bool:
         return self._is_plain and is_additive(self.conv)
 

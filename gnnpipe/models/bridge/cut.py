@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -86,5 +87,10 @@ class Cut:
         structure, pushed_type, vertex_type = self.model.over(op)
         block = self.blocks.get(op)
         width = self.model.facts[op].width if block is None else block.width
-        kept = 0 if block is None else block.kept_per_edge
-        return Aggregation(op.name, structure, width, pushed_type, vertex_type, kept)
+        found = Aggregation(op.name, structure, width, pushed_type, vertex_type)
+        if block is None:
+            return found
+        return replace(
+            found, kept_per_edge=block.kept_per_edge, kept_per_row=block.kept_per_row,
+            structure_per_edge=block.structure_per_edge,
+        )  # fmt: skip
