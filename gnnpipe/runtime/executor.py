@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,13 +92,6 @@ class Executor:
         self._at: tuple[Action, int] | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
         self._results: dict[int, dict[str, Tensor]] = {}
-        self._run: dict[str, Callable[[Action], None]] = {
-            "F": self._forward, "B": self._backward,
-            "SEND_F": self._send_forward, "RECV_F": self._receive_forward,
-            "SEND_B": self._send_backward, "RECV_B": self._receive_backward,
-            "FORECAST": self._forecast, "CARRY": self._carry, "RECALL": self._recall,
-            "REDUCE_GRAD": self._reduce, "STEP": self._step,
-        }  # fmt: skip
 
     def run(
         self, program: Program, order: Sequence[int], *, epoch: int, training: bool
@@ -120,7 +114,7 @@ class Executor:
             recorder.begin(order, program.is_exact)
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
-        self._walk(actions, epoch, self._run)
+        self._walk(actions, epoch, _RUN)
         recorder.done()
         self.mailbox.drain()
         self._leaving.clear()
@@ -130,15 +124,13 @@ class Executor:
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
-    def _walk(
-        self, actions: Sequence[Action], epoch: int, run: Mapping[str, Callable[[Action], None]]
-    ) -> None:
+    def _walk(self, actions: Sequence[Action], epoch: int, run: Mapping[str, _Method]) -> None:
         for index, action in enumerate(actions):
             self._at = action, epoch
             self._next = actions[index + 1] if index + 1 < len(actions) else None
             started_s = self.mesh.recorder.clock()
             try:
-                run[action.kind](action)
+                run[action.kind](self, action)
             except Exception as error:
                 error.add_note(f"gnnpipe: {self.doing}")
                 error.add_note(self._marked(actions, index))
@@ -154,8 +146,8 @@ class Executor:
         forecaster = self.forecaster
         assert forecaster is not None
         if not forecaster.is_ready:
-            again = {"RECALL": self._pass_recalled}
-            self._walk(recall_actions(self.plan, self.mesh.stage), epoch, self._run | again)
+            again = {"RECALL": Executor._pass_recalled}
+            self._walk(recall_actions(self.plan, self.mesh.stage), epoch, _RUN | again)
             self.mailbox.drain()
 
     def _sent_bytes(self) -> tuple[int, int, int, int]:
@@ -295,3 +287,14 @@ class Executor:
             if self.has_stepped:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+# Not of an instance, which a cycle through its own methods would keep, and its tables with it.
+_Method: TypeAlias = Callable[[Executor, Action], None]
+_RUN: dict[str, _Method] = {
+    "F": Executor._forward, "B": Executor._backward,
+    "SEND_F": Executor._send_forward, "RECV_F": Executor._receive_forward,
+    "SEND_B": Executor._send_backward, "RECV_B": Executor._receive_backward,
+    "FORECAST": Executor._forecast, "CARRY": Executor._carry, "RECALL": Executor._recall,
+    "REDUCE_GRAD": Executor._reduce, "STEP": Executor._step,
+}  # fmt: skip
