@@ -43,6 +43,20 @@ def test_no_product_is_faster_than_the_sheet():
     assert found.backward_after.per_row_s >= 2 * flops / 19.5e12
 
 
+def test_an_edge_costs_by_what_is_kept_of_it():
+    """As many numbers are read of a row, whatever they are cut into; weights are of each head."""
+    few, many = (
+        prepared_of(model="gat", layers=3, hidden=64, heads=heads).model_graph for heads in (1, 8)
+    )
+    assert op_kind(few.ops[1]) != op_kind(many.ops[1])
+    times = [
+        hardware_profile("a100:10gbe", model, **SETTINGS).compute[0].ops[op_kind(model.ops[1])]
+        for model in (few, many)
+    ]
+    assert times[0].forward_after.per_edge_s < times[1].forward_after.per_edge_s
+    assert times[0].forward_after.per_row_s == times[1].forward_after.per_row_s
+
+
 def test_recomputation_costs_in_backward():
     prepared = prepared_of(model="gcn", layers=2)
     plain = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS)

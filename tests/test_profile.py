@@ -19,6 +19,7 @@ from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import PILOTS
 from gnnpipe.train.measure import measure_steps
+from gnnpipe.train.predict import run_costs
 from gnnpipe.train.prepare import prepare
 from gnnpipe.train.sizes import chunk_sizes
 
@@ -193,6 +194,14 @@ def test_samples_cover_every_step_and_every_kind():
     assert len(steps) == (4 + 3 * 2) * 2 * 2
     rows = sum(s.parts[k].rows for s in steps for k in s.parts if k[1] == "forward_before")
     assert rows == 2 * 3 * prepared.graph.num_vertices
+
+
+def test_a_profile_of_other_heads_is_refused():
+    """Attention's time goes by its heads."""
+    profile = profile_of(prepared_of(model="gat", layers=3, hidden=16, heads=2).model_graph)
+    other = prepared_of(model="gat", layers=3, hidden=16, heads=4)
+    with pytest.raises(InputError, match=r"no layer like gat0 .*kept 4 an edge.*kept 2 an edge"):
+        run_costs(other, profile, 1)
 
 
 def test_masks_are_part_of_an_epoch_of_one_chunk_too():

@@ -31,6 +31,9 @@ KERNELS = {
     "update": 2,
 }
 """Launched by a part: an assumption, from the ops that it calls."""
+EDGE_PASSES = 8
+"""Times that what is kept of an edge is read or written, each way: an assumption, from the passes
+of ``models.attention``."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ class _Roof:
         entry_s = self._longer(op.flops_per_feature, 2) if op.reads_features else 0.0
         # Of an edge the row that it reads, its weight and its column.
         edge_s = self.moved_s(push * self.row_bytes + self.row_bytes + 4) if push else 0.0
+        kept_s = self.moved_s(EDGE_PASSES * op.kept_per_edge * self.number_bytes)
+        # Backward of attention sums rows of both ends, too.
+        back_edge_s = edge_s if op.is_linear else 3 * edge_s + kept_s
         first, then = (KERNELS[side] * LAUNCH_S for side in ("before", "after"))
         before_row_s = self._longer(0, 4 * push)
         after_row_s = self._longer(op.flops_per_row, 2 * push + 4 * out)
@@ -146,8 +152,8 @@ class _Roof:
         own_entry_s = 0.0 if op.aggregates else entry_s
         finish = Affine(LAUNCH_S, 0.0, 0.0, entry_s) if op.reads_features else Affine()
         forward_before = Affine(first, before_row_s, 0.0, entry_s) if push else Affine()
-        forward_after = Affine(then, after_row_s, edge_s, own_entry_s)
-        backward_before = Affine(first, before_row_s, edge_s) if push else Affine()
+        forward_after = Affine(then, after_row_s, edge_s + kept_s, own_entry_s)
+        backward_before = Affine(first, before_row_s, back_edge_s) if push else Affine()
         backward_after = Affine(then, back_row_s)
         if self.recompute:
             # Rows are made again, what was aggregated is not.

@@ -178,6 +178,9 @@ def op_kind(op: Op) -> str:
     if op.push_width:
         parts.append(f"push {op.push_width}")
     parts.append(f"out {sum(op.outputs.values())}")
+    if op.kept_per_edge:
+        # Heads of attention, or the width of a message.
+        parts.append(f"kept {op.kept_per_edge} an edge")
     parts.append(f"flops {op.flops_per_row} a row")
     if op.reads_features:
         parts.append(f"{op.flops_per_feature} a feature")
