@@ -73,7 +73,8 @@ class TrainConfig(RunSettings):
     weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
     seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
                          group="training", low=0, high=2**32 - 1)  # fmt: skip
-    dtype: str = setting("float32", "number type of weights and rows", group="training",
+    dtype: str = setting("float32", "number type of weights and rows; features and what edges "
+                         "carry are kept in float32", group="training",
                           choices=("float32", "float64"))  # fmt: skip
     comm_dtype: str = setting(
         "same",

@@ -46,9 +46,11 @@ class Words(argparse.ArgumentParser):
             )
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if word.startswith("-") and word.strip("-"):
-            hint = nearest(word, flags)
+            # Without the dashes, which all flags have in common.
+            hint = nearest(word.strip("-"), [flag.strip("-") for flag in flags])
             if hint.startswith("known"):
                 hint = f"see `{self.prog} --help`"
+            hint = hint.replace("did you mean '", "did you mean '--")
             raise InputError(f"{word}: unknown flag; {hint}")
         at = list(words).index(word)
         before = self._option_string_actions.get(words[at - 1]) if at else None

@@ -53,6 +53,7 @@ KINDS = {
     # flags as words
     "flag misspelt": (words("--layer 3"), ["--layer: unknown flag", "'--layers'"]),
     "flag shortened": (words("--lay 3"), ["--lay: unknown flag", "'--layers'"]),
+    "flag far off": (words("--use-gpu"), ["--use-gpu: unknown flag", "gnnpipe train --help"]),
     "flag of nothing": (words("--zzz 3"), ["--zzz: unknown flag", "gnnpipe train --help"]),
     "flag without value": (words("--lr"), ["--lr", "expected one argument", "--help"]),
     "switch with a value": (words("--recompute yes"), ["--recompute 'yes'", "--no-recompute"]),

@@ -3,12 +3,13 @@
 import csv
 import json
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import run_ranks, small_graph
+from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.perf import read_trace
@@ -219,3 +220,19 @@ def test_parts_that_do_not_fit_are_refused():
         Trainer(replace(config, chunks=2), graph=graph, plan=synced).fit()
     with pytest.raises(InputError, match="--chunks"):
         Trainer(TrainConfig(layers=3, chunks=2, out="off"), graph=graph, plan=plan).fit()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": "gcn", "heads": 2}, "--heads 2: --model gcn does not read it, gat does"),
+        ({"model": "gat", "theta": 0.7}, "--theta 0.7: --model gat does not read it, gcnii does"),
+        ({"model": "gcnii", "theta": 0.7}, None),
+        ({"model": "gat", "heads": 2}, None),
+    ],
+)
+def test_a_setting_that_the_model_does_not_read_is_told(changes, text):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert Trainer(quick_config(hidden=8, **changes), graph=small_graph()).plan.chunks == 1
+    assert [str(w.message) for w in told] == ([] if text is None else [text])

@@ -96,7 +96,10 @@ def clean(
     if fractions is not None:
         train, val, test = split_masks(has_label, fractions, seed)
     elif masks is None:
-        fail(name, "no split (train_mask, val_mask, test_mask)", "--split 60/20/20")
+        fail(
+            name, "no split (train_mask, val_mask, test_mask)",
+            "--split 60/20/20, in Python split='60/20/20'",
+        )  # fmt: skip
     else:
         train, val, test = (
             given_mask(m, field, name, n, seed) for m, field in zip(masks, SPLIT_NAMES, strict=True)

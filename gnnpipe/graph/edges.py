@@ -169,8 +169,8 @@ def _text(counts: Mapping[str, int], total: int, why: str = "") -> str:
     if not parts:
         return ""
     return (
-        f"removed {' and '.join(parts)} of {total} edges ({why}models that add loops themselves, "
-        "as gcn and gat, still do; others see none)"
+        f"removed {' and '.join(parts)} of {total} edges, which plain PyG would count ({why}models "
+        "that add loops themselves, as gcn and gat, still do; others see none)"
     )
 
 

@@ -28,6 +28,7 @@ class GATLayer(Layer):
     """
 
     aggregation = "loops"
+    reads_settings = ("heads",)
     kept_rows = 4.25  # the attended row, too; and a number for each head
     kept_rows_last = 0.0
     structure_per_edge = 8

@@ -125,6 +125,8 @@ class Layer(nn.Module, ABC):
         """Name and width of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
+    reads_settings: ClassVar[tuple[str, ...]] = ()
+    """Fields of ``LayerSpec`` that it reads and other layers need not."""
     kept_rows: ClassVar[float] = 3.25
     """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
     norm's input, the activation's output, a quarter for the dropout mask; tests/test_memory.py

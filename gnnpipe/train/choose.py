@@ -82,6 +82,8 @@ def choose_model(
     if model is None:
         spec = _spec(config, graph)
         check_weights(config, spec)
+        if mesh.rank == 0:
+            _warn_of_unread(config)
         built = GNN.build(config.model, spec, config.seed, dtype)
         return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
@@ -145,6 +147,20 @@ def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
         num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
         heads=config.heads, alpha=config.alpha, theta=config.theta,
     )  # fmt: skip
+
+
+def _warn_of_unread(config: TrainConfig) -> None:
+    """Settings of other models that have been given."""
+    read = MODELS[config.model].reads_settings
+    for other in MODELS:
+        for name in MODELS[other].reads_settings:
+            value = getattr(config, name)
+            if name not in read and value != getattr(TrainConfig, name):
+                warnings.warn(
+                    f"--{name} {value}: --model {config.model} does not read it, {other} does",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
 
 def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:

@@ -147,7 +147,10 @@ class SampleRun:
         with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
             whole = self._call(call, self.whole)
         if not isinstance(whole, Tensor):
-            raise InputError(f"model: {name_of(call)} returns more than its rows{line_of(call)}")
+            raise InputError(
+                f"model: {name_of(call)} returns more than its rows{line_of(call)}; have it return "
+                "the rows alone (attention's weights: ask for them outside of training)"
+            )
         rows = {
             k: v
             for k, v in self.whole.items()
