@@ -187,11 +187,11 @@ def _verify(options: argparse.Namespace) -> int:
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = _config(options, VERIFY_DEFAULTS)
-    if config.comm_dtype != "same":
-        raise InputError(
-            f"--comm-dtype {config.comm_dtype}: rounds rows, which one device does not; verify "
-            "without it"
-        )
+    for name, value in (("comm", config.comm_dtype), ("matmul", config.matmul_dtype)):
+        if value != "same":
+            raise InputError(
+                f"--{name}-dtype {value}: rounds, which the reference does not; verify without it"
+            )
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import head_lines

@@ -73,9 +73,12 @@ class TrainConfig(RunSettings):
     weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
     seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
                          group="training", low=0, high=2**32 - 1)  # fmt: skip
-    dtype: str = setting("float32", "number type of weights and rows; features and what edges "
-                         "carry are kept in float32", group="training",
-                          choices=("float32", "float64"))  # fmt: skip
+    dtype: str = setting("float32", "number type of weights and rows (features: of float32)",
+                         group="training", choices=("float32", "float64"))  # fmt: skip
+    matmul_dtype: str = setting(
+        "same", "number type of products with weights, but for the last: same (as --dtype), or "
+        "bf16 (8 bits of precision; faster where the processor computes in bf16)",
+        group="training", choices=("same", "bf16"))  # fmt: skip
     comm_dtype: str = setting(
         "same",
         "number type of the rows on the wire and in the tables: same (as --dtype), or bf16 (half "
@@ -273,9 +276,7 @@ class TrainConfig(RunSettings):
     def to_toml(self) -> str:
         """The config as TOML; fields that are ``None`` are left out, for they mean the default."""
         lines = []
-        for name, value in self.to_dict().items():
-            if value is None:
-                continue
+        for name, value in ((k, v) for k, v in self.to_dict().items() if v is not None):
             if isinstance(value, bool):
                 text = "true" if value else "false"
             elif isinstance(value, str):

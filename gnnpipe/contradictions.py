@@ -31,6 +31,11 @@ def check_together(config: TrainConfig) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
+    if config.matmul_dtype != "same" and config.dtype == "float64":
+        raise InputError(
+            f"--matmul-dtype {config.matmul_dtype}: rounds what --dtype float64 (the default of "
+            "verify) is to keep; leave one of the two out"
+        )
     if config.hidden % config.heads and config.model == "gat":
         raise InputError(
             f"--heads {config.heads}: does not divide --hidden {config.hidden}; "

@@ -1,12 +1,13 @@
-"""What rows rounded to bf16 cost in accuracy: the same runs with and without ``--comm-dtype bf16``.
+"""What rounding to bf16 costs in accuracy: the same runs without, of rows, and of products.
 
-    python scripts/bf16_accuracy.py run [--graphs G ...] [--seeds 3]   # some 15 minutes for all
+    python scripts/bf16_accuracy.py run [--graphs G ...] [--seeds 3]   # some 20 minutes for all
     python scripts/bf16_accuracy.py report               # docs/benchmarks/bf16_accuracy.md
 
-GCN with 4 layers and GCNII with 16, hidden 64, dropout 0.5, 32 chunks, 100 epochs on two stages
-(rows are rounded between stages, too, so one process would not show it all). Test accuracy at the
-epoch that validates best, evaluated every 10 epochs. The two contenders take turns; finished runs
-are kept in docs/benchmarks/data/bf16_accuracy.jsonl (or the file that BF16_DATA names).
+Rows with ``--comm-dtype bf16``, products with ``--matmul-dtype bf16``. GCN with 4 layers and GCNII
+with 16, hidden 64, dropout 0.5, 32 chunks, 100 epochs on two stages (rows are rounded between
+stages, too, so one process would not show it all). Test accuracy at the epoch that validates best,
+evaluated every 10 epochs. The contenders take turns; finished runs are kept in
+docs/benchmarks/data/bf16_accuracy.jsonl (or the file that BF16_DATA names).
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ GRAPHS = {
 }
 MODELS = {"gcn": 4, "gcnii": 16}
 EPOCHS, CHUNKS, STAGES = 100, 32, 2
-KINDS = ("same", "bf16")
+KINDS = {
+    "float32": [],
+    "rows": ["--comm-dtype", "bf16"],
+    "products": ["--matmul-dtype", "bf16"],
+}
 
 Row = dict[str, Any]
 
@@ -58,7 +63,7 @@ def run(graphs: list[str], seeds: int) -> None:
 
 
 def one(graph: str, model: str, kind: str, seed: int) -> None:
-    row: Row = {"graph": graph, "model": model, "comm_dtype": kind, "seed": seed}
+    row: Row = {"graph": graph, "model": model, "kind": kind, "seed": seed}
     if any(row.items() <= old.items() for old in rows()):
         return
     with tempfile.TemporaryDirectory() as place:
@@ -68,7 +73,7 @@ def one(graph: str, model: str, kind: str, seed: int) -> None:
             *GRAPHS[graph], "--model", model,
             "--layers", str(MODELS[model]), "--hidden", "64", "--dropout", "0.5",
             "--epochs", str(EPOCHS), "--eval-every", "10", "--chunks", str(CHUNKS),
-            "--stages", str(STAGES), "--seed", str(seed), "--comm-dtype", kind, "--quiet",
+            "--stages", str(STAGES), "--seed", str(seed), *KINDS[kind], "--quiet",
             "--device", "cpu", "--no-predict", "--checkpoint-every", "0", "--out", f"{place}/run",
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -92,30 +97,42 @@ def report() -> None:
         raise SystemExit(f"{DATA}: no runs yet; first `run`")
     days, made = sorted({r["date"][:10] for r in found}), sorted({r["commit"] for r in found})
     lines = [
-        "# What bf16 rows cost in accuracy", "",
+        "# What rounding to bf16 costs in accuracy", "",
         f"`scripts/bf16_accuracy.py`, {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
         f"{', '.join(made)}. S = {STAGES}, K = {CHUNKS}, hidden 64, dropout 0.5, {EPOCHS} epochs. "
         "Test accuracy in percent at the best validation epoch, mean (standard deviation) of the "
         "seeds; *difference*: of the pairs of one seed, bf16 minus float32, mean (standard error). "
-        "*Bytes*: sent in an epoch, bf16 over float32 (weights' gradients and pilot rows are not "
-        "rounded).", "",
+        "*Bytes*: sent in an epoch, bf16 over float32.",
+    ]  # fmt: skip
+    rows_of = {"rows": "## Rows (`--comm-dtype bf16`)", "products": "## Products with weights "
+               "(`--matmul-dtype bf16`)"}  # fmt: skip
+    for kind, title in rows_of.items():
+        lines += ["", title, "", *_table(found, kind)]
+    text = "\n".join(lines) + "\n"
+    (FOLDER / "bf16_accuracy.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _table(found: list[Row], kind: str) -> list[str]:
+    """``kind`` beside float32, and all pairs together."""
+    lines = [
         "| graph | model | seeds | float32 | bf16 | difference | bytes |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    everywhere = []
+    ]
+    everywhere: list[float] = []
     for graph in GRAPHS:
         for model, layers in MODELS.items():
             cell = [r for r in found if (r["graph"], r["model"]) == (graph, model)]
-            by = {(r["comm_dtype"], r["seed"]): r for r in cell}
-            seeds = [s for k, s in by if k == "bf16" and ("same", s) in by]
+            by = {(r["kind"], r["seed"]): r for r in cell}
+            seeds = [s for k, s in by if k == kind and ("float32", s) in by]
             if len(seeds) < 2:
                 continue
-            pairs = [[100 * by[kind, s]["test_acc"] for kind in KINDS] for s in seeds]
+            pairs = [[100 * by[k, s]["test_acc"] for k in ("float32", kind)] for s in seeds]
             plain, rounded = ([pair[i] for pair in pairs] for i in range(2))
             differences = [low - full for full, low in pairs]
             everywhere += differences
             error = statistics.stdev(differences) / len(differences) ** 0.5
-            share = by["bf16", seeds[0]]["sent_bytes"] / by["same", seeds[0]]["sent_bytes"]
+            share = by[kind, seeds[0]]["sent_bytes"] / by["float32", seeds[0]]["sent_bytes"]
             lines.append(
                 f"| {graph} | {model} {layers} | {len(seeds)} | {_spread(plain)} | "
                 f"{_spread(rounded)} | {statistics.mean(differences):+.2f} ({error:.2f}) | "
@@ -128,9 +145,7 @@ def report() -> None:
             f"Over all {len(everywhere)} pairs: {statistics.mean(everywhere):+.2f} ({error:.2f}), "
             f"least {min(everywhere):+.2f}, most {max(everywhere):+.2f}.",
         ]
-    text = "\n".join(lines) + "\n"
-    (FOLDER / "bf16_accuracy.md").write_text(text, encoding="utf-8")
-    print(text)
+    return lines
 
 
 def _spread(values: list[float]) -> str:

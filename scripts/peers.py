@@ -57,7 +57,9 @@ def load(dataset: str) -> Any:
     return Graph.from_pyg(data, name=dataset, symmetrize=True)
 
 
-def ours(graph: Any, model: str, layers: int, width: int, chunks: int = 1) -> tuple[Epoch, Any]:
+def ours(
+    graph: Any, model: str, layers: int, width: int, chunks: int = 1, matmul: str = "same"
+) -> tuple[Epoch, Any]:
     """An epoch as ``Trainer`` runs it, and what it runs on."""
     from gnnpipe import TrainConfig
     from gnnpipe.runtime.mesh import Mesh
@@ -67,10 +69,7 @@ def ours(graph: Any, model: str, layers: int, width: int, chunks: int = 1) -> tu
 
     config = TrainConfig(
         model=model, layers=layers, hidden=width, heads=HEADS, dropout=DROPOUT, lr=0.001,
-        chunks=chunks, out="off", quiet=True,
-    ) if model == "gat" else TrainConfig(
-        model=model, layers=layers, hidden=width, dropout=DROPOUT, lr=0.001, chunks=chunks,
-        out="off", quiet=True,
+        chunks=chunks, matmul_dtype=matmul, out="off", quiet=True,
     )  # fmt: skip
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh, graph)

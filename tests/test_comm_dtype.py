@@ -16,7 +16,7 @@ def losses_of(shape, comm_dtype, staleness="auto"):
     found = {}
     for model in MODELS:
         config = quick_config(
-            model=model, layers=4, hidden=8, heads=2, stages=stages, shards=shards, chunks=chunks,
+            model=model, layers=4, hidden=8, stages=stages, shards=shards, chunks=chunks,
             dtype="float32", comm_dtype=comm_dtype, staleness=staleness,
         )  # fmt: skip
         result = Trainer(config, graph=small_graph(), mesh=mesh).fit()

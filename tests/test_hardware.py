@@ -10,7 +10,7 @@ from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.train.predict import run_costs
 
-SETTINGS = {"dtype": "float32", "comm_dtype": "same", "recompute": False}
+SETTINGS = {"dtype": "float32", "comm_dtype": "same", "matmul_dtype": "same", "recompute": False}
 
 
 def epoch_s(name, **shape):

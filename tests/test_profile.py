@@ -34,7 +34,8 @@ def profile_of(model, **changes):
     compute = tuple(ComputeTimes(n, ops, part, part, 1e-9) for n in (1, 2))
     fields = {
         "machine": "made up", "source": "by hand", "note": "", "device": "cpu", "dtype": "float32",
-        "comm_dtype": "same", "kernel": "auto", "recompute": False, "threads": 1,
+        "comm_dtype": "same", "matmul_dtype": "same", "kernel": "auto",
+        "recompute": False, "threads": 1,
         "compute": compute, "message": LINK, "exchange": LINK, "gradient_sum": LINK,
     }  # fmt: skip
     return Profile(**fields | changes)
@@ -78,7 +79,7 @@ OP = ("compute", 0, "ops")
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("version",), 7, ["version", "4"]),
+        (("version",), 7, ["version", "5"]),
         (("version",), None, ["gnnpipe profile"]),
         (("machine",), None, ["machine", "missing"]),
         (("machine",), 3, ["machine", "text"]),

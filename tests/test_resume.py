@@ -74,6 +74,7 @@ CASES = {
     "best": {"keep_weights": "best", "lr_schedule": "plateau", "lr_patience": 2},
     "cosine": {"lr_schedule": "cosine", "warmup_epochs": 2, "clip_norm": 0.1},
     "bf16": {"comm_dtype": "bf16"},
+    "bf16 products": {"matmul_dtype": "bf16"},
     "recompute": {"recompute": True},
     "jumps": {"exact_above": 0.5},
 }

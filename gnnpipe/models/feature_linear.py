@@ -17,6 +17,7 @@ from torch_geometric.nn.inits import glorot
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
+from gnnpipe.models.products import rounded
 
 __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
 
@@ -29,7 +30,11 @@ class FeatureTable:
     one back pays for all with one product.
     """
 
-    def __init__(self, x: Features, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, x: Features, dtype: torch.dtype, device: torch.device, is_rounded: bool = False
+    ) -> None:
+        """``is_rounded``: products of dense features are, see ``models.products``."""
+        self._is_rounded = is_rounded
         self._transposed: RowCSR | None = None
         self._x: Tensor | RowCSR
         if isinstance(x, np.ndarray):
@@ -49,7 +54,7 @@ class FeatureTable:
     def times(self, weight: Tensor, start: int, stop: int) -> Tensor:
         """Rows start:stop times ``weight.T``: [stop - start, out]."""
         if isinstance(self._x, Tensor):
-            return self._x[start:stop] @ weight.t()
+            return self._multiplied(self._x[start:stop], weight.t())
         return self._x.matmul(weight.t().contiguous(), start, stop)
 
     def dense(self, start: int, stop: int) -> Tensor:
@@ -108,13 +113,17 @@ class FeatureTable:
     def _product(self, grad: Tensor, start: int, stop: int) -> Tensor:
         """[out, in], of gradients [stop - start, out]."""
         if isinstance(self._x, Tensor):
-            return grad.t() @ self._x[start:stop]
+            return self._multiplied(grad.t(), self._x[start:stop])
         assert self._transposed is not None
         if stop - start < self.num_rows:
             whole = grad.new_zeros(self.num_rows, grad.shape[1])
             whole[start:stop] = grad
             grad = whole
         return self._transposed.matmul(grad.contiguous()).t()
+
+    def _multiplied(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b`` of dense factors."""
+        return (rounded(a, self._is_rounded) @ rounded(b, self._is_rounded)).to(a.dtype)
 
 
 @dataclass(eq=False)

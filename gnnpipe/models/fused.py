@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.models.products import rounded
+
 __all__ = ["gcnii_mix", "norm_relu"]
 
 _norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -23,19 +25,23 @@ class _NormRelu(torch.autograd.Function):
     """``relu(norm(sum of x W^T + bias))``; a weight may be missing, and is one then."""
 
     @staticmethod
-    def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, bias: Tensor | None,
-                *pairs: Tensor | None) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, is_rounded: bool,
+                bias: Tensor | None, *pairs: Tensor | None) -> Tensor:  # fmt: skip
         total = bias
         for x, weight in zip(pairs[::2], pairs[1::2], strict=True):
             assert x is not None
             if weight is None:
                 total = x if total is None else total + x
+            elif is_rounded or total is None:
+                made = rounded(x, is_rounded) @ rounded(weight, is_rounded).t()
+                total = made.to(x.dtype) if total is None else total + made
             else:
-                total = x @ weight.t() if total is None else torch.addmm(total, x, weight.t())
+                total = torch.addmm(total, x, weight.t())
         assert total is not None
         out, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], scale, shift, eps)
         out.relu_()
         ctx.save_for_backward(scale, shift, total, mean, rstd, out, *pairs)
+        ctx.is_rounded = is_rounded
         return out
 
     @staticmethod
@@ -46,22 +52,33 @@ class _NormRelu(torch.autograd.Function):
         rows, to_scale, to_shift = _norm_backward(
             _relu_backward(grad, out, 0), total, total.shape[-1:], mean, rstd, scale, shift, wants
         )
-        found: list[Tensor | None] = [to_scale, to_shift, None, rows.sum(0) if needs[3] else None]
+        found: list[Tensor | None] = [to_scale, to_shift, None, None]
+        found.append(rows.sum(0) if needs[4] else None)
+        low = rounded(rows, ctx.is_rounded)
         for i in range(0, len(pairs), 2):
             x, weight = pairs[i], pairs[i + 1]
-            to_x = None
-            if needs[4 + i]:
-                to_x = rows if weight is None else rows @ weight
-            found += [to_x, rows.t() @ x if needs[5 + i] else None]
+            to_x = to_weight = None
+            if needs[5 + i]:
+                to_x = rows
+                if weight is not None:
+                    to_x = (low @ rounded(weight, ctx.is_rounded)).to(rows.dtype)
+            if needs[6 + i]:
+                to_weight = (low.t() @ rounded(x, ctx.is_rounded)).to(rows.dtype)
+            found += [to_x, to_weight]
         return tuple(found)
 
 
-def norm_relu(norm: nn.LayerNorm, bias: Tensor | None, *pairs: Tensor | None) -> Tensor:
+def norm_relu(
+    norm: nn.LayerNorm, bias: Tensor | None, *pairs: Tensor | None, is_rounded: bool = False
+) -> Tensor:
     """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
 
-    x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity.
+    x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
+    see ``models.products``.
     """
-    found: Tensor = _NormRelu.apply(norm.weight, norm.bias, norm.eps, bias, *pairs)  # type: ignore[no-untyped-call]
+    found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
+        norm.weight, norm.bias, norm.eps, is_rounded, bias, *pairs
+    )
     return found
 
 
@@ -70,13 +87,14 @@ class _GCNIIMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, first: Tensor, weight: Tensor, scale: Tensor,
-                shift: Tensor, alpha: float, beta: float, eps: float) -> Tensor:  # fmt: skip
+                shift: Tensor, alpha: float, beta: float, eps: float,
+                is_rounded: bool) -> Tensor:  # fmt: skip
         mixed = torch.lerp(received, first, alpha)
-        total = torch.addmm(mixed, mixed, weight.t(), beta=1 - beta, alpha=beta)
+        total = _mapped(mixed, weight.t(), beta, is_rounded)
         out, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], scale, shift, eps)
         out.relu_()
         ctx.save_for_backward(mixed, weight, scale, shift, total, mean, rstd, out)
-        ctx.alpha, ctx.beta = alpha, beta
+        ctx.alpha, ctx.beta, ctx.is_rounded = alpha, beta, is_rounded
         return out
 
     @staticmethod
@@ -87,21 +105,33 @@ class _GCNIIMix(torch.autograd.Function):
             _relu_backward(grad, out, 0), total, total.shape[-1:], mean, rstd, scale, shift,
             [True, needs[3], needs[4]],
         )  # fmt: skip
-        to_weight = (rows.t() @ mixed).mul_(beta) if needs[2] else None
-        to_mixed = torch.addmm(rows, rows, weight, beta=1 - beta, alpha=beta)
+        to_weight = None
+        if needs[2]:
+            made = rounded(rows, ctx.is_rounded).t() @ rounded(mixed, ctx.is_rounded)
+            to_weight = made.to(rows.dtype).mul_(beta)
+        to_mixed = _mapped(rows, weight, beta, ctx.is_rounded)
         to_first = to_mixed * alpha if needs[1] else None
         to_received = to_mixed.mul_(1 - alpha)
-        return to_received, to_first, to_weight, to_scale, to_shift, None, None, None
+        return to_received, to_first, to_weight, to_scale, to_shift, None, None, None, None
+
+
+def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool) -> Tensor:
+    """``(1 - beta) x + beta x @ weight``."""
+    if is_rounded:
+        return torch.lerp(x, (rounded(x, True) @ rounded(weight, True)).to(x.dtype), beta)
+    return torch.addmm(x, x, weight, beta=1 - beta, alpha=beta)
 
 
 def gcnii_mix(
-    received: Tensor, first: Tensor, weight: Tensor, norm: nn.LayerNorm, alpha: float, beta: float
-) -> Tensor:
+    received: Tensor, first: Tensor, weight: Tensor, norm: nn.LayerNorm, alpha: float, beta: float,
+    is_rounded: bool = False,
+) -> Tensor:  # fmt: skip
     """``relu(norm((1 - beta) m + beta m W^T))`` with ``m`` between ``received`` and ``first``.
 
-    ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F].
+    ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F]. ``is_rounded``: see
+    ``models.products``.
     """
     found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
-        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps
+        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps, is_rounded
     )
     return found

@@ -14,6 +14,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.models.attention import attend
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.products import linear
 
 __all__ = ["GATLayer"]
 
@@ -56,7 +57,8 @@ class GATLayer(Layer):
         """Push the linear map of the features, or of x after dropout."""
         if self.is_first:
             return self.encode(rows.features), {}
-        return self.lin(rows.dropout(values["x"], self.spec.dropout, site=self.index)), {}
+        x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
+        return linear(x, self.lin.weight, None, self.spec.is_rounded), {}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Attend over the block, then the activation."""

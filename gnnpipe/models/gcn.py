@@ -46,7 +46,8 @@ class GCNLayer(Layer):
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
-        return {"x": norm_relu(self.norm, self.bias, received, weight)}
+        low = self.spec.is_rounded
+        return {"x": norm_relu(self.norm, self.bias, received, weight, is_rounded=low)}
 
 
 MODELS.add("gcn", GCNLayer)

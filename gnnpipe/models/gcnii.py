@@ -60,7 +60,10 @@ class GCNIILayer(Layer):
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Mix with h0, map, norm and activation."""
         h0 = values["h0"]
-        x = gcnii_mix(received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta)
+        x = gcnii_mix(
+            received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
+            self.spec.is_rounded,
+        )  # fmt: skip
         if not self.is_last:
             return {"x": x, "h0": h0}
         site = self.spec.num_layers

@@ -81,6 +81,8 @@ class LayerSpec:
     heads: int = 1
     alpha: float = 0.1
     theta: float = 0.5
+    is_rounded: bool = False
+    """Products with weights, but for the last one's, are made in bf16 (``models.products``)."""
 
 
 class Layer(nn.Module, ABC):

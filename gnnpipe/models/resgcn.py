@@ -12,6 +12,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.products import linear
 
 __all__ = ["ResGCNLayer"]
 
@@ -49,7 +50,11 @@ class ResGCNLayer(Layer):
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform and add to the residual."""
-        x = torch.addmm(values["x"] + self.bias, received, self.lin.weight.t())
+        x = values["x"] + self.bias
+        if self.spec.is_rounded:
+            x = x + linear(received, self.lin.weight, None, is_rounded=True)
+        else:
+            x = torch.addmm(x, received, self.lin.weight.t())
         if not self.is_last:
             return {"x": x}
         x = norm_relu(self.norm_out, None, x, None)

@@ -59,7 +59,7 @@ class SAGELayer(Layer):
         if self.is_first:
             return {"x": norm_relu(self.norm, self.bias, own, None, received, None)}
         pairs = own, self.lin_self.weight, received, self.lin.weight
-        return {"x": norm_relu(self.norm, self.bias, *pairs)}
+        return {"x": norm_relu(self.norm, self.bias, *pairs, is_rounded=self.spec.is_rounded)}
 
 
 MODELS.add("sage", SAGELayer)

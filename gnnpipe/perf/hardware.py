@@ -42,6 +42,8 @@ class Sheet:
 
     flops_per_s: float
     """In float32, without tensor cores."""
+    bf16_flops_per_s: float
+    """With them, of dense matrices."""
     memory_bytes_per_s: float
     memory_bytes: int
     source: str
@@ -58,8 +60,8 @@ class Wire:
 
 
 DEVICES = {
-    "a100": Sheet(19.5e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
-    "h100": Sheet(67e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
+    "a100": Sheet(19.5e12, 312e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
+    "h100": Sheet(67e12, 989e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
 }
 LINKS = {
     "nvlink3": Wire(300e9, 10e-6, "NVIDIA A100 data sheet: 600 GB/s both ways"),
@@ -91,13 +93,17 @@ def _sheets(name: str) -> tuple[Sheet, Wire]:
 
 
 def hardware_profile(
-    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, recompute: bool
-) -> Profile:
+    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str,
+    recompute: bool,
+) -> Profile:  # fmt: skip
     """Of ``name``, 'DEVICE:LINK', for the ops of a model; ``InputError`` for another name."""
     sheet, wire = _sheets(name)
     number_bytes = 8 if dtype == "float64" else 4
     row_bytes = 2 if comm_dtype == "bf16" else number_bytes
-    roof = _Roof(sheet, number_bytes, row_bytes, recompute)
+    flops_per_s = sheet.bf16_flops_per_s if matmul_dtype == "bf16" else sheet.flops_per_s
+    # In float64 these devices compute half as fast.
+    speed = SHARE * flops_per_s * 4 / number_bytes
+    roof = _Roof(sheet, speed, number_bytes, row_bytes, recompute)
     number_s = roof.moved_s(number_bytes)
     compute = ComputeTimes(
         ranks=1,
@@ -114,7 +120,8 @@ def hardware_profile(
         machine=name, source="by hand",
         note=f"{sheet.source}; {wire.source}; assumed: {SHARE:.0%} of its speed and memory's, "
         f"{LAUNCH_S * 1e6:g} us a kernel, {wire.latency_s * 1e6:g} us a message",
-        device="cuda", dtype=dtype, comm_dtype=comm_dtype, kernel="auto", recompute=recompute,
+        device="cuda", dtype=dtype, comm_dtype=comm_dtype, matmul_dtype=matmul_dtype,
+        kernel="auto", recompute=recompute,
         threads=1, compute=(compute,), message=times, exchange=times, gradient_sum=summed,
     )  # fmt: skip
 
@@ -124,6 +131,8 @@ class _Roof:
     """The costs of ops on a device."""
 
     sheet: Sheet
+    speed_flops_per_s: float
+    """Of products."""
     number_bytes: int
     row_bytes: int
     recompute: bool
@@ -132,9 +141,7 @@ class _Roof:
         return size_bytes / (SHARE * self.sheet.memory_bytes_per_s)
 
     def _longer(self, flops: float, numbers: float) -> float:
-        # In float64 these devices compute half as fast.
-        speed = SHARE * self.sheet.flops_per_s * 4 / self.number_bytes
-        return max(flops / speed, self.moved_s(numbers * self.number_bytes))
+        return max(flops / self.speed_flops_per_s, self.moved_s(numbers * self.number_bytes))
 
     def op_times(self, op: Op) -> OpTimes:
         """Rows are read and written once for each kernel that they pass through."""

@@ -20,7 +20,7 @@ from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
-VERSION = 4
+VERSION = 5
 SOURCES = ("measured", "by hand")
 
 
@@ -113,8 +113,9 @@ class Profile:
     """When and how it was measured, or where the figures of a hand-made one are from."""
     device: str
     dtype: str
-    """Number type of weights and rows; the next four are settings of a run, too."""
+    """Number type of weights and rows; the next five are settings of a run, too."""
     comm_dtype: str
+    matmul_dtype: str
     kernel: str
     recompute: bool
     threads: int

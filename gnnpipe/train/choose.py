@@ -16,6 +16,7 @@ from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.bridge import Captured, capture
 from gnnpipe.models.pair_scores import PairModel
+from gnnpipe.models.products import is_worth_rounding
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
@@ -79,6 +80,12 @@ def choose_model(
             f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
             "whose forward takes (x_dict, edge_index_dict)"
         )
+    if config.matmul_dtype == "bf16" and mesh.rank == 0 and not is_worth_rounding(mesh.device):
+        warnings.warn(
+            "--matmul-dtype bf16: this processor computes no faster in bf16; leave it out",
+            UserWarning,
+            stacklevel=2,
+        )
     if model is None:
         spec = _spec(config, graph)
         check_weights(config, spec)
@@ -96,7 +103,7 @@ def choose_model(
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
     try:
-        found = capture(model, graph)
+        found = capture(model, graph, config.matmul_dtype == "bf16")
         width = found.facts[found.result].width
         if graph.pairs is None and width != graph.num_classes:
             raise InputError(
@@ -146,6 +153,7 @@ def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
         num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
         num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
         heads=config.heads, alpha=config.alpha, theta=config.theta,
+        is_rounded=config.matmul_dtype == "bf16",
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def check_profile(
     config: TrainConfig, profile: Profile, ranks_per_machine: int, forecasts: bool
 ) -> None:
     """``InputError`` if it was taken with other settings than the run's."""
-    for name in ("dtype", "comm_dtype", "kernel", "recompute"):
+    for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel", "recompute"):
         here, there = getattr(config, name), getattr(profile, name)
         if here != there:
             raise InputError(

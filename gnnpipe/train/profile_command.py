@@ -47,7 +47,7 @@ def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
     prepared = prepare(config, mesh)
     found = hardware_profile(
         name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
-        recompute=config.recompute,
+        matmul_dtype=config.matmul_dtype, recompute=config.recompute,
     )  # fmt: skip
     return replace(found, note=f"dataset {config.dataset}; {found.note}")
 

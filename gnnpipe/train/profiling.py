@@ -69,7 +69,8 @@ def take_profile(
             f"{config.dataset}, {mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
         ),
         device=mesh.device.type,
-        dtype=config.dtype, comm_dtype=config.comm_dtype, kernel=config.kernel,
+        dtype=config.dtype, comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype, kernel=config.kernel,
         recompute=config.recompute, threads=torch.get_num_threads(),
         compute=tuple(compute),
         **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False),

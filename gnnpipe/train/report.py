@@ -83,8 +83,9 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
-    if config.comm_dtype == "bf16":
-        lines.append("rows in the tables and on the wire are rounded to bf16")
+    kinds = {"rows in the tables and on the wire": config.comm_dtype}
+    kinds["products with weights"] = config.matmul_dtype
+    lines += [f"{what} are rounded to bf16" for what, kind in kinds.items() if kind == "bf16"]
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:

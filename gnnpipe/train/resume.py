@@ -33,7 +33,7 @@ STATE, METRICS = "state.json", "metrics.csv"
 
 FIXED = (
     "split", "symmetrize", "task", "model", "layers", "hidden", "heads", "dropout",
-    "alpha", "theta", "seed", "dtype", "comm_dtype", "metric",
+    "alpha", "theta", "seed", "dtype", "comm_dtype", "matmul_dtype", "metric",
 )  # fmt: skip
 """Settings that say which run it is."""
 

@@ -63,7 +63,8 @@ def take_short_profile(
     return Profile(
         machine=platform.node(), source="measured", note="short, before the run",
         device=mesh.device.type, dtype=config.dtype, comm_dtype=config.comm_dtype,
-        kernel=config.kernel, recompute=config.recompute, threads=torch.get_num_threads(),
+        matmul_dtype=config.matmul_dtype, kernel=config.kernel, recompute=config.recompute,
+        threads=torch.get_num_threads(),
         # What shards take out of tables for each other was part of the steps.
         compute=(compute_times(fit_costs(samples), together, boundary_per_number_s=0.0),),
         **links,

@@ -169,7 +169,7 @@ def simulated(
     if profile is None:
         profile = hardware_profile(
             hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
-            recompute=config.recompute,
+            matmul_dtype=config.matmul_dtype, recompute=config.recompute,
         )  # fmt: skip
         config = replace(config, kernel=profile.kernel)
     if cluster is not None:

@@ -42,11 +42,12 @@ from gnnpipe.models.piece import Model
 __all__ = ["Captured", "capture"]
 
 
-def capture(model: nn.Module, graph: Graph) -> Captured:
+def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Captured:
     """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way.
 
     What the edges of ``graph`` carry is passed to a forward that asks for it by name. Weights and
-    buffers are shared with the recording from here on.
+    buffers are shared with the recording from here on. ``is_rounded``: linear maps of rows, but for
+    one that gives the logits, are made in bf16 (``models.products``).
     """
     method = entry(model, graph)
     names = edge_inputs(model, method, graph.edge_data if graph.types is None else {})
@@ -72,6 +73,7 @@ def capture(model: nn.Module, graph: Graph) -> Captured:
         probe(model, method, recording, sample),
         sample.ends,
         graph.relations,
+        is_rounded,
     )
 
 
@@ -95,8 +97,10 @@ class Captured(Model):
         facts: dict[fx.Node, Facts],
         ends: Mapping[str, tuple[str, str]],
         relations: Sequence[Relation],
+        is_rounded: bool,
     ) -> None:
         """``ends``: for each input of edges, the types of the vertices at their ends."""
+        self.is_rounded = is_rounded
         self.recording, self.facts, self.ends = recording, facts, ends
         self._relations = relations
         self.name = type(model).__name__
@@ -120,7 +124,7 @@ class Captured(Model):
                 # A tensor that forward itself made, out of nothing but numbers.
                 setattr(root, path, getattr(self.recording, path))
         recording = fx.GraphModule(root, self.recording.graph)
-        return Captured(twin, recording, self.facts, self.ends, self._relations)
+        return Captured(twin, recording, self.facts, self.ends, self._relations, self.is_rounded)
 
     @property
     def module(self) -> nn.Module:

@@ -11,15 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch_geometric.nn.dense.linear import Linear
+from torch import Tensor, fx
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.bridge.cut import Cut
+from gnnpipe.models.bridge.linear_maps import (
+    LinearOfFeatures,
+    RoundedLinear,
+    is_linear,
+    linear_of_features,
+    rounded_linear,
+)
 from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
 from gnnpipe.models.bridge.recording import FEATURES, attribute, is_input
-from gnnpipe.models.feature_linear import feature_linear
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received
 
@@ -67,6 +71,7 @@ class _Writer:
     def __init__(self, cut: Cut) -> None:
         self._blocks, self._facts = cut.blocks, cut.model.facts
         self._recording = cut.model.recording
+        self._is_rounded, self._result = cut.model.is_rounded, cut.model.result
         self._graph = fx.Graph()
         self._modules: dict[str, Any] = {}
         self._rows = self._graph.placeholder("rows")
@@ -100,6 +105,8 @@ class _Writer:
             self._made[call] = self._graph.get_attr(str(call.target))
         elif self._is_feature_linear(call):
             self._made[call] = self._linear_of_features(call)
+        elif self._is_rounded and call is not self._result and is_linear(self._recording, call):
+            self._made[call] = self._rounded_linear(call)
         else:
             self._made[call] = self._copy(call)
         return self._made[call]
@@ -186,43 +193,35 @@ class _Writer:
     def _is_feature_linear(self, call: fx.Node) -> bool:
         """A linear map of the features themselves, which may be sparse."""
         first = call.args[0] if call.args else None
-        if not (isinstance(first, fx.Node) and is_input(first, FEATURES)):
-            return False
-        if call.op == "call_module":
-            module = self._recording.get_submodule(str(call.target))
-            return isinstance(module, nn.Linear | Linear) and len(call.args) == 1
-        return call.target is F.linear
+        is_of_features = isinstance(first, fx.Node) and is_input(first, FEATURES)
+        return is_of_features and is_linear(self._recording, call)
 
     def _linear_of_features(self, call: fx.Node) -> fx.Node:
         if call.op == "call_module":
             path = f"{call.target}_of_features"
-            self._modules[path] = _FeatureLinear(self._recording.get_submodule(str(call.target)))
+            linear = self._recording.get_submodule(str(call.target))
+            self._modules[path] = LinearOfFeatures(linear)
             return self._graph.call_module(path, (self._rows_of(call),))
         for source in call.all_input_nodes[1:]:
             self.make(source)
         rest = fx.node.map_arg(call.args[1:], self._value)
         kwargs = fx.node.map_arg(call.kwargs, self._value)
-        return self._call(_linear_of_features, self._rows_of(call), *rest, **kwargs)
+        return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
 
-
-class _FeatureLinear(nn.Module):
-    """The user's linear layer on the input features."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, rows: Rows) -> Tensor:
-        return _linear_of_features(rows, self.linear.weight, self.linear.bias)
+    def _rounded_linear(self, call: fx.Node) -> fx.Node:
+        """The same map, its product made in bf16."""
+        copied = self._copy(call)
+        if call.op == "call_module":
+            path = f"{call.target}_rounded"
+            self._modules[path] = RoundedLinear(self._modules[str(call.target)])
+            copied.target = path
+        else:
+            copied.target = rounded_linear
+        return copied
 
 
 def _carried(block: Block, name: str) -> Tensor:
     return block.edge_data[name]
-
-
-def _linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    assert rows.features is not None
-    return feature_linear(rows.features, weight, bias)
 
 
 def _dense_features(rows: Rows) -> Tensor:

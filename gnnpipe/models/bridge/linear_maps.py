@@ -1,0 +1,61 @@
+"""A user's linear maps where they are more than a call: of sparse features, or rounded to bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from gnnpipe.models.feature_linear import feature_linear
+from gnnpipe.models.layer import Rows
+from gnnpipe.models.products import linear
+
+__all__ = [
+    "LinearOfFeatures", "RoundedLinear", "is_linear", "linear_of_features", "rounded_linear",
+]  # fmt: skip
+
+
+def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
+    """The call is a linear map of one value's rows, as torch or PyG ship it, without hooks."""
+    if call.op == "call_module":
+        module = recording.get_submodule(str(call.target))
+        hooks = any(found for name, found in vars(module).items() if name.endswith("_hooks"))
+        return isinstance(module, nn.Linear | Linear) and len(call.args) == 1 and not hooks
+    return call.target is F.linear
+
+
+class LinearOfFeatures(nn.Module):
+    """The user's linear layer on the input features."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, rows: Rows) -> Tensor:
+        """[C, out]."""
+        return linear_of_features(rows, self.linear.weight, self.linear.bias)
+
+
+class RoundedLinear(nn.Module):
+    """The user's linear layer, its product in bf16."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., out] of [..., in]."""
+        return rounded_linear(input, self.linear.weight, self.linear.bias)
+
+
+def linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear`` of the features of ``rows``, which may be sparse."""
+    assert rows.features is not None
+    return feature_linear(rows.features, weight, bias)
+
+
+def rounded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``, its product in bf16."""
+    return linear(input, weight, bias, is_rounded=True)

@@ -1,0 +1,165 @@
+"""``--matmul-dtype bf16``: products with weights lose bits, everything else keeps its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import quick_config, run_ranks, small_graph
+from torch import nn
+from torch_geometric.nn import GCNConv, SimpleConv
+
+from gnnpipe import Trainer
+from gnnpipe.cli import main
+from gnnpipe.models import products
+from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.runtime.mesh import Mesh
+
+LOW = torch.bfloat16
+
+
+def rounded(x):
+    return x.to(LOW).float()
+
+
+def drawn(*shape):
+    """Numbers of few bits: their products are the same in any order, and in bf16."""
+    return torch.randint(-4, 5, shape).float()
+
+
+@pytest.mark.parametrize("leading", [(7,), (3, 4)])
+def test_a_rounded_linear_map_and_its_gradients_are_products_of_rounded_factors(leading):
+    torch.manual_seed(0)
+    x, weight, bias, grad = (torch.randn(s) for s in ((*leading, 33), (17, 33), (17,), (17,)))
+    x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    found = products.linear(x, weight, bias, is_rounded=True)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, rounded(rounded(x) @ rounded(weight).t()) + bias)
+    found.backward(grad.expand_as(found))
+    g, rows = rounded(grad.expand_as(found)).reshape(-1, 17), rounded(x).reshape(-1, 33)
+    assert torch.equal(x.grad, rounded(g @ rounded(weight)).reshape(x.shape))
+    assert torch.allclose(weight.grad, rounded(g.t() @ rows), atol=0.1, rtol=0.01)
+    assert torch.allclose(bias.grad, grad * x[..., 0].numel())
+
+
+def norm_of(width):
+    torch.manual_seed(1)
+    found = nn.LayerNorm(width)
+    nn.init.normal_(found.weight)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["norm_relu", "gcnii_mix"])
+def test_fused_work_differs_by_the_rounding_alone(kind):
+    """Where nothing is lost by rounding, values and gradients are those of float32."""
+    torch.manual_seed(0)
+    norm = norm_of(8)
+    x, first = drawn(40, 8).requires_grad_(), drawn(40, 8).requires_grad_()
+    weight, bias = (drawn(8, 8) / 4).requires_grad_(), drawn(8)
+
+    def run(is_rounded):
+        if kind == "norm_relu":
+            found = norm_relu(norm, bias, x, weight, first, None, is_rounded=is_rounded)
+        else:
+            found = gcnii_mix(x, first, weight, norm, 0.5, 0.5, is_rounded)
+        inputs = [x, first, weight, *norm.parameters()]
+        return found, torch.autograd.grad(found.square().sum(), inputs)
+
+    (plain, grads), (low, low_grads) = run(False), run(True)
+    assert torch.allclose(plain, low, atol=1e-5)
+    for a, b in zip(grads, low_grads, strict=True):
+        # What comes back through the norm is rounded.
+        assert torch.allclose(a, b, rtol=0.02, atol=0.02 * float(a.abs().max()))
+
+
+class OwnModel(nn.Module):
+    """A linear map, a convolution, and logits by a linear map."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.last = nn.Linear(7, 16), GCNConv(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x, edge_index):
+        x = F.relu(self.first(x))
+        return self.last(F.relu(self.conv(x, edge_index)))
+
+
+MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat", "own")
+
+
+def losses_of(shape, kind):
+    """Of each epoch, by model."""
+    stages, shards, chunks = shape
+    mesh, found = Mesh.join(stages, shards), {}
+    for model in MODELS:
+        torch.manual_seed(0)
+        module = OwnModel() if model == "own" else None
+        config = quick_config(
+            model="gcn" if module else model, layers=4, hidden=8, stages=stages, shards=shards,
+            chunks=chunks, dtype="float32", matmul_dtype=kind,
+        )  # fmt: skip
+        result = Trainer(config, graph=small_graph(), model=module, mesh=mesh).fit()
+        found[model] = [row.loss for row in result.history]
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 6])
+def test_losses_are_near_and_do_not_depend_on_the_stages(chunks):
+    """Rows are multiplied in the same chunks whatever the stages, so not one bit differs."""
+    whole, alone = (losses_of((1, 1, chunks), kind) for kind in ("same", "bf16"))
+    staged = run_ranks(losses_of, 2, (2, 1, chunks), "bf16")[0]
+    shared = run_ranks(losses_of, 2, (1, 2, chunks), "bf16")[0]
+    for model in MODELS:
+        assert alone[model] == pytest.approx(whole[model], rel=0.02), model
+        assert alone[model] != whole[model], model
+        assert staged[model] == alone[model], model
+        # Sums over shards are made in another order, and may be rounded to the other side.
+        assert shared[model] == pytest.approx(alone[model], rel=0.01), model
+
+
+class Watched(nn.Module):
+    """A linear map with a hook, and one that gives the logits: neither is rounded."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 16), nn.Linear(16, 3)
+        self.factor = factor
+        if factor == 1:
+            self.first.register_forward_hook(lambda module, given, found: 2 * found)
+        self.conv = SimpleConv(aggr="mean")
+
+    def forward(self, x, edge_index):
+        return self.last(self.conv(self.factor * self.first(x), edge_index))
+
+
+def test_a_linear_map_with_a_hook_runs_as_it_is():
+    found = []
+    for kind, factor in (("same", 1), ("bf16", 1), ("same", 2)):
+        torch.manual_seed(0)
+        module = Watched(factor)
+        config = quick_config(dtype="float32", matmul_dtype=kind)
+        result = Trainer(config, graph=small_graph(), model=module).fit()
+        found.append([row.loss for row in result.history])
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(found[2])
+
+
+def test_a_processor_without_bf16_is_told(monkeypatch):
+    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda device: False)
+    config = quick_config(dtype="float32", matmul_dtype="bf16")
+    with pytest.warns(UserWarning, match="--matmul-dtype bf16: this processor"):
+        Trainer(config, graph=small_graph()).fit()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train", "--dtype", "float64"], "--matmul-dtype bf16: rounds what --dtype float64"),
+        (["verify"], "the default of verify"),
+        (["verify", "--dtype", "float32"], "--matmul-dtype bf16: rounds, which the reference"),
+        (["train", "--matmul-dtype", "fp8"], "--matmul-dtype 'fp8'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words, text, capsys):
+    if "fp8" not in words:
+        words = [*words, "--matmul-dtype", "bf16"]
+    assert main([*words, "--dataset", "karate", "--device", "cpu"]) == 2
+    assert text in capsys.readouterr().err
