@@ -196,7 +196,7 @@ PLAN_TEXT = st.one_of(
 )
 
 SOUND_PROFILE = Profile(
-    "box", "by hand", "", "cpu", "float32", "same", "auto", False, 1,
+    "box", "by hand", "", "cpu", "float32", "same", "same", "auto", False, 1,
     (ComputeTimes(1, {}, Affine(), Affine(), 1e-9),), LinkTimes(1e-5, 1e9, 0.0), None, None,
 )  # fmt: skip
 PROFILE_TEXT = st.one_of(
