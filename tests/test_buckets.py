@@ -54,7 +54,7 @@ def losses_of(shapes, bucket_bytes):
     for model in ("gcn", "gat", "sage"):
         for staleness in ("auto", "exact"):
             config = quick_config(
-                model=model, layers=5, hidden=8, heads=2, stages=stages, shards=shards,
+                model=model, layers=5, hidden=8, stages=stages, shards=shards,
                 chunks=chunks, staleness=staleness, epochs=4,
             )  # fmt: skip
             trainer = Trainer(config, graph=small_graph(), mesh=mesh)

@@ -18,7 +18,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(
-        model=model, layers=LAYERS, hidden=8, heads=2, stages=stages, shards=shards, chunks=6,
+        model=model, layers=LAYERS, hidden=8, stages=stages, shards=shards, chunks=6,
         dropout=0.0, dtype="float64", cache_dir="off",
         **({"staleness": "none", "shuffle_chunks": True} | settings),
     )  # fmt: skip
@@ -43,7 +43,7 @@ def exact_tables(model):
     from gnnpipe.train.reference import Reference
 
     config = TrainConfig(
-        model=model, layers=LAYERS, hidden=8, heads=2, dropout=0.0, dtype="float64",
+        model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64",
         cache_dir="off",
     )  # fmt: skip
     reference = Reference(prepare(config, Mesh.alone(), small_graph()))

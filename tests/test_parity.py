@@ -27,7 +27,7 @@ def compare(
         mesh = Mesh.join(stages, shards)
         for model in models:
             config = TrainConfig(
-                model=model, layers=4, hidden=8, heads=2, stages=stages, shards=shards,
+                model=model, layers=4, hidden=8, stages=stages, shards=shards,
                 chunks=chunks, dtype=dtype, epochs=epochs, cache_dir="off", **settings,
             )  # fmt: skip
             prepared = prepare(config, mesh, make(**(graph or {})))

@@ -95,7 +95,7 @@ class PlainGAT(nn.Module):
     def __init__(self, ours, graph):
         super().__init__()
         sizes = [graph.num_features] + [HIDDEN] * LAYERS
-        self.convs = nn.ModuleList(GATConv(a, b // 2, heads=2) for a, b in pairwise(sizes))
+        self.convs = nn.ModuleList(GATConv(a, b // 4, heads=4) for a, b in pairwise(sizes))
         self.decode = nn.Linear(HIDDEN, graph.num_classes)
         self.decode.load_state_dict(ours[-1].decode.state_dict())
         for conv, layer in zip(self.convs, ours, strict=True):
@@ -118,7 +118,7 @@ PLAIN = {
 def test_equals_plain_pyg_step_by_step(name, sparse):
     graph = small_graph(sparse=sparse, directed=True)
     config = TrainConfig(
-        model=name, layers=LAYERS, hidden=HIDDEN, heads=2, dropout=0.0, epochs=12, eval_every=1,
+        model=name, layers=LAYERS, hidden=HIDDEN, dropout=0.0, epochs=12, eval_every=1,
         weight_decay=5e-4,
         out="off",
     )  # fmt: skip
