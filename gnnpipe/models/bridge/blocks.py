@@ -153,17 +153,9 @@ class BlockConv(nn.Module):
         if self.form == "pair":
             values[0] = (values[0], values[0][:count] if own is None else own)
 
-        def fill(argument: Any) -> Any:
-            if isinstance(argument, _Slot):
-                return block.edge_index if argument == _EDGES else values[argument.index]
-            if isinstance(argument, _EdgeSlot):
-                return carried[argument.index]
-            if isinstance(argument, tuple | list):
-                return type(argument)(fill(a) for a in argument)
-            return argument
-
-        args = [fill(a) for a in self._args]
-        kwargs = {k: fill(v) for k, v in self._kwargs.items()}
+        given = block.edge_index, values, carried
+        args = [_filled(a, *given) for a in self._args]
+        kwargs = {k: _filled(v, *given) for k, v in self._kwargs.items()}
         mode: AbstractContextManager[Any] = nullcontext()
         if self.drops:
             mode = KeyedDropout(self.drops, block, rows, self.site)
@@ -174,6 +166,21 @@ class BlockConv(nn.Module):
             else:
                 out = self.conv(*args, **kwargs)
         return out[:count]
+
+
+# Not within ``forward``: a function that calls itself there would keep the rows of every call until
+# the cycle collector comes by.
+def _filled(
+    argument: Any, edge_index: Tensor, values: Sequence[Any], carried: Sequence[Any]
+) -> Any:
+    """An argument of the recorded call with the block's values in it."""
+    if isinstance(argument, _Slot):
+        return edge_index if argument == _EDGES else values[argument.index]
+    if isinstance(argument, _EdgeSlot):
+        return carried[argument.index]
+    if isinstance(argument, tuple | list):
+        return type(argument)(_filled(a, edge_index, values, carried) for a in argument)
+    return argument
 
 
 def _count(shape: tuple[int, ...]) -> int:
