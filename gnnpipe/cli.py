@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
-from gnnpipe.contradictions import check_stages
+from gnnpipe.contradictions import check_stages, check_verifiable
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.page.command import add_flags, report
 from gnnpipe.page.compare import add_compare_flags, compare
@@ -187,11 +187,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = _config(options, VERIFY_DEFAULTS)
-    for name, value in (("comm", config.comm_dtype), ("matmul", config.matmul_dtype)):
-        if value != "same":
-            raise InputError(
-                f"--{name}-dtype {value}: rounds, which the reference does not; verify without it"
-            )
+    check_verifiable(config)
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.prepare import prepare
     from gnnpipe.train.report import head_lines

@@ -14,7 +14,7 @@ from gnnpipe.settings import flag
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
 
-__all__ = ["check_stages", "check_together"]
+__all__ = ["check_stages", "check_together", "check_verifiable"]
 
 
 def check_together(config: TrainConfig) -> None:
@@ -30,12 +30,17 @@ def check_together(config: TrainConfig) -> None:
         )
 
 
+def check_verifiable(config: TrainConfig) -> None:
+    """``InputError`` where a run rounds and the reference, one device in float64, does not."""
+    for name in ("comm_dtype", "matmul_dtype"):
+        if getattr(config, name) != "same":
+            raise InputError(
+                f"{flag(name)} {getattr(config, name)}: rounds, which the reference does not; "
+                "verify without it"
+            )
+
+
 def _check_model(config: TrainConfig) -> None:
-    if config.matmul_dtype != "same" and config.dtype == "float64":
-        raise InputError(
-            f"--matmul-dtype {config.matmul_dtype}: rounds what --dtype float64 (the default of "
-            "verify) is to keep; leave one of the two out"
-        )
     if config.hidden % config.heads and config.model == "gat":
         raise InputError(
             f"--heads {config.heads}: does not divide --hidden {config.hidden}; "

@@ -5,15 +5,19 @@ import torch
 import torch.nn.functional as F
 from helpers import quick_config, run_ranks, small_graph
 from torch import nn
-from torch_geometric.nn import GCNConv, SimpleConv
+from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv, SimpleConv
 
-from gnnpipe import Trainer
+from gnnpipe import InputError, Trainer
 from gnnpipe.cli import main
-from gnnpipe.models import products
+from gnnpipe.models import GNN, LayerSpec, products
 from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.runtime.mesh import Mesh
 
 LOW = torch.bfloat16
+
+# So few rows may be no faster in bf16.
+pytestmark = pytest.mark.filterwarnings("ignore:--matmul-dtype bf16:UserWarning")
 
 
 def rounded(x):
@@ -96,7 +100,9 @@ def losses_of(shape, kind):
             model="gcn" if module else model, layers=4, hidden=8, stages=stages, shards=shards,
             chunks=chunks, dtype="float32", matmul_dtype=kind,
         )  # fmt: skip
-        result = Trainer(config, graph=small_graph(), model=module, mesh=mesh).fit()
+        # Sparse features are not rounded, so it is the layers' products that differ.
+        graph = small_graph(sparse=True)
+        result = Trainer(config, graph=graph, model=module, mesh=mesh).fit()
         found[model] = [row.loss for row in result.history]
     return found
 
@@ -108,11 +114,99 @@ def test_losses_are_near_and_do_not_depend_on_the_stages(chunks):
     staged = run_ranks(losses_of, 2, (2, 1, chunks), "bf16")[0]
     shared = run_ranks(losses_of, 2, (1, 2, chunks), "bf16")[0]
     for model in MODELS:
-        assert alone[model] == pytest.approx(whole[model], rel=0.02), model
+        assert alone[model] == pytest.approx(whole[model], rel=0.05), model
         assert alone[model] != whole[model], model
         assert staged[model] == alone[model], model
         # Sums over shards are made in another order, and may be rounded to the other side.
         assert shared[model] == pytest.approx(alone[model], rel=0.01), model
+
+
+def rounded_maps(module, sparse=True):
+    """Shapes of the weights that are rounded in a training pass."""
+    found, real = set(), products.rounded
+    graph = small_graph(sparse=sparse)
+
+    def note(x, is_rounded):
+        if is_rounded and isinstance(x, nn.Parameter | torch.Tensor):
+            found.add(tuple(x.shape))
+        return real(x, is_rounded)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(products, "rounded", note)
+        patched.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: True)
+        config = quick_config(dtype="float32", matmul_dtype="bf16", epochs=1, eval_every=0)
+        Trainer(config, graph=graph, model=module).fit()
+    return {shape for shape in found if graph.num_vertices not in shape}
+
+
+class Chain(nn.Module):
+    """Calls one after the other, the convolutions with edges."""
+
+    def __init__(self, *calls):
+        super().__init__()
+        self.calls = nn.ModuleList(calls)
+
+    def forward(self, x, edge_index):
+        for call in self.calls:
+            x = call(x, edge_index) if isinstance(call, MessagePassing) else call(x)
+        return x
+
+
+FIRST, MIDDLE = (7, 16), (16, 12)
+SCORING = {
+    "a linear map": (Chain(nn.Linear(7, 16), nn.Linear(16, 12), nn.Linear(12, 3)), {MIDDLE}),
+    "behind a softmax": (
+        Chain(nn.Linear(7, 16), nn.Linear(16, 12), nn.Linear(12, 3), nn.LogSoftmax(1)), {MIDDLE},
+    ),
+    # These add up the narrower rows, so what the first map multiplies is dense.
+    "a convolution": (
+        Chain(GCNConv(7, 16), GCNConv(16, 12), GCNConv(12, 3)), {FIRST, MIDDLE},
+    ),
+    "two maps of one": (
+        Chain(SAGEConv(7, 16), SAGEConv(16, 12), SAGEConv(12, 3)), {FIRST, MIDDLE},
+    ),
+    "an aggregation": (Chain(nn.Linear(7, 16), nn.Linear(16, 3), SimpleConv()), set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_the_maps_nearest_the_scores_are_not_rounded(name):
+    module, of_sparse = SCORING[name]
+    assert rounded_maps(module) == of_sparse
+    # Dense features are, unless their map gives the scores.
+    assert rounded_maps(module, sparse=False) == of_sparse | {FIRST}
+
+
+def test_features_that_give_the_scores_are_not_rounded():
+    assert rounded_maps(Chain(nn.Linear(7, 3)), sparse=False) == set()
+
+
+def test_a_model_without_a_map_to_round_is_told():
+    config = quick_config(dtype="float32", matmul_dtype="bf16")
+    with pytest.warns(UserWarning, match="has no linear map of rows that it rounds"):
+        Trainer(config, graph=small_graph(), model=Chain(nn.Linear(7, 3), SimpleConv())).fit()
+
+
+def test_layers_of_ones_own_must_agree():
+    spec = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8)
+    model = GNN([GCNLayer(0, spec), GCNLayer(1, spec)])
+    config = quick_config(dtype="float32", hidden=8, matmul_dtype="bf16")
+    with pytest.raises(InputError, match="--matmul-dtype bf16: the model was built with LayerSpec"):
+        Trainer(config, graph=small_graph(), model=model).fit()
+
+
+def test_a_weight_that_is_a_vector_is_not_rounded():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.gate = nn.Linear(7, 16), nn.Parameter(torch.ones(16))
+            self.last = nn.Linear(16, 3)
+
+        def forward(self, x, edge_index):
+            x = self.first(x)
+            return self.last(x * torch.sigmoid(F.linear(x, self.gate))[:, None])
+
+    assert rounded_maps(Gated(), sparse=False) == {(7, 16)}
 
 
 class Watched(nn.Module):
@@ -143,17 +237,16 @@ def test_a_linear_map_with_a_hook_runs_as_it_is():
 
 
 def test_a_processor_without_bf16_is_told(monkeypatch):
-    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda device: False)
+    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: False)
     config = quick_config(dtype="float32", matmul_dtype="bf16")
-    with pytest.warns(UserWarning, match="--matmul-dtype bf16: this processor"):
+    with pytest.warns(UserWarning, match="--matmul-dtype bf16: no faster here"):
         Trainer(config, graph=small_graph()).fit()
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["train", "--dtype", "float64"], "--matmul-dtype bf16: rounds what --dtype float64"),
-        (["verify"], "the default of verify"),
+        (["verify"], "--matmul-dtype bf16: rounds, which the reference"),
         (["verify", "--dtype", "float32"], "--matmul-dtype bf16: rounds, which the reference"),
         (["train", "--matmul-dtype", "fp8"], "--matmul-dtype 'fp8'"),
     ],

@@ -17,7 +17,7 @@ from torch_geometric.nn.inits import glorot
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
-from gnnpipe.models.products import rounded
+from gnnpipe.models.products import product
 
 __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
 
@@ -30,11 +30,7 @@ class FeatureTable:
     one back pays for all with one product.
     """
 
-    def __init__(
-        self, x: Features, dtype: torch.dtype, device: torch.device, is_rounded: bool = False
-    ) -> None:
-        """``is_rounded``: products of dense features are, see ``models.products``."""
-        self._is_rounded = is_rounded
+    def __init__(self, x: Features, dtype: torch.dtype, device: torch.device) -> None:
         self._transposed: RowCSR | None = None
         self._x: Tensor | RowCSR
         if isinstance(x, np.ndarray):
@@ -51,10 +47,10 @@ class FeatureTable:
         """Those of a chunk, or all."""
         return FeatureRows(self, start, self.num_rows if stop is None else stop)
 
-    def times(self, weight: Tensor, start: int, stop: int) -> Tensor:
-        """Rows start:stop times ``weight.T``: [stop - start, out]."""
+    def times(self, weight: Tensor, start: int, stop: int, is_rounded: bool) -> Tensor:
+        """Rows start:stop times ``weight.T``: [stop - start, out]; dense ones may be rounded."""
         if isinstance(self._x, Tensor):
-            return self._multiplied(self._x[start:stop], weight.t())
+            return product(self._x[start:stop], weight.t(), is_rounded)
         return self._x.matmul(weight.t().contiguous(), start, stop)
 
     def dense(self, start: int, stop: int) -> Tensor:
@@ -63,13 +59,15 @@ class FeatureTable:
             return self._x[start:stop]
         return self._x.dense(start, stop)
 
-    def leave(self, weight: int | None, grad: Tensor, start: int, stop: int) -> Tensor | None:
+    def leave(
+        self, weight: int | None, grad: Tensor, start: int, stop: int, is_rounded: bool
+    ) -> Tensor | None:
         """Take the gradient of what ``times`` gave; that of the weight if nothing is missing.
 
         ``weight`` tells the weights of several linear maps apart; none: it must not wait.
         """
         if weight is None or stop - start == self.num_rows:
-            return self._product(grad, start, stop)
+            return self._product(grad, start, stop, is_rounded)
         waiting = self._waiting[weight]
         waiting.expected.discard(start)
         if waiting.grads is None:
@@ -80,7 +78,7 @@ class FeatureTable:
         if waiting.missing:
             return None
         waiting.chunks.clear()
-        return self._product(waiting.grads, 0, self.num_rows)
+        return self._product(waiting.grads, 0, self.num_rows, is_rounded)
 
     def begin(self) -> None:
         """A training pass begins: nothing is expected, nothing waits. The room is kept."""
@@ -110,20 +108,16 @@ class FeatureTable:
         waiting.expected.add(start)
         return name
 
-    def _product(self, grad: Tensor, start: int, stop: int) -> Tensor:
+    def _product(self, grad: Tensor, start: int, stop: int, is_rounded: bool) -> Tensor:
         """[out, in], of gradients [stop - start, out]."""
         if isinstance(self._x, Tensor):
-            return self._multiplied(grad.t(), self._x[start:stop])
+            return product(grad.t(), self._x[start:stop], is_rounded)
         assert self._transposed is not None
         if stop - start < self.num_rows:
             whole = grad.new_zeros(self.num_rows, grad.shape[1])
             whole[start:stop] = grad
             grad = whole
         return self._transposed.matmul(grad.contiguous()).t()
-
-    def _multiplied(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a @ b`` of dense factors."""
-        return (rounded(a, self._is_rounded) @ rounded(b, self._is_rounded)).to(a.dtype)
 
 
 @dataclass(eq=False)
@@ -155,21 +149,27 @@ class FeatureRows:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, rows: FeatureRows, name: int | None) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.rows, ctx.name = rows, name
-        return rows.table.times(weight, rows.start, rows.stop)
+    def forward(ctx, weight, rows: FeatureRows, name: int | None, is_rounded: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.rows, ctx.name, ctx.is_rounded = rows, name, is_rounded
+        return rows.table.times(weight, rows.start, rows.stop, is_rounded)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[no-untyped-def]
         rows = ctx.rows
-        return rows.table.leave(ctx.name, grad, rows.start, rows.stop), None, None
+        found = rows.table.leave(ctx.name, grad, rows.start, rows.stop, ctx.is_rounded)
+        return found, None, None, None
 
 
-def feature_linear(features: FeatureRows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` of feature rows [C, in], as [C, out]; weight [out, in]."""
+def feature_linear(
+    features: FeatureRows, weight: Tensor, bias: Tensor | None = None, is_rounded: bool = False
+) -> Tensor:
+    """``x @ weight.T + bias`` of feature rows [C, in], as [C, out]; weight [out, in].
+
+    ``is_rounded``: of dense features, see ``models.products``.
+    """
     name = features.table.expect(weight, features.start, features.stop)
-    product: Tensor = _Product.apply(weight, features, name)  # type: ignore[no-untyped-call]
-    return product if bias is None else product + bias
+    found: Tensor = _Product.apply(weight, features, name, is_rounded)  # type: ignore[no-untyped-call]
+    return found if bias is None else found + bias
 
 
 class FeatureLinear(nn.Module):
@@ -179,8 +179,11 @@ class FeatureLinear(nn.Module):
     then needs no copy.
     """
 
-    def __init__(self, num_features: int, width: int, bias: bool = False) -> None:
+    def __init__(
+        self, num_features: int, width: int, bias: bool = False, is_rounded: bool = False
+    ) -> None:
         super().__init__()
+        self.is_rounded = is_rounded
         self.weight = nn.Parameter(torch.empty(num_features, width).t())
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         glorot(self.weight)
@@ -189,4 +192,4 @@ class FeatureLinear(nn.Module):
         """Features [C, in] to [C, out]."""
         if features is None:
             raise RuntimeError("the first layer got no features: it must sit on the first stage")
-        return feature_linear(features, self.weight, self.bias)
+        return feature_linear(features, self.weight, self.bias, self.is_rounded)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.models.products import rounded
+from gnnpipe.models.products import product, rounded
 
 __all__ = ["gcnii_mix", "norm_relu"]
 
@@ -118,7 +118,7 @@ class _GCNIIMix(torch.autograd.Function):
 def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool) -> Tensor:
     """``(1 - beta) x + beta x @ weight``."""
     if is_rounded:
-        return torch.lerp(x, (rounded(x, True) @ rounded(weight, True)).to(x.dtype), beta)
+        return torch.lerp(x, product(x, weight, is_rounded), beta)
     return torch.addmm(x, x, weight, beta=1 - beta, alpha=beta)
 
 

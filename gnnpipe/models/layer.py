@@ -168,4 +168,4 @@ MODELS: Registry[type[Layer]] = Registry("model")
 
 def input_linear(spec: LayerSpec, bias: bool = False) -> FeatureLinear:
     """The linear map from the input features to the hidden width."""
-    return FeatureLinear(spec.num_features, spec.hidden, bias=bias)
+    return FeatureLinear(spec.num_features, spec.hidden, bias, spec.is_rounded)

@@ -21,7 +21,9 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
 
-__all__ = ["check_parts", "check_validation", "choose_model", "without_unread"]
+__all__ = [
+    "check_parts", "check_validation", "choose_model", "warn_of_slow_rounding", "without_unread",
+]  # fmt: skip
 
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
@@ -80,12 +82,6 @@ def choose_model(
             f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
             "whose forward takes (x_dict, edge_index_dict)"
         )
-    if config.matmul_dtype == "bf16" and mesh.rank == 0 and not is_worth_rounding(mesh.device):
-        warnings.warn(
-            "--matmul-dtype bf16: this processor computes no faster in bf16; leave it out",
-            UserWarning,
-            stacklevel=2,
-        )
     if model is None:
         spec = _spec(config, graph)
         check_weights(config, spec)
@@ -116,6 +112,14 @@ def choose_model(
         error = fault
     mesh.agree(error)
     assert chosen is not None
+    assert found is not None
+    if found.is_rounded and not found.rounds and mesh.rank == 0:
+        warnings.warn(
+            f"--matmul-dtype bf16: {found.name} has no linear map of rows that it rounds (those "
+            "inside of convolutions on blocks, and the last, keep --dtype)",
+            UserWarning,
+            stacklevel=2,
+        )
     if len(set(mesh.gather(digest))) > 1:
         raise InputError("model: its forward is another on every rank; build it in the same way")
     if mesh.world_size > 1:
@@ -144,6 +148,20 @@ def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
             stacklevel=2,
         )
     return found
+
+
+def warn_of_slow_rounding(config: TrainConfig, num_vertices: int, mesh: Mesh) -> None:
+    """Where this processor makes a chunk's products no faster in bf16, tried on rank 0."""
+    if config.matmul_dtype != "bf16" or mesh.rank:
+        return
+    rows = max(1, num_vertices // (config.chunks * config.shards))
+    if not is_worth_rounding(mesh.device, rows, config.hidden):
+        warnings.warn(
+            f"--matmul-dtype bf16: no faster here than float32, for {rows} rows of "
+            f"{config.hidden}; leave it out, or see the guide",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
@@ -178,6 +196,11 @@ def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
             raise InputError(
                 f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
             )
+    if spec.is_rounded != (config.matmul_dtype == "bf16"):
+        raise InputError(
+            f"--matmul-dtype {config.matmul_dtype}: the model was built with "
+            f"LayerSpec(is_rounded={spec.is_rounded}); make the two agree"
+        )
     if spec.num_layers != config.layers:
         raise InputError(
             f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"

@@ -68,8 +68,7 @@ class ChunkRows:
         table = None
         if self._reads_features and (graph.types is None or vertex_type in graph.types.features):
             x = graph.features(vertex_type)[self._number[part]]
-            is_rounded = prepared.config.matmul_dtype == "bf16"
-            table = FeatureTable(x, prepared.dtype, device, is_rounded)
+            table = FeatureTable(x, prepared.dtype, device)
         keys = row_keys(torch.from_numpy(original)).to(device)
         vertices = torch.from_numpy(within).to(device)
         ends = [0, len(part)] if pointer is None else pointer.tolist()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gnnpipe.contradictions import check_verifiable
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.exact_epochs import ExactEpochs
@@ -109,7 +110,11 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
 
 
 def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
-    """Train both for some epochs; the comparisons, on every rank."""
+    """Train both for some epochs; the comparisons, on every rank.
+
+    ``InputError`` where the run rounds to bf16.
+    """
+    check_verifiable(prepared.config)
     speaks = mesh.rank == 0
     free = Reference(prepared) if speaks else None
     led = Reference(prepared) if speaks else None

@@ -21,6 +21,7 @@ from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 from gnnpipe.models.bridge.arguments import edge_inputs
+from gnnpipe.models.bridge.linear_maps import is_linear
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
 from gnnpipe.models.bridge.probe import Facts, probe
@@ -167,6 +168,26 @@ class Captured(Model):
             if sign in names:
                 read.add(field)
         return frozenset(read)
+
+    @cached_property
+    def scoring(self) -> frozenset[fx.Node]:
+        """The linear maps nearest the scores, which are not rounded."""
+        found: set[fx.Node] = set()
+        seen, waiting = {self.result}, [self.result]
+        while waiting:
+            call = waiting.pop()
+            if is_linear(self.recording, call):
+                found.add(call)
+            elif not self.facts[call].form:
+                new = {s for s in self.inputs(call) if s not in seen}
+                seen |= new
+                waiting += new
+        return frozenset(found)
+
+    @property
+    def rounds(self) -> bool:
+        """Some product is rounded, where that is asked for."""
+        return any(is_linear(self.recording, c) and c not in self.scoring for c in self.ops)
 
     def aggregates(self, call: fx.Node) -> bool:
         """The call reads other rows than its own."""

@@ -16,12 +16,14 @@ __all__ = [
     "LinearOfFeatures", "RoundedLinear", "is_linear", "linear_of_features", "rounded_linear",
 ]  # fmt: skip
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
     """The call is a linear map of one value's rows, as torch or PyG ship it, without hooks."""
     if call.op == "call_module":
         module = recording.get_submodule(str(call.target))
-        hooks = any(found for name, found in vars(module).items() if name.endswith("_hooks"))
+        hooks = any(getattr(module, name) for name in HOOKS)
         return isinstance(module, nn.Linear | Linear) and len(call.args) == 1 and not hooks
     return call.target is F.linear
 
@@ -29,13 +31,14 @@ def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
 class LinearOfFeatures(nn.Module):
     """The user's linear layer on the input features."""
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, is_rounded: bool) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear, self.is_rounded = linear, is_rounded
 
     def forward(self, rows: Rows) -> Tensor:
         """[C, out]."""
-        return linear_of_features(rows, self.linear.weight, self.linear.bias)
+        weight, bias = self.linear.weight, self.linear.bias
+        return linear_of_features(rows, weight, bias, is_rounded=self.is_rounded)
 
 
 class RoundedLinear(nn.Module):
@@ -50,10 +53,14 @@ class RoundedLinear(nn.Module):
         return rounded_linear(input, self.linear.weight, self.linear.bias)
 
 
-def linear_of_features(rows: Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_of_features(
+    rows: Rows, weight: Tensor, bias: Tensor | None = None, *, is_rounded: bool
+) -> Tensor:
     """``torch.nn.functional.linear`` of the features of ``rows``, which may be sparse."""
     assert rows.features is not None
-    return feature_linear(rows.features, weight, bias)
+    if weight.dim() != 2:
+        return F.linear(rows.features.dense(), weight, bias)
+    return feature_linear(rows.features, weight, bias, is_rounded)
 
 
 def rounded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

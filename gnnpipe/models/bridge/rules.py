@@ -131,9 +131,9 @@ def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     first = conv.alpha * x_0
     if conv.weight2 is None:
         m = m + first
-        return torch.lerp(m, m @ conv.weight1, conv.beta)
-    return torch.lerp(m, m @ conv.weight1, conv.beta) + torch.lerp(
-        first, first @ conv.weight2, conv.beta
+        return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta)
+    return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta) + torch.lerp(
+        first, nn.functional.linear(first, conv.weight2.t()), conv.beta
     )
 
 

@@ -71,7 +71,7 @@ class _Writer:
     def __init__(self, cut: Cut) -> None:
         self._blocks, self._facts = cut.blocks, cut.model.facts
         self._recording = cut.model.recording
-        self._is_rounded, self._result = cut.model.is_rounded, cut.model.result
+        self._model = cut.model
         self._graph = fx.Graph()
         self._modules: dict[str, Any] = {}
         self._rows = self._graph.placeholder("rows")
@@ -105,7 +105,7 @@ class _Writer:
             self._made[call] = self._graph.get_attr(str(call.target))
         elif self._is_feature_linear(call):
             self._made[call] = self._linear_of_features(call)
-        elif self._is_rounded and call is not self._result and is_linear(self._recording, call):
+        elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
         else:
             self._made[call] = self._copy(call)
@@ -200,13 +200,21 @@ class _Writer:
         if call.op == "call_module":
             path = f"{call.target}_of_features"
             linear = self._recording.get_submodule(str(call.target))
-            self._modules[path] = LinearOfFeatures(linear)
+            self._modules[path] = LinearOfFeatures(linear, self._is_rounded(call))
             return self._graph.call_module(path, (self._rows_of(call),))
         for source in call.all_input_nodes[1:]:
             self.make(source)
         rest = fx.node.map_arg(call.args[1:], self._value)
         kwargs = fx.node.map_arg(call.kwargs, self._value)
+        kwargs = {**kwargs, "is_rounded": self._is_rounded(call)}
         return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
+
+    def _is_rounded(self, call: fx.Node) -> bool:
+        """A linear map whose product is made in bf16."""
+        model = self._model
+        if not model.is_rounded or call in model.scoring:
+            return False
+        return is_linear(self._recording, call)
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
         """The same map, its product made in bf16."""
