@@ -12,7 +12,7 @@ from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.load import load_graph
 from gnnpipe.graph.quality import chunk_edges, stale_share
-from gnnpipe.runtime.forecast import fit_affine, moments
+from gnnpipe.runtime.affine_map import fit_affine, moments
 
 EPOCHS = 4
 

@@ -22,7 +22,7 @@ from gnnpipe.graph.blocks import Block, EdgeData, edge_data_of
 from gnnpipe.graph.operators import EVERYONE, edges_into, weighted_rows
 from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.models.dropout import row_keys
-from gnnpipe.runtime.forecast import RIDGE
+from gnnpipe.runtime.affine_map import RIDGE
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.learning_rate import LearningRate
 from gnnpipe.train.prepare import Prepared, chunk_order
