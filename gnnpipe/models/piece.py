@@ -44,6 +44,8 @@ class Aggregation:
     """Of a row that reads, beyond what is read and what is made."""
     structure_per_edge: int = 0
     """Bytes of structure for an edge, beyond the edge itself."""
+    moves: bool = True
+    """Its pushed rows move with the weights: they are not made of the features alone."""
 
     @property
     def over(self) -> tuple[str, str, str]:

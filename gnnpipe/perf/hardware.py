@@ -167,8 +167,9 @@ class _Roof:
             backward_before = _sum(backward_before, forward_before)
             backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
         once_row_s = before_row_s + after_row_s
-        forecast_row_s = once_row_s + self._longer(10 * push**2, 4 * push)
-        recall_row_s = once_row_s + self._longer(2 * push**2, push)
+        fitted = push if op.moves else 0
+        forecast_row_s = once_row_s + self._longer(10 * fitted**2, 4 * fitted)
+        recall_row_s = once_row_s + self._longer(2 * fitted**2, fitted)
         return OpTimes(
             forward_before, forward_after, backward_before, backward_after, finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, forecast_row_s),

@@ -108,7 +108,7 @@ def estimate_memory(
     # Of the last epoch, what pilots pushed, and what they read where that is a product.
     history += sum(
         op.push_width
-        * (pilot_rows[op.pushed_type] + op.is_linear * pilot_rows[op.vertex_type])
+        * (op.moves * pilot_rows[op.pushed_type] + op.is_linear * pilot_rows[op.vertex_type])
         * number_bytes
         for op in pushing
     )

@@ -177,7 +177,7 @@ def op_kind(op: Op) -> str:
     stem = re.sub(r"[_\d]+$", "", op.name)
     parts = [stem]
     if op.push_width:
-        parts.append(f"push {op.push_width}")
+        parts.append(f"push {op.push_width}" if op.moves else f"push {op.push_width} of features")
     parts.append(f"out {sum(op.outputs.values())}")
     if op.kept_per_edge:
         # Heads of attention, or the width of a message.

@@ -171,13 +171,13 @@ class ProfiledCosts:
                 total += times.recall.time_s(pilots)
             elif kind == "FORECAST":
                 total += times.forecast.time_s(pilots)
-            elif op.aggregates:
+            elif op.is_forecast:
                 total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
         return total
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
-        """Of each aggregation."""
-        return [fit_numbers(op) * SUM_BYTES for op in self._stage_ops(stage) if op.aggregates]
+        """Of each aggregation that is forecast."""
+        return [fit_numbers(op) * SUM_BYTES for op in self._stage_ops(stage) if op.is_forecast]
 
     def update_s(self, stage: int, shard: int) -> float:
         """The optimizer's step."""

@@ -54,15 +54,15 @@ def closed_form_volume(
     and for a mean over all vertices 4 K (G-1) x its width in float64;
     gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
     widths of every transfer (``pilot_rows_bytes``: once with old weights, once with new ones), and
-    for every aggregation 2 (G-1) times the float64 numbers of a fit, F (F + 1) / 2 + F F + 2 F + 2
-    (of a mean F + 2).
+    for every aggregation whose rows move 2 (G-1) times the float64 numbers of a fit,
+    F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
     """
     sent = _widths_sent(plan)
     pushed = sum(
         crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
     )
     means = sum(op.push_width for op in model.ops if op.is_mean)
-    fit = sum(fit_numbers(op) for op in model.aggregations)
+    fit = sum(fit_numbers(op) for op in model.aggregations if op.is_forecast)
     return CommVolume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
         graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,

@@ -48,6 +48,8 @@ class Op:
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False
     """It aggregates to the mean over all vertices, or all edges."""
+    moves: bool = True
+    """The rows it pushes, if any, move with the weights: they are not made of features alone."""
     vertex_type: str = ""
     """The type of the vertices that its outputs are rows of, '' if there is but one."""
     pushed_type: str = ""
@@ -63,6 +65,11 @@ class Op:
     def aggregates(self) -> bool:
         """It pushes rows."""
         return self.push_width > 0
+
+    @property
+    def is_forecast(self) -> bool:
+        """Pilots tell where the rows go that it pushes."""
+        return self.aggregates and self.moves
 
 
 @dataclass(frozen=True)

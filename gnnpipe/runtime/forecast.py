@@ -45,8 +45,8 @@ __all__ = ["Forecaster"]
 class _Recalled:
     """What a forecast has to know of the last epoch, of one aggregation."""
 
-    rows: Tensor
-    """[p, F], what the pilots pushed."""
+    rows: Tensor | None
+    """[p, F], what the pilots pushed; none where that does not move."""
     read: Tensor | None
     """What they read of the table as it is; none where it is read again."""
     gram: Tensor | None
@@ -120,8 +120,13 @@ class Forecaster:
                 rows, history = pushed[a.name], self.histories[a.name]
                 history.settle()
                 neighbours = self._neighbours[a.over]
-                received[a.name], read = neighbours.recall(history.table, rows)
-                self._recalled[a.name] = _Recalled(rows, read, None if a.is_mean else gram(rows))
+                read = neighbours.read(history.table, rows)
+                received[a.name] = neighbours.received(history.table, read, rows)
+                self._recalled[a.name] = _Recalled(
+                    rows if a.moves else None,
+                    read,
+                    gram(rows) if a.moves and not a.is_mean else None,
+                )
         self.is_ready = True
         return values
 
@@ -139,8 +144,11 @@ class Forecaster:
             received = {}
             for a in self._pushed(step):
                 rows, was = pushed[a.name], self._recalled.pop(a.name)
-                self.maps[a.name] = found = self._fit(was, rows, a)
                 neighbours, table = self._neighbours[a.over], self.histories[a.name].table
+                if was.rows is None:
+                    received[a.name] = neighbours.received(table, was.read, rows)
+                    continue
+                self.maps[a.name] = found = self._fit(was.rows, was.gram, rows, a)
                 received[a.name] = neighbours.foresee(table, was.read, rows, found)
         self.forget()
         return values
@@ -149,14 +157,13 @@ class Forecaster:
         """What the end of a step pushes."""
         return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
 
-    def _fit(self, was: _Recalled, new: Tensor, a: Aggregation) -> AffineMap:
+    def _fit(self, old: Tensor, found: Tensor | None, new: Tensor, a: Aggregation) -> AffineMap:
         total, is_whole = self._totals[a.pushed_type]
-        old = was.rows
         if a.is_mean:
             sums = mean_moments(old, new)
             self.sent_bytes += sum_over_shards(sums, self.mesh)
             return fit_shift(sums, total, old.dtype)
-        sums = moments(old, new, was.gram)
+        sums = moments(old, new, found)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
@@ -186,15 +193,18 @@ class _Neighbours:
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
             self._weights = self._linear.matmul(ones).to(dtype)
 
-    def recall(self, table: Tensor, old: Tensor) -> tuple[Received, Tensor | None]:
-        """What the next step gets of the table as it is, and what ``foresee`` needs of it."""
+    def read(self, table: Tensor, own: Tensor) -> Tensor | None:
+        """What they read of a table; none where the block's own code must."""
         if self._linear is not None:
-            was = self._linear.matmul(table).to(old.dtype)
-            return Received(was), was
-        if self.block is None:
-            mean = table.sum(0).to(old.dtype)
-            return Received(mean.expand(len(old), -1)), mean
-        return self._of_block(table[self.block.halo_rows].to(old.dtype), old), None
+            return self._linear.matmul(table).to(own.dtype)
+        return table.sum(0).to(own.dtype) if self.block is None else None
+
+    def received(self, table: Tensor, read: Tensor | None, own: Tensor) -> Received:
+        """What the next step gets of the table as it is."""
+        if read is None:
+            assert self.block is not None
+            return self._of_block(table[self.block.halo_rows].to(own.dtype), own)
+        return Received(read if self._linear is not None else read.expand(len(own), -1))
 
     def foresee(self, table: Tensor, was: Tensor | None, new: Tensor, found: AffineMap) -> Received:
         """What the next step gets of the table as it will be."""

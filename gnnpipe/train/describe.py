@@ -93,6 +93,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 pushed_type=found.pushed_type if found else "",
                 is_linear=found.is_linear if found else True,
                 is_mean=found.is_mean if found else False,
+                moves=found.moves if found else True,
                 reads_features=reads,
                 weights=(*weights, *(name for name, _ in model.buffers(call))),
             )

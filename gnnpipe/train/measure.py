@@ -125,7 +125,11 @@ def work_at(
     if what in ("forecast", "recall"):
         found = [(op, what, Work(int(sizes.pilots[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
-        found = [(op, what, Work(int(sizes.stale[op.pushed_type][shard]))) for op in pushing]
+        found = [
+            (op, what, Work(int(sizes.stale[op.pushed_type][shard])))
+            for op in pushing
+            if op.is_forecast
+        ]
     else:
         found = [
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))

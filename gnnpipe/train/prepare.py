@@ -169,13 +169,7 @@ def prepare(
     pilots = np.empty(0, dtype=np.int64)
     techniques = config.techniques
     if techniques.pilots_per_column and plan.schedule != "layer-sync":
-        widths = dict.fromkeys(graph.row_types, 0)
-        for op in described.aggregations:
-            if not op.is_mean:
-                pushing = op.vertex_type if op.over_pairs else op.pushed_type
-                widths[pushing] = max(widths[pushing], op.push_width)
-        each = techniques.pilots_per_column
-        counts = {name: each * (width + 1) for name, width in widths.items()}
+        counts = _pilots_wanted(described, list(graph.row_types), techniques.pilots_per_column)
         pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
     buckets = gradient_buckets(described, plan, dtype.itemsize)
     program = training_program(plan, len(pilots) > 0, buckets)
@@ -203,6 +197,17 @@ def prepare(
         config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
         volume, recalled, pilots, edges, metric, digest, loss_fn,
     )  # fmt: skip
+
+
+def _pilots_wanted(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
+    """By type: ``each`` of every number in a column of the widest map that is fitted to them."""
+    widths = dict.fromkeys(types, 0)
+    forecast = [op for op in model.aggregations if op.is_forecast]
+    for op in forecast:
+        if not op.is_mean:
+            pushing = op.vertex_type if op.over_pairs else op.pushed_type
+            widths[pushing] = max(widths[pushing], op.push_width)
+    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
 def _num_edges(graph: Graph) -> dict[str, int]:

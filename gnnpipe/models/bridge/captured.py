@@ -169,6 +169,18 @@ class Captured(Model):
                 read.add(field)
         return frozenset(read)
 
+    def is_fixed(self, value: fx.Node) -> bool:
+        """No weight is behind a value: but for dropout it is always the same."""
+        return value.op == "placeholder" or value in self._fixed
+
+    @cached_property
+    def _fixed(self) -> frozenset[fx.Node]:
+        found: set[fx.Node] = set()
+        for op in self.ops:
+            if all(s in found for s in self.inputs(op)) and not any(self.weights(op)):
+                found.add(op)
+        return frozenset(found)
+
     @cached_property
     def scoring(self) -> frozenset[fx.Node]:
         """The linear maps nearest the scores, which are not rounded."""

@@ -87,7 +87,8 @@ class Cut:
         structure, pushed_type, vertex_type = self.model.over(op)
         block = self.blocks.get(op)
         width = self.model.facts[op].width if block is None else block.width
-        found = Aggregation(op.name, structure, width, pushed_type, vertex_type)
+        moves = not all(self.model.is_fixed(value) for value in self.pushed(op))
+        found = Aggregation(op.name, structure, width, pushed_type, vertex_type, moves=moves)
         if block is None:
             return found
         return replace(

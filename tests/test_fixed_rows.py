@@ -1,0 +1,144 @@
+"""Rows made of the features alone do not move with the weights: no pilot is needed for them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import quick_config, run_ranks, small_graph
+from torch import nn
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, SAGEConv, SimpleConv
+
+from gnnpipe import Trainer
+from gnnpipe.models.bridge import Captured
+from gnnpipe.perf.fit import fit_costs
+from gnnpipe.perf.profile import op_kind
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.measure import measure_steps
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.verify import verify
+
+FEATURES, HIDDEN = 30, 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+
+
+class Stack(nn.Module):
+    """Dropout, perhaps a norm over all vertices, and two convolutions."""
+
+    def __init__(self, first, norm=False):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, affine=False) if norm else nn.Identity()
+        self.first, self.second = first, GCNConv(HIDDEN, 3)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(self.norm(x), 0.5, self.training)
+        return self.second(F.relu(self.first(x, edge_index)), edge_index)
+
+
+class Twice(nn.Module):
+    """What the first convolution gives is not learned either."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.first = SimpleConv(aggr="mean"), GATv2Conv(FEATURES, HIDDEN)
+        self.second = GCNConv(HIDDEN, 3)
+
+    def forward(self, x, edge_index):
+        x = self.first(torch.tanh(self.mean(x, edge_index)), edge_index)
+        return self.second(F.relu(x), edge_index)
+
+
+MODELS = {
+    "gat": (lambda: Stack(GATConv(FEATURES, HIDDEN)), 1),
+    "gatv2": (lambda: Stack(GATv2Conv(FEATURES, HIDDEN)), 1),
+    "sage max": (lambda: Stack(SAGEConv(FEATURES, HIDDEN, aggr="max")), 1),
+    # Two means of a norm, and what it gives.
+    "a norm": (lambda: Stack(GATConv(FEATURES, HIDDEN), norm=True), 3),
+    "two in a row": (Twice, 2),
+    "a map first": (lambda: Stack(GCNConv(FEATURES, HIDDEN)), 0),
+}
+
+
+def graph():
+    return small_graph(n=200, features=FEATURES)
+
+
+def config(**settings):
+    return quick_config(chunks=6, dropout=0.5, epochs=6, **settings)
+
+
+def module_of(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    return MODELS[name][0]().to(dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pilots_are_as_many_as_the_rows_that_move_are_wide(name):
+    prepared = prepare(config(), Mesh.alone(), graph(), module_of(name))
+    fixed = [op.name for op in prepared.model_graph.aggregations if not op.moves]
+    assert len(fixed) == MODELS[name][1]
+    # The second convolution maps first, to the three classes.
+    width = max(op.push_width for op in prepared.model_graph.aggregations if op.is_forecast)
+    assert width in (3, HIDDEN)
+    assert len(prepared.pilots) == 16 * (width + 1)
+
+
+def losses(name, **settings):
+    trainer = Trainer(config(**settings), graph=graph(), model=module_of(name))
+    return [row.loss for row in trainer.fit().history]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forecast_of_them_would_change_nothing(name, monkeypatch):
+    """With all vertices for pilots, so that these are the same ones."""
+    every = {"pilots_per_column": 200}
+    found = losses(name, **every)
+    monkeypatch.setattr(Captured, "is_fixed", lambda *_: False)
+    assert losses(name, **every) == found
+
+
+def compare(shapes):
+    found = []
+    for stages, shards in shapes:
+        mesh = Mesh.join(stages, shards)
+        for name in MODELS:
+            settings = config(stages=stages, shards=shards)
+            prepared = prepare(settings, mesh, graph(), module_of(name))
+            found.append((max(c.largest for c in verify(prepared, mesh, 4)), name, stages, shards))
+            trainer = Trainer(settings, graph=graph(), model=module_of(name), mesh=mesh)
+            result = trainer.fit()
+            assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form, name
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "shapes"), [(1, [(1, 1)]), (2, [(2, 1), (1, 2)])])
+def test_every_shape_equals_one_autograd_graph(ranks, shapes):
+    for found in run_ranks(compare, ranks, shapes):
+        assert max(found)[0] <= 1e-11, max(found)
+
+
+class MapBehind(nn.Module):
+    """One aggregation of features, then a map of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.out = SimpleConv(aggr="mean"), nn.Linear(FEATURES, 3)
+
+    def forward(self, x, edge_index):
+        return self.out(self.mean(x, edge_index))
+
+
+def test_a_model_whose_rows_never_move_has_no_pilots():
+    trainer = Trainer(config(), graph=graph(), model=MapBehind())
+    assert len(trainer.fit().history) == 6
+    prepared = trainer._setup()[1]
+    assert [op.moves for op in prepared.model_graph.aggregations] == [False]
+    assert len(prepared.pilots) == 0
+
+
+def test_a_stage_of_them_alone_is_measured_and_predicted():
+    prepared = prepare(config(), Mesh.alone(), graph(), module_of("gatv2"))
+    fitted = fit_costs(measure_steps(prepared, Mesh.alone()))
+    for op in prepared.model_graph.aggregations:
+        for what in ("forecast", "recall"):
+            assert (op_kind(op), what) in fitted.costs
+        assert ((op_kind(op), "carry") in fitted.costs) == op.moves
