@@ -1,5 +1,7 @@
 """``--matmul-dtype bf16``: products with weights lose bits, everything else keeps its own."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from gnnpipe.models import GNN, LayerSpec, products
 from gnnpipe.models.fused import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.report import head_lines
 
 LOW = torch.bfloat16
 
@@ -72,6 +75,31 @@ def test_fused_work_differs_by_the_rounding_alone(kind):
     for a, b in zip(grads, low_grads, strict=True):
         # What comes back through the norm is rounded.
         assert torch.allclose(a, b, rtol=0.02, atol=0.02 * float(a.abs().max()))
+
+
+def test_two_weights_and_a_bias_of_one_norm():
+    """As in SAGE: each product is rounded, the sum and the bias's gradient are not."""
+    torch.manual_seed(0)
+    norm, given = norm_of(8), []
+    for shape in ((8,), (40, 8), (8, 8), (40, 6), (8, 6)):
+        given.append(torch.randn(shape).requires_grad_())
+    bias, x, first, y, second = given
+    found = norm_relu(norm, bias, x, first, y, second, is_rounded=True)
+    made = [rounded(rounded(a) @ rounded(w).t()) for a, w in ((x, first), (y, second))]
+    total = (bias + made[0] + made[1]).detach().requires_grad_()
+    expected = F.relu(norm(total))
+    assert torch.allclose(found, expected, atol=1e-6)
+    to_total = torch.autograd.grad(expected.square().sum(), total)[0]
+    grads = torch.autograd.grad(found.square().sum(), given)
+    low = rounded(to_total)
+    wanted = [
+        to_total.sum(0), rounded(low @ rounded(first)), rounded(low.t() @ rounded(x)),
+        rounded(low @ rounded(second)), rounded(low.t() @ rounded(y)),
+    ]  # fmt: skip
+    # Sums in another order may be rounded to the other side.
+    for a, b in zip(grads, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=0.01, atol=0.01)
+    assert torch.allclose(grads[0], wanted[0], rtol=1e-5, atol=1e-4)
 
 
 class OwnModel(nn.Module):
@@ -185,6 +213,39 @@ def test_a_model_without_a_map_to_round_is_told():
     config = quick_config(dtype="float32", matmul_dtype="bf16")
     with pytest.warns(UserWarning, match="has no linear map of rows that it rounds"):
         Trainer(config, graph=small_graph(), model=Chain(nn.Linear(7, 3), SimpleConv())).fit()
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "sparse", "is_any"),
+    [
+        ("gcn", 3, True, True), ("gcn", 2, True, False), ("gcn", 2, False, True),
+        ("sage", 2, True, False), ("gat", 2, True, True), ("gat", 1, True, False),
+        ("resgcn", 1, True, True), ("gcnii", 1, True, True), ("sage", 1, False, True),
+    ],
+)  # fmt: skip
+def test_a_built_in_model_tells_whether_it_rounds_anything(
+    model, layers, sparse, is_any, monkeypatch
+):
+    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: True)
+    counted, real = [], products.rounded
+
+    def note(x, is_rounded):
+        counted.append(is_rounded)
+        return real(x, is_rounded)
+
+    for module in ("products", "fused"):
+        monkeypatch.setattr(f"gnnpipe.models.{module}.rounded", note)
+    config = quick_config(
+        dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=8, epochs=1,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = Trainer(config, graph=small_graph(sparse=sparse))
+        trainer.fit()
+    assert any(counted) == is_any
+    assert ("no linear map of rows" in " ".join(str(w.message) for w in told)) == (not is_any)
+    line = "products with weights, but for the last, are rounded to bf16"
+    assert (line in head_lines(trainer._setup()[1])) == is_any
 
 
 def test_layers_of_ones_own_must_agree():

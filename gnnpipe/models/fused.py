@@ -54,7 +54,8 @@ class _NormRelu(torch.autograd.Function):
         )
         found: list[Tensor | None] = [to_scale, to_shift, None, None]
         found.append(rows.sum(0) if needs[4] else None)
-        low = rounded(rows, ctx.is_rounded)
+        has_weights = any(weight is not None for weight in pairs[1::2])
+        low = rounded(rows, ctx.is_rounded and has_weights)
         for i in range(0, len(pairs), 2):
             x, weight = pairs[i], pairs[i + 1]
             to_x = to_weight = None

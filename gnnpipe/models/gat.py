@@ -49,6 +49,11 @@ class GATLayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
+    def rounds(self) -> bool:
+        """Its map, in the last layer, too: it does not give the scores."""
+        return not self.is_first
+
+    @property
     def kept_per_edge(self) -> int:
         """Its weight, of each head."""
         return self.spec.heads

@@ -40,6 +40,11 @@ class GCNIILayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
+    def rounds(self) -> bool:
+        """Its own, whatever stands in front and behind."""
+        return True
+
+    @property
     def kept_widths(self) -> dict[str, int]:
         """h0 passes through."""
         return {"h0": self.spec.hidden}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -58,6 +58,10 @@ class GNN(nn.Module, Model):
     def module(self) -> nn.Module:
         """Itself."""
         return self
+
+    def rounds(self, dense: Collection[str]) -> bool:
+        """Features that are dense, or rows of some layer (see ``Model``)."""
+        return bool(dense) or any(layer.rounds for layer in self.stack())
 
     def stack(self) -> list[Layer]:
         """The layers in order, typed."""

@@ -127,6 +127,11 @@ class Layer(nn.Module, ABC):
         """Name and width of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
+    @property
+    def rounds(self) -> bool:
+        """It has a product with a weight that ``is_rounded`` is for, beside that of features."""
+        return not self.is_first and not self.is_last
+
     reads_settings: ClassVar[tuple[str, ...]] = ()
     """Fields of ``LayerSpec`` that it reads and other layers need not."""
     kept_rows: ClassVar[float] = 3.25

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,10 @@ class PairModel(Model):
     def edge_inputs(self) -> frozenset[str]:
         """Those of the inner model."""
         return self.inner.edge_inputs
+
+    def rounds(self, dense: Collection[str]) -> bool:
+        """What the inner model does; the scores are not rounded."""
+        return self.inner.rounds(dense)
 
     @property
     def size_text(self) -> str:

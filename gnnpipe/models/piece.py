@@ -10,7 +10,7 @@ a model than this. C rows of a chunk, H halo rows, F columns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,13 @@ class Model(ABC):
     @abstractmethod
     def module(self) -> nn.Module:
         """What holds the weights."""
+
+    @abstractmethod
+    def rounds(self, dense: Collection[str]) -> bool:
+        """It has products that ``models.products`` rounds, where that is asked for.
+
+        ``dense``: the types of vertices whose features are no sparse matrix.
+        """
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

@@ -36,6 +36,11 @@ class ResGCNLayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
+    def rounds(self) -> bool:
+        """Its own, whatever stands in front and behind."""
+        return True
+
+    @property
     def kept_widths(self) -> dict[str, int]:
         """The residual."""
         return {"x": self.spec.hidden}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import scipy.sparse as sp
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
-from gnnpipe.models.bridge import Captured, capture
+from gnnpipe.models.bridge import capture
 from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.models.products import is_worth_rounding
 from gnnpipe.runtime.mesh import Mesh
@@ -22,7 +23,8 @@ from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
 
 __all__ = [
-    "check_parts", "check_validation", "choose_model", "warn_of_slow_rounding", "without_unread",
+    "check_parts", "check_validation", "choose_model", "rounding_lines", "warn_of_vain_rounding",
+    "without_unread",
 ]  # fmt: skip
 
 
@@ -94,7 +96,6 @@ def choose_model(
         width = model.stack()[-1].out_widths["x"]
         return _scored(model.to(dtype), config.layers, width, graph)
     error: InputError | None = None
-    found: Captured | None = None
     chosen: Model | None = None
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
@@ -112,14 +113,6 @@ def choose_model(
         error = fault
     mesh.agree(error)
     assert chosen is not None
-    assert found is not None
-    if found.is_rounded and not found.rounds and mesh.rank == 0:
-        warnings.warn(
-            f"--matmul-dtype bf16: {found.name} has no linear map of rows that it rounds (those "
-            "inside of convolutions on blocks, and the last, keep --dtype)",
-            UserWarning,
-            stacklevel=2,
-        )
     if len(set(mesh.gather(digest))) > 1:
         raise InputError("model: its forward is another on every rank; build it in the same way")
     if mesh.world_size > 1:
@@ -150,18 +143,37 @@ def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
     return found
 
 
-def warn_of_slow_rounding(config: TrainConfig, num_vertices: int, mesh: Mesh) -> None:
-    """Where this processor makes a chunk's products no faster in bf16, tried on rank 0."""
+def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
+    """What of a run is in bf16."""
+    kinds = {"rows in the tables and on the wire": config.comm_dtype}
+    if _rounds(model, graph):
+        kinds["products with weights, but for the last,"] = config.matmul_dtype
+    return [f"{what} are rounded to bf16" for what, kind in kinds.items() if kind == "bf16"]
+
+
+def _rounds(model: Model, graph: Graph) -> bool:
+    types = [""] if graph.types is None else list(graph.types.features)
+    return model.rounds([t for t in types if not sp.issparse(graph.features(t))])
+
+
+def warn_of_vain_rounding(config: TrainConfig, model: Model, graph: Graph, mesh: Mesh) -> None:
+    """Where nothing is rounded, or a chunk's products are no faster for it, tried on rank 0."""
     if config.matmul_dtype != "bf16" or mesh.rank:
         return
-    rows = max(1, num_vertices // (config.chunks * config.shards))
-    if not is_worth_rounding(mesh.device, rows, config.hidden):
-        warnings.warn(
-            f"--matmul-dtype bf16: no faster here than float32, for {rows} rows of "
-            f"{config.hidden}; leave it out, or see the guide",
-            UserWarning,
-            stacklevel=2,
+    rows = max(1, graph.num_vertices // (config.chunks * config.shards))
+    found = ""
+    if not _rounds(model, graph):
+        found = (
+            f"{model.name} has no linear map of rows that it rounds here (maps of sparse features, "
+            "inside of convolutions on blocks, and the last keep --dtype); leave it out"
         )
+    elif not is_worth_rounding(mesh.device, rows, config.hidden):
+        found = (
+            f"no faster here than float32, for {rows} rows of {config.hidden}; leave it out, or "
+            "see the guide"
+        )
+    if found:
+        warnings.warn(f"--matmul-dtype bf16: {found}", UserWarning, stacklevel=2)
 
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:

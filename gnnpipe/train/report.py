@@ -21,6 +21,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.perf.memory import ON_TOP
+from gnnpipe.train.choose import rounding_lines
 from gnnpipe.train.exact_epochs import LONGEST
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.task import REGRESSION
@@ -83,9 +84,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
-    kinds = {"rows in the tables and on the wire": config.comm_dtype}
-    kinds["products with weights"] = config.matmul_dtype
-    lines += [f"{what} are rounded to bf16" for what, kind in kinds.items() if kind == "bf16"]
+    lines += rounding_lines(config, prepared.model, graph)
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:

@@ -26,7 +26,7 @@ from gnnpipe.runtime.watchdog import SILENCE_SHARE, Watchdog
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.choose import warn_of_slow_rounding
+from gnnpipe.train.choose import warn_of_vain_rounding
 from gnnpipe.train.loop import Loop
 from gnnpipe.train.memory_use import count_peaks_anew, held_bytes
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
@@ -164,7 +164,7 @@ class Trainer:
                 start, told = find_start(run, config, mesh, run == self._resume)
         check_profile_file(config, mesh)
         prepared = self._setup(start)[1]
-        warn_of_slow_rounding(config, prepared.graph.num_vertices, mesh)
+        warn_of_vain_rounding(config, prepared.model, prepared.graph, mesh)
         progress = Progress(
             config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
         )

@@ -9,7 +9,7 @@ parts of a split) is computed anew wherever an op needs it, and belongs to that 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -196,10 +196,19 @@ class Captured(Model):
                 waiting += new
         return frozenset(found)
 
-    @property
-    def rounds(self) -> bool:
-        """Some product is rounded, where that is asked for."""
-        return any(is_linear(self.recording, c) and c not in self.scoring for c in self.ops)
+    def maps_features(self, call: fx.Node) -> bool:
+        """A linear map of the features themselves, which may be sparse."""
+        first = call.args[0] if call.args else None
+        is_of_features = isinstance(first, fx.Node) and is_input(first, FEATURES)
+        return is_of_features and is_linear(self.recording, call)
+
+    def rounds(self, dense: Collection[str]) -> bool:
+        """Some linear map but for those nearest the scores, and of sparse features."""
+        return any(
+            is_linear(self.recording, op) and op not in self.scoring
+            for op in self.ops
+            if self.facts[op].vertex_type in dense or not self.maps_features(op)
+        )
 
     def aggregates(self, call: fx.Node) -> bool:
         """The call reads other rows than its own."""

@@ -23,7 +23,7 @@ from gnnpipe.models.bridge.linear_maps import (
     rounded_linear,
 )
 from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
-from gnnpipe.models.bridge.recording import FEATURES, attribute, is_input
+from gnnpipe.models.bridge.recording import attribute
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received
 
@@ -103,7 +103,7 @@ class _Writer:
         if call.op == "get_attr":
             self._modules[str(call.target)] = attribute(self._recording, str(call.target))
             self._made[call] = self._graph.get_attr(str(call.target))
-        elif self._is_feature_linear(call):
+        elif self._model.maps_features(call):
             self._made[call] = self._linear_of_features(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
@@ -189,12 +189,6 @@ class _Writer:
             copied.args = (rows, *copied.args)
             copied.kwargs = {k: v for k, v in copied.kwargs.items() if k != "vertex_type"}
         return copied
-
-    def _is_feature_linear(self, call: fx.Node) -> bool:
-        """A linear map of the features themselves, which may be sparse."""
-        first = call.args[0] if call.args else None
-        is_of_features = isinstance(first, fx.Node) and is_input(first, FEATURES)
-        return is_of_features and is_linear(self._recording, call)
 
     def _linear_of_features(self, call: fx.Node) -> fx.Node:
         if call.op == "call_module":
