@@ -98,7 +98,7 @@ def clean(
     elif masks is None:
         fail(
             name, "no split (train_mask, val_mask, test_mask)",
-            "--split 60/20/20, in Python split='60/20/20'",
+            "--split 60/20/20, or Graph.from_pyg(data, split='60/20/20') in Python",
         )  # fmt: skip
     else:
         train, val, test = (

@@ -58,7 +58,9 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
         )
     if field == "edge_type":
         if raw.dtype.kind not in "iu" or (e and int(raw.min()) < 0):
-            fail(name, f"{field} is of type {raw.dtype}, or below 0", "whole numbers from 0")
+            is_whole = raw.dtype.kind in "iu"
+            fault = "has numbers below 0" if is_whole else f"is of type {raw.dtype}"
+            fail(name, f"{field} {fault}", "whole numbers from 0")
         if e and int(raw.max()) >= MAX_RELATIONS:
             fail(name, f"{field} = {raw.max()}", f"relations 0..{MAX_RELATIONS - 1}, without gaps")
         return raw.astype(np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -70,10 +70,15 @@ class ProfiledCosts:
     def _times_of(self, op: Op) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
         if kind not in known:
+            advice = (
+                "take one with the dataset of the run and what it says of the model (--model, "
+                "--hidden, --heads), and with --layers 3 at least"
+            )
+            if self.model.unit == "op":
+                advice = "leave it out: a run of your own model takes a short one by itself"
             raise InputError(
-                f"--profile: has no {self.model.unit} like {op.name} ({kind}), only "
-                f"{'; '.join(known)}; take one with the model and dataset of the run, and "
-                "with --layers 3 at least"
+                f"--profile: has no {self.model.unit} like {op.name} ({kind}), "
+                f"{_nearest(kind, known)}; {advice}"
             )
         return known[kind]
 
@@ -274,3 +279,17 @@ def meeting_time_s(ranks: int, latency_s: float) -> float:
     2.0
     """
     return 2 * math.ceil(math.log2(ranks)) * latency_s
+
+
+def _nearest(kind: str, known: Collection[str]) -> str:
+    """What of ``known`` has most in common with a kind of op, and what not."""
+    wanted = kind.split(", ")
+
+    def differs(other: str) -> int:
+        return len(set(wanted).symmetric_difference(other.split(", ")))
+
+    found = min(known, key=differs, default="")
+    if found.split(", ")[0] != wanted[0]:
+        return f"only {'; '.join(known)}"
+    there = [part for part in found.split(", ") if part not in wanted]
+    return f"but one with {', '.join(there) or 'less'}"

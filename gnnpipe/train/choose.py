@@ -97,6 +97,7 @@ def choose_model(
         return _scored(model.to(dtype), config.layers, width, graph)
     error: InputError | None = None
     chosen: Model | None = None
+    _warn_of_other_type(model, dtype, mesh)
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
     try:
@@ -118,6 +119,20 @@ def choose_model(
     if mesh.world_size > 1:
         model.load_state_dict(mesh.share(model.state_dict()))
     return chosen
+
+
+def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> None:
+    """Weights that somebody chose a type for, and ``--dtype`` is another."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    other = kinds - {dtype, torch.get_default_dtype()}
+    if other and mesh.rank == 0:
+        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in other))
+        warnings.warn(
+            f"model: has weights in {found}, trained in --dtype {str(dtype).removeprefix('torch.')}"
+            "; float32 and float64 can be chosen",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:

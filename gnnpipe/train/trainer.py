@@ -78,6 +78,9 @@ class Trainer:
         ``resume``: the folder of a run to go on with from its newest whole checkpoint; ``config``
         is then what ``resumed_config`` gives.
         """
+        if not isinstance(config, TrainConfig):
+            kind = type(config).__name__
+            raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
         self.config = config
         self._graph, self._model, self._plan = graph, model, plan
         self._mesh, self._loss_fn = mesh, loss_fn
