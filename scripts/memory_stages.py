@@ -4,7 +4,8 @@
 
 GCN and GCNII, 32 layers of 128, 32 chunks, 3 epochs on CPUs; the ranks share this machine. Growth
 of each rank's resident memory: its peak over what it held before its part was allocated, so graph
-structure and features are counted, the interpreter is not. Writes docs/benchmarks/memory_stages.md.
+structure and features are counted, the interpreter is not. Writes docs/benchmarks/memory_stages.md,
+.csv and .png.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import bars, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 from fidelity_cells import SHARED  # noqa: E402
 
@@ -73,6 +75,8 @@ def main() -> None:
         f"| graph | model | {' | '.join(f'S = {s}' for s in STAGES)} | S = 4 over 1 |",
         f"|---|---|{'---|' * len(STAGES)}---|",
     ]  # fmt: skip
+    table: list[dict[str, str | float]] = []
+    shares: dict[str, dict[str, float]] = {}
     for graph in args.graphs:
         for model in MODELS:
             cells, medians = [], []
@@ -86,8 +90,13 @@ def main() -> None:
             line = f"| {graph} | {model} | {' | '.join(cells)} | {medians[-1] / medians[0]:.3f} |"
             print(line, flush=True)
             lines.append(line)
+            named = dict(zip((f"S = {s}" for s in STAGES), medians, strict=True))
+            table.append({"graph": graph, "model": model} | named)
+            shares[f"{graph} {model}"] = {k: v / medians[0] for k, v in named.items()}
+            write_csv("memory_stages", table)
+            picture = bars("memory_stages", shares, "largest rank over one process", aim=BOUND)
             # Of what is done so far: all of it takes a quarter of an hour.
-            PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            PAGE.write_text("\n".join([*lines, "", picture]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pipeline, graph parallel and hybrid on 2 or 4 hosts with slow links: time, bytes, exposed share.
 
 python scripts/network_speed.py run [--graphs G] [--models M] [--layers 32] [--mbit 200] [--hosts 4]
-python scripts/network_speed.py report      # writes docs/benchmarks/network.md and .csv
+python scripts/network_speed.py report      # writes docs/benchmarks/network.md, .csv and .png
 
 Hosts are network namespaces of this machine (``namespaces.py``; needs root), one rank and one
 thread each, so on two cores four ranks share them: what is compared shares them alike. The
@@ -12,7 +12,6 @@ docs/benchmarks/data/network.jsonl and not measured again.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import bars, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 from namespaces import Hosts  # noqa: E402
 
@@ -231,12 +231,16 @@ def report(args: argparse.Namespace) -> None:
         text += [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
         text += [f"| {' | '.join(str(t[k]) for k in keys)} |" for t in of]
         text.append("")
+    named = {
+        f"{t['graph']} {t['model']} L {t['L']}, {t['hosts']} at {t['Mbit/s']:g}": {
+            "graph parallel over pipeline": t["graph / pipeline"]
+        }
+        for t in table
+    }
+    text += [bars("network", named, "epoch, graph over pipeline", aim=1.0), ""]
     (FOLDER / "network.md").write_text("\n".join(text), encoding="utf-8")
-    with (FOLDER / "network.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, table[0])
-        writer.writeheader()
-        writer.writerows(table)
-    print("wrote docs/benchmarks/network.md and .csv")
+    write_csv("network", table)
+    print("wrote docs/benchmarks/network.md, .csv and .png")
 
 
 def spread(values: tuple[float, float, float]) -> str:

@@ -2,7 +2,7 @@
 
 python scripts/single_speed.py run [--graphs A B] [--models M] [--layers 3 16] [--widths 128]
                                    [--dgl-python PYTHON] [--repeats 7]
-python scripts/single_speed.py report     # writes docs/benchmarks/single_speed.md
+python scripts/single_speed.py report     # writes docs/benchmarks/single_speed.md, .csv and .png
 
 The contenders of a cell (``peers.py``) are processes that take turns, one epoch each, so that what
 else the machine does falls on all of them; all use the same allocator settings. A finished cell is
@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import bars, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "single_speed.md"
@@ -193,7 +194,8 @@ def report(args: argparse.Namespace) -> None:
         "DGL / ours",
     ]  # fmt: skip
     models = list(dict.fromkeys(row["cell"].split("|")[1] for row in rows))
-    text += [*summary(rows), ""]
+    table: list[dict[str, Any]] = []
+    text += [*summary(rows), "", picture(rows), ""]
     for model in models:
         text += [
             f"## {model}",
@@ -217,9 +219,24 @@ def report(args: argparse.Namespace) -> None:
                 ratio(ms["ours"], ms["dgl"]),
             ]  # fmt: skip
             text.append(f"| {graph} | {' | '.join(cells)} |")
+            table.append({"model": model, "graph": graph} | dict(zip(head, cells, strict=True)))
         text.append("")
+    write_csv("single_speed", table)
     PAGE.write_text("\n".join(text), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """How many times as long as ours the others take; edge_index is off its scale."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        graph, model, layers, _ = row["cell"].split("|")
+        ms = {k: median(v) for k, v in row["results"].items()}
+        forms = [v for v in (ms.get("pyg:csr"), ms.get("pyg:sparse")) if v is not None and v == v]
+        found = {"PyG's best form": min(forms, default=float("nan")) / ms["ours"]}
+        found["DGL"] = ms.get("dgl", float("nan")) / ms["ours"]
+        groups[f"{model} {layers} {graph}"] = found
+    return bars("single_speed", groups, "their epoch over ours", aim=1.0)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Chunks and size: what K costs, and how time and memory grow with the graph, on one device.
 
 python scripts/size_speed.py run [--part chunks|size|start] [--graphs G] [--repeats 5]
-python scripts/size_speed.py report      # writes docs/benchmarks/size.md and .csv
+python scripts/size_speed.py report      # writes docs/benchmarks/size.md, .csv, .png and chunks
 
 ``chunks``: K from 1 to 128, the contenders (``peers.py``) in processes that take turns. ``size``:
 planted graphs of 10^4 to 3 * 10^6 vertices with 10 edges each, one process a size. ``start``: from
@@ -12,7 +12,6 @@ Finished cells are kept in docs/benchmarks/data/size.jsonl and not measured agai
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import curves, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 from single_speed import Contender, brief, median  # noqa: E402
 
@@ -144,6 +144,8 @@ def report(args: argparse.Namespace) -> None:
         "| graph | " + " | ".join(f"K = {k}" for k in CHUNKS) + " |",
         "|---" * (len(CHUNKS) + 1) + "|",
     ]  # fmt: skip
+    of_chunks: list[dict[str, Any]] = []
+    by_chunks: dict[str, tuple[list[float], list[float]]] = {}
     for row in rows:
         kind, _, graph = row["cell"].partition("|")
         if kind != "chunks":
@@ -156,6 +158,14 @@ def report(args: argparse.Namespace) -> None:
             for k in CHUNKS
         ]
         text.append(f"| {graph} | {' | '.join(cells)} |")
+        of_chunks += [
+            {"graph": graph, "K": k, "epoch ms": round(1e3 * median(r[f"ours:{k}"]), 1),
+             "over K = 1": round(median(r[f"ours:{k}"]) / first, 2),
+             "peak MiB": round(r[f"ours:{k}"]["peak_mib"])}
+            for k in CHUNKS
+        ]  # fmt: skip
+        by_chunks[graph] = list(CHUNKS), [median(r[f"ours:{k}"]) / first for k in CHUNKS]
+    text += ["", curves("chunks", by_chunks, "K", "epoch over that of K = 1")]
     text += [
         "", "## Size", "",
         f"`synthetic:planted`, {DEGREE} directed edges a vertex, 64 features, 16 "
@@ -180,7 +190,9 @@ def report(args: argparse.Namespace) -> None:
         )  # fmt: skip
         text.append("| " + " | ".join(f"{v:,}" for v in table[-1].values()) + " |")
     if table:
-        text += ["", growth(table)]
+        by_edge = [t["vertices"] for t in table], [t["ns"] for t in table]
+        line = curves("size", {"GCN": by_edge}, "vertices", "ns an edge and layer")
+        text += ["", growth(table), "", line]
     text += [
         "", "## From the command to the end of the first epoch", "",
         "GCN 3 x 128, K = 32, no cached cut; seconds, median (least to most). *Read* and *cut* are "
@@ -195,11 +207,8 @@ def report(args: argparse.Namespace) -> None:
                 f"{row['read_s']:.1f} | {row['cut_s']:.1f} |"
             )
     (FOLDER / "size.md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    if table:
-        with (FOLDER / "size.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows(table)
+    write_csv("size", table)
+    write_csv("chunks", of_chunks)
     print("wrote docs/benchmarks/size.md")
 
 
