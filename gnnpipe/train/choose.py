@@ -180,7 +180,7 @@ def warn_of_vain_rounding(config: TrainConfig, model: Model, graph: Graph, mesh:
     if not _rounds(model, graph):
         found = (
             f"{model.name} has no linear map of rows that it rounds here (maps of sparse features, "
-            "inside of convolutions on blocks, and the last keep --dtype); leave it out"
+            "inside of convolutions that run as they are, and the last keep --dtype); leave it out"
         )
     elif not is_worth_rounding(mesh.device, rows, config.hidden):
         found = (
