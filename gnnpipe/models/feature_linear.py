@@ -17,7 +17,7 @@ from torch_geometric.nn.inits import glorot
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
-from gnnpipe.models.products import product
+from gnnpipe.models.products import linear, product
 
 __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
 
@@ -193,3 +193,7 @@ class FeatureLinear(nn.Module):
         if features is None:
             raise RuntimeError("the first layer got no features: it must sit on the first stage")
         return feature_linear(features, self.weight, self.bias, self.is_rounded)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Rows [C, in] that are no features, but are as wide."""
+        return linear(x, self.weight, self.bias, self.is_rounded)

@@ -23,6 +23,7 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm and ReLU, all but the first drop."""
 
     aggregation = "gcn"
+    maps_features = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

@@ -84,11 +84,25 @@ class LayerPiece(Piece):
         self.rounds = [
             (
                 Aggregation(
-                    name, layer.aggregation, layer.push_width, kept_per_edge=layer.kept_per_edge
+                    name,
+                    layer.aggregation,
+                    layer.push_width,
+                    kept_per_edge=layer.kept_per_edge,
+                    of_features=layer.is_first and layer.maps_features,
                 ),
             )
             for name, layer in zip(self._names, layers, strict=True)
         ]
+        self._is_aggregated = False
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """See ``Piece``."""
+        self._is_aggregated = self._names[0] in names
+
+    @property
+    def needs_features(self) -> bool:
+        """See ``Piece``."""
+        return not self._is_aggregated or self.layers[0].keeps_features
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
@@ -96,6 +110,11 @@ class LayerPiece(Piece):
         """Run one step (see ``Piece``)."""
         if index == 0:
             values = {name.rpartition(".")[2]: value for name, value in values.items()}
+            if self._is_aggregated:
+                return {}, values
+        elif index == 1 and self._is_aggregated:
+            layer = self.layers[0]
+            values = layer.begin(received[self._names[0]].rows, rows)
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
             values = layer.after(found.rows, values, replace(rows, block=found.block))

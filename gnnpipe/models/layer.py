@@ -127,6 +127,25 @@ class Layer(nn.Module, ABC):
         """Name and width of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
+    maps_features: ClassVar[bool] = False
+    """What its first layer pushes is ``encode``, a linear map of the features without a bias."""
+    keeps_features: ClassVar[bool] = False
+    """Its first layer needs a row's own features as well."""
+
+    def begin(self, aggregated: Tensor, rows: Rows) -> Values:
+        """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
+
+        For layers with ``maps_features``.
+        """
+        encode = self.get_submodule("encode")
+        assert isinstance(encode, FeatureLinear)
+        return self.after(encode.of(aggregated), self.own(rows), rows)
+
+    def own(self, rows: Rows) -> Values:
+        """What the first layer keeps of a row's own features."""
+        del rows
+        return {}
+
     @property
     def rounds(self) -> bool:
         """It has a product with a weight that ``is_rounded`` is for, beside that of features."""

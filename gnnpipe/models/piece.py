@@ -46,6 +46,8 @@ class Aggregation:
     """Bytes of structure for an edge, beyond the edge itself."""
     moves: bool = True
     """Its pushed rows move with the weights: they are not made of the features alone."""
+    of_features: bool = False
+    """Its pushed rows are the features, or a linear map of them."""
 
     @property
     def over(self) -> tuple[str, str, str]:
@@ -102,6 +104,18 @@ class Piece(ABC):
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights of these ops, by their names in the whole model."""
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """From now on the features arrive aggregated, by these aggregations ``of_features``.
+
+        Nothing is asked of what they push, and ``step`` receives A x for them.
+        """
+        del names  # What a recorded model pushes are the features themselves.
+
+    @property
+    def needs_features(self) -> bool:
+        """They are read in other ways, too, than as they arrive aggregated."""
+        return True
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """The mean [F] of what an aggregation pushed of ``count`` vertices or edges, in an epoch.

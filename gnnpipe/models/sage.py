@@ -23,6 +23,7 @@ class SAGELayer(Layer):
     aggregation = "mean"
     kept_rows = 4.25
     passing_rows = 7.0
+    maps_features = keeps_features = True
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -43,10 +44,14 @@ class SAGELayer(Layer):
         """The row's own part, transformed or not."""
         return {"x": self.spec.hidden}
 
+    def own(self, rows: Rows) -> Values:
+        """Their linear map."""
+        return {"x": self.encode_self(rows.features)}
+
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the rows, keep the row's own part."""
         if self.is_first:
-            return self.encode(rows.features), {"x": self.encode_self(rows.features)}
+            return self.encode(rows.features), self.own(rows)
         x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
         return x, {"x": x}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Plan, made_once
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
 
@@ -95,7 +95,11 @@ def estimate_memory(
     alone = plan.chunks == 1 and plan.shards == 1
     # Where nothing is rounded, the rows of a single chunk are their own table.
     tables = 0 if alone and row_bytes == number_bytes else 2 if snapshot else 1
-    pushing = [op for op in ops if op.aggregates and not op.is_mean]
+    once = made_once(model, plan, row_bytes != number_bytes)
+    features += number_bytes * sum(
+        op.features_kept * own_rows[op.vertex_type] for op in ops if op.name in once
+    )
+    pushing = [op for op in ops if op.aggregates and not op.is_mean and op.name not in once]
     numbers = 0
     for op in pushing:
         read, reading = rows[op.pushed_type], own_rows[op.vertex_type]

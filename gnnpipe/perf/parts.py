@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +24,20 @@ class Part:
     side: str
 
 
-def step_parts(model: ModelGraph, first: int, last: int) -> list[list[Part]]:
-    """By step of a stage of ops first..last-1; an op without a push is all 'after'."""
+def step_parts(
+    model: ModelGraph, first: int, last: int, once: Collection[str] = ()
+) -> list[list[Part]]:
+    """By step of a stage of ops first..last-1; an op without a push is all 'after'.
+
+    ``once``: ops that push nothing, for what they aggregate is there; all they do is done behind.
+    """
     reached: dict[str, int] = {}
     steps: list[list[Part]] = [[] for _ in range(model.num_steps(first, last))]
     for i, op in enumerate(model.ops[first:last], first):
         depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
         reached |= dict.fromkeys(op.outputs, depth)
         if op.aggregates:
-            steps[depth - 1].append(Part(i, "before"))
+            steps[depth - (op.name not in once)].append(Part(i, "before"))
         steps[depth].append(Part(i, "after"))
     return steps
 
@@ -58,6 +63,8 @@ class ChunkSizes:
     """[G] own and halo rows that are read stale, the mean over all orders of the chunks."""
     pilots: Mapping[str, Counts]
     """[G] pilot rows among the own rows."""
+    once: frozenset[str] = frozenset()
+    """Ops whose aggregation is made once for all epochs."""
 
     @property
     def chunks(self) -> int:
@@ -85,7 +92,7 @@ class ChunkSizes:
         entries = edges = nothing
         if op.reads_features and side == ("before" if op.aggregates else "after"):
             entries = self.entries[op.vertex_type]
-        if op.aggregates and not op.is_mean:
+        if op.aggregates and not op.is_mean and op.name not in self.once:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
         if side == "before":
             return self.rows[op.pushed_type], edges, entries

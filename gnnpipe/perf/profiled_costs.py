@@ -49,7 +49,7 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._ops = [self._times_of(op) for op in model.ops]
-        self._parts = [step_parts(model, *run) for run in plan.stages]
+        self._parts = [step_parts(model, *run, sizes.once) for run in plan.stages]
         self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)

@@ -2,9 +2,10 @@
 
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.model_graph import ModelGraph, Op
+from gnnpipe.plan.once import made_once
 from gnnpipe.plan.plan import Plan, Transfer
 
 __all__ = [
     "ModelGraph", "Op", "Plan", "Transfer", "gradient_buckets", "gradient_steps",
-    "op_gradient_steps",
+    "made_once", "op_gradient_steps",
 ]  # fmt: skip

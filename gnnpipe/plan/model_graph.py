@@ -58,6 +58,11 @@ class Op:
     """It reads over the pairs of a link prediction, each a row to it, and stays with the op before
     it, whose rows leave the model."""
     reads_features: bool = False
+    of_features: bool = False
+    """What it pushes is the features or a linear map of them, and not wider than that is worth."""
+    features_kept: int = 0
+    """Where its aggregation is made once (``plan.once``): numbers of a row kept for it, beside the
+    features."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
 

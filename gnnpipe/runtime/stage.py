@@ -8,7 +8,7 @@ is free, and the same code serves a pipeline and a layer-by-layer walk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,13 +60,17 @@ class Stage:
         open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
         recompute: bool = False,
+        once: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
 
         ``open_history`` makes the history of an aggregation, for training (True) or evaluation.
         With ``recompute`` only what a step reads is kept until backward, not what it makes on the
         way; what it read stale cannot be read again, for the tables have moved on.
+
+        ``once``: by aggregation of features its result [n, F], of all rows; it needs no history.
         """
+        self._once = once or {}
         self.recompute = recompute
         self.piece = piece
         self.rows = list(rows)
@@ -74,7 +78,10 @@ class Stage:
         self.watch: Callable[[int, int, Values], None] | None = None
         """Called with (chunk, step, what it made), where somebody looks for a fault."""
         self._open = open_history
-        self.histories = {a.name: open_history(a, True) for a in piece.aggregations}
+        self.histories = {
+            a.name: open_history(a, True) for a in piece.aggregations if a.name not in self._once
+        }
+        """Of all aggregations but those that are made once."""
         self._scratch: dict[str, History] = {}
         self._walks: dict[int, _Walk] = {}
         self._rows_now = self.rows
@@ -140,6 +147,10 @@ class Stage:
         received = {}
         if step > 0:
             for aggregation in self.piece.rounds[step - 1]:
+                if aggregation.name in self._once:
+                    rows = self._once[aggregation.name][self._rows_of(chunk)]
+                    received[aggregation.name] = Received(rows)
+                    continue
                 history = self._history(aggregation, step - 1)
                 block = history.block(chunk) if isinstance(history, BlockHistory) else None
                 leaf = _leaf(history.read(chunk), self._training)
@@ -150,7 +161,8 @@ class Stage:
             self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:
             for aggregation in self.piece.rounds[step]:
-                self._history(aggregation, step).push(chunk, pushed[aggregation.name])
+                if aggregation.name in pushed:
+                    self._history(aggregation, step).push(chunk, pushed[aggregation.name])
         if self._training:
             made = None if self.recompute else (_entries(pushed), _entries(values))
             walk.tape.append(_Step(leaves, received, made))
@@ -161,6 +173,7 @@ class Stage:
     ) -> tuple[Values, Values]:
         """What a step of the piece pushes and hands on; behind the last one the loss."""
         pushed, values = self.piece.step(step, leaves, received, self._rows_now[chunk])
+        pushed = {name: rows for name, rows in pushed.items() if name not in self._once}
         if step == self.num_steps - 1 and self._training and self.criterion is not None:
             values = {"loss": self.criterion(values["x"], chunk)}
         return pushed, values
@@ -201,9 +214,15 @@ class Stage:
                     self.histories[name].begin_pull(following)
             _backward([*pushed.values(), *handed_on.values()], grads)
             for name, received in record.received.items():
-                self.histories[name].record(chunk, _grad(received.rows))
+                if name not in self._once:
+                    self.histories[name].record(chunk, _grad(received.rows))
             walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
         return walk.grads
+
+    def _rows_of(self, chunk: int) -> slice:
+        """Those of a chunk among all own rows."""
+        rows = self._rows_now[chunk]
+        return slice(rows.start, rows.start + len(rows.keys))
 
     def _history(self, aggregation: Aggregation, round_: int) -> History:
         """The table of an aggregation: the lasting one in training, a passing one otherwise."""

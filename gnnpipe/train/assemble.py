@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
 from gnnpipe.graph.kernels import Kernel, embedding_bag, kernel_named, time_kernels
@@ -18,8 +19,9 @@ from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.pilots import choose_drift_rows
-from gnnpipe.models import Aggregation
+from gnnpipe.models import Aggregation, Piece
 from gnnpipe.models.dropout import row_keys
+from gnnpipe.models.feature_linear import FeatureTable
 from gnnpipe.plan import gradient_steps
 from gnnpipe.runtime.exchange import Exchange, GradientSum
 from gnnpipe.runtime.executor import Executor
@@ -85,7 +87,9 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         return open_history(spec, aggregation.width, structures[aggregation.over])
 
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
-    rows = ChunkRows(prepared, reads_features, mesh.device)
+    once = _once(prepared, piece, structures, mesh.device)
+    piece.begin_aggregated(once.keys())
+    rows = ChunkRows(prepared, reads_features and piece.needs_features, mesh.device)
     target = layouts[graph.target]
     is_last = mesh.stage == mesh.stages - 1
     pairs = structures.get((PAIRS, PAIRS, ""))
@@ -96,7 +100,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     criterion = Loss(answers, prepared.loss_fn, num_targets(graph))
     stage = Stage(
         piece, rows.chunks(layouts), history,
-        criterion if is_last else None, config.recompute,
+        criterion if is_last else None, config.recompute, once,
     )  # fmt: skip
     forecaster = None
     if len(prepared.pilots):
@@ -129,6 +133,23 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         graph.is_multi_label or graph.pairs is not None, prepared.model_graph.num_classes,
         memory_before_bytes,
     )  # fmt: skip
+
+
+def _once(
+    prepared: Prepared,
+    piece: Piece,
+    structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
+    found: dict[str, Tensor] = {}
+    for a in piece.aggregations:
+        if a.name in prepared.once:
+            operator = structures[a.over]
+            assert isinstance(operator, LinearOperator)
+            x = FeatureTable(prepared.graph.x, prepared.dtype, device)
+            found[a.name] = operator.forward.matmul(x.dense(0, x.num_rows))
+    return found
 
 
 def _history_specs(

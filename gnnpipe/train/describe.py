@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import scipy.sparse as sp
 from torch import fx
 
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.models import GNN, Layer, Model
+from gnnpipe.models import GNN, Aggregation, Layer, Model
 from gnnpipe.models.bridge import Captured
 from gnnpipe.models.bridge.marks import of_vertices
 from gnnpipe.models.feature_linear import FeatureLinear
@@ -17,6 +18,10 @@ from gnnpipe.models.pair_scores import PAIR_SCORES, PairModel
 from gnnpipe.plan import ModelGraph, Op
 
 __all__ = ["describe"]
+
+WIDEST = 2
+"""Features so many times as wide as the model are aggregated once: they take no more memory than
+the rows that a layer keeps anyway."""
 
 
 def describe(model: Model, graph: Graph) -> ModelGraph:
@@ -29,7 +34,7 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     assert isinstance(model, GNN)
     ops: list[Op] = []
     for layer in model.stack():
-        ops.append(_layer_op(layer, tuple(ops[-1].outputs) if ops else ()))
+        ops.append(_layer_op(layer, tuple(ops[-1].outputs) if ops else (), graph))
     return ModelGraph(*sizes, tuple(ops))
 
 
@@ -95,14 +100,22 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 is_mean=found.is_mean if found else False,
                 moves=found.moves if found else True,
                 reads_features=reads,
+                of_features=_is_made_once(found, graph),
                 weights=(*weights, *(name for name, _ in model.buffers(call))),
             )
         )
     return tuple(ops)
 
 
-def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
+def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
+    """A recorded model's aggregation of features; of types there may be several in a stage."""
+    return found is not None and found.of_features and found.is_linear and graph.types is None
+
+
+def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
     name = layer_name(layer)
+    # Aggregated, sparse features are so no more, and wide ones take more than a layer's rows.
+    is_narrow = not sp.issparse(graph.x) and graph.num_features <= WIDEST * layer.push_width
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
     reads = sum(m.weight.numel() for m in encoders)
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
@@ -123,5 +136,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...]) -> Op:
         structure_per_edge=layer.structure_per_edge,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
+        of_features=is_narrow and layer.is_first and layer.maps_features,
+        features_kept=graph.num_features if layer.keeps_features else 0,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )

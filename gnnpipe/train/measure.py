@@ -133,7 +133,7 @@ def work_at(
     else:
         found = [
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
-            for p in step_parts(model, first, last)[step]
+            for p in step_parts(model, first, last, sizes.once)[step]
         ]
         if (what, chunk, step) == ("backward", walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]

@@ -27,7 +27,7 @@ from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
+from gnnpipe.plan import ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
@@ -92,6 +92,11 @@ class Prepared:
     def exact_epochs(self) -> int:
         """Epochs at the start without stale reads, where others have them."""
         return 0 if self.report.exact else self.config.techniques.exact_epochs
+
+    @property
+    def once(self) -> frozenset[str]:
+        """Aggregations that are made once for all epochs."""
+        return made_once(self.model_graph, self.plan, self.row_dtype != self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
-from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
+from gnnpipe.plan import ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.mesh import Mesh
@@ -148,6 +148,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         entries={"": _shared_out(stored, shards, chunks)}, boundary={"": crossing},
         halo={"": crossing}, stale={"": np.round(stale).astype(np.int64)},
         pilots={"": _shared_out(pilots, shards, 1)[:, 0]},
+        once=made_once(model, plan, row_dtype(config) != number_dtype(config)),
     )  # fmt: skip
     volume = closed_form_volume(
         plan, model, num_vertices={"": shape.vertices}, crossings={"": int(crossing.sum())},

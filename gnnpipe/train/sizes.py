@@ -54,6 +54,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         halo=stacked(lambda _, of: of.receive_counts.sum(1)),
         stale=stacked(lambda name, of: _stale_rows(prepared, name, of)),
         pilots=stacked(lambda _, of: is_pilot[of.own].sum()),
+        once=prepared.once,
     )
 
 

@@ -88,7 +88,11 @@ class Cut:
         block = self.blocks.get(op)
         width = self.model.facts[op].width if block is None else block.width
         moves = not all(self.model.is_fixed(value) for value in self.pushed(op))
-        found = Aggregation(op.name, structure, width, pushed_type, vertex_type, moves=moves)
+        of_features = all(value.op == "placeholder" for value in self.pushed(op))
+        found = Aggregation(
+            op.name, structure, width, pushed_type, vertex_type, moves=moves,
+            of_features=of_features,
+        )  # fmt: skip
         if block is None:
             return found
         return replace(

@@ -1,0 +1,190 @@
+"""Aggregated features that are the same in every epoch are made once, where nothing hinders."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import quick_config, run_ranks, small_graph
+from torch import nn
+from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
+
+from gnnpipe import Trainer
+from gnnpipe.graph.csr import RowCSR
+from gnnpipe.perf.fit import fit_costs
+from gnnpipe.perf.profile import op_kind
+from gnnpipe.plan import made_once
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train import row_blocks
+from gnnpipe.train.measure import measure_steps
+from gnnpipe.train.prepare import Prepared, prepare
+from gnnpipe.train.resume import resumed_config
+from gnnpipe.train.sizes import chunk_sizes
+from gnnpipe.train.verify import verify
+
+
+class Dropped(nn.Module):
+    """What is dropped is another thing in every epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = GCNConv(7, 16), GCNConv(16, 3)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.5, self.training)
+        return self.second(F.relu(self.first(x, edge_index)), edge_index)
+
+
+OWN = {
+    # These add up the narrower rows: the features.
+    "own gcn": lambda: GCN(7, 16, 3, 3, dropout=0.5),
+    "own sage": lambda: GraphSAGE(7, 16, 3, 3, norm="LayerNorm"),
+    "own sgc": lambda: SGConv(7, 3, K=2),
+    "own dropped": Dropped,
+}
+ONCE = {"gcn": 1, "sage": 1, "gcnii": 0, "resgcn": 0, "gat": 0,
+        "own gcn": 1, "own sage": 1, "own sgc": 1, "own dropped": 0}  # fmt: skip
+
+
+def module_of(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    return OWN[name]().to(dtype) if name in OWN else None
+
+
+def config(name="gcn", **settings):
+    # A name of one's own model stands for no built-in one.
+    model = {} if name in OWN else {"model": name}
+    return quick_config(**model, layers=3, hidden=8, dropout=0.5, **settings)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_which_aggregations_are_made_once(name):
+    prepared = prepare(config(name), Mesh.alone(), small_graph(), module_of(name))
+    assert len(prepared.once) == ONCE[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "features", "count"),
+    [
+        ({}, {}, 1),
+        ({"chunks": 4, "staleness": "exact"}, {}, 1),
+        # Where rows are read stale, other shards would read the first layer's stale, too.
+        ({"chunks": 4}, {}, 0),
+        ({"chunks": 4, "staleness": "paper"}, {}, 0),
+        # In bf16 a table would show its rounding.
+        ({"comm_dtype": "bf16", "dtype": "float32"}, {}, 0),
+        ({}, {"sparse": True}, 0),
+        ({}, {"features": 16}, 1),
+        ({}, {"features": 17}, 0),
+    ],
+)
+def test_when_they_are(settings, features, count):
+    prepared = prepare(config(**settings), Mesh.alone(), small_graph(**features))
+    assert len(prepared.once) == count
+
+
+def test_several_shards_send_what_the_closed_form_says():
+    """2 L M H: the first layer's rows are pushed as all others."""
+    prepared = prepare(config(), Mesh.alone(), small_graph())
+    for shards, count in ((1, 1), (2, 0)):
+        plan = replace(prepared.plan, shards=shards)
+        assert len(made_once(prepared.model_graph, plan, False)) == count
+
+
+def compare(shapes):
+    """Against one autograd graph, which makes them anew: (largest difference, what)."""
+    found = []
+    for stages, chunks in shapes:
+        mesh = Mesh.join(stages, 1)
+        for name in ONCE:
+            settings = config(name, stages=stages, chunks=chunks, staleness="exact")
+            prepared = prepare(settings, mesh, small_graph(), module_of(name))
+            assert len(prepared.once) == ONCE[name]
+            found.append((max(c.largest for c in verify(prepared, mesh, 3)), name, stages, chunks))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.parametrize("shapes", [[(1, 1), (1, 5)], [(2, 1), (2, 5)]])
+def test_every_shape_equals_one_autograd_graph(shapes):
+    ranks = shapes[0][0]
+    for found in run_ranks(compare, ranks, shapes):
+        assert max(found)[0] <= 1e-11, max(found)
+
+
+def products(monkeypatch, name, epochs, **settings):
+    """Products with the adjacency, forward and backward, of a whole run."""
+    count, real = [], RowCSR.matmul
+
+    def counted(self, x, *args):
+        count.append(x.shape)
+        return real(self, x, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCSR, "matmul", counted)
+        given = config(name, epochs=epochs, eval_every=0, predict=False, **settings)
+        Trainer(given, graph=small_graph(), model=module_of(name)).fit()
+    return len(count)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["gcn", "sage", "own gcn", "own sage"])
+def test_an_epoch_has_two_products_less(name, recompute, monkeypatch):
+    """Forward and backward of the first of three layers: 4 are left, and what comes once."""
+    counts = [products(monkeypatch, name, e, recompute=recompute) for e in (2, 5)]
+    assert counts[1] - counts[0] == 3 * 4
+    monkeypatch.setattr(Prepared, "once", frozenset())
+    counts = [products(monkeypatch, name, e, recompute=recompute) for e in (2, 5)]
+    assert counts[1] - counts[0] == 3 * 6
+
+
+def trained(name, **settings):
+    trainer = Trainer(config(name, **settings), graph=small_graph(), model=module_of(name))
+    result = trainer.fit()
+    scores = [row.scores for row in result.history]
+    return [row.loss for row in result.history], scores, trainer
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage", "own gcn", "own sage"])
+def test_training_and_scores_are_those_of_making_them_anew(name, monkeypatch):
+    losses, scores, _ = trained(name, epochs=6, eval_every=1)
+    again, _, _ = trained(name, epochs=6, eval_every=1, recompute=True)
+    assert again == losses
+    monkeypatch.setattr(Prepared, "once", frozenset())
+    plain, plain_scores, _ = trained(name, epochs=6, eval_every=1)
+    assert losses == pytest.approx(plain, rel=1e-11)
+    assert scores == plain_scores
+
+
+def test_blocks_of_rows_read_their_part(monkeypatch):
+    losses, _, _ = trained("sage", epochs=4)
+    monkeypatch.setattr(row_blocks, "KEPT_BYTES", 0)
+    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 10 * 8 * 8)
+    found, _, trainer = trained("sage", epochs=4)
+    assert trainer.plan.chunks == 6
+    assert len(trainer._setup()[1].once) == 1
+    assert found == pytest.approx(losses, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage"])
+def test_a_run_goes_on_under_a_shape_that_makes_them_anew(name, tmp_path):
+    """And back: exact shapes leave no tables."""
+    out, graph = str(tmp_path / "run"), small_graph()
+    whole = Trainer(config(name, epochs=6), graph=graph).fit()
+    Trainer(config(name, epochs=2, out=out, checkpoint_every=2), graph=graph).fit()
+    for chunks, epochs in ((3, 4), (1, 6)):
+        changes = {"chunks": chunks, "staleness": "exact", "epochs": epochs}
+        result = Trainer(resumed_config(out, changes), graph=graph, resume=out).fit()
+    assert result.loss == pytest.approx(whole.loss, rel=1e-11)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_edges_of_such_an_op_take_no_time(chunks):
+    prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
+    sizes = chunk_sizes(prepared)
+    first, second = prepared.model_graph.ops[:2]
+    assert bool(sizes.columns(first, "after")[1].any()) == (chunks > 1)
+    assert sizes.columns(second, "after")[1].any()
+    fitted = fit_costs(measure_steps(prepared, Mesh.alone()))
+    for side in ("before", "after"):
+        assert (op_kind(first), f"forward_{side}") in fitted.costs
