@@ -8,6 +8,7 @@ little is kept as can be: what the norm reads and what the activation gave. R ro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ class _NormRelu(torch.autograd.Function):
     def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, is_rounded: bool,
                 bias: Tensor | None, *pairs: Tensor | None) -> Tensor:  # fmt: skip
         total = bias
-        for x, weight in zip(pairs[::2], pairs[1::2], strict=True):
-            assert x is not None
+        for x, weight in _in_pairs(pairs):
             if weight is None:
                 total = x if total is None else total + x
             elif is_rounded or total is None:
@@ -40,13 +40,16 @@ class _NormRelu(torch.autograd.Function):
         assert total is not None
         out, mean, rstd = torch.native_layer_norm(total, total.shape[-1:], scale, shift, eps)
         out.relu_()
-        ctx.save_for_backward(scale, shift, total, mean, rstd, out, *pairs)
+        # What has no weight is not asked for in backward.
+        rows = [x if weight is not None else None for x, weight in _in_pairs(pairs)]
+        ctx.save_for_backward(scale, shift, total, mean, rstd, out, *rows, *pairs[1::2])
         ctx.is_rounded = is_rounded
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scale, shift, total, mean, rstd, out, *pairs = ctx.saved_tensors
+        scale, shift, total, mean, rstd, out, *saved = ctx.saved_tensors
+        weights = saved[len(saved) // 2 :]
         needs = ctx.needs_input_grad
         wants = [True, needs[0], needs[1]]
         rows, to_scale, to_shift = _norm_backward(
@@ -54,19 +57,24 @@ class _NormRelu(torch.autograd.Function):
         )
         found: list[Tensor | None] = [to_scale, to_shift, None, None]
         found.append(rows.sum(0) if needs[4] else None)
-        has_weights = any(weight is not None for weight in pairs[1::2])
+        has_weights = any(weight is not None for weight in weights)
         low = rounded(rows, ctx.is_rounded and has_weights)
-        for i in range(0, len(pairs), 2):
-            x, weight = pairs[i], pairs[i + 1]
+        for i, (x, weight) in enumerate(zip(saved, weights, strict=False)):
             to_x = to_weight = None
-            if needs[5 + i]:
+            if needs[5 + 2 * i]:
                 to_x = rows
                 if weight is not None:
                     to_x = (low @ rounded(weight, ctx.is_rounded)).to(rows.dtype)
-            if needs[6 + i]:
+            if needs[6 + 2 * i]:
                 to_weight = (low.t() @ rounded(x, ctx.is_rounded)).to(rows.dtype)
             found += [to_x, to_weight]
         return tuple(found)
+
+
+def _in_pairs(pairs: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    for x, weight in zip(pairs[::2], pairs[1::2], strict=True):
+        assert x is not None
+        yield x, weight
 
 
 def norm_relu(

@@ -117,7 +117,11 @@ def estimate_memory(
         for op in pushing
     )
     activations = sum(
-        (op.kept_per_row_recomputed if recompute else op.kept_per_row) * own_rows[op.vertex_type]
+        (
+            (op.kept_per_row_recomputed if recompute else op.kept_per_row)
+            - (op.rows_spared if op.name in once else 0)
+        )
+        * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
         if not op.over_pairs

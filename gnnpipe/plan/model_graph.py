@@ -63,6 +63,8 @@ class Op:
     features_kept: int = 0
     """Where its aggregation is made once (``plan.once``): numbers of a row kept for it, beside the
     features."""
+    rows_spared: int = 0
+    """In that place: numbers that are not kept of a row until backward."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
 

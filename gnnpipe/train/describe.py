@@ -138,5 +138,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
         reads_features=layer.is_first,
         of_features=is_narrow and layer.is_first and layer.maps_features,
         features_kept=graph.num_features if layer.keeps_features else 0,
+        # The aggregated row, and what goes by it.
+        rows_spared=layer.push_width + sum(layer.kept_widths.values()),
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )
