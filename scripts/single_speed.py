@@ -186,7 +186,8 @@ def report(args: argparse.Namespace) -> None:
         "aggregations plus reading every neighbour's row once for each of them. *K = 32* is our "
         "default policy of stale rows on 32 chunks against "
         "one chunk. PyG's and DGL's SAGE aggregates the raw features in its first layer, ours "
-        "their linear map. ego_twitter and cnr_2000 have 128 random features. " + args.note, "",
+        "their linear map, or (of the dense features of all but squirrel, debian and "
+        "coauthor_physics) reads what was aggregated once before training. ego_twitter and cnr_2000 have 128 random features. " + args.note, "",
     ]  # fmt: skip
     head = [
         "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",
