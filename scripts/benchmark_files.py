@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 
 
 def write_csv(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """``name``.csv, with a column for every key of the first row."""
+    """``name``.csv, with a column for every key of the first row; units are in the keys."""
     if not rows:
         return
     with (FOLDER / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -71,4 +71,5 @@ def _saved(figure: Any, axis: Any, name: str, what: str) -> str:
     axis.legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(FOLDER / f"{name}.png", dpi=120, metadata={"Software": None})
+    figure.clear()
     return f"![{what}]({name}.png)"

@@ -187,7 +187,8 @@ def report(args: argparse.Namespace) -> None:
         "default policy of stale rows on 32 chunks against "
         "one chunk. PyG's and DGL's SAGE aggregates the raw features in its first layer, ours "
         "their linear map, or (of the dense features of all but squirrel, debian and "
-        "coauthor_physics) reads what was aggregated once before training. ego_twitter and cnr_2000 have 128 random features. " + args.note, "",
+        "coauthor_physics) reads what was aggregated once before training. ego_twitter and "
+        "cnr_2000 have 128 random features. " + args.note, "",
     ]  # fmt: skip
     head = [
         "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",
@@ -220,7 +221,12 @@ def report(args: argparse.Namespace) -> None:
                 ratio(ms["ours"], ms["dgl"]),
             ]  # fmt: skip
             text.append(f"| {graph} | {' | '.join(cells)} |")
-            table.append({"model": model, "graph": graph} | dict(zip(head, cells, strict=True)))
+            table += [
+                {"model": model, "graph": graph, "layers": layers, "hidden": width, "contender": k,
+                 "median_ms": round(ms[k], 2), "least_ms": round(1e3 * min(v["seconds"]), 2),
+                 "most_ms": round(1e3 * max(v["seconds"]), 2), "commit": row["commit"]}
+                for k, v in r.items() if "seconds" in v
+            ]  # fmt: skip
         text.append("")
     write_csv("single_speed", table)
     PAGE.write_text("\n".join(text), encoding="utf-8")

@@ -84,12 +84,18 @@ class Appnp(nn.Module):
 
 
 class Sgc(nn.Module):
+    is_kept = False
+
     def __init__(self):
         super().__init__()
-        self.conv = pyg.SGConv(IN, OUT, K=3)
+        self.conv = pyg.SGConv(IN, OUT, K=3, cached=self.is_kept)
 
     def forward(self, x, edge_index):
         return self.conv(x, edge_index)
+
+
+class Kept(Sgc):
+    is_kept = True
 
 
 class MaxConv(pyg.MessagePassing):
@@ -309,6 +315,8 @@ MODELS = {
     "embedded": Embedded,
     "GCN weighted": basic(pyg.GCN, jk="cat"),
     "GCN improved": basic(pyg.GCN, improved=True),
+    "GCN improved, unweighted": basic(pyg.GCN, improved=True),
+    "sgc cached": Kept,
     "weighted": Weighted,
     "attributed": Attributed,
     "GAT attributed": basic(pyg.GAT, heads=2, edge_dim=4),

@@ -11,13 +11,20 @@ from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
 
 from gnnpipe import Trainer
 from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.links import split_links
+from gnnpipe.models import GNN, LayerSpec
+from gnnpipe.models.feature_linear import FeatureLinear
+from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.sage import SAGELayer
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import made_once
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train import row_blocks
+from gnnpipe.train.assemble import assemble
 from gnnpipe.train.measure import measure_steps
 from gnnpipe.train.prepare import Prepared, prepare
+from gnnpipe.train.profiling import take_profile
 from gnnpipe.train.resume import resumed_config
 from gnnpipe.train.sizes import chunk_sizes
 from gnnpipe.train.verify import verify
@@ -176,6 +183,104 @@ def test_a_run_goes_on_under_a_shape_that_makes_them_anew(name, tmp_path):
         changes = {"chunks": chunks, "staleness": "exact", "epochs": epochs}
         result = Trainer(resumed_config(out, changes), graph=graph, resume=out).fit()
     assert result.loss == pytest.approx(whole.loss, rel=1e-11)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", ["gcn", "sage", "own sage"])
+def test_pairs_are_scored_behind_them(name, chunks):
+    graph = split_links(small_graph(), "60/20/20", seed=0)
+    # As wide as the features, so that no product would tell A x from A x W.
+    given = replace(config(name, chunks=chunks, staleness="exact"), hidden=7)
+    module = GraphSAGE(7, 7, 2).double() if name in OWN else None
+    prepared = prepare(given, Mesh.alone(), graph, module)
+    assert len(prepared.once) == 1
+    assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
+
+
+class Bent(GCNLayer):
+    """What it pushes is not linear in the features."""
+
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return torch.relu(pushed), kept
+
+
+class Deep(SAGELayer):
+    """Its encoder is another module."""
+
+    def __init__(self, index, spec):
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = Encoder(spec.num_features, spec.hidden)
+
+
+class Encoder(FeatureLinear):
+    def forward(self, features):
+        return super().forward(features).relu()
+
+
+class Same(GCNLayer):
+    """Another end, and the same beginning."""
+
+    def after(self, received, values, rows):
+        return {"x": super().after(received, values, rows)["x"] * 2}
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Bent, 0), (Deep, 0), (Same, 1)])
+def test_layers_of_ones_own_say_what_they_push(kind, count):
+    spec = LayerSpec(num_features=7, num_classes=3, num_layers=3, hidden=8)
+    torch.manual_seed(0)
+    model = GNN([kind(i, spec) for i in range(3)])
+    prepared = prepare(config(), Mesh.alone(), small_graph(), model)
+    assert len(prepared.once) == count
+    assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
+
+
+def first_losses(shards):
+    mesh = Mesh.join(1, shards)
+    found = {}
+    for name in ("gcn", "sage"):
+        given = config(name, shards=shards, dtype="float32", matmul_dtype="bf16")
+        trainer = Trainer(replace(given, dropout=0.0), graph=small_graph(), mesh=mesh)
+        found[name] = trainer.fit().history[0].loss
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:--matmul-dtype bf16. no faster")
+def test_products_in_bf16_are_rounded_at_other_places():
+    """With several shards x W is, and not A x: another rounding, of the same size."""
+    alone, shared = first_losses(1), run_ranks(first_losses, 2, 2)[0]
+    for name, loss in alone.items():
+        assert shared[name] == pytest.approx(loss, rel=2**-9), name
+
+
+def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
+    seen, real = [], measure_steps
+
+    def watched(prepared, *args):
+        seen.append(prepared)
+        return real(prepared, *args)
+
+    monkeypatch.setattr("gnnpipe.train.profiling.measure_steps", watched)
+    take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
+    assert len(seen) > 0
+    assert all(prepared.report.exact and not prepared.once for prepared in seen)
+
+
+def test_one_product_serves_all_that_add_up_the_same():
+    class Thrice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(GCNConv(7, 8) for _ in range(3))
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x, edge_index):
+            return self.last(sum(conv(x, edge_index) for conv in self.convs).relu())
+
+    prepared = prepare(config(), Mesh.alone(), small_graph(), Thrice().double())
+    found = assemble(prepared, Mesh.alone()).executor.stage._once
+    assert len(found) == 3
+    assert len({rows.data_ptr() for rows in found.values()}) == 1
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -81,6 +81,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.filterwarnings("ignore:--matmul-dtype bf16. no faster")
 @pytest.mark.parametrize("name", [*CASES, "batch norm"])
 def test_stopped_and_gone_on_with_is_the_same_to_the_bit(name, tmp_path, monkeypatch):
     settings = CASES.get(name, {})

@@ -88,7 +88,7 @@ class LayerPiece(Piece):
                     layer.aggregation,
                     layer.push_width,
                     kept_per_edge=layer.kept_per_edge,
-                    of_features=layer.is_first and layer.maps_features,
+                    of_features=layer.can_begin,
                 ),
             )
             for name, layer in zip(self._names, layers, strict=True)

@@ -128,16 +128,25 @@ class Layer(nn.Module, ABC):
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
     maps_features: ClassVar[bool] = False
-    """What its first layer pushes is ``encode``, a linear map of the features without a bias."""
+    """What ``before`` of this very class pushes in the first layer is ``encode``, a linear map of
+    the features without a bias. A subclass with another ``before`` has to say so anew."""
     keeps_features: ClassVar[bool] = False
     """Its first layer needs a row's own features as well."""
+
+    @property
+    def can_begin(self) -> bool:
+        """Its values can be made by ``begin`` as well."""
+        encode = self._modules.get("encode")
+        says = next(vars(c) for c in type(self).__mro__ if "before" in vars(c))
+        is_map = type(encode) is FeatureLinear and encode.bias is None
+        return self.is_first and is_map and bool(says.get("maps_features", False))
 
     def begin(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
 
-        For layers with ``maps_features``.
+        In place of ``before``, which is not called; where it ``can_begin``.
         """
-        encode = self.get_submodule("encode")
+        encode = self._modules["encode"]
         assert isinstance(encode, FeatureLinear)
         return self.after(encode.of(aggregated), self.own(rows), rows)
 

@@ -142,6 +142,15 @@ class PairPiece(Piece):
             | {name: state[name] for name in self._model.decode_buffers}
         ).items()
 
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """As the inner piece."""
+        self._inner.begin_aggregated(names)
+
+    @property
+    def needs_features(self) -> bool:
+        """As the inner piece."""
+        return self._inner.needs_features
+
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """As the inner piece."""
         self._inner.observe(name, mean, count)

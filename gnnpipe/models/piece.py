@@ -105,17 +105,17 @@ class Piece(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights of these ops, by their names in the whole model."""
 
+    @abstractmethod
     def begin_aggregated(self, names: Collection[str]) -> None:
         """From now on the features arrive aggregated, by these aggregations ``of_features``.
 
         Nothing is asked of what they push, and ``step`` receives A x for them.
         """
-        del names  # What a recorded model pushes are the features themselves.
 
     @property
+    @abstractmethod
     def needs_features(self) -> bool:
         """They are read in other ways, too, than as they arrive aggregated."""
-        return True
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """The mean [F] of what an aggregation pushed of ``count`` vertices or edges, in an epoch.

@@ -142,8 +142,14 @@ def estimate_memory(
     passing = max(n // plan.chunks, sum(pilot_rows.values()))
     activations += max((op.passing_per_row for op in ops), default=0) * passing
     if plan.chunks > 1:
-        # Gradients of the encoded features wait for those of the other chunks.
-        activations += sum(op.flops_per_feature // 2 * own_rows[op.vertex_type] for op in ops)
+        # Gradients of the encoded features wait for those of the other chunks, but for features
+        # that are aggregated before they are encoded.
+        activations += sum(
+            (op.flops_per_feature // 2 - op.push_width * (op.name in once and op.reads_features))
+            * own_rows[op.vertex_type]
+            for op in ops
+            if op.flops_per_feature
+        )
     for op in ops:
         if op.over_pairs:
             # Of every chunk the rows that it reads; scores, and what ``decode`` keeps of a pair.

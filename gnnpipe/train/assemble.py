@@ -142,14 +142,18 @@ def _once(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
-    found: dict[str, Tensor] = {}
-    for a in piece.aggregations:
-        if a.name in prepared.once:
-            operator = structures[a.over]
-            assert isinstance(operator, LinearOperator)
-            x = FeatureTable(prepared.graph.x, prepared.dtype, device)
-            found[a.name] = operator.forward.matmul(x.dense(0, x.num_rows))
-    return found
+    chosen = {a.name: a.over for a in piece.aggregations if a.name in prepared.once}
+    if not chosen:
+        return {}
+    table = FeatureTable(prepared.graph.x, prepared.dtype, device)
+    x = table.dense(0, table.num_rows)
+    found: dict[tuple[str, str, str], Tensor] = {}
+    for over in chosen.values():
+        operator = structures[over]
+        assert isinstance(operator, LinearOperator)
+        if over not in found:
+            found[over] = operator.forward.matmul(x)
+    return {name: found[over] for name, over in chosen.items()}
 
 
 def _history_specs(

@@ -136,7 +136,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
         structure_per_edge=layer.structure_per_edge,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
-        of_features=is_narrow and layer.is_first and layer.maps_features,
+        of_features=is_narrow and layer.can_begin,
         features_kept=graph.num_features if layer.keeps_features else 0,
         # The aggregated row, and what goes by it.
         rows_spared=layer.push_width + sum(layer.kept_widths.values()),

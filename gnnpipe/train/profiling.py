@@ -37,7 +37,7 @@ from gnnpipe.runtime.link_times import (
 )
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.measure import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
-from gnnpipe.train.prepare import prepare
+from gnnpipe.train.prepare import Prepared, prepare
 
 __all__ = ["compute_times", "link_times", "take_profile"]
 
@@ -101,7 +101,7 @@ def _compute(
                     replace(run, chunks=chunks), alone, graph, copy.deepcopy(model)
                 )  # fmt: skip
                 most = max(prepared.graph.num_vertices // LEAST_ROWS, config.chunks)
-                samples += measure_steps(prepared, alone, has_cores)
+                samples += measure_steps(_anew(prepared), alone, has_cores)
             except InputError as fault:
                 error = fault
         mesh.agree(error)
@@ -110,6 +110,12 @@ def _compute(
         boundary_s = boundary_time_per_number_s(mesh.device)
     everyone = [sample for some in mesh.gather(samples) for sample in some]
     return compute_times(fit_costs(everyone), ranks, mesh.share(boundary_s))
+
+
+def _anew(prepared: Prepared) -> Prepared:
+    """Nothing is made once: a profile tells other shapes, too, what an aggregation takes."""
+    ops = tuple(replace(op, of_features=False) for op in prepared.model_graph.ops)
+    return replace(prepared, model_graph=replace(prepared.model_graph, ops=ops))
 
 
 def compute_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:

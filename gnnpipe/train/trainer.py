@@ -167,7 +167,7 @@ class Trainer:
                 start, told = find_start(run, config, mesh, run == self._resume)
         check_profile_file(config, mesh)
         prepared = self._setup(start)[1]
-        warn_of_vain_rounding(config, prepared.model, prepared.graph, mesh)
+        warn_of_vain_rounding(prepared.config, prepared.model, prepared.graph, mesh)
         progress = Progress(
             config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
         )

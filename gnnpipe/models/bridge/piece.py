@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +57,14 @@ class CapturedPiece(Piece):
     ) -> tuple[Values, Values]:
         """Run one step (see ``Piece``)."""
         return self._steps[index](values, received, rows)
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """What these push are the features themselves: A x is what they receive anyway."""
+
+    @property
+    def needs_features(self) -> bool:
+        """The recorded calls may read them elsewhere."""
+        return True
 
     def to(self, device: torch.device) -> None:
         """Move the weights and buffers of these ops."""

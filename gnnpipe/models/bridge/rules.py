@@ -21,6 +21,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.models.bridge.marks import aggregate, of_vertices
+from gnnpipe.models.bridge.recording import FEATURES, is_input
 
 __all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
 
@@ -59,13 +60,14 @@ def _plus_bias(conv: Any, out: Any) -> Any:
     return out if conv.bias is None else out + conv.bias
 
 
-def _gcn_structure(conv: Any) -> str:
-    """What ``gcn_norm`` makes of the edges."""
+def _gcn_structure(conv: Any, edge_weight: Any) -> str:
+    """What ``gcn_norm`` makes of the edges; PyG's loops weigh 1 where edges have no weights."""
     if not getattr(conv, "normalize", True):
         return "sum"
     if not conv.add_self_loops:
         return "gcn-loopless"
-    return "gcn-improved" if getattr(conv, "improved", False) else "gcn"
+    is_improved = getattr(conv, "improved", False) and edge_weight is not None
+    return "gcn-improved" if is_improved else "gcn"
 
 
 def _reduction(conv: Any) -> str:
@@ -88,7 +90,7 @@ def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = No
 @lowers(pyg.GCNConv)
 def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A (x W) + b``."""
-    structure = _gcn_structure(conv)
+    structure = _gcn_structure(conv, edge_weight)
     return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure, edge_weight))
 
 
@@ -126,7 +128,7 @@ def gin(conv: Any, x: Any) -> Any:
 @lowers(pyg.GCN2Conv)
 def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
-    structure = _gcn_structure(conv)
+    structure = _gcn_structure(conv, edge_weight)
     m = aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
     first = conv.alpha * x_0
     if conv.weight2 is None:
@@ -140,8 +142,9 @@ def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.SGConv)
 def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
-    structure = _gcn_structure(conv)
-    if conv.cached:
+    structure = _gcn_structure(conv, edge_weight)
+    # It keeps the aggregate of the first rows that it sees.
+    if conv.cached and not is_input(x.node, FEATURES):
         return None
     for _ in range(conv.K - 1):
         x = aggregate(x, structure=structure, edge_weight=edge_weight)
@@ -151,8 +154,8 @@ def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.SSGConv)
 def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
-    structure = _gcn_structure(conv)
-    if conv.cached:
+    structure = _gcn_structure(conv, edge_weight)
+    if conv.cached and not is_input(x.node, FEATURES):
         return None
     h = x * conv.alpha
     for _ in range(conv.K):
@@ -164,7 +167,7 @@ def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.APPNP)
 def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """K times ``x = (1 - alpha) A x + alpha h``."""
-    structure = _gcn_structure(conv)
+    structure = _gcn_structure(conv, edge_weight)
     if conv.dropout > 0 or conv.cached:
         return None
     h = x
@@ -190,7 +193,7 @@ def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.MixHopConv)
 def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``[A^p x W_p]`` side by side, p in ``powers``."""
-    structure = _gcn_structure(conv)
+    structure = _gcn_structure(conv, edge_weight)
     powers = [int(p) for p in conv.powers]
     outs = {0: conv.lins[0](x)} if 0 in powers else {}
     for j in range(1, max(powers) + 1):
