@@ -48,11 +48,16 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         raise InputError(
             f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
         )
-    if config.split != "given" or config.symmetrize or config.task != "labels":
+    given = [f"--{n}" for n in ("split", "symmetrize", "task") if _is_given(config, n)]
+    if given:
         raise InputError(
-            "--split, --symmetrize and --task: have no effect on a graph that is passed in; give "
-            "them to Graph.from_pyg"
+            f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
+            "give it to Graph.from_pyg"
         )
+
+
+def _is_given(config: TrainConfig, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(TrainConfig, name))
 
 
 def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
@@ -208,7 +213,7 @@ def _warn_of_unread(config: TrainConfig) -> None:
     for other in MODELS:
         for name in MODELS[other].reads_settings:
             value = getattr(config, name)
-            if name not in read and value != getattr(TrainConfig, name):
+            if name not in read and _is_given(config, name):
                 warnings.warn(
                     f"--{name} {value}: --model {config.model} does not read it, {other} does",
                     UserWarning,
