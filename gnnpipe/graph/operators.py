@@ -17,6 +17,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
+from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.kernels import Kernel, embedding_bag
@@ -54,6 +55,9 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
 
     ``RELATION`` and a number behind it all: of the edges of that type alone. ``PAIRS``: not of
     edges but of the pairs of a link prediction; the values are their numbers.
+
+    Raises:
+        InputError: weights that add up to less than 0, where a root is taken of that.
     """
     if kind == PAIRS:
         assert graph.pairs is not None, "only a link prediction has pairs"
@@ -80,6 +84,11 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     elif base.startswith("gcn"):
         axis = 0 if base == "gcn-outgoing" else 1
         degree = np.asarray(adjacency.sum(axis=axis))
+        if degree.min(initial=0.0) < 0:
+            raise InputError(
+                f"edge_weight: adds up to {degree.min():.3g} at some vertex, and GCN's norm takes "
+                "the root of that (in PyG it is NaN); try weights from 0, or normalize=False"
+            )
         root = np.where(degree > 0, 1.0 / np.sqrt(np.where(degree > 0, degree, 1.0)), 0.0)
         adjacency.data *= np.repeat(root, counts) * root[adjacency.indices]
     return adjacency

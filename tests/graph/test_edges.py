@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from helpers import small_graph
 from torch_geometric.data import Data
 
 from gnnpipe import Graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.load import load_graph
+from gnnpipe.graph.operators import weighted_rows
 
 N = 5
 EDGES = np.array([[0, 3, 1, 1, 2, 4], [1, 0, 1, 4, 1, 1]])
@@ -130,3 +134,10 @@ def test_files_may_hold_it(tmp_path):
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
         Graph.from_pyg(data(**changes))
+
+
+def test_weights_below_zero_are_refused_where_a_root_is_taken_of_their_sum():
+    graph = replace(small_graph(), edge_weight=np.full(small_graph().num_edges, -2.0, np.float32))
+    assert weighted_rows(graph, "sum-weighted").sum() < 0
+    with pytest.raises(InputError, match=r"edge_weight: adds up to -.*try weights from 0"):
+        weighted_rows(graph, "gcn-weighted")
