@@ -239,15 +239,21 @@ def report(args: argparse.Namespace) -> None:
     }
     text += [bars("network", named, "epoch, graph over pipeline", aim=1.0), ""]
     (FOLDER / "network.md").write_text("\n".join(text), encoding="utf-8")
+    names = "median", "least", "most"
     write_csv("network", [
         {"hosts": row["hosts"], "mbit_per_s": row["mbit"], "layers": row["layers"],
          "chunks": row["chunks"], "graph": row["graph"], "model": row["model"], "contender": name,
-         **dict(zip(("median_s", "least_s", "most_s"), seconds(found), strict=True)),
-         "sent_bytes": found["sent"], "exposed": round(exposed(found), 4),
+         **{f"{k}_s": round(s, 4) for k, s in zip(names, seconds(found), strict=True)},
+         "sent_bytes": found["sent"], "exposed": share_text(exposed(found)),
          "commit": row["commit"]}
         for row in rows for name, found in row["results"].items()
     ])  # fmt: skip
     print("wrote docs/benchmarks/network.md, .csv and .png")
+
+
+def share_text(value: float) -> str:
+    """Empty where nothing travels between stages."""
+    return "" if math.isnan(value) else f"{value:.4f}"
 
 
 def spread(values: tuple[float, float, float]) -> str:
