@@ -1,0 +1,92 @@
+"""Runs on a GPU are those on the processor, where there is a GPU: the CPU's path has all tests."""
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+from torch import nn
+from torch_geometric.nn import GATv2Conv, GraphSAGE
+
+from gnnpipe import Trainer
+from gnnpipe.graph.kernels import KERNELS
+from gnnpipe.train.resume import resumed_config
+
+GPU = "cuda"
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices"),
+    pytest.mark.filterwarnings("ignore:--matmul-dtype bf16"),
+]
+
+
+def losses(device, module=None, **settings):
+    """Of each epoch; dropout is a hash of the vertex, so it is the same on every device."""
+    torch.manual_seed(0)
+    given = {"layers": 3, "hidden": 8, "dropout": 0.5, "epochs": 6, "eval_every": 2} | settings
+    model = None if module is None else module().to(torch.float64)
+    graph = small_graph(sparse=given.pop("sparse", False))
+    result = Trainer(quick_config(device=device, **given), graph=graph, model=model).fit()
+    return [row.loss for row in result.history] + [result.test_acc]
+
+
+def assert_same(rel=1e-9, **settings):
+    assert losses(GPU, **settings) == pytest.approx(losses("cpu", **settings), rel=rel)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "shape", [{}, {"chunks": 5}, {"chunks": 5, "staleness": "exact"},
+              {"chunks": 5, "staleness": "paper", "snapshot_every": 2}],
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
+def test_built_in_models(model, shape, sparse):
+    assert_same(model=model, sparse=sparse, **shape)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in ("auto", "torch-sparse")])
+def test_every_kernel(kernel, chunks):
+    assert losses(GPU, kernel=kernel, chunks=chunks) == pytest.approx(
+        losses("cpu", chunks=chunks), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_recompute(chunks):
+    assert_same(model="gcnii", recompute=True, chunks=chunks)
+
+
+@pytest.mark.parametrize("settings", [{"comm_dtype": "bf16"}, {"matmul_dtype": "bf16"}])
+def test_numbers_of_fewer_bits(settings):
+    """What lies near the middle of two is rounded to either side."""
+    assert_same(rel=0.02, dtype="float32", chunks=5, epochs=3, **settings)
+
+
+class Own(nn.Module):
+    """Attention with messages, on blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = GATv2Conv(7, 4, heads=2), GATv2Conv(8, 3)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize(
+    "module", [Own, lambda: GraphSAGE(7, 8, 3, 3, dropout=0.5, norm="BatchNorm")]
+)
+def test_models_of_the_users_own(module, chunks):
+    assert_same(module=module, chunks=chunks)
+
+
+def test_a_run_goes_on_where_the_other_device_stopped(tmp_path):
+    whole = losses("cpu", chunks=5)
+    graph, out = small_graph(), str(tmp_path / "run")
+    common = {"layers": 3, "hidden": 8, "dropout": 0.5, "eval_every": 2, "chunks": 5}
+    config = quick_config(**common, epochs=4, out=out, checkpoint_every=2, device=GPU)
+    Trainer(config, graph=graph).fit()
+    again = resumed_config(out, {"epochs": 6, "device": "cpu"})
+    result = Trainer(again, graph=graph, resume=out).fit()
+    assert [row.loss for row in result.history][-1] == pytest.approx(whole[5], rel=1e-9)
