@@ -237,12 +237,13 @@ def picture(rows: list[dict[str, Any]]) -> str:
     """How many times as long as ours the others take; edge_index is off its scale."""
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
-        graph, model, layers, _ = row["cell"].split("|")
+        graph, model, layers, width = row["cell"].split("|")
         ms = {k: median(v) for k, v in row["results"].items()}
         forms = [v for v in (ms.get("pyg:csr"), ms.get("pyg:sparse")) if v is not None and v == v]
         found = {"PyG's best form": min(forms, default=float("nan")) / ms["ours"]}
         found["DGL"] = ms.get("dgl", float("nan")) / ms["ours"]
-        groups[f"{model} {layers} {graph}"] = found
+        wide = "" if width == "128" else f" x {width}"
+        groups[f"{model} {layers}{wide} {graph}"] = found
     return bars("single_speed", groups, "their epoch over ours", aim=1.0)
 
 
@@ -250,11 +251,11 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What was to be reached, and in how many cells it is; the others by name."""
     aims: dict[str, list[tuple[str, float, float]]] = {}
     for row in rows:
-        graph, model, layers, _ = row["cell"].split("|")
+        graph, model, layers, width = row["cell"].split("|")
         ms = {k: median(v) for k, v in row["results"].items()}
         best = min((ms[k] for k in ("pyg:csr", "pyg:sparse") if ms.get(k, ms["ours"]) == ms.get(k)),
                    default=float("nan"))  # fmt: skip
-        name = f"{graph} {model} {layers}"
+        name = f"{graph} {model} {layers}" + ("" if width == "128" else f" x {width}")
         wanted = {"the best form": (best, 3.0 if graph in DENSE else 1.6)}
         wanted["edge_index"] = ms["pyg:edge_index"], 6.0
         wanted["DGL"] = ms.get("dgl", float("nan")), 1.3
