@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from gnnpipe.models.dropout import KeptMasks, keyed_dropout, row_keys
+from gnnpipe.models.dropout import KeptMasks, keyed_mask, row_keys
+from gnnpipe.models.dropout import keyed_dropout as drop_kept
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
+
+
+def keyed_dropout(x, keys, probability, **key):
+    return drop_kept(x, keyed_mask(keys, x.shape[1], probability, **key))
 
 
 def test_a_row_is_dropped_alike_wherever_it_stands():

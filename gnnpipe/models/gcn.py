@@ -20,7 +20,7 @@ __all__ = ["GCNLayer"]
 
 
 class GCNLayer(Layer):
-    """One GCN layer; all but the last end with LayerNorm and ReLU, all but the first drop."""
+    """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
     maps_features = True
@@ -37,18 +37,16 @@ class GCNLayer(Layer):
             self.norm = nn.LayerNorm(out)
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the encoded features, later layers their rows after dropout."""
-        if self.is_first:
-            return self.encode(rows.features), {}
-        return rows.dropout(values["x"], self.spec.dropout, site=self.index), {}
+        """Push the encoded features, later layers their rows."""
+        return self.encode(rows.features) if self.is_first else values["x"], {}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Transform (the first layer has), bias, norm and activation; the last gives logits."""
+        """Transform (the first layer has), bias, norm, activation, dropout; the last: logits."""
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
-        low = self.spec.is_rounded
-        return {"x": norm_relu(self.norm, self.bias, received, weight, is_rounded=low)}
+        mask, low = self.mask(rows), self.spec.is_rounded
+        return {"x": norm_relu(self.norm, self.bias, received, weight, is_rounded=low, mask=mask)}
 
 
 MODELS.add("gcn", GCNLayer)

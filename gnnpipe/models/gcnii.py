@@ -26,7 +26,7 @@ class GCNIILayer(Layer):
     reads_settings = ("alpha", "theta")
     kept_rows = 4.25
     kept_rows_first = 1.0
-    kept_rows_last = 1.25
+    kept_rows_last = 0.25
     passing_rows = 4.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -55,24 +55,20 @@ class GCNIILayer(Layer):
         return super().out_widths | ({} if self.is_last else {"h0": self.spec.hidden})
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push x after dropout; the first layer makes x = h0 from the features."""
-        if self.is_first:
-            x = h0 = torch.relu_(self.encode(rows.features))
-        else:
-            x, h0 = values["x"], values["h0"]
-        return rows.dropout(x, self.spec.dropout, site=self.index), {"h0": h0}
+        """Push x; the first layer makes h0 from the features, and x of it by dropout."""
+        if not self.is_first:
+            return values["x"], {"h0": values["h0"]}
+        h0 = torch.relu_(self.encode(rows.features))
+        return rows.dropout(h0, self.spec.dropout, site=self.index), {"h0": h0}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Mix with h0, map, norm and activation."""
+        """Mix with h0, map, norm, activation and dropout."""
         h0 = values["h0"]
         x = gcnii_mix(
             received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
-            self.spec.is_rounded,
+            self.spec.is_rounded, self.mask(rows),
         )  # fmt: skip
-        if not self.is_last:
-            return {"x": x, "h0": h0}
-        site = self.spec.num_layers
-        return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=site))}
+        return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 
 
 MODELS.add("gcnii", GCNIILayer)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
-from gnnpipe.models.dropout import KeptMasks, keyed_dropout
+from gnnpipe.models.dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
 from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
 from gnnpipe.registry import Registry
 
@@ -59,14 +59,21 @@ class Rows:
             pilot=self.pilot,
         )  # fmt: skip
 
-    def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
-        """Keyed dropout of ``x`` [C, F] while training; ``site`` is unique in the model."""
+    def mask(self, width: int, probability: float, site: int) -> Mask | None:
+        """What keyed dropout keeps of rows [C, ``width``] while training; None: all.
+
+        ``site`` is unique in the model.
+        """
         if not self.training:
-            return x
-        return keyed_dropout(
-            x, self.keys, probability, seed=self.seed, epoch=self.epoch, site=site,
+            return None
+        return keyed_mask(
+            self.keys, width, probability, seed=self.seed, epoch=self.epoch, site=site,
             masks=self.masks, start=self.start,
         )  # fmt: skip
+
+    def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
+        """``x`` [C, F] behind that dropout."""
+        return keyed_dropout(x, self.mask(x.shape[1], probability, site))
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,13 @@ class Layer(nn.Module, ABC):
         del rows
         return {}
 
+    def mask(self, rows: Rows) -> Mask | None:
+        """What dropout keeps of the rows [C, hidden] that the layer makes for the next one.
+
+        Where they are made and not where they are read, so that it is one step with the rest.
+        """
+        return rows.mask(self.spec.hidden, self.spec.dropout, site=self.index + 1)
+
     @property
     def rounds(self) -> bool:
         """It has a product with a weight that ``is_rounded`` is for, beside that of features."""
@@ -164,8 +178,7 @@ class Layer(nn.Module, ABC):
     """Fields of ``LayerSpec`` that it reads and other layers need not."""
     kept_rows: ClassVar[float] = 3.25
     """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
-    norm's input, the activation's output, a quarter for the dropout mask; tests/test_memory.py
-    counts it."""
+    norm's input, what dropout leaves, a quarter for its mask; tests/test_memory.py counts it."""
     kept_rows_first: ClassVar[float] = 0.0
     """So much more by the first layer, with ``--recompute`` too."""
     kept_rows_last: ClassVar[float] = -2.25

@@ -22,7 +22,7 @@ class ResGCNLayer(Layer):
 
     aggregation = "gcn"
     kept_rows_recomputed = 2.0
-    kept_rows_last = 3.25
+    kept_rows_last = 2.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -48,10 +48,8 @@ class ResGCNLayer(Layer):
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the pre-activated rows; keep the residual."""
         x = self.encode(rows.features) if self.is_first else values["x"]
-        active = rows.dropout(
-            norm_relu(self.norm, None, x, None), self.spec.dropout, site=self.index
-        )
-        return active, {"x": x}
+        mask = rows.mask(self.spec.hidden, self.spec.dropout, site=self.index)
+        return norm_relu(self.norm, None, x, None, mask=mask), {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform and add to the residual."""
@@ -62,8 +60,7 @@ class ResGCNLayer(Layer):
             x = torch.addmm(x, received, self.lin.weight.t())
         if not self.is_last:
             return {"x": x}
-        x = norm_relu(self.norm_out, None, x, None)
-        return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}
+        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, mask=self.mask(rows)))}
 
 
 MODELS.add("resgcn", ResGCNLayer)

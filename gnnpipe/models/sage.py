@@ -18,10 +18,10 @@ __all__ = ["SAGELayer"]
 
 
 class SAGELayer(Layer):
-    """One GraphSAGE layer; all but the last end with LayerNorm and ReLU, all but the first drop."""
+    """One GraphSAGE layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "mean"
-    kept_rows = 4.25
+    kept_rows_last = -1.25  # its own part, too, which it does not make
     passing_rows = 7.0
     maps_features = keeps_features = True
     kept_rows_recomputed = 2.0
@@ -52,19 +52,18 @@ class SAGELayer(Layer):
         """Push the rows, keep the row's own part."""
         if self.is_first:
             return self.encode(rows.features), self.own(rows)
-        x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
-        return x, {"x": x}
+        return values["x"], values
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Add the neighbours' mean to the row's own part."""
-        own = values["x"]
+        own, low = values["x"], self.spec.is_rounded
         if self.is_last:
             own = linear(own, self.lin_self.weight, self.bias)
             return {"x": torch.addmm(own, received, self.lin.weight.t())}
-        if self.is_first:
-            return {"x": norm_relu(self.norm, self.bias, own, None, received, None)}
-        pairs = own, self.lin_self.weight, received, self.lin.weight
-        return {"x": norm_relu(self.norm, self.bias, *pairs, is_rounded=self.spec.is_rounded)}
+        weights = (None, None) if self.is_first else (self.lin_self.weight, self.lin.weight)
+        pairs = own, weights[0], received, weights[1]
+        mask = self.mask(rows)
+        return {"x": norm_relu(self.norm, self.bias, *pairs, is_rounded=low, mask=mask)}
 
 
 MODELS.add("sage", SAGELayer)
