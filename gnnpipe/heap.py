@@ -5,7 +5,9 @@ few dozen bytes off every block that it aligns for torch, keeps them aside for s
 finds each block a little too small the next time: the heap grows to nearly twice of what is in use,
 and its end, given back and taken anew, has to be cleared in every epoch. Without those caches of
 small blocks, and with nothing given back while it trains, it does neither (docs/adr/0018). glibc
-reads this when a process starts, so a command starts itself once more, before anything is done.
+reads this when a process starts, so a command starts itself once more, before anything is done. A
+script of the user's cannot be started again; there a run sets from within what can be set so
+(``held_heap``): the same time, and more holes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,21 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Callable, Iterator
 
-__all__ = ["HEAP_SETTINGS", "give_back", "settle_heap"]
+__all__ = ["HEAP_SETTINGS", "give_back", "held_heap", "settle_heap"]
 
 HEAP_SETTINGS = ":".join(
     f"glibc.malloc.{name}"
     for name in ("tcache_count=0", "mxfast=0", "mmap_max=0", "trim_threshold=1099511627776")
 )
 """What GLIBC_TUNABLES has to be."""
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Of ``mallopt`` (malloc.h)."""
+_HELD = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
+_FREE = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 << 20}
+"""As glibc has it once the process has freed something large."""
 
 COMMANDS = ("train", "verify", "profile")
 """Those that train."""
@@ -33,17 +42,46 @@ def settle_heap() -> None:
     Nothing where it was so started, where the user has settings or an allocator of their own, and
     on other systems.
     """
-    own = "GLIBC_TUNABLES" in os.environ or "malloc" in os.environ.get("LD_PRELOAD", "")
-    if own or sys.platform != "linux" or not set(sys.argv[1:2]) & set(COMMANDS):
+    if _is_users() or not set(sys.argv[1:2]) & set(COMMANDS):
         return
     os.environ["GLIBC_TUNABLES"] = HEAP_SETTINGS
     with contextlib.suppress(OSError, ValueError):  # or it goes on as it is
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+@contextlib.contextmanager
+def held_heap() -> Iterator[None]:
+    """Meanwhile nothing that is freed goes back to the system, behind it all of it.
+
+    Nothing is set where ``settle_heap`` or the user has set it.
+    """
+    mallopt = None if _is_users() else _of_glibc("mallopt")
+    if mallopt is None:
+        yield
+        return
+    try:
+        for name, value in _HELD.items():
+            mallopt(name, value)
+        yield
+    finally:
+        for name, value in _FREE.items():
+            mallopt(name, value)
+        give_back()
+
+
 def give_back() -> None:
     """Return to the system what reading and cutting the graph have freed, where glibc has it."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _is_users() -> bool:
+    """The user, or a command's start, has chosen how memory is handed out; or it is not glibc."""
+    preloads = "malloc" in os.environ.get("LD_PRELOAD", "")
+    return "GLIBC_TUNABLES" in os.environ or preloads or sys.platform != "linux"
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library, if it has it."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

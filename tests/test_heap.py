@@ -1,4 +1,5 @@
-"""A command that trains starts itself once more, with settings of the heap, and just once."""
+"""A command that trains starts itself once more, with settings of the heap, and just once; in a
+script, the heap holds what is freed while it trains."""
 
 import os
 import subprocess
@@ -53,3 +54,57 @@ def test_what_is_left_alone(words, environment, tmp_path):
     found = ran(tmp_path, words, **environment)
     assert len(found) == 2
     assert found[1].endswith(f" {words}")
+
+
+HELD = """
+import resource, sys
+from contextlib import nullcontext
+import numpy as np
+from gnnpipe.heap import held_heap
+
+def epoch():  # several sizes, all freed at its end
+    return [np.ones(size) for size in (3 << 20, 1 << 18, 5 << 20, 1 << 20) * 3]
+
+def faults(turns):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(turns):
+        epoch()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+print("start", resident())
+with held_heap() if sys.argv[1] == "held" else nullcontext():
+    epoch()
+    print("faults", faults(3))
+    print("inside", resident())
+print("behind", resident())
+"""
+
+
+def held_or_not(tmp_path, word, **environment):
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    kept = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, str(script), word],
+        capture_output=True, text=True, check=True, timeout=60, env=kept | environment,
+    )  # fmt: skip
+    return {name: int(n) for name, n in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_what_is_freed_meanwhile_is_held_and_then_goes_back(tmp_path):
+    one_turn = 3 * (9 << 20) * 8  # bytes, and a bit
+    held, free = (held_or_not(tmp_path, word) for word in ("held", "free"))
+    assert held["faults"] < free["faults"] / 20  # otherwise given zeroed pages in every turn
+    assert held["inside"] > held["start"] + one_turn
+    assert held["behind"] < held["start"] + one_turn / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_a_users_own_settings_stay(tmp_path):
+    found = held_or_not(tmp_path, "held", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072")
+    assert found["inside"] < found["start"] + (32 << 20)

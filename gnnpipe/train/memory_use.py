@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from gnnpipe.heap import give_back
+from gnnpipe.heap import give_back, held_heap
 
-__all__ = ["code_bytes", "count_peaks_anew", "held_bytes", "peak_bytes"]
+__all__ = ["code_bytes", "count_peaks_anew", "held_bytes", "held_memory", "peak_bytes"]
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -40,6 +40,11 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _of_status("VmRSS") - _of_status("RssFile")
+
+
+def held_memory(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """While it lasts, epochs find the memory that the ones before have freed; GPUs do anyway."""
+    return contextlib.nullcontext() if device.type == "cuda" else held_heap()
 
 
 def code_bytes(device: torch.device) -> int:

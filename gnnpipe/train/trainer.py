@@ -28,7 +28,7 @@ from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
 from gnnpipe.train.choose import warn_of_vain_rounding
 from gnnpipe.train.loop import Loop
-from gnnpipe.train.memory_use import count_peaks_anew, held_bytes
+from gnnpipe.train.memory_use import count_peaks_anew, held_bytes, held_memory
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
 from gnnpipe.train.predict import Predictor, check_profile_file
 from gnnpipe.train.prepare import Prepared, prepare
@@ -136,7 +136,7 @@ class Trainer:
         folder, path = claim_folder(config, mesh, resumed[0] if resumed else None)
         log = RankLog(path, mesh.rank)
         try:
-            with mesh.on_own_cores() as cores:
+            with held_memory(mesh.device), mesh.on_own_cores() as cores:
                 return self._fit(mesh, folder, path, resumed, log, cores)
         except InputError:
             raise  # nothing has been touched, and so it shall be
