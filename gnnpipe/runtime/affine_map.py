@@ -44,17 +44,17 @@ def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
     """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
 
     [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle, ``found`` by ``gram``), old^T
-    moved, the sums of old and moved, the squares of moved and new. The two products, most of the
-    work, are made in the rows' own type: the pull of ``RIDGE`` is far above what float32 rounds.
+    moved, the sums of old and moved, the squares of moved and new. All are made in the rows' own
+    type, and added up over the shards in float64: the pull of ``RIDGE`` is far above what float32
+    rounds.
     """
-    moved, wide = new - old, torch.float64
+    moved = new - old
     parts = [
-        gram(old) if found is None else found, (old.T @ moved).double(),
-        old.sum(0, dtype=wide), moved.sum(0, dtype=wide),
-        torch.linalg.vector_norm(moved, dtype=wide).square(),
-        torch.linalg.vector_norm(new, dtype=wide).square(),
+        gram(old) if found is None else found, old.T @ moved, old.sum(0), moved.sum(0),
+        torch.linalg.vector_norm(moved).double().square(),
+        torch.linalg.vector_norm(new).double().square(),
     ]  # fmt: skip
-    return torch.cat([part.reshape(-1) for part in parts])
+    return torch.cat([part.double().reshape(-1) for part in parts])
 
 
 def fit_affine(

@@ -48,7 +48,7 @@ class _Recalled:
     rows: Tensor | None
     """[p, F], what the pilots pushed; none where that does not move."""
     read: Tensor | None
-    """What they read of the table as it is; none where it is read again."""
+    """What they read of the table as it is; none where it is read again, or not at all."""
     gram: Tensor | None
 
 
@@ -65,14 +65,17 @@ class Forecaster:
         totals: Mapping[str, tuple[int, bool]],
         mesh: Mesh,
         dtype: torch.dtype,
+        hands_on: bool = True,
     ) -> None:
         """By the type of the vertices, ``pilots`` [p]: this shard's own rows among the pilot rows;
-        ``totals``: those of all shards, and whether these are all vertices.
+        ``totals``: those of all shards, and whether these are all vertices. Where the stage
+        ``hands_on`` nothing to another one, what its last tables would give is not made.
         """
         self.piece, self.histories, self.mesh = piece, histories, mesh
         self.rows, self._totals = rows, totals
         self.num_rows = {name: len(mine) for name, mine in pilots.items()}
         self.sent_bytes = 0
+        self._num_steps = piece.num_steps if hands_on else piece.num_steps - 1
         self.maps: dict[str, AffineMap] = {}
         """By aggregation, of the last pass."""
         self.before = copy.deepcopy(piece)
@@ -113,15 +116,16 @@ class Forecaster:
         """
         received: dict[str, Received] = {}
         self._recalled = {}
-        for step in range(self.before.num_steps):
+        for step in range(self._num_steps):
             pushed, values = self.before.step(step, values, received, self.rows)
             received = {}
             for a in self._pushed(step):
-                rows, history = pushed[a.name], self.histories[a.name]
+                rows, read, history = pushed[a.name], None, self.histories[a.name]
                 history.settle()
                 neighbours = self._neighbours[a.over]
-                read = neighbours.read(history.table, rows)
-                received[a.name] = neighbours.received(history.table, read, rows)
+                if step < self._num_steps - 1:
+                    read = neighbours.read(history.table, rows)
+                    received[a.name] = neighbours.received(history.table, read, rows)
                 self._recalled[a.name] = _Recalled(
                     rows if a.moves else None,
                     read,
@@ -139,17 +143,18 @@ class Forecaster:
         assert self.is_ready
         received: dict[str, Received] = {}
         self.maps = {}
-        for step in range(self.piece.num_steps):
+        for step in range(self._num_steps):
             pushed, values = self.piece.step(step, values, received, self.rows)
-            received = {}
+            received, is_read = {}, step < self._num_steps - 1
             for a in self._pushed(step):
                 rows, was = pushed[a.name], self._recalled.pop(a.name)
                 neighbours, table = self._neighbours[a.over], self.histories[a.name].table
-                if was.rows is None:
+                if was.rows is not None:
+                    self.maps[a.name] = found = self._fit(was.rows, was.gram, rows, a)
+                    if is_read:
+                        received[a.name] = neighbours.foresee(table, was.read, rows, found)
+                elif is_read:
                     received[a.name] = neighbours.received(table, was.read, rows)
-                    continue
-                self.maps[a.name] = found = self._fit(was.rows, was.gram, rows, a)
-                received[a.name] = neighbours.foresee(table, was.read, rows, found)
         self.forget()
         return values
 

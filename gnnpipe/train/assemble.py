@@ -116,6 +116,7 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         forecaster = Forecaster(
             piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
             replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh, dtype,
+            bool(prepared.plan.sends(mesh.stage)),
         )  # fmt: skip
     # As a group, which may be empty: a stage need not have weights.
     optimizer = torch.optim.Adam(
