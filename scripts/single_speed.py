@@ -1,11 +1,12 @@
 """An epoch on one device, one thread, against PyG and DGL in the same run.
 
 python scripts/single_speed.py run [--graphs A B] [--models M] [--layers 3 16] [--widths 128]
-                                   [--dgl-python PYTHON] [--repeats 7]
+                                   [--dgl-python PYTHON] [--repeats 7] [--held]
 python scripts/single_speed.py report     # writes docs/benchmarks/single_speed.md, .csv and .png
 
 The contenders of a cell (``peers.py``) are processes that take turns, one epoch each, so that what
-else the machine does falls on all of them; all use the same allocator settings. A finished cell is
+else the machine does falls on all of them; all use the same allocator settings: glibc's heap as it
+comes, or, with --held, one that gives nothing back, as our own runs set it. A finished cell is
 kept in docs/benchmarks/data/single_speed.jsonl and not measured again. DGL 1.1.3 runs with
 torch 2.13 when it is installed without its dependencies, in an environment of its own:
 
@@ -40,6 +41,8 @@ DENSE = {
 }
 SPARSE = {name: name for name in ("debian", "coauthor_physics", "ego_twitter", "cnr_2000")}
 CONTENDERS = ("ours", "ours:32", "floor", "pyg:csr", "pyg:sparse", "pyg:edge_index", "dgl")
+HELD = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+"""What ``gnnpipe.heap.held_heap`` sets, for every contender."""
 WARM_UP, SLOW_S, SLOW_TURNS = 3, 3.0, 3
 """First turns that do not count; who needs longer than this for an epoch gets so many turns."""
 
@@ -47,12 +50,15 @@ WARM_UP, SLOW_S, SLOW_TURNS = 3, 3.0, 3
 class Contender:
     """A process that waits for its turn."""
 
-    def __init__(self, python: str, name: str, cell: list[str]) -> None:
+    def __init__(self, python: str, name: str, cell: list[str], held: bool = False) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if held:
+            environment["GLIBC_TUNABLES"] = HELD
         line = [python, str(ROOT / "scripts" / "peers.py"), name, *cell]
         # Peak memory is this process's own only if it does not inherit ours.
         self.process = subprocess.Popen(
             line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True, env=environment,
         )  # fmt: skip
         self.times: list[float] = []
         self.failed = ""
@@ -105,7 +111,7 @@ def measure(cell: list[str], contenders: list[str], args: argparse.Namespace) ->
         running = {}
         for name in group:
             python = args.dgl_python if name == "dgl" else sys.executable
-            running[name] = Contender(python, name, cell)
+            running[name] = Contender(python, name, cell, args.held)
             running[name].start()
         for _ in range(WARM_UP + args.repeats):
             for one in running.values():
@@ -126,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
         for model in args.models:
             for layers in args.layers:
                 for width in args.widths:
-                    key = f"{graph}|{model}|{layers}|{width}"
+                    key = f"{graph}|{model}|{layers}|{width}" + ("|held" if args.held else "")
                     if key in done():
                         continue
                     contenders = [
@@ -138,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
                     found = measure([dataset, model, str(layers), str(width)], contenders, args)
                     row = {
                         "cell": key, "commit": commit(), "date": time.strftime("%Y-%m-%d"),
-                        "allocator": allocator(), "results": found,
+                        "allocator": "held" if args.held else allocator(), "results": found,
                     }  # fmt: skip
                     with DATA.open("a") as file:
                         file.write(json.dumps(row) + "\n")
@@ -168,13 +174,16 @@ def ratio(mine: float, other: float, digits: int = 2) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    rows = list(done().values())
-    commits = sorted({row["commit"] for row in rows})
+    every = list(done().values())
+    rows = [row for row in every if not row["cell"].endswith("|held")]
+    held = [row for row in every if row["cell"].endswith("|held")]
+    commits = sorted({row["commit"] for row in every})
     text = [
         "# An epoch on one device", "",
         f"Made by `scripts/single_speed.py run` and `report`; commits {', '.join(commits)}; "
-        f"{max(row['date'] for row in rows)}; one thread; allocator: "
-        f"{', '.join(sorted({row['allocator'] for row in rows}))}, the same for all.",
+        f"{max(row['date'] for row in every)}; one thread; allocator: "
+        f"{', '.join(sorted({row['allocator'] for row in rows}))}, the same for all; "
+        "[further down](#with-the-heap-held) one that gives nothing back.",
         "Milliseconds of an epoch (forward, loss, backward, Adam; dropout 0.5), median (least to "
         "most); the contenders take turns, 3 turns do not count; who needs over 3 s for an epoch "
         "takes 3 turns in all, of which the first does not count. On sparse graphs with 16 layers, "
@@ -190,23 +199,39 @@ def report(args: argparse.Namespace) -> None:
         "coauthor_physics) reads what was aggregated once before training. ego_twitter and "
         "cnr_2000 have 128 random features. " + args.note, "",
     ]  # fmt: skip
+    table: list[dict[str, Any]] = []
+    text += [*summary(rows), "", picture(rows), "", *tables(rows, table, "##")]
+    if held:
+        text += [
+            "## With the heap held", "",
+            "By default glibc gives large temporaries back to the system and takes them anew, "
+            "cleared, in every epoch. Our own runs set its heap so that it does not "
+            "(docs/adr/0018); here all contenders have that setting. Who makes the largest "
+            "temporaries gains most: PyG with edge_index.", "",
+            *summary(held), "", *tables(held, table, "###"),
+        ]  # fmt: skip
+    write_csv("single_speed", table)
+    PAGE.write_text("\n".join(text), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def tables(rows: list[dict[str, Any]], numbers: list[dict[str, Any]], level: str) -> list[str]:
+    """A table for each model; ``numbers`` gets a line for each contender of a cell."""
     head = [
         "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",
         "PyG SparseTensor", "PyG edge_index", "DGL", "best form / ours", "edge_index / ours",
         "DGL / ours",
     ]  # fmt: skip
-    models = list(dict.fromkeys(row["cell"].split("|")[1] for row in rows))
-    table: list[dict[str, Any]] = []
-    text += [*summary(rows), "", picture(rows), ""]
-    for model in models:
+    text: list[str] = []
+    for model in dict.fromkeys(row["cell"].split("|")[1] for row in rows):
         text += [
-            f"## {model}",
+            f"{level} {model}",
             "",
             f"| graph | {' | '.join(head)} |",
             "|---" * (len(head) + 1) + "|",
         ]
         for row in rows:
-            graph, name, layers, width = row["cell"].split("|")
+            graph, name, layers, width = row["cell"].split("|")[:4]
             if name != model:
                 continue
             r = row["results"]
@@ -221,16 +246,15 @@ def report(args: argparse.Namespace) -> None:
                 ratio(ms["ours"], ms["dgl"]),
             ]  # fmt: skip
             text.append(f"| {graph} | {' | '.join(cells)} |")
-            table += [
+            numbers += [
                 {"model": model, "graph": graph, "layers": layers, "hidden": width, "contender": k,
+                 "heap": "held" if row["cell"].endswith("|held") else "as it comes",
                  "median_ms": round(ms[k], 2), "least_ms": round(1e3 * min(v["seconds"]), 2),
                  "most_ms": round(1e3 * max(v["seconds"]), 2), "commit": row["commit"]}
                 for k, v in r.items() if "seconds" in v
             ]  # fmt: skip
         text.append("")
-    write_csv("single_speed", table)
-    PAGE.write_text("\n".join(text), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return text
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
@@ -251,7 +275,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     """What was to be reached, and in how many cells it is; the others by name."""
     aims: dict[str, list[tuple[str, float, float]]] = {}
     for row in rows:
-        graph, model, layers, width = row["cell"].split("|")
+        graph, model, layers, width = row["cell"].split("|")[:4]
         ms = {k: median(v) for k, v in row["results"].items()}
         best = min((ms[k] for k in ("pyg:csr", "pyg:sparse") if ms.get(k, ms["ours"]) == ms.get(k)),
                    default=float("nan"))  # fmt: skip
@@ -290,6 +314,7 @@ def main() -> None:
     one.add_argument("--dgl-python")
     one.add_argument("--repeats", type=int, default=7)
     one.set_defaults(call=run)
+    one.add_argument("--held", action="store_true", help="the heap of all gives nothing back")
     two = actions.add_parser("report")
     two.add_argument("--note", default="", help="what else is to be known of the machine")
     two.set_defaults(call=report)
