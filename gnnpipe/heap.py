@@ -26,11 +26,17 @@ HEAP_SETTINGS = ":".join(
 )
 """What GLIBC_TUNABLES has to be."""
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Of ``mallopt`` (malloc.h)."""
 _HELD = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
-_FREE = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 << 20}
-"""As glibc has it once the process has freed something large."""
+_FREE = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
+"""As glibc has it once the process has freed something large. By itself it gets there step by step,
+but no more once it was told anything."""
+_USERS = (
+    "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)  # fmt: skip
+"""What glibc reads when a process starts."""
 
 COMMANDS = ("train", "verify", "profile")
 """Those that train."""
@@ -53,7 +59,8 @@ def settle_heap() -> None:
 def held_heap() -> Iterator[None]:
     """Meanwhile nothing that is freed goes back to the system, behind it all of it.
 
-    Nothing is set where ``settle_heap`` or the user has set it.
+    Nothing is set where ``settle_heap`` or the user has set it, by a variable: that ``mallopt`` was
+    called cannot be seen. It is for the whole process, and of several the first to end ends all.
     """
     mallopt = None if _is_users() else _of_glibc("mallopt")
     if mallopt is None:
@@ -79,7 +86,8 @@ def give_back() -> None:
 def _is_users() -> bool:
     """The user, or a command's start, has chosen how memory is handed out; or it is not glibc."""
     preloads = "malloc" in os.environ.get("LD_PRELOAD", "")
-    return "GLIBC_TUNABLES" in os.environ or preloads or sys.platform != "linux"
+    is_set = any(name in os.environ for name in _USERS)
+    return is_set or preloads or sys.platform != "linux"
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:

@@ -11,7 +11,8 @@ kept in docs/benchmarks/data/single_speed.jsonl and not measured again. DGL 1.1.
 torch 2.13 when it is installed without its dependencies, in an environment of its own:
 
 python -m venv dgl-env; dgl-env/bin/pip install torch==2.13.0 torch_geometric numpy scipy pymetis
-dgl-env/bin/pip install --no-deps dgl==1.1.3; dgl-env/bin/pip install requests networkx psutil tqdm
+dgl-env/bin/pip install --no-deps dgl==1.1.3
+dgl-env/bin/pip install requests networkx psutil tqdm packaging "setuptools<70"
 """
 
 from __future__ import annotations

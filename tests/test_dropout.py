@@ -1,10 +1,17 @@
 """Dropout is a function of (seed, epoch, site, vertex, feature) and of nothing else."""
 
+import itertools
+
 import pytest
 import torch
+from helpers import quick_config, small_graph
 
+from gnnpipe import Trainer
+from gnnpipe.models import layer as layer_module
 from gnnpipe.models.dropout import KeptMasks, keyed_mask, row_keys
 from gnnpipe.models.dropout import keyed_dropout as drop_kept
+from gnnpipe.models.gnn import GNN
+from gnnpipe.models.layer import MODELS, LayerSpec
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
 
@@ -89,3 +96,26 @@ def test_masks_made_together_are_those_of_each_chunk(probability):
         some = slice(700, 2900)
         part = keyed_dropout(x[some], keys[some], probability, **key, masks=masks, start=700)
         assert torch.equal(part, whole[some]) == (epoch == KEY["epoch"])
+
+
+KINDS = ("gcn", "sage", "resgcn", "gat")
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS, 3)), ids="-".join)
+def test_rows_are_dropped_once_between_layers_of_any_kinds(kinds, monkeypatch):
+    """Every site once, where the rows are made; ``resgcn`` drops inside and at the end."""
+    sites = []
+
+    def noted(*args, site, **rest):
+        sites.append(site)
+        return keyed_mask(*args, site=site, **rest)
+
+    monkeypatch.setattr(layer_module, "keyed_mask", noted)
+    graph = small_graph(n=60)
+    spec = LayerSpec(graph.num_features, graph.num_classes, 3, 8, dropout=0.5, heads=2)
+    model = GNN([MODELS[kind](i, spec) for i, kind in enumerate(kinds)]).double()
+    Trainer(quick_config(epochs=1, layers=3, dropout=0.5), graph=graph, model=model).fit()
+    made = [i + 1 for i, kind in enumerate(kinds[:2]) if kind != "resgcn"]
+    decoded = [3] * (kinds[2] in ("resgcn", "gat"))
+    inside = [4 + i for i, kind in enumerate(kinds) if kind == "resgcn"]
+    assert sorted(sites) == sorted([*made, *decoded, *inside])

@@ -128,5 +128,5 @@ def test_blocks_stay_in_the_cache_of_their_threads(monkeypatch):
     x = torch.empty(0, 4)
     threads = torch.get_num_threads()
     assert tail.rows_at_once(x, 128) == threads * 2048
-    assert tail.rows_at_once(x.double(), 256) == threads * 512
-    assert tail.rows_at_once(x, 10**9) == 1
+    assert tail.rows_at_once(x.double(), 128) == threads * 1024
+    assert tail.rows_at_once(x, 10**9) == threads * 512

@@ -4,10 +4,15 @@ script, the heap holds what is freed while it trains."""
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 
 import pytest
+from helpers import quick_config, small_graph
+from torch.nn.functional import cross_entropy
 
+from gnnpipe import Trainer
 from gnnpipe.heap import HEAP_SETTINGS
+from gnnpipe.train import memory_use
 
 SCRIPT = """
 import os
@@ -80,6 +85,14 @@ with held_heap() if sys.argv[1] == "held" else nullcontext():
     print("faults", faults(3))
     print("inside", resident())
 print("behind", resident())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    np.ones(3 << 17)  # 3 MiB: after the first, what was freed is handed out again
+print("later", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+many = [np.ones(1 << 17) for _ in range(200)]
+full = resident()
+del many
+print("returned", full - resident())
 """
 
 
@@ -102,9 +115,45 @@ def test_what_is_freed_meanwhile_is_held_and_then_goes_back(tmp_path):
     assert held["faults"] < free["faults"] / 20  # otherwise given zeroed pages in every turn
     assert held["inside"] > held["start"] + one_turn
     assert held["behind"] < held["start"] + one_turn / 10
+    assert held["later"] < 20 * (3 << 20) / 4096 / 4
+    assert held["returned"] > 100 << 20  # of 200 MiB, without being asked
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_a_users_own_settings_stay(tmp_path):
-    found = held_or_not(tmp_path, "held", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"},
+        {"MALLOC_MMAP_THRESHOLD_": "131072"},
+    ],
+)
+def test_a_users_own_settings_stay(setting, tmp_path):
+    found = held_or_not(tmp_path, "held", **setting)
     assert found["inside"] < found["start"] + (32 << 20)
+
+
+def fails(logits, y):
+    """Not where it is tried out on a few rows."""
+    if len(y) > 10:
+        raise RuntimeError("of its own")
+    return cross_entropy(logits, y, reduction="sum")
+
+
+@pytest.mark.parametrize("loss", [None, fails])
+def test_fit_holds_the_heap_for_its_epochs_and_lets_go_of_it(loss, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def held():
+        seen.append("held")
+        try:
+            yield
+        finally:
+            seen.append("let go")
+
+    monkeypatch.setattr(memory_use, "held_heap", held)
+    graph = small_graph(n=60)
+    trainer = Trainer(quick_config(epochs=2, device="cpu"), graph=graph, loss_fn=loss)
+    with nullcontext() if loss is None else pytest.raises(RuntimeError, match="of its own"):
+        trainer.fit()
+    assert seen == ["held", "let go"]

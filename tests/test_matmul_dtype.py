@@ -11,7 +11,7 @@ from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv, SimpleConv
 
 from gnnpipe import InputError, Trainer
 from gnnpipe.cli import main
-from gnnpipe.models import GNN, LayerSpec, products
+from gnnpipe.models import GNN, LayerSpec, products, tail
 from gnnpipe.models.fused import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.runtime.mesh import Mesh
@@ -54,9 +54,11 @@ def norm_of(width):
     return found
 
 
+@pytest.mark.parametrize("rows_at_once", [7, 10**6])
 @pytest.mark.parametrize("kind", ["norm_relu", "gcnii_mix"])
-def test_fused_work_differs_by_the_rounding_alone(kind):
+def test_fused_work_differs_by_the_rounding_alone(kind, rows_at_once, monkeypatch):
     """Where nothing is lost by rounding, values and gradients are those of float32."""
+    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: rows_at_once)
     torch.manual_seed(0)
     norm = norm_of(8)
     x, first = drawn(40, 8).requires_grad_(), drawn(40, 8).requires_grad_()

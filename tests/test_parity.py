@@ -4,6 +4,7 @@ import pytest
 from helpers import one_way_graph, run_ranks, small_graph, two_islands
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.models import tail
 from gnnpipe.plan import buckets
 
 MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat")
@@ -63,6 +64,14 @@ def assert_equal(found, dtype):
 def test_one_process(chunks, settings, dtype):
     for graph in ({}, {"directed": True, "sparse": True}):
         assert_equal(compare([(1, 1, chunks)], dtype, graph, **settings), dtype)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_chunk_of_several_blocks_of_rows(recompute, monkeypatch):
+    """As a large graph has them; the reference walks all of its rows in one."""
+    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7)
+    found = compare([(1, 1, 3)], "float64", epochs=5, recompute=recompute)
+    assert_equal(found, "float64")
 
 
 def test_two_ranks():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe import Trainer
+from gnnpipe.models import tail
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 
@@ -38,9 +39,12 @@ def assert_same(shape, model, mesh=None, **more):
     chunks=st.sampled_from([1, 2, 5]),
     staleness=st.sampled_from(["auto", "none", "paper", "exact"]),
     dropout=st.sampled_from([0.0, 0.5, 0.3]),
+    rows_at_once=st.sampled_from([7, 1000]),
 )
-def test_same_bits(model, chunks, staleness, dropout):
-    assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
+def test_same_bits(model, chunks, staleness, dropout, rows_at_once):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tail, "rows_at_once", lambda x, width: rows_at_once)
+        assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
 
 
 def on_ranks(shape):

@@ -122,7 +122,8 @@ class KeptMasks:
     """The masks of all rows of a shard, each made at once and handed out by chunk.
 
     With many small chunks the calls for each would cost more than the hash. A training pass needs
-    all of them until its backward pass is done; the next epoch's are written over them. They are
+    all of them until its last chunk has gone forward, and some until it is back; the next epoch's
+    are written over them. They are
     made where the pass begins: a later stage has nothing to do then but to wait for an earlier one,
     and in its first chunk all others would wait for it.
     """

@@ -13,6 +13,7 @@ from torch_geometric.nn import GATConv
 from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.models.attention import attend
+from gnnpipe.models.dropout import keyed_dropout
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 from gnnpipe.models.products import linear
 
@@ -59,14 +60,13 @@ class GATLayer(Layer):
         return self.spec.heads
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the linear map of the features, or of x after dropout."""
+        """Push the linear map of the features, or of x."""
         if self.is_first:
             return self.encode(rows.features), {}
-        x = rows.dropout(values["x"], self.spec.dropout, site=self.index)
-        return linear(x, self.lin.weight, None, self.spec.is_rounded), {}
+        return linear(values["x"], self.lin.weight, None, self.spec.is_rounded), {}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Attend over the block, then the activation."""
+        """Attend over the block, then activation and dropout."""
         block = rows.block
         assert block is not None
         if block.is_fused:
@@ -74,10 +74,8 @@ class GATLayer(Layer):
         else:
             pair = (received, received[: block.size[1]])
             x = self.conv(pair, block.edge_index, size=block.size)
-        x = elu(x)
-        if not self.is_last:
-            return {"x": x}
-        return {"x": self.decode(rows.dropout(x, self.spec.dropout, site=self.spec.num_layers))}
+        x = keyed_dropout(elu(x), self.dropout_mask(rows, self.spec.hidden))
+        return {"x": self.decode(x) if self.is_last else x}
 
 
 MODELS.add("gat", GATLayer)

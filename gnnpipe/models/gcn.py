@@ -45,7 +45,7 @@ class GCNLayer(Layer):
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
-        mask, low = self.mask(rows), self.spec.is_rounded
+        mask, low = self.dropout_mask(rows, len(self.bias)), self.spec.is_rounded
         return {"x": norm_relu(self.norm, self.bias, received, weight, is_rounded=low, mask=mask)}
 
 

@@ -25,8 +25,9 @@ class GCNIILayer(Layer):
     aggregation = "gcn"
     reads_settings = ("alpha", "theta")
     kept_rows = 4.25
-    kept_rows_first = 1.0
-    kept_rows_last = 0.25
+    kept_rows_first = 1.25  # h0, and a mask of its own
+    kept_rows_first_recomputed = 1.0
+    kept_rows_last = 0.0
     passing_rows = 4.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -66,7 +67,7 @@ class GCNIILayer(Layer):
         h0 = values["h0"]
         x = gcnii_mix(
             received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
-            self.spec.is_rounded, self.mask(rows),
+            self.spec.is_rounded, self.dropout_mask(rows, self.spec.hidden),
         )  # fmt: skip
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 

@@ -117,9 +117,8 @@ class LayerPiece(Piece):
             values = layer.begin(received[self._names[0]].rows, rows)
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
-            if found.block is not None:
-                rows = replace(rows, block=found.block)
-            values = layer.after(found.rows, values, rows)
+            read = rows if found.block is None else replace(rows, block=found.block)
+            values = layer.after(found.rows, values, read)
         if index < len(self.layers):
             pushed, values = self.layers[index].before(values, rows)
             return {self._names[index]: pushed}, values

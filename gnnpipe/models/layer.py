@@ -162,12 +162,13 @@ class Layer(nn.Module, ABC):
         del rows
         return {}
 
-    def mask(self, rows: Rows) -> Mask | None:
-        """What dropout keeps of the rows [C, hidden] that the layer makes for the next one.
+    def dropout_mask(self, rows: Rows, width: int) -> Mask | None:
+        """What dropout keeps of the rows [C, ``width``] that the layer makes for the next one.
 
-        Where they are made and not where they are read, so that it is one step with the rest.
+        It belongs to ``after``, where the rows are made, and not to the next layer's ``before``, so
+        that it is one step with the rest. Its site is index + 1.
         """
-        return rows.mask(self.spec.hidden, self.spec.dropout, site=self.index + 1)
+        return rows.mask(width, self.spec.dropout, site=self.index + 1)
 
     @property
     def rounds(self) -> bool:
@@ -180,11 +181,15 @@ class Layer(nn.Module, ABC):
     """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
     norm's input, what dropout leaves, a quarter for its mask; tests/test_memory.py counts it."""
     kept_rows_first: ClassVar[float] = 0.0
-    """So much more by the first layer, with ``--recompute`` too."""
+    """So much more by the first layer."""
+    kept_rows_first_recomputed: ClassVar[float] = 0.0
+    """The same with ``--recompute``."""
     kept_rows_last: ClassVar[float] = -2.25
     """So much more by the last layer: most have neither norm nor dropout there."""
     passing_rows: ClassVar[float] = 5.0
-    """What backward makes of a row on its way through a layer."""
+    """What backward makes of a row on its way through a layer, some two thirds of this, and what the
+    heap loses by it: the estimate is to lie between what is in use and what is resident
+    (docs/benchmarks/memory_growth.md)."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
 

@@ -23,6 +23,7 @@ class ResGCNLayer(Layer):
     aggregation = "gcn"
     kept_rows_recomputed = 2.0
     kept_rows_last = 2.25
+    passing_rows = 4.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -48,7 +49,9 @@ class ResGCNLayer(Layer):
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the pre-activated rows; keep the residual."""
         x = self.encode(rows.features) if self.is_first else values["x"]
-        mask = rows.mask(self.spec.hidden, self.spec.dropout, site=self.index)
+        # Inside of the layer: not where another layer drops what it makes.
+        site = self.spec.num_layers + 1 + self.index
+        mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
         return norm_relu(self.norm, None, x, None, mask=mask), {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
@@ -60,7 +63,8 @@ class ResGCNLayer(Layer):
             x = torch.addmm(x, received, self.lin.weight.t())
         if not self.is_last:
             return {"x": x}
-        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, mask=self.mask(rows)))}
+        mask = self.dropout_mask(rows, self.spec.hidden)
+        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, mask=mask))}
 
 
 MODELS.add("resgcn", ResGCNLayer)

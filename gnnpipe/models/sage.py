@@ -21,7 +21,7 @@ class SAGELayer(Layer):
     """One GraphSAGE layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "mean"
-    kept_rows_last = -1.25  # its own part, too, which it does not make
+    kept_rows_first = 1.0  # its own part, which no layer before it keeps
     passing_rows = 7.0
     maps_features = keeps_features = True
     kept_rows_recomputed = 2.0
@@ -62,7 +62,7 @@ class SAGELayer(Layer):
             return {"x": torch.addmm(own, received, self.lin.weight.t())}
         weights = (None, None) if self.is_first else (self.lin_self.weight, self.lin.weight)
         pairs = own, weights[0], received, weights[1]
-        mask = self.mask(rows)
+        mask = self.dropout_mask(rows, len(self.bias))
         return {"x": norm_relu(self.norm, self.bias, *pairs, is_rounded=low, mask=mask)}
 
 

@@ -20,15 +20,16 @@ __all__ = ["KEPT", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 _relu_backward = torch.ops.aten.threshold_backward
 
-_AT_ONCE = 1 << 20
-"""Bytes of a block's rows at the width of the result, a thread's share: a second-level cache."""
+_AT_ONCE, _LEAST = 1 << 20, 512
+"""Bytes of a block's rows at the width of the result, a thread's share, that stay near the core
+with what they are made of; and rows, for the sums of a weight's gradient are as wide as it is."""
 
 
 def rows_at_once(x: Tensor, width: int) -> int:
     """Rows of a block; on a GPU all of them, for there the calls would cost more than is won."""
     if x.device.type != "cpu":
         return max(len(x), 1)
-    return max(_AT_ONCE * torch.get_num_threads() // (width * x.element_size()), 1)
+    return max(_AT_ONCE // (width * x.element_size()), _LEAST) * torch.get_num_threads()
 
 
 def blocks_of(x: Tensor, width: int) -> list[slice]:

@@ -32,6 +32,6 @@ class Drift:
         """Called at the end of the epoch."""
         if self._before is None:
             return
-        before, now = self._before.double(), table[self.rows].double()
-        self.sums = torch.stack([(now - before).square().sum(), now.square().sum()])
+        now = table[self.rows].to(torch.promote_types(table.dtype, torch.float32))
+        self.sums = torch.stack([x.square().sum().double() for x in (now - self._before, now)])
         self._before = None

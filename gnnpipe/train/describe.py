@@ -120,6 +120,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
     reads = sum(m.weight.numel() for m in encoders)
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
     first = layer.kept_rows_first * layer.is_first
+    read_again = layer.kept_rows_recomputed + layer.kept_rows_first_recomputed * layer.is_first
     last = layer.kept_rows_last * layer.is_last
     return Op(
         name=name,
@@ -130,7 +131,7 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
         kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
-        kept_per_row_recomputed=int(layer.push_width * (layer.kept_rows_recomputed + first)),
+        kept_per_row_recomputed=int(layer.push_width * read_again),
         passing_per_row=int(layer.push_width * layer.passing_rows),
         kept_per_edge=layer.kept_per_edge,
         structure_per_edge=layer.structure_per_edge,

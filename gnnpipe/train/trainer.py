@@ -136,7 +136,7 @@ class Trainer:
         folder, path = claim_folder(config, mesh, resumed[0] if resumed else None)
         log = RankLog(path, mesh.rank)
         try:
-            with held_memory(mesh.device), mesh.on_own_cores() as cores:
+            with mesh.on_own_cores() as cores:
                 return self._fit(mesh, folder, path, resumed, log, cores)
         except InputError:
             raise  # nothing has been touched, and so it shall be
@@ -207,7 +207,7 @@ class Trainer:
         log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")
         silence_s = config.timeout_s * SILENCE_SHARE
         watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.gave_up)
-        with progress, self._stopping, watchdog:
+        with held_memory(mesh.device), progress, self._stopping, watchdog:
             try:
                 loop.run(self._stopping)
             except KeyboardInterrupt:
