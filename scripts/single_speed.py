@@ -5,9 +5,9 @@ python scripts/single_speed.py run [--graphs A B] [--models M] [--layers 3 16] [
 python scripts/single_speed.py report     # writes docs/benchmarks/single_speed.md, .csv and .png
 
 The contenders of a cell (``peers.py``) are processes that take turns, one epoch each, so that what
-else the machine does falls on all of them; all use the same allocator settings: glibc's heap as it
-comes, or, with --held, one that gives nothing back, as our own runs set it. A finished cell is
-kept in docs/benchmarks/data/single_speed.jsonl and not measured again. DGL 1.1.3 runs with
+else the machine does falls on all of them. Each has glibc's heap as its users have it: ours holds
+what it frees (docs/adr/0018), the others have it as it comes; with --held all have ours. A finished
+cell is kept in docs/benchmarks/data/single_speed.jsonl and not measured again. DGL 1.1.3 runs with
 torch 2.13 when it is installed without its dependencies, in an environment of its own:
 
 python -m venv dgl-env; dgl-env/bin/pip install torch==2.13.0 torch_geometric numpy scipy pymetis
@@ -182,9 +182,9 @@ def report(args: argparse.Namespace) -> None:
     text = [
         "# An epoch on one device", "",
         f"Made by `scripts/single_speed.py run` and `report`; commits {', '.join(commits)}; "
-        f"{max(row['date'] for row in every)}; one thread; allocator: "
-        f"{', '.join(sorted({row['allocator'] for row in rows}))}, the same for all; "
-        "[further down](#with-the-heap-held) one that gives nothing back.",
+        f"{max(row['date'] for row in every)}; one thread. glibc's heap as the users of each have "
+        "it: ours holds what it frees (since 24 November; in cells before 2c43ec9 as it comes), "
+        "the others as it comes; [further down](#with-the-heap-held) all have ours.",
         "Milliseconds of an epoch (forward, loss, backward, Adam; dropout 0.5), median (least to "
         "most); the contenders take turns, 3 turns do not count; who needs over 3 s for an epoch "
         "takes 3 turns in all, of which the first does not count. On sparse graphs with 16 layers, "
@@ -205,10 +205,10 @@ def report(args: argparse.Namespace) -> None:
     if held:
         text += [
             "## With the heap held", "",
-            "By default glibc gives large temporaries back to the system and takes them anew, "
-            "cleared, in every epoch. Our own runs set its heap so that it does not "
-            "(docs/adr/0018); here all contenders have that setting. Who makes the largest "
-            "temporaries gains most: PyG with edge_index.", "",
+            "glibc gives large temporaries back to the system and takes them anew, cleared, in "
+            "every epoch. Our own runs set its heap so that it does not "
+            "([adr 0018](../adr/0018-settings-of-the-heap.md)); here all contenders have that "
+            "setting. Who makes the largest temporaries gains most: PyG with edge_index.", "",
             *summary(held), "", *tables(held, table, "###"),
         ]  # fmt: skip
     write_csv("single_speed", table)

@@ -187,8 +187,8 @@ class Layer(nn.Module, ABC):
     kept_rows_last: ClassVar[float] = -2.25
     """So much more by the last layer: most have neither norm nor dropout there."""
     passing_rows: ClassVar[float] = 5.0
-    """What backward makes of a row on its way through a layer, some two thirds of this, and what the
-    heap loses by it: the estimate is to lie between what is in use and what is resident
+    """What backward makes of a row on its way through a layer, some two thirds of this, and what
+    the heap loses by it: the estimate is to lie between what is in use and what is resident
     (docs/benchmarks/memory_growth.md)."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
