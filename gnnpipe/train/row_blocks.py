@@ -1,7 +1,7 @@
 """One chunk walked in blocks of rows: the same numbers from smaller temporaries.
 
-Of a large graph every temporary of a single chunk is so large that glibc takes it from the system
-and gives it back each time, and to be given zeroed pages costs as much as the work
+Of a large graph every temporary of a single chunk is so large that glibc, left to itself, takes it
+from the system and gives it back each time, and to be given zeroed pages costs as much as the work
 (docs/benchmarks/blocks.md). So the rows are walked in blocks, all of them through a layer before
 the next layer, which is what ``--staleness exact`` does with chunks: nothing is stale.
 """
