@@ -12,6 +12,7 @@ from torch.nn.functional import elu
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.dense.linear import Linear
 
+from gnnpipe.errors import InputError
 from gnnpipe.models.attention import attend
 from gnnpipe.models.dropout import keyed_dropout
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
@@ -37,6 +38,8 @@ class GATLayer(Layer):
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
+        if spec.hidden % spec.heads:
+            raise InputError(f"heads {spec.heads}: does not divide hidden {spec.hidden}")
         if self.is_first:
             self.encode = input_linear(spec)
         else:

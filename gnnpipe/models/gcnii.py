@@ -23,6 +23,7 @@ class GCNIILayer(Layer):
     """One GCNII layer; the first also encodes the features, the last also decodes to classes."""
 
     aggregation = "gcn"
+    reads = ("x", "h0")
     reads_settings = ("alpha", "theta")
     kept_rows = 4.25
     kept_rows_first = 1.25  # h0, and a mask of its own

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from gnnpipe.errors import InputError
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
 from gnnpipe.models.piece import Aggregation, Model, Piece, Received
 
@@ -24,7 +25,9 @@ class GNN(nn.Module, Model):
     """A stack of layers; the first reads the features, the last gives the logits."""
 
     def __init__(self, layers: list[Layer]) -> None:
+        """``InputError`` unless ``layers`` are numbered from 0 and each finds what it reads."""
         super().__init__()
+        _check(layers)
         self.layers = nn.ModuleList(layers)
         self.name = layer_name(layers[0])[:-1]
 
@@ -70,6 +73,29 @@ class GNN(nn.Module, Model):
     def piece(self, first: int, last: int) -> LayerPiece:
         """Layers first..last-1."""
         return LayerPiece(self.stack()[first:last])
+
+
+def _check(layers: Sequence[Layer]) -> None:
+    if not layers:
+        raise InputError("GNN: no layers; try GNN([GCNLayer(0, spec)])")
+    made: Collection[str] = ()
+    for i, layer in enumerate(layers):
+        kind = type(layer).__name__
+        if not isinstance(layer, Layer):
+            raise InputError(f"GNN: layer {i} is a {kind}, not a gnnpipe.models.Layer")
+        count = layer.spec.num_layers
+        if layer.index != i or count != len(layers):
+            raise InputError(
+                f"GNN: layer {i} of {len(layers)} was made as number {layer.index} of {count}; try "
+                f"{kind}({i}, spec) with LayerSpec(num_layers={len(layers)})"
+            )
+        missing = [name for name in layer.reads if i and name not in made]
+        if missing:
+            raise InputError(
+                f"GNN: layer {i}, {kind}, reads {missing[0]}, which {type(layers[i - 1]).__name__} "
+                f"does not make; try {kind} in front of it, too, or another kind here"
+            )
+        made = layer.out_widths
 
 
 class LayerPiece(Piece):

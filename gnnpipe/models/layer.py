@@ -134,6 +134,9 @@ class Layer(nn.Module, ABC):
         """Name and width of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
+    reads: ClassVar[tuple[str, ...]] = ("x",)
+    """Names of the values that it reads of the layer before it; the first layer reads none."""
+
     maps_features: ClassVar[bool] = False
     """What ``before`` of this very class pushes in the first layer is ``encode``, a linear map of
     the features without a bias. A subclass with another ``before`` has to say so anew."""

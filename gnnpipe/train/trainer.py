@@ -213,15 +213,14 @@ class Trainer:
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(loop.interrupted()) from None
         log.say(f"{len(loop.rows)} epochs are done")
-        rows, best = loop.rows, loop.best
-        best.restore()
+        loop.best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
             mesh,
             prepared,
             assembly,
-            rows,
-            best,
+            loop.rows,
+            loop.best,
             path,
             link_bytes_per_s,
             loop.sent_bytes,
@@ -249,7 +248,8 @@ class Trainer:
     def evaluate(self) -> Scores:
         """Exact scores with the current weights, on every rank."""
         mesh, _, assembly = self._ready()
-        return evaluate(assembly, mesh)
+        with held_memory(mesh.device):
+            return evaluate(assembly, mesh)
 
     def predict(self) -> Tensor:
         """Logits [N, classes] of every vertex, in the graph's own order, on every rank.
@@ -259,12 +259,14 @@ class Trainer:
         """
         mesh, prepared, assembly = self._ready()
         layout = assembly.target
+        with held_memory(mesh.device):
+            results = results_by_chunk(assembly)
         parts = {
             chunk: (
                 layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]],
                 values.get("rows", values["x"]).cpu().numpy(),
             )
-            for chunk, values in results_by_chunk(assembly).items()
+            for chunk, values in results.items()
         }
         graph = prepared.graph
         number = prepared.chunking.perm if graph.types is None else graph.types.number

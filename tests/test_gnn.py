@@ -1,0 +1,36 @@
+"""A stack of hand-made layers says what is wrong with it."""
+
+import pytest
+from torch import nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.models.gat import GATLayer
+from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.gnn import GNN
+from gnnpipe.models.layer import LayerSpec
+
+SPEC = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8, heads=2)
+
+WRONG = {
+    "no layers": lambda: [],
+    "layer 0 of 2 was made as number 1 of 2": lambda: [GCNLayer(1, SPEC), GCNLayer(0, SPEC)],
+    "layer 0 of 1 was made as number 0 of 2": lambda: [GCNLayer(0, SPEC)],
+    "layer 0 is a Linear": lambda: [nn.Linear(3, 3), GCNLayer(1, SPEC)],
+    "layer 1, GCNIILayer, reads h0, which GCNLayer": lambda: [
+        GCNLayer(0, SPEC), GCNIILayer(1, SPEC),
+    ],
+    "heads 3: does not divide hidden 8": lambda: [
+        GATLayer(i, LayerSpec(7, 3, 2, hidden=8, heads=3)) for i in range(2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_wrong_is_said(message):
+    with pytest.raises(InputError, match=message):
+        GNN(WRONG[message]())
+
+
+def test_kinds_mix():
+    assert len(GNN([GCNIILayer(0, SPEC), GCNLayer(1, SPEC)]).stack()) == 2
