@@ -183,8 +183,8 @@ def report(args: argparse.Namespace) -> None:
         "# An epoch on one device", "",
         f"Made by `scripts/single_speed.py run` and `report`; commits {', '.join(commits)}; "
         f"{max(row['date'] for row in every)}; one thread. glibc's heap as the users of each have "
-        "it: ours holds what it frees (in cells of commits 0182ac2 and later; in earlier ones as it comes), "
-        "the others as it comes; [further down](#with-the-heap-held) all have ours.",
+        "it: ours holds what it frees (in cells of commits 0182ac2 and later; in earlier ones as "
+        "it comes), the others as it comes; [further down](#with-the-heap-held) all have ours.",
         "Milliseconds of an epoch (forward, loss, backward, Adam; dropout 0.5), median (least to "
         "most); the contenders take turns, 3 turns do not count; who needs over 3 s for an epoch "
         "takes 3 turns in all, of which the first does not count. On sparse graphs with 16 layers, "
