@@ -24,9 +24,10 @@ print(os.getpid(), sys.argv[1:], flush=True)
 """
 
 
-def ran(tmp_path, words, **environment):
+def ran(tmp_path, words, text=SCRIPT, **environment):
+    """The lines that a script prints, without our own settings of the heap."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     kept = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
@@ -97,15 +98,8 @@ print("returned", full - resident())
 
 
 def held_or_not(tmp_path, word, **environment):
-    script = tmp_path / "held.py"
-    script.write_text(HELD)
-    kept = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, str(script), word],
-        capture_output=True, text=True, check=True, timeout=60, env=kept | environment,
-    )  # fmt: skip
-    return {name: int(n) for name, n in map(str.split, done.stdout.splitlines())}
+    lines = ran(tmp_path, [word], HELD, **environment)
+    return {name: int(n) for name, n in map(str.split, lines)}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
