@@ -7,6 +7,7 @@ hold: the flag or field, the value, and what to try.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,9 @@ from bad_files import (
 )
 
 import gnnpipe.train.trainer  # noqa: F401, so that no case waits for torch
+from gnnpipe import TrainConfig, Trainer
 from gnnpipe.cli import main
+from gnnpipe.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--dataset", "karate", "--hidden", "8", "--epochs", "2", "--cache-dir", "off"]
@@ -419,3 +422,17 @@ def test_a_file_that_may_not_be_read(capsys, tmp_path, monkeypatch):
     (tmp_path / "graph.npz").chmod(0)
     assert main(["train", *SMALL, *arguments, "--out", "run"]) == 2
     assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"config": {"epochs": 3}}, "config: is a dict, not a gnnpipe.TrainConfig"),
+        ({"graph": object()}, "graph: is a object, not a gnnpipe.Graph; try Graph.from_pyg"),
+        ({"model": "gcn"}, "model: is a str, not a torch.nn.Module; or try --model"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_where_it_is_given(parts, said):
+    config = TrainConfig(dataset="karate", out="off", quiet=True)
+    with pytest.raises(InputError, match=re.escape(said)):
+        Trainer(**{"config": config} | parts)

@@ -30,6 +30,9 @@ __all__ = [
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
     """What can be told without reading anything."""
+    if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
+        raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
     PARTITIONERS[config.partitioner]
     check_cache_dir(config.cache_dir)
     if model is None:

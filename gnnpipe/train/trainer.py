@@ -26,7 +26,7 @@ from gnnpipe.runtime.watchdog import SILENCE_SHARE, Watchdog
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.choose import warn_of_vain_rounding
+from gnnpipe.train.choose import check_parts, warn_of_vain_rounding
 from gnnpipe.train.loop import Loop
 from gnnpipe.train.memory_use import count_peaks_anew, held_bytes, held_memory
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
@@ -76,11 +76,9 @@ class Trainer:
         divided by the number of training labels.
 
         ``resume``: the folder of a run to go on with from its newest whole checkpoint; ``config``
-        is then what ``resumed_config`` gives.
+        is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind.
         """
-        if not isinstance(config, TrainConfig):
-            kind = type(config).__name__
-            raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
+        check_parts(config, graph, model)
         self.config = config
         self._graph, self._model, self._plan = graph, model, plan
         self._mesh, self._loss_fn = mesh, loss_fn
