@@ -472,7 +472,7 @@ def test_memory_is_estimated_with_its_pairs():
     """What ``decode`` keeps of a pair counts."""
     from gnnpipe.runtime.mesh import Mesh
     from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.report import memory_by_rank
+    from gnnpipe.train.rank_memory import memory_by_rank
 
     sizes = []
     for name in ("attends", "net", "predictor"):

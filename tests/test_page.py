@@ -19,7 +19,8 @@ from gnnpipe.page.svg import MOST_POINTS, Line, line_chart
 from gnnpipe.perf import Span, Trace, read_trace
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.prepare import prepare
-from gnnpipe.train.report import human_bytes, memory_by_rank
+from gnnpipe.train.rank_memory import memory_by_rank
+from gnnpipe.train.report import human_bytes
 
 
 @pytest.fixture(scope="module")

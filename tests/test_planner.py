@@ -11,7 +11,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.planner.uniform import op_costs, split_evenly
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.prepare import prepare
-from gnnpipe.train.report import memory_by_rank
+from gnnpipe.train.rank_memory import memory_by_rank
 
 
 def slowest(costs, runs):
@@ -78,8 +78,13 @@ def test_memory_estimate_falls_with_every_axis():
     assert staged[0].features > 0
     assert staged[1].features == 0
     snapshot = memory_by_rank(prepared(model="gcnii", chunks=4, staleness="paper"))[0]
-    plain = memory_by_rank(prepared(model="gcnii", chunks=4, staleness="none"))[0]
-    assert snapshot.history == pytest.approx(plain.history * 1.5)
+    stale = prepared(model="gcnii", chunks=4, staleness="none")
+    plain = memory_by_rank(stale)[0]
+    # A table and gradients, of the last layer for the rows that the loss asks for; then two tables.
+    widths, n = [op.push_width for op in stale.model_graph.aggregations], stale.graph.num_vertices
+    assert stale.asked.ops == {stale.model_graph.ops[-1].name}
+    assert plain.history == 4 * (2 * n * sum(widths) - (n - stale.asked.rows) * widths[-1])
+    assert snapshot.history - plain.history == 4 * n * sum(widths)
 
 
 def test_memory_estimate_counts_pilots_and_kept_weights():
@@ -91,7 +96,15 @@ def test_memory_estimate_counts_pilots_and_kept_weights():
     assert both.weights == plain.weights // 4 * 6
     assert pilots.structure > plain.structure
     assert pilots.features > plain.features
-    # Of every pilot what it pushed and what it read, for each aggregation.
+    # Of every pilot what it pushed and what it read, for each aggregation but the last: it is not
+    # read for pilots, for nothing follows.
     auto = prepared(model="gcn", chunks=4, staleness="auto")
-    recalled = 2 * len(auto.pilots) * sum(op.push_width for op in auto.model_graph.aggregations) * 4
+    widths = [op.push_width for op in auto.model_graph.aggregations]
+    recalled = len(auto.pilots) * (2 * sum(widths) - widths[-1]) * 4
     assert pilots.history == plain.history + recalled
+    # A stage that hands on to another reads for it.
+    cut = [memory_by_rank(prepared(model="gcn", chunks=4, staleness=s, stages=2))[0]
+           for s in ("none", "auto")]  # fmt: skip
+    first = prepared(model="gcn", chunks=4, staleness="auto", stages=2)
+    widths = [op.push_width for op in first.model_graph.ops[: first.plan.stages[0][1]]]
+    assert cut[1].history == cut[0].history + 2 * len(first.pilots) * sum(widths) * 4

@@ -305,11 +305,15 @@ def test_costs_are_those_of_the_profile():
     rows, edges = int(sizes.rows[""][0, 1]), int(sizes.edges[""][0, 1])
     assert rows + int(sizes.rows[""][0, 0]) == 34
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
+    # The last op reads for the rows that the loss asks for, and makes no others.
+    assert prepared.asked.ops == {"gcn1"}
+    asked, into_asked = int(sizes.asked_rows[0, 1]), int(sizes.asked_edges[0, 1])
+    assert 0 < asked < rows
     # The middle step is of two ops: what one aggregated, and what the next one pushes.
-    part = 0.5 + 1e-3 * rows + 1e-6 * edges
-    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(2 * part)
-    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(part)
-    assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * edges)
+    made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked
+    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + pushed)
+    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * asked + 1e-6 * into_asked)
+    assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)
     assert said.link_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
 

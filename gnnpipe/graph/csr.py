@@ -78,6 +78,25 @@ class RowCSR:
             self.num_columns, self.kernel,
         )  # fmt: skip
 
+    def turned(self) -> RowCSR:
+        """The transpose [T, R], rows ascending in each of its rows."""
+        place = sp.csr_array(
+            (
+                np.arange(self.indices.numel()), self.indices.cpu().numpy(),
+                self.indptr.cpu().numpy(),
+            ),
+            shape=(self.num_rows, self.num_columns),
+        ).T.tocsr()  # fmt: skip
+        place.sort_indices()
+        kind = self.indices.dtype
+        indptr, indices, entries = (
+            torch.from_numpy(a).to(self.indices.device)
+            for a in (place.indptr, place.indices, place.data)
+        )
+        return RowCSR(
+            indptr.to(kind), indices.to(kind), self.values[entries], self.num_rows, self.kernel
+        )
+
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
         indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)

@@ -191,6 +191,11 @@ class LinearOperator:
         other = forward if same else RowCSR.from_scipy(turned, dtype, device, kernel)
         return cls(forward, other, into.own_ptr.tolist())
 
+    def of_rows(self, rows: Tensor, into_ptr: list[int]) -> LinearOperator:
+        """Of some of the own rows that read, [m'] ascending; ``into_ptr`` [K + 1] of these."""
+        forward = self.forward.select(rows)
+        return LinearOperator(forward, forward.turned(), into_ptr)
+
     def reads(self, chunk: int) -> Tensor:
         """Table rows that a chunk reads, once for each edge."""
         start, stop = self.into_ptr[chunk : chunk + 2]

@@ -189,6 +189,8 @@ class Layer(nn.Module, ABC):
     """The same with ``--recompute``."""
     kept_rows_last: ClassVar[float] = -2.25
     """So much more by the last layer: most have neither norm nor dropout there."""
+    kept_rows_before: ClassVar[float] = 0.0
+    """So much of it is kept by ``before``, of the rows that are pushed."""
     passing_rows: ClassVar[float] = 5.0
     """What backward makes of a row on its way through a layer, some two thirds of this, and what
     the heap loses by it: the estimate is to lie between what is in use and what is resident

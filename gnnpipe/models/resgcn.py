@@ -23,6 +23,7 @@ class ResGCNLayer(Layer):
     aggregation = "gcn"
     kept_rows_recomputed = 2.0
     kept_rows_last = 2.25
+    kept_rows_before = 2.25
     passing_rows = 4.25
 
     def __init__(self, index: int, spec: LayerSpec) -> None:

@@ -9,10 +9,11 @@ the interpreter and torch themselves, and what reading the data takes before tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gnnpipe.plan import ModelGraph, Plan, made_once
+from gnnpipe.plan import Asked, ModelGraph, Plan, made_once
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
 
@@ -57,6 +58,7 @@ def estimate_memory(
     row_bytes: int,
     recompute: bool,
     copied_share: float,
+    asked: Asked,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -66,7 +68,8 @@ def estimate_memory(
     and ``pilot_feature_entries``: this shard's pilot rows, edges into them, and stored numbers of
     their features; ``extra_weights``: copies of the weights beside those that are trained;
     ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
-    that a chunk reads from others, per own row, which convolutions on blocks keep a copy of.
+    that a chunk reads from others, per own row, which convolutions on blocks keep a copy of;
+    ``asked``: of this shard.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -79,6 +82,8 @@ def estimate_memory(
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
         structure = copies * entries * (4 + row_bytes) + 4 * (n + read_rows)
+        if any(op.aggregates and op.name in asked.ops for op in ops):
+            structure += asked.structure_bytes(row_bytes) + 4 * (asked.rows + read_rows)
     structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
@@ -102,26 +107,29 @@ def estimate_memory(
     pushing = [op for op in ops if op.aggregates and not op.is_mean and op.name not in once]
     numbers = 0
     for op in pushing:
-        read, reading = rows[op.pushed_type], own_rows[op.vertex_type]
+        read, reading = rows[op.pushed_type], asked.rows_of(op.name, own_rows[op.vertex_type])
         # Gradients are kept of the rows that read, where the aggregation is a product; a single
         # chunk's go at once.
         is_transient = op.is_linear and plan.chunks == 1
         grads = 0 if is_transient else reading if op.is_linear else read
         numbers += op.push_width * (tables * read + grads)
     history = numbers * row_bytes
-    # Of the last epoch, what pilots pushed, and what they read where that is a product.
+    # Of the last epoch, what pilots pushed, and what they read where that is a product; of the last
+    # tables, unless another stage asks for it, nothing is read.
+    depths = dict(zip((op.name for op in ops), model.depths(first, last), strict=True))
+    end = math.inf if plan.sends(stage) else max(depths.values())
     history += sum(
         op.push_width
-        * (op.moves * pilot_rows[op.pushed_type] + op.is_linear * pilot_rows[op.vertex_type])
+        * (
+            op.moves * pilot_rows[op.pushed_type]
+            + (op.is_linear and depths[op.name] < end) * pilot_rows[op.vertex_type]
+        )
         * number_bytes
         for op in pushing
     )
     activations = sum(
-        (
-            (op.kept_per_row_recomputed if recompute else op.kept_per_row)
-            - (op.rows_spared if op.name in once else 0)
-        )
-        * own_rows[op.vertex_type]
+        asked.kept_numbers(op, own_rows[op.vertex_type], recompute)
+        - (op.rows_spared if op.name in once else 0) * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
         if not op.over_pairs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +31,17 @@ def step_parts(
 
     ``once``: ops that push nothing, for what they aggregate is there; all they do is done behind.
     """
-    reached: dict[str, int] = {}
     steps: list[list[Part]] = [[] for _ in range(model.num_steps(first, last))]
-    for i, op in enumerate(model.ops[first:last], first):
-        depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
-        reached |= dict.fromkeys(op.outputs, depth)
+    for i, depth in enumerate(model.depths(first, last), first):
+        op = model.ops[i]
         if op.aggregates:
             steps[depth - (op.name not in once)].append(Part(i, "before"))
         steps[depth].append(Part(i, "after"))
     return steps
+
+
+def _no_counts() -> Counts:
+    return np.zeros((0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class ChunkSizes:
     """[G] pilot rows among the own rows."""
     once: frozenset[str] = frozenset()
     """Ops whose aggregation is made once for all epochs."""
+    asked: frozenset[str] = frozenset()
+    """Ops whose values are made of the rows that the loss asks for alone (``plan.asked_of``)."""
+    asked_rows: Counts = field(default_factory=_no_counts)
+    """Those rows, and the edges into them."""
+    asked_edges: Counts = field(default_factory=_no_counts)
 
     @property
     def chunks(self) -> int:
@@ -94,6 +101,9 @@ class ChunkSizes:
             entries = self.entries[op.vertex_type]
         if op.aggregates and not op.is_mean and op.name not in self.once:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
+            edges = self.asked_edges if op.name in self.asked else edges
         if side == "before":
             return self.rows[op.pushed_type], edges, entries
+        if op.name in self.asked:
+            return self.asked_rows, edges, entries
         return edges if op.over_pairs else self.rows[op.vertex_type], edges, entries

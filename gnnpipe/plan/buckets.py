@@ -23,11 +23,8 @@ def gradient_steps(model: ModelGraph, first: int, last: int) -> dict[str, int]:
     Backward walks the steps from the last to the first; a weight that several calls share is whole
     behind the first step that uses it.
     """
-    reached: dict[str, int] = {}
     found: dict[str, int] = {}
-    for op in model.ops[first:last]:
-        depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
-        reached |= dict.fromkeys(op.outputs, depth)
+    for op, depth in zip(model.ops[first:last], model.depths(first, last), strict=True):
         # In front of its push it may have weights, too.
         step = depth - op.aggregates
         for name in op.weights:

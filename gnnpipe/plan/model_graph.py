@@ -38,6 +38,8 @@ class Op:
     """Numbers that are kept of a row until backward."""
     kept_per_row_recomputed: int = 0
     """The same with ``--recompute``."""
+    kept_before: int = 0
+    """Those of ``kept_per_row`` that are made in front of its push."""
     passing_per_row: int = 0
     """Numbers that exist of a row for a moment in backward."""
     kept_per_edge: int = 0
@@ -72,6 +74,18 @@ class Op:
     def aggregates(self) -> bool:
         """It pushes rows."""
         return self.push_width > 0
+
+    def kept_by_rows(self, recompute: bool) -> tuple[int, int, int]:
+        """Numbers that are kept until backward of a row that it pushes and of one that it makes.
+
+        And, where it makes fewer rows than it pushes, of what it holds of one that it makes.
+        """
+        held = sum(self.kept_widths.values())
+        if not recompute:
+            return self.kept_before, self.kept_per_row - self.kept_before, held
+        # What it holds and nobody else keeps is counted there already.
+        kept = self.kept_per_row_recomputed
+        return 0, kept, held - kept + self.push_width
 
     @property
     def is_forecast(self) -> bool:
@@ -127,15 +141,23 @@ class ModelGraph:
                     change[last[value] + 1] -= width
         return list(accumulate(change[:-1]))
 
-    def num_steps(self, first: int, last: int) -> int:
-        """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""
+    def depths(self, first: int, last: int) -> list[int]:
+        """By op of a stage of ops first..last-1 the step that ends it.
+
+        That is the longest chain of aggregations up to it; an aggregation itself begins one step
+        before.
+        """
         reached: dict[str, int] = {}
-        most = 0
+        found = []
         for op in self.ops[first:last]:
             depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
             reached |= dict.fromkeys(op.outputs, depth)
-            most = max(most, depth)
-        return most + 1
+            found.append(depth)
+        return found
+
+    def num_steps(self, first: int, last: int) -> int:
+        """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""
+        return max(self.depths(first, last), default=0) + 1
 
     def transfers(self, stages: Sequence[tuple[int, int]]) -> tuple[Transfer, ...]:
         """What the stages must send each other: every value once to every stage that reads it."""

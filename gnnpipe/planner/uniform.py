@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ModelGraph, Op, Plan
+from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, Op, Plan
 
 __all__ = ["EDGE_FLOPS", "KEPT_FLOPS", "op_costs", "plan_uniform", "split_evenly"]
 
@@ -33,23 +33,33 @@ def op_costs(
     num_vertices: Mapping[str, int],
     num_edges: Mapping[str, int],
     feature_entries: Mapping[str, int],
+    asked: Asked = ALL_ROWS,
 ) -> list[float]:
     """What each op takes, in floating-point operations of a dense product.
 
     By the type of the vertices, '' if there is but one: how many there are, how many edges lead
     into them (of all relations, a bound where there are several; or how many pairs are scored), and
-    the stored features.
+    the stored features. ``asked``: of the whole graph.
     """
     return [
-        float(
-            op.flops_per_row
-            * (num_edges[op.pushed_type] if op.over_pairs else num_vertices[op.vertex_type])
-            + op.flops_per_feature * feature_entries.get(op.vertex_type, 0)
-            + EDGE_FLOPS * op.push_width * _read(op, num_vertices, num_edges)
-            + KEPT_FLOPS * op.kept_per_row * num_vertices[op.vertex_type]
-        )
+        _cost(op, num_vertices, num_edges, asked)
+        + float(op.flops_per_feature * feature_entries.get(op.vertex_type, 0))
         for op in model.ops
     ]
+
+
+def _cost(
+    op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int], asked: Asked
+) -> float:
+    """Without its features."""
+    made = asked.rows_of(op.name, num_vertices[op.vertex_type])
+    scored = num_edges[op.pushed_type] if op.over_pairs else made
+    read = asked.edges if op.name in asked.ops else _read(op, num_vertices, num_edges)
+    return float(
+        op.flops_per_row * scored
+        + EDGE_FLOPS * op.push_width * read
+        + KEPT_FLOPS * op.kept_per_row * made
+    )
 
 
 def _read(op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int]) -> int:
@@ -152,6 +162,7 @@ def plan_uniform(
     num_vertices: Mapping[str, int],
     num_edges: Mapping[str, int],
     feature_entries: Mapping[str, int],
+    asked: Asked = ALL_ROWS,
 ) -> Plan:
     """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale.
 
@@ -165,7 +176,7 @@ def plan_uniform(
             "weights that several calls share must stay on one stage); "
             f"try --stages {len(cuts) + 1} or more --shards"
         )
-    costs = op_costs(model, num_vertices, num_edges, feature_entries)
+    costs = op_costs(model, num_vertices, num_edges, feature_entries, asked)
     crossing = model.crossing()
     runs = split_evenly(costs, stages, cuts, [crossing[cut] for cut in cuts])
     return Plan(

@@ -20,10 +20,11 @@ from gnnpipe.models.feature_linear import FeatureTable
 from gnnpipe.runtime.history import BlockHistory, History
 from gnnpipe.runtime.mean_history import MeanHistory
 
-__all__ = ["Stage"]
+__all__ = ["AskedRows", "Stage"]
 
 Criterion = Callable[[Tensor, int], Tensor]
-"""Logits [C, classes] of a chunk's own rows and the chunk to its part of the loss, a scalar."""
+"""Logits [C, classes] of a chunk's own rows, or of those asked for, and the chunk to its part of
+the loss, a scalar."""
 
 
 Entries = dict[str, GradientEdge | None]
@@ -50,6 +51,16 @@ class _Walk:
     grads: Values = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class AskedRows:
+    """The rows that the last step of training makes, where it does not make all of a chunk."""
+
+    rows: Sequence[Rows]
+    """By chunk, [R] of them."""
+    places: Sequence[Tensor]
+    """[R] int64, their numbers in the chunk."""
+
+
 class Stage:
     """A piece of the model, with a history for each of its aggregations."""
 
@@ -61,6 +72,7 @@ class Stage:
         criterion: Criterion | None,
         recompute: bool = False,
         once: Mapping[str, Tensor] | None = None,
+        asked: AskedRows | None = None,
     ) -> None:
         """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
 
@@ -69,6 +81,8 @@ class Stage:
         way; what it read stale cannot be read again, for the tables have moved on.
 
         ``once``: by aggregation of features its result [n, F], of all rows; it needs no history.
+        ``asked``: what the loss asks for, where that is not all; what the last aggregations read in
+        training has as many rows.
         """
         self._once = once or {}
         self.recompute = recompute
@@ -84,7 +98,8 @@ class Stage:
         """Of all aggregations but those that are made once."""
         self._scratch: dict[str, History] = {}
         self._walks: dict[int, _Walk] = {}
-        self._rows_now = self.rows
+        self._asked = asked
+        self._rows_now = self._asked_now = self.rows
         self._epoch = 0
         self._training = self._is_exact = False
 
@@ -96,12 +111,14 @@ class Stage:
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
         """Start a pass over all chunks; ``is_exact``: none of its reads is stale."""
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
-        self._rows_now = [replace(rows, epoch=epoch, training=training) for rows in self.rows]
+        self._rows_now = _in_pass(self.rows, epoch, training)
         self._walks.clear()
         if training:
+            asked = [] if self._asked is None else self._asked.rows
+            self._asked_now = _in_pass(asked, epoch, training)
             for table in self._feature_tables():
                 table.begin()
-            for rows in self._parts(self.rows[:1]):
+            for rows in self._parts([*self.rows[:1], *asked[:1]]):
                 if rows.masks is not None:
                     rows.masks.begin(rows.seed, epoch)
             for history in self.histories.values():
@@ -172,9 +189,15 @@ class Stage:
         self, chunk: int, step: int, leaves: Values, received: dict[str, Received]
     ) -> tuple[Values, Values]:
         """What a step of the piece pushes and hands on; behind the last one the loss."""
-        pushed, values = self.piece.step(step, leaves, received, self._rows_now[chunk])
-        pushed = {name: rows for name, rows in pushed.items() if name not in self._once}
-        if step == self.num_steps - 1 and self._training and self.criterion is not None:
+        asked = self._asked if self._training else None
+        is_last = step == self.num_steps - 1
+        rows = self._asked_now if is_last and asked is not None else self._rows_now
+        pushed, values = self.piece.step(step, leaves, received, rows[chunk])
+        pushed = {name: made for name, made in pushed.items() if name not in self._once}
+        if step == self.num_steps - 2 and asked is not None:
+            # Inside of the step, so that autograd brings the gradients to their places.
+            values = {name: v.index_select(0, asked.places[chunk]) for name, v in values.items()}
+        if is_last and self._training and self.criterion is not None:
             values = {"loss": self.criterion(values["x"], chunk)}
         return pushed, values
 
@@ -235,6 +258,10 @@ class Stage:
             self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
             self._scratch[aggregation.name] = self._open(aggregation, False)
         return self._scratch[aggregation.name]
+
+
+def _in_pass(several: Sequence[Rows], epoch: int, training: bool) -> list[Rows]:
+    return [replace(rows, epoch=epoch, training=training) for rows in several]
 
 
 def _entries(made: Values) -> Entries:

@@ -83,16 +83,18 @@ class Loss:
     loss_fn: LossFn | None
     """The user's own."""
     total: int
+    are_asked: bool = False
+    """The logits are those of the rows that are trained on, and no others."""
 
     def __call__(self, logits: Tensor, chunk: int) -> Tensor:
         """Of logits [R, C] of a chunk; a scalar."""
         chosen, y = self.answers.to_train[chunk]
+        found = logits if self.are_asked else logits.index_select(0, chosen)
         if self.loss_fn is None:
-            return loss_sum(logits.index_select(0, chosen), y) / self.total
+            return loss_sum(found, y) / self.total
         if not len(chosen):
             # Not every loss knows what to make of no rows.
             return logits.sum() * 0.0
-        found = logits.index_select(0, chosen)
         if self.answers.are_pairs:
             found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
         loss = self.loss_fn(found, y) / self.total

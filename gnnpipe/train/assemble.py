@@ -33,6 +33,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.train.answers import Answers, Loss, data_of_pairs
+from gnnpipe.train.asked_part import asked_part
 from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.memory_use import held_bytes
 from gnnpipe.train.prepare import Prepared
@@ -81,10 +82,14 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     }
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
+    asked = asked_part(prepared, piece, layouts, structures, mesh.device)
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = (training if is_training else evaluation)[aggregation.pushed_type]
-        return open_history(spec, aggregation.width, structures[aggregation.over])
+        structure = structures[aggregation.over]
+        if is_training:
+            structure = asked.operators.get(aggregation.name, structure)
+        return open_history(spec, aggregation.width, structure)
 
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
     once = _once(prepared, piece, structures, mesh.device)
@@ -97,10 +102,10 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         answers = Answers.of_pairs(pairs)
     else:
         answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
-    criterion = Loss(answers, prepared.loss_fn, num_targets(graph))
+    criterion = Loss(answers, prepared.loss_fn, num_targets(graph), asked.rows is not None)
     stage = Stage(
         piece, rows.chunks(layouts), history,
-        criterion if is_last else None, config.recompute, once,
+        criterion if is_last else None, config.recompute, once, asked.rows,
     )  # fmt: skip
     forecaster = None
     if len(prepared.pilots):

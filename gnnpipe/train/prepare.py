@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,15 @@ from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import ModelGraph, Plan, gradient_buckets, made_once
+from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.train.asked_rows import asked_rows
 from gnnpipe.train.choose import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.train.describe import describe
 from gnnpipe.train.identity import agreed_digest
+from gnnpipe.train.number_types import number_dtype, row_dtype
 from gnnpipe.train.row_blocks import row_blocks, walked_in
 from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
@@ -98,6 +101,12 @@ class Prepared:
         """Aggregations that are made once for all epochs."""
         return made_once(self.model_graph, self.plan, self.row_dtype != self.dtype)
 
+    @cached_property
+    def asked(self) -> Asked:
+        """What the loss asks for of the whole graph."""
+        last_stage = self.plan.stages[-1]
+        return asked_rows(self.config, self.model_graph, self.graph, last_stage, self.once)
+
     @property
     def dtype(self) -> torch.dtype:
         """Number type of weights and rows."""
@@ -107,16 +116,6 @@ class Prepared:
     def row_dtype(self) -> torch.dtype:
         """Number type of rows on the wire and in the tables."""
         return row_dtype(self.config)
-
-
-def number_dtype(config: TrainConfig) -> torch.dtype:
-    """Number type of weights and sums."""
-    return torch.float64 if config.dtype == "float64" else torch.float32
-
-
-def row_dtype(config: TrainConfig) -> torch.dtype:
-    """Number type of rows on the wire and in the tables."""
-    return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)
 
 
 def prepare(
@@ -167,6 +166,7 @@ def prepare(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
             exact=config.techniques.exact, num_vertices=graph.vertex_counts,
             num_edges=_num_edges(graph),
+            asked=asked_rows(config, described, graph, (0, described.num_ops)),
             feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
         )  # fmt: skip
     else:

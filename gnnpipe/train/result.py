@@ -18,8 +18,8 @@ from gnnpipe.train.epoch_row import EpochRow
 from gnnpipe.train.memory_use import code_bytes, peak_bytes
 from gnnpipe.train.predict import Predictor
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.rank_memory import memory_of_rank
 from gnnpipe.train.record import versions
-from gnnpipe.train.report import memory_of_rank
 from gnnpipe.train.timing import gather_epoch
 
 __all__ = ["RunResult", "gather_result"]

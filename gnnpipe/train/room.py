@@ -8,6 +8,7 @@ run that is refused here could not have ended well. What it will really take, ``
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import scipy.sparse as sp
@@ -65,6 +66,7 @@ def check_room(prepared: Prepared, mesh: Mesh) -> None:
 def least_bytes(prepared: Prepared, stage: int) -> int:
     """Bytes of a rank of ``stage`` if its shard were the mean one and read no halo rows."""
     graph, plan, shards = prepared.graph, prepared.plan, prepared.plan.shards
+    asked = prepared.asked
     features = [graph.x] if graph.types is None else list(graph.types.features.values())
     entries = sum(x.nnz if isinstance(x, sp.csr_array) else x.size for x in features)
     return estimate_memory(
@@ -81,6 +83,7 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         extra_weights=0,
         number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
         recompute=prepared.config.recompute, copied_share=0.0,
+        asked=replace(asked, rows=asked.rows // shards, edges=asked.edges // shards),
     ).total  # fmt: skip
 
 

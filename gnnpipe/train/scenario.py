@@ -18,15 +18,16 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
-from gnnpipe.plan import ModelGraph, Plan, gradient_buckets, made_once
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, training_program
 from gnnpipe.train.choose import check_parts, choose_model
 from gnnpipe.train.describe import describe
-from gnnpipe.train.prepare import Prepared, chunk_order, number_dtype, row_dtype
-from gnnpipe.train.report import memory_by_rank
+from gnnpipe.train.number_types import number_dtype, row_dtype
+from gnnpipe.train.prepare import Prepared, chunk_order
+from gnnpipe.train.rank_memory import memory_by_rank
 from gnnpipe.train.sizes import chunk_sizes
 
 __all__ = ["GraphShape", "Scenario", "memory_of_shape", "scenario_of", "scenario_of_shape"]
@@ -185,7 +186,7 @@ def memory_of_shape(
             pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
             pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
             extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
-            recompute=config.recompute, copied_share=shape.halo,
+            recompute=config.recompute, copied_share=shape.halo, asked=ALL_ROWS,
             number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
         ).total
         for stage in range(plan.num_stages)

@@ -25,8 +25,9 @@ from gnnpipe.perf.what_if import what_ifs
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.nearest_shape import nearest_that_fits
+from gnnpipe.train.number_types import number_dtype, row_dtype
 from gnnpipe.train.predict import check_profile, read_profile
-from gnnpipe.train.prepare import number_dtype, prepare, row_dtype
+from gnnpipe.train.prepare import prepare
 from gnnpipe.train.report import human_bytes
 from gnnpipe.train.scenario import GraphShape, Scenario, scenario_of, scenario_of_shape
 

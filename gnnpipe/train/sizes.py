@@ -55,6 +55,9 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         stale=stacked(lambda name, of: _stale_rows(prepared, name, of)),
         pilots=stacked(lambda _, of: is_pilot[of.own].sum()),
         once=prepared.once,
+        asked=prepared.asked.ops,
+        asked_rows=summed({graph.target: graph.train_mask.astype(np.int64)})[graph.target],
+        asked_edges=summed({graph.target: graph.degrees * graph.train_mask})[graph.target],
     )
 
 

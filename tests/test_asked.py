@@ -1,0 +1,236 @@
+"""Training makes no row behind the last aggregation that no label is held against."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    assert_all_within,
+    differences_of_shapes,
+    quick_config,
+    run_ranks,
+    small_graph,
+)
+from torch import nn
+from torch_geometric.nn import GCNConv, SAGEConv
+
+from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.links import split_links
+from gnnpipe.graph.operators import weighted_rows
+from gnnpipe.perf.parts import step_parts
+from gnnpipe.plan import ALL_ROWS, asked_of
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train import asked_rows
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.train.rank_memory import memory_by_rank
+from gnnpipe.train.sizes import chunk_sizes
+
+LAYERS = ("gcn", "sage", "gcnii", "resgcn")
+
+
+class Jumping(nn.Module):
+    """The last map reads rows of every depth, and there is dropout behind the last aggregation."""
+
+    def __init__(self, reads_features=False):
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(7, 16), SAGEConv(16, 16)])
+        self.reads_features = reads_features
+        self.last = nn.Linear(32 + 7 * reads_features, 3)
+
+    def forward(self, x, edge_index):
+        rows = [self.convs[0](x, edge_index).relu()]
+        rows.append(self.convs[1](rows[0], edge_index).relu())
+        rows += [x] if self.reads_features else []
+        return self.last(F.dropout(torch.cat(rows, -1), 0.3, self.training))
+
+
+def sparse_graph(**settings):
+    """With a third of its vertices in training, and none of the first chunks'."""
+    graph = small_graph(n=120, degree=3, **settings)
+    far = np.arange(120) >= 50
+    return replace(graph, train_mask=graph.train_mask & far, val_mask=graph.val_mask | ~far)
+
+
+def own(name):
+    torch.manual_seed(0)
+    return Jumping().double() if name == "jumping" else None
+
+
+def settings_of(name):
+    return {} if name == "jumping" else {"model": name, "layers": 3, "hidden": 16, "dropout": 0.3}
+
+
+def trained(name, graph, epochs=3, **settings):
+    """Losses, weights and scores of the parts behind some epochs, and what ran."""
+    config = quick_config(epochs=epochs, **settings_of(name), **settings)
+    mesh = Mesh.alone()
+    prepared = prepare(config, mesh, graph, own(name))
+    assembly = assemble(prepared, mesh)
+    losses = [
+        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        for e in range(epochs)
+    ]
+    weights = torch.cat([p.detach().flatten() for p in prepared.model.module.parameters()])
+    return losses, weights, evaluate(assembly, mesh), prepared, assembly
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recompute": True},
+        {"chunks": 4},
+        {"chunks": 4, "staleness": "exact"},
+        {"chunks": 4, "recompute": True, "staleness": "paper"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [*LAYERS, "jumping"])
+def test_the_same_as_with_all_rows(name, settings, monkeypatch):
+    graph = sparse_graph()
+    few = trained(name, graph, **settings)
+    monkeypatch.setattr(asked_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    every = trained(name, graph, **settings)
+    assert few[3].asked.ops
+    assert not every[3].asked.ops
+    assert few[0] == pytest.approx(every[0], rel=1e-12)
+    torch.testing.assert_close(few[1], every[1], rtol=1e-9, atol=1e-12)
+    assert few[2] == every[2]
+
+
+def parts(name, rank, chunks):
+    del rank, chunks
+    torch.manual_seed(0)
+    return sparse_graph(), own(name), settings_of(name)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 1, 4)], [(1, 2, 1), (1, 2, 4)]], ids=str)
+def test_ranks_without_a_training_vertex(shapes):
+    names = [*LAYERS, "jumping"]
+    found = run_ranks(differences_of_shapes, 2, shapes, names, 3, parts)
+    assert_all_within([one for rank in found for one in rank])
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", ["gcn", "sage", "jumping"])
+def test_no_other_row_is_made(name, chunks, monkeypatch):
+    graph, rows = sparse_graph(), []
+    matmul, settings = RowCSR.matmul, {"chunks": chunks, "staleness": "none"}
+    *_, prepared, assembly = trained(name, graph, epochs=1, **settings)
+    stage = assembly.executor.stage
+    last = prepared.model.piece(0, prepared.plan.num_ops).rounds[-1][0].name
+    operator = stage.histories[last].operator
+
+    def watched(self, dense, start=0, stop=None):
+        if self is operator.forward:
+            rows.append((self.num_rows if stop is None else stop) - start)
+        return matmul(self, dense, start, stop)
+
+    made = []
+    criterion = stage.criterion
+    stage.criterion = lambda x, chunk: (made.append(len(x)), criterion(x, chunk))[1]
+    monkeypatch.setattr(RowCSR, "matmul", watched)
+    train_epoch(assembly, Mesh.alone(), prepared.program, range(chunks), 1)
+    of_chunk = np.bincount(
+        prepared.chunking.chunk_of_row()[prepared.graph.train_mask], minlength=chunks
+    )
+    assert rows == made == of_chunk.tolist()
+    assert 0 in made or chunks == 1  # A chunk may have nothing to learn.
+    # Evaluation reads the whole matrix.
+    rows.clear()
+    assert evaluate(assembly, Mesh.alone())
+    assert not rows
+
+
+def asked(graph, name="gcn", model=None, **settings):
+    config = quick_config(**({} if model else settings_of(name)), **settings)
+    return prepare(config, Mesh.alone(), graph, model).asked
+
+
+def test_only_where_it_is_worth_it():
+    graph = sparse_graph()
+    assert asked(graph).ops == {"gcn2"}
+    assert asked(graph).rows == graph.train_mask.sum()
+    assert asked(graph).edges == graph.degrees[graph.train_mask].sum()
+    # The matrix's rows take more than a layer's.
+    dense = sparse_graph()
+    dense = replace(small_graph(n=120, degree=60), train_mask=dense.train_mask)
+    assert asked(dense) == ALL_ROWS
+    # Else it would have other bits.
+    assert asked(graph, recompute=True) == asked(graph)
+    # Nearly all are asked for.
+    most = replace(graph, train_mask=np.arange(120) < 100)
+    assert asked(most) == ALL_ROWS
+    # Attention is no product, and what aggregates once for all epochs makes nothing.
+    assert asked(graph, "gat") == ALL_ROWS
+    alone = prepare(quick_config(layers=1, hidden=16), Mesh.alone(), graph)
+    assert alone.once
+    assert alone.asked == ALL_ROWS
+    links = split_links(small_graph(n=120, degree=3), "60/20/20", seed=0)
+    assert asked(links) == ALL_ROWS
+
+
+def test_a_last_step_that_reads_features_makes_all_rows():
+    graph = sparse_graph()
+    assert asked(graph, model=Jumping().double()).ops
+    assert asked(graph, model=Jumping(reads_features=True).double()) == ALL_ROWS
+
+
+def test_ops_of_the_last_stage_alone():
+    prepared = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph())
+    model, n = prepared.model_graph, 120
+    given = {"number_bytes": 8, "row_bytes": 8, "once": ()}
+    for first in range(3):
+        assert asked_of(model, (first, 3), 30, n, 90, **given).ops == {"gcnii2"}
+    assert asked_of(model, (0, 3), 30, n, 90, **given | {"once": {"gcnii2"}}) == ALL_ROWS
+
+
+def test_transpose_of_some_rows():
+    graph = sparse_graph(directed=True)
+    rows = weighted_rows(graph, "gcn")
+    whole = RowCSR.from_scipy(rows, torch.float64, torch.device("cpu"))
+    chosen = torch.tensor([3, 5, 40, 119])
+    some = whole.select(chosen)
+    assert np.array_equal(some.dense().numpy(), rows[chosen.numpy()].toarray())
+    turned = some.turned()
+    assert np.array_equal(turned.dense().numpy(), rows[chosen.numpy()].toarray().T)
+    assert turned.indices.dtype == whole.indices.dtype
+    nobody = whole.select(chosen[:0]).turned()
+    assert nobody.dense().shape == (120, 0)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_counted_by_memory_and_predictions(shards, monkeypatch):
+    settings = {**settings_of("gcnii"), "dtype": "float32", "chunks": 4, "shards": shards}
+    prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
+    sizes = chunk_sizes(prepared)
+    last = prepared.model_graph.ops[-1]
+    graph, train = prepared.graph, prepared.graph.train_mask
+    rows, edges, _ = sizes.columns(last, "after")
+    assert (rows.sum(), edges.sum()) == (train.sum(), graph.degrees[train].sum())
+    rows, edges, _ = sizes.columns(last, "before")
+    assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.degrees[train].sum())
+    rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], "after")
+    assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
+    few = memory_by_rank(prepared)
+    monkeypatch.setattr(asked_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    every = memory_by_rank(prepare(quick_config(**settings), Mesh.alone(), sparse_graph()))
+    spared = graph.num_vertices - train.sum()
+    held = sum(last.kept_widths.values())
+    saved = 4 * (last.kept_per_row * spared - held * train.sum())
+    assert sum(e.activations - f.activations for e, f in zip(every, few, strict=True)) == saved
+    extra = 8 * 2 * (graph.degrees[train].sum() + train.sum())
+    more = sum(f.structure - e.structure for e, f in zip(every, few, strict=True))
+    assert more >= extra + 4 * (train.sum() + graph.num_vertices)
+
+
+def test_depths_are_steps():
+    model = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph()).model_graph
+    assert model.depths(0, 3) == [1, 2, 3]
+    assert model.depths(1, 3) == [1, 2]
+    sides = [[part.side for part in one] for one in step_parts(model, 1, 3)]
+    assert sides == [["before"], ["after", "before"], ["after"]]
