@@ -96,8 +96,17 @@ def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
     epoch, assembly = ours(graph, model, layers, width)
     histories = list(assembly.executor.stage.histories.values())
     assert all(isinstance(history, LinearHistory) for history in histories), "no floor for this one"
-    LinearHistory.read = lambda self, chunk: self.table[slice(*self.rows(chunk))]
-    LinearHistory.pull = lambda self, chunk: self._grads[slice(*self.rows(chunk))]
+
+    def read(self: Any, chunk: int) -> Any:
+        """As many rows as it would be, in training the last layer's fewer ones."""
+        start, (first, last) = self.rows(chunk)[0], self.into(chunk)
+        return self.table[start : start + last - first]
+
+    def pull(self: Any, chunk: int) -> Any:
+        few = len(self._grads) < self.layout.num_own
+        return (self.table if few else self._grads)[slice(*self.rows(chunk))]
+
+    LinearHistory.read, LinearHistory.pull = read, pull
     rows = torch.randn(graph.num_vertices, histories[0].table.shape[-1] or width)
     passing = torch.empty(4096, rows.shape[1])  # stays in the cache
     both_ways = [(h.operator.forward, h.operator.transposed) for h in histories]
