@@ -106,7 +106,7 @@ def by_flops(row: Row) -> float:
 
 
 def by_planner(row: Row) -> float:
-    from gnnpipe.planner.uniform import EDGE_FLOPS, KEPT_FLOPS
+    from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
 
     products = row["R"] * row["flops"] + row["EN"] * row["ff"]
     passes = KEPT_FLOPS * row["R"] * row["kept"]

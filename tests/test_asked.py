@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_all_within,
-    differences_of_shapes,
-    quick_config,
-    run_ranks,
-    small_graph,
-)
+from helpers import assert_all_within, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
+from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.links import split_links
 from gnnpipe.graph.operators import weighted_rows
@@ -28,6 +23,7 @@ from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import chunk_order, prepare
 from gnnpipe.train.rank_memory import memory_by_rank
 from gnnpipe.train.sizes import chunk_sizes
+from gnnpipe.train.verify import verify
 
 LAYERS = ("gcn", "sage", "gcnii", "resgcn")
 
@@ -48,20 +44,38 @@ class Jumping(nn.Module):
         return self.last(F.dropout(torch.cat(rows, -1), 0.3, self.training))
 
 
-def sparse_graph(**settings):
-    """With a third of its vertices in training, and none of the first chunks'."""
+class Viewing(nn.Module):
+    """Behind the last aggregation it asks rows for their size, and drops what is one long."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs, self.last = nn.ModuleList([GCNConv(7, 16), GCNConv(16, 16)]), nn.Linear(8, 3)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return self.last(x.view(x.size(0), 2, -1).sum(1, keepdim=True).squeeze())
+
+
+def sparse_graph(share=0.1, **settings):
+    """Few of its vertices are in training."""
     graph = small_graph(n=120, degree=3, **settings)
-    far = np.arange(120) >= 50
-    return replace(graph, train_mask=graph.train_mask & far, val_mask=graph.val_mask | ~far)
+    few = np.random.default_rng(1).random(120) < share * 3
+    return replace(graph, train_mask=graph.train_mask & few, val_mask=graph.val_mask | ~few)
 
 
 def own(name):
     torch.manual_seed(0)
-    return Jumping().double() if name == "jumping" else None
+    own = {"jumping": Jumping, "viewing": Viewing}
+    return own[name]().double() if name in own else None
 
 
 def settings_of(name):
-    return {} if name == "jumping" else {"model": name, "layers": 3, "hidden": 16, "dropout": 0.3}
+    return (
+        {}
+        if name in ("jumping", "viewing")
+        else {"model": name, "layers": 3, "hidden": 16, "dropout": 0.3}
+    )
 
 
 def trained(name, graph, epochs=3, **settings):
@@ -89,7 +103,7 @@ def trained(name, graph, epochs=3, **settings):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", [*LAYERS, "jumping"])
+@pytest.mark.parametrize("name", [*LAYERS, "jumping", "viewing"])
 def test_the_same_as_with_all_rows(name, settings, monkeypatch):
     graph = sparse_graph()
     few = trained(name, graph, **settings)
@@ -102,23 +116,92 @@ def test_the_same_as_with_all_rows(name, settings, monkeypatch):
     assert few[2] == every[2]
 
 
-def parts(name, rank, chunks):
-    del rank, chunks
-    torch.manual_seed(0)
-    return sparse_graph(), own(name), settings_of(name)
+def unevenly(graph, chunks, shards):
+    """The graph with all it trains on in the last chunk of the first shard."""
+    config = quick_config(chunks=chunks, shards=shards)
+    chunking = make_chunking(
+        graph, chunks=chunks, shards=shards, seed=config.seed, partitioner=config.partitioner,
+        order=config.order, cache_dir="off",
+    )  # fmt: skip
+    start, stop = chunking.rows(chunks - 1, 0)
+    there = np.zeros(graph.num_vertices, dtype=bool)
+    there[chunking.perm[start:stop]] = True
+    known = np.flatnonzero(there & (graph.y >= 0))
+    mask = np.zeros(graph.num_vertices, dtype=bool)
+    mask[known[: max(1, len(known) // 6)]] = True
+    return replace(graph, train_mask=mask, val_mask=~mask & graph.val_mask)
 
 
-@pytest.mark.parametrize("shapes", [[(2, 1, 4)], [(1, 2, 1), (1, 2, 4)]], ids=str)
-def test_ranks_without_a_training_vertex(shapes):
-    names = [*LAYERS, "jumping"]
-    found = run_ranks(differences_of_shapes, 2, shapes, names, 3, parts)
+def uneven_shapes(shapes, names, settings):
+    """(largest difference, of what) by shape and name; runs on every rank."""
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for name in names:
+            run = quick_config(
+                stages=stages, shards=shards, chunks=chunks, **settings_of(name), **settings
+            )
+            graph = unevenly(sparse_graph(), chunks, shards)
+            prepared = prepare(run, mesh, graph, own(name))
+            cut = prepared.chunking
+            trained = [
+                prepared.graph.train_mask[slice(*cut.rows(c, s))].sum()
+                for c in range(chunks)
+                for s in range(shards)
+            ]
+            assert np.count_nonzero(trained) == 1
+            assert prepared.asked.ops, name
+            worst = max(verify(prepared, mesh, 3), key=lambda c: c.largest)
+            found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings"),
+    [
+        ([(2, 1, 4)], {}),
+        ([(1, 2, 1), (1, 2, 4)], {}),
+        ([(2, 2, 3)], {}),
+        ([(1, 2, 4)], {"staleness": "paper", "recompute": True}),
+    ],
+    ids=str,
+)
+def test_chunks_and_shards_without_a_training_vertex(shapes, settings):
+    names, ranks = [*LAYERS, "jumping", "viewing"], shapes[0][0] * shapes[0][1]
+    found = run_ranks(uneven_shapes, ranks, shapes, names, settings)
     assert_all_within([one for rank in found for one in rank])
+
+
+@pytest.mark.parametrize("kind", ["several labels", "numbers", "loss of one's own"])
+def test_other_answers(kind):
+    graph, loss = unevenly(sparse_graph(), 4, 1), None
+    rng = np.random.default_rng(0)
+    if kind == "several labels":
+        graph = replace(graph, y=rng.integers(0, 2, (120, 3)).astype(np.int8))
+    elif kind == "numbers":
+        graph = replace(graph, y=rng.standard_normal((120, 3)).astype(np.float32))
+    else:
+        loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]).double(), reduction="sum")
+    config = quick_config(chunks=4, **settings_of("gcnii"))
+    prepared = prepare(config, Mesh.alone(), graph, loss_fn=loss)
+    assert prepared.asked.ops
+    assert max(one.largest for one in verify(prepared, Mesh.alone(), 3)) < 1e-10
+
+
+def test_rounded_rows():
+    found = []
+    for shape in ({}, {"chunks": 4, "staleness": "exact"}):
+        settings = {"dtype": "float32", "comm_dtype": "bf16", **shape}
+        losses, _, _, prepared, _ = trained("gcnii", sparse_graph(), **settings)
+        assert prepared.asked.ops
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", ["gcn", "sage", "jumping"])
 def test_no_other_row_is_made(name, chunks, monkeypatch):
-    graph, rows = sparse_graph(), []
+    graph, rows = unevenly(sparse_graph(), chunks, 1), []
     matmul, settings = RowCSR.matmul, {"chunks": chunks, "staleness": "none"}
     *_, prepared, assembly = trained(name, graph, epochs=1, **settings)
     stage = assembly.executor.stage
@@ -135,11 +218,12 @@ def test_no_other_row_is_made(name, chunks, monkeypatch):
     stage.criterion = lambda x, chunk: (made.append(len(x)), criterion(x, chunk))[1]
     monkeypatch.setattr(RowCSR, "matmul", watched)
     train_epoch(assembly, Mesh.alone(), prepared.program, range(chunks), 1)
-    of_chunk = np.bincount(
-        prepared.chunking.chunk_of_row()[prepared.graph.train_mask], minlength=chunks
-    )
-    assert rows == made == of_chunk.tolist()
-    assert 0 in made or chunks == 1  # A chunk may have nothing to learn.
+    mask, chunk = prepared.asked_mask, prepared.chunking.chunk_of_row()
+    assert rows == made == np.bincount(chunk[mask]).tolist()
+    # Those in training, and where a chunk has fewer than two, others.
+    assert mask[prepared.graph.train_mask].all()
+    trained_on = np.bincount(chunk[prepared.graph.train_mask], minlength=chunks)
+    assert made == np.maximum(trained_on, 2).tolist()
     # Evaluation reads the whole matrix.
     rows.clear()
     assert evaluate(assembly, Mesh.alone())
@@ -154,12 +238,16 @@ def asked(graph, name="gcn", model=None, **settings):
 def test_only_where_it_is_worth_it():
     graph = sparse_graph()
     assert asked(graph).ops == {"gcn2"}
-    assert asked(graph).rows == graph.train_mask.sum()
-    assert asked(graph).edges == graph.degrees[graph.train_mask].sum()
+    assert (asked(graph).rows, asked(graph).edges) == (
+        graph.train_mask.sum(), graph.degrees[graph.train_mask].sum(),
+    )  # fmt: skip
     # The matrix's rows take more than a layer's.
-    dense = sparse_graph()
-    dense = replace(small_graph(n=120, degree=60), train_mask=dense.train_mask)
-    assert asked(dense) == ALL_ROWS
+    half = np.arange(120) % 2 == 0
+    assert asked(replace(small_graph(n=120, degree=60), train_mask=half)) == ALL_ROWS
+    # What is copied costs more than is won.
+    assert asked(graph, "sage").ops
+    assert asked(replace(graph, train_mask=half)).ops
+    assert asked(replace(graph, train_mask=half), "sage") == ALL_ROWS
     # Else it would have other bits.
     assert asked(graph, recompute=True) == asked(graph)
     # Nearly all are asked for.
@@ -185,8 +273,11 @@ def test_ops_of_the_last_stage_alone():
     model, n = prepared.model_graph, 120
     given = {"number_bytes": 8, "row_bytes": 8, "once": ()}
     for first in range(3):
-        assert asked_of(model, (first, 3), 30, n, 90, **given).ops == {"gcnii2"}
-    assert asked_of(model, (0, 3), 30, n, 90, **given | {"once": {"gcnii2"}}) == ALL_ROWS
+        assert asked_of(model, (first, 3), 30, n, 90, 400, **given).ops == {"gcnii2"}
+    assert asked_of(model, (0, 3), 30, n, 90, 400, **given | {"once": {"gcnii2"}}) == ALL_ROWS
+    # Of the own model what its last ops read of what was made before.
+    found = prepare(quick_config(), Mesh.alone(), sparse_graph(), own("jumping"))
+    assert found.asked.carried == 2 * 16
 
 
 def test_transpose_of_some_rows():
@@ -209,11 +300,14 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
     sizes = chunk_sizes(prepared)
     last = prepared.model_graph.ops[-1]
-    graph, train = prepared.graph, prepared.graph.train_mask
+    graph, train = prepared.graph, prepared.asked_mask
     rows, edges, _ = sizes.columns(last, "after")
     assert (rows.sum(), edges.sum()) == (train.sum(), graph.degrees[train].sum())
     rows, edges, _ = sizes.columns(last, "before")
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.degrees[train].sum())
+    # Brought back to a chunk is what its rows are read for, whoever reads them.
+    read = graph.indices[np.repeat(train, graph.degrees)]
+    assert edges.sum(0).tolist() == np.bincount(prepared.chunking.chunk_of_row()[read]).tolist()
     rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], "after")
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
     few = memory_by_rank(prepared)

@@ -99,7 +99,10 @@ class RowCSR:
 
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
-        indices, offsets, values = self._range(start, self.num_rows if stop is None else stop)
+        stop = self.num_rows if stop is None else stop
+        if stop == start or not self.num_columns:  # Not every kernel takes nothing for an answer.
+            return dense.new_zeros(stop - start, dense.shape[1])
+        indices, offsets, values = self._range(start, stop)
         with torch.no_grad():
             return self.kernel(offsets, indices, values, self.num_columns, dense.detach())
 

@@ -215,7 +215,8 @@ class Layer(nn.Module, ABC):
         """The layer's values from the aggregated rows [C, push_width].
 
         A layer that is not linear receives the block's rows [C + H, push_width] instead, its own
-        first, and finds the edges in ``rows.block``.
+        first, and finds the edges in ``rows.block``. In training the last layer's rows may be fewer
+        than those of the chunk (docs/adr/0027); their features are not among them.
         """
 
 

@@ -134,6 +134,8 @@ def estimate_memory(
         for op in ops
         if not op.over_pairs
     )
+    if asked.ops & {op.name for op in ops}:
+        activations += asked.carried * asked.rows
     activations += sum(
         int(op.push_width * copied_share * own_rows[op.vertex_type])
         for op in ops

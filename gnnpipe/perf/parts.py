@@ -72,6 +72,8 @@ class ChunkSizes:
     asked_rows: Counts = field(default_factory=_no_counts)
     """Those rows, and the edges into them."""
     asked_edges: Counts = field(default_factory=_no_counts)
+    asked_pulled: Counts = field(default_factory=_no_counts)
+    """The same edges by the chunk that they lead from, halo rows' chunks counted."""
 
     @property
     def chunks(self) -> int:
@@ -101,7 +103,8 @@ class ChunkSizes:
             entries = self.entries[op.vertex_type]
         if op.aggregates and not op.is_mean and op.name not in self.once:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
-            edges = self.asked_edges if op.name in self.asked else edges
+        if op.name in self.asked and op.aggregates:
+            edges = self.asked_pulled if side == "before" else self.asked_edges
         if side == "before":
             return self.rows[op.pushed_type], edges, entries
         if op.name in self.asked:

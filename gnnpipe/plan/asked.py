@@ -5,8 +5,9 @@ them: the last aggregation of the last stage is a product with the rows of its m
 for, and whatever is made of it comes in as many rows. Evaluation makes them all. A table is pushed
 whole, for who is asked for reads neighbours who are not.
 
-Those rows of the matrix, and their transpose, are kept beside the whole one: that is done where
-they take no more memory than a layer keeps of all rows anyway (docs/adr/0027).
+Those rows of the matrix, and their transpose, are kept beside the whole one, and what goes on to
+them beside the aggregation is copied: it is done where that takes no more memory than a layer keeps
+of all rows anyway, and less time than it saves (docs/adr/0027).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from gnnpipe.plan.model_graph import ModelGraph, Op
+from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
 
 __all__ = ["ALL_ROWS", "Asked", "asked_of"]
 
 _INDEX_BYTES = 4
 
-MOST = 0.75
-"""Share of the vertices that are trained on: with more, to copy what goes on to the rows asked for
-costs what is won."""
+_MOST = 0.75
+"""Share of the rows; where more are asked for, too little is won to keep rows of a matrix twice."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Asked:
     """The rows asked for, of the whole graph or of a shard."""
 
     rows: int
-    """Training vertices."""
     edges: int
-    """Edges into them."""
+    """Those that lead into these rows."""
     ops: frozenset[str] = frozenset()
     """Whose values are made of these rows alone; none where all are made."""
+    carried: int = 0
+    """Numbers of a row that go on to row-wise ops among them from in front of the aggregation."""
 
     def rows_of(self, op: str, every: int) -> int:
         """Rows that an op makes where others make ``every`` one."""
@@ -45,7 +47,7 @@ class Asked:
         pushed, made, held = op.kept_by_rows(recompute)
         if op.name not in self.ops:
             return (pushed + made) * every
-        # What goes on to it is a copy, of the rows asked for.
+        # What it holds is a copy, of the rows asked for.
         return pushed * every + (made + held) * self.rows
 
     def structure_bytes(self, row_bytes: int) -> int:
@@ -63,12 +65,13 @@ def asked_of(
     rows: int,
     num_vertices: int,
     edges: int,
+    num_edges: int,
     *,
     once: Collection[str],
     number_bytes: int,
     row_bytes: int,
 ) -> Asked:
-    """What is asked for of N vertices where ``rows`` are trained on, ``edges`` lead into those.
+    """What is asked for of N vertices and E edges: ``rows``, and ``edges`` that lead into those.
 
     Of ops ``last_stage``; ``once``: aggregations whose result is there anyway (``plan.once``).
     Of a graph with several types of vertices, and of links, all rows are made. With ``--recompute``
@@ -78,14 +81,34 @@ def asked_of(
     depths = model.depths(first, last)
     end = max(depths, default=0)
     behind = [op for op, d in zip(model.ops[first:last], depths, strict=True) if d == end]
-    can = end > 0 and not any(op.vertex_type for op in behind)
-    for op in behind:
-        if op.aggregates:
-            is_product = op.is_linear and not op.is_mean and not op.over_pairs
-            can = can and is_product and op.name not in once
-        else:
-            can = can and not op.reads_features
-    found = Asked(rows, edges, frozenset(op.name for op in behind))
+    if end == 0 or rows > _MOST * num_vertices or not all(_can_make_few(op, once) for op in behind):
+        return ALL_ROWS
+    found = Asked(rows, edges, frozenset(op.name for op in behind), _carried(model, behind))
     kept_bytes = max(op.kept_per_row for op in model.ops) * num_vertices * number_bytes
+    saved = sum(
+        (num_vertices - rows) * (op.flops_per_row + KEPT_FLOPS * (op.kept_per_row - op.kept_before))
+        + (num_edges - edges) * EDGE_FLOPS * op.push_width
+        for op in behind
+    )
+    # To copy a number forward, and in backward to clear and to add, takes about what a kept one
+    # does.
+    copied = found.carried + sum(sum(op.kept_widths.values()) for op in behind)
+    copying = KEPT_FLOPS * copied * (num_vertices + rows)
     is_small = found.structure_bytes(row_bytes) <= kept_bytes
-    return found if can and is_small and rows <= MOST * num_vertices else ALL_ROWS
+    return found if is_small and copying < saved else ALL_ROWS
+
+
+def _can_make_few(op: Op, once: Collection[str]) -> bool:
+    """A row-wise op, or a product of its own in every epoch; features are there for all rows."""
+    if op.vertex_type or op.reads_features:
+        return False
+    is_product = op.is_linear and not op.is_mean and not op.over_pairs
+    return not op.aggregates or (is_product and op.name not in once)
+
+
+def _carried(model: ModelGraph, behind: list[Op]) -> int:
+    """Of what row-wise ops read that none of them makes."""
+    widths = {value: width for op in model.ops for value, width in op.outputs.items()}
+    made = {value for op in behind for value in op.outputs}
+    read = {value for op in behind if not op.aggregates for value in op.inputs}
+    return sum(widths[value] for value in read - made)

@@ -83,9 +83,9 @@ class Op:
         held = sum(self.kept_widths.values())
         if not recompute:
             return self.kept_before, self.kept_per_row - self.kept_before, held
-        # What it holds and nobody else keeps is counted there already.
+        # Kept is the aggregated row and what only this op holds; the rest that it holds is copied.
         kept = self.kept_per_row_recomputed
-        return 0, kept, held - kept + self.push_width
+        return 0, kept, held - (kept - self.push_width)
 
     @property
     def is_forecast(self) -> bool:

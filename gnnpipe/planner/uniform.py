@@ -17,15 +17,9 @@ from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, Op, Plan
+from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
 
-__all__ = ["EDGE_FLOPS", "KEPT_FLOPS", "op_costs", "plan_uniform", "split_evenly"]
-
-EDGE_FLOPS = 10
-"""Operations of a dense product in the time that one number of a neighbour's row takes to be read
-and added."""
-KEPT_FLOPS = 80
-"""The same for a number of a row that is kept until backward: norm, activation, dropout and copies
-pass over it."""
+__all__ = ["op_costs", "plan_uniform", "split_evenly"]
 
 
 def op_costs(

@@ -6,6 +6,7 @@ and a mask for each part of the split.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,13 +84,22 @@ class Loss:
     loss_fn: LossFn | None
     """The user's own."""
     total: int
-    are_asked: bool = False
-    """The logits are those of the rows that are trained on, and no others."""
+    asked: Sequence[Tensor] | None = None
+    """By chunk, numbers of the rows that the logits are of, ascending; None: of all."""
+
+    @cached_property
+    def _to_train(self) -> list[tuple[Tensor, Tensor]]:
+        """By chunk: which logits are trained on, and their labels."""
+        found = self.answers.to_train
+        if self.asked is None:
+            return found
+        pairs = zip(found, self.asked, strict=True)
+        return [(torch.searchsorted(made, rows), y) for (rows, y), made in pairs]
 
     def __call__(self, logits: Tensor, chunk: int) -> Tensor:
         """Of logits [R, C] of a chunk; a scalar."""
-        chosen, y = self.answers.to_train[chunk]
-        found = logits if self.are_asked else logits.index_select(0, chosen)
+        chosen, y = self._to_train[chunk]
+        found = logits.index_select(0, chosen)
         if self.loss_fn is None:
             return loss_sum(found, y) / self.total
         if not len(chosen):

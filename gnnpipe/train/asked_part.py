@@ -42,7 +42,7 @@ def asked_part(
     if not reading:
         return AskedPart(None, {})
     layout = layouts[prepared.graph.target]
-    asked = restrict(layout, prepared.graph.train_mask)
+    asked = restrict(layout, prepared.asked_mask)
     number = np.searchsorted(layout.own, asked.own)
     rows, pointer = torch.from_numpy(number).to(device), asked.own_ptr.tolist()
     operators: dict[tuple[str, str, str], LinearOperator] = {}

@@ -102,7 +102,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         answers = Answers.of_pairs(pairs)
     else:
         answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
-    criterion = Loss(answers, prepared.loss_fn, num_targets(graph), asked.rows is not None)
+    made = None if asked.rows is None else asked.rows.places
+    criterion = Loss(answers, prepared.loss_fn, num_targets(graph), made)
     stage = Stage(
         piece, rows.chunks(layouts), history,
         criterion if is_last else None, config.recompute, once, asked.rows,

@@ -58,7 +58,6 @@ def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> lis
     ``mesh``: of this rank alone, on its device; ``has_cores``: no other rank takes its turns.
     """
     model, chunks = prepared.model_graph, prepared.plan.chunks
-    sizes = chunk_sizes(prepared)
     found = []
     for cuts in dict.fromkeys([(), model.cuts]):
         runs = tuple(pairwise((0, *cuts, model.num_ops)))
@@ -66,7 +65,8 @@ def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> lis
             prepared.plan, stages=runs, steps=tuple(model.num_steps(*run) for run in runs),
             schedule="fill-drain", transfers=model.transfers(runs),
         )  # fmt: skip
-        chain = _Chain(replace(prepared, plan=plan), mesh, has_cores)
+        cut = replace(prepared, plan=plan)
+        sizes, chain = chunk_sizes(cut), _Chain(cut, mesh, has_cores)
         walks: list[Mapping[Place, float]] = []
         start_s = time.perf_counter()
         for epoch in range(WARM_UP + MOST_REPEATS):
@@ -75,7 +75,7 @@ def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> lis
                 break
             walks.append(chain.epoch(epoch))
         for place, time_s in typical_walk(walks[WARM_UP:]).items():
-            parts = work_at(place, replace(prepared, plan=plan), sizes, 0)
+            parts = work_at(place, cut, sizes, 0)
             # Few large chunks and many small ones count alike. Ops without dropout begin in next to
             # no time, so there it is the sum that is to be right.
             weight = chunks**-0.5 * (time_s if place[0] == BEGIN else 1.0)

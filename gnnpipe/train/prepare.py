@@ -32,7 +32,7 @@ from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
-from gnnpipe.train.asked_rows import asked_rows
+from gnnpipe.train.asked_rows import asked_mask, asked_rows
 from gnnpipe.train.choose import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.train.describe import describe
 from gnnpipe.train.identity import agreed_digest
@@ -104,8 +104,15 @@ class Prepared:
     @cached_property
     def asked(self) -> Asked:
         """What the loss asks for of the whole graph."""
-        last_stage = self.plan.stages[-1]
-        return asked_rows(self.config, self.model_graph, self.graph, last_stage, self.once)
+        return asked_rows(
+            self.config, self.model_graph, self.graph, self.asked_mask, self.plan.stages[-1],
+            self.once,
+        )  # fmt: skip
+
+    @cached_property
+    def asked_mask(self) -> npt.NDArray[np.bool_]:
+        """[N], the rows that are."""
+        return asked_mask(self.graph, self.chunking)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,7 +173,7 @@ def prepare(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
             exact=config.techniques.exact, num_vertices=graph.vertex_counts,
             num_edges=_num_edges(graph),
-            asked=asked_rows(config, described, graph, (0, described.num_ops)),
+            asked=asked_rows(config, described, graph, graph.train_mask, (0, described.num_ops)),
             feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
         )  # fmt: skip
     else:

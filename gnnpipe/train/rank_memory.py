@@ -67,7 +67,7 @@ class _Held:
             pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
             pilot_feature_entries=_feature_entries(graph, pilots),
-            asked=asked_among(graph, prepared.asked, layout.own),
+            asked=asked_among(graph, prepared.asked_mask, prepared.asked, layout.own),
         )
 
 

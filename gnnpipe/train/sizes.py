@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import BoolArray, Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.perf import ChunkSizes
@@ -42,6 +42,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         }
 
     nothing = np.zeros(graph.num_vertices, dtype=np.int64)
+    asked = prepared.asked_mask
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
@@ -56,9 +57,22 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         pilots=stacked(lambda _, of: is_pilot[of.own].sum()),
         once=prepared.once,
         asked=prepared.asked.ops,
-        asked_rows=summed({graph.target: graph.train_mask.astype(np.int64)})[graph.target],
-        asked_edges=summed({graph.target: graph.degrees * graph.train_mask})[graph.target],
+        asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
+        asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
+        asked_pulled=_pulled(prepared, asked),
     )
+
+
+def _pulled(prepared: Prepared, asked: BoolArray) -> Numbers:
+    """[G, K], edges into the rows ``asked`` for of each shard, by the chunk that is read."""
+    graph, chunking = prepared.graph, prepared.chunking
+    is_into = np.repeat(asked, graph.degrees)
+    shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
+    chunk = chunking.chunk_of_row()[graph.indices[is_into]]
+    cells = np.bincount(
+        shard * chunking.chunks + chunk, minlength=chunking.shards * chunking.chunks
+    )
+    return cells.astype(np.int64).reshape(chunking.shards, chunking.chunks)
 
 
 def _by_chunk(values: Numbers, layout: ShardLayout) -> Numbers:

@@ -76,7 +76,8 @@ class Trainer:
         divided by the number of training labels.
 
         ``resume``: the folder of a run to go on with from its newest whole checkpoint; ``config``
-        is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind.
+        is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind, or
+        a setting cannot be right.
         """
         check_parts(config, graph, model)
         self.config = config
