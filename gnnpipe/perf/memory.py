@@ -148,9 +148,14 @@ def estimate_memory(
     activations += sum(
         width * own_rows[t.types.get(name, "")] for t in kept for name, width in t.widths.items()
     )
-    # What backward makes of one chunk on the way, or a recall of the pilot rows.
-    passing = max(n // plan.chunks, sum(pilot_rows.values()))
-    activations += max((op.passing_per_row for op in ops), default=0) * passing
+    # What backward makes of one chunk on the way, or a recall of the pilot rows. What is behind an
+    # op has been let go by then.
+    widest = max((op.passing_per_row for op in ops), default=0)
+    passing, gone = widest * sum(pilot_rows.values()), 0
+    for op in reversed(ops):
+        passing = max(passing, op.passing_per_row * asked.rows_of(op.name, n) // plan.chunks - gone)
+        gone += asked.kept_numbers(op, own_rows[op.vertex_type], recompute) // plan.chunks
+    activations += passing
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks, but for features
         # that are aggregated before they are encoded.
