@@ -12,6 +12,7 @@ from torch_geometric.nn import GCNConv, SAGEConv
 
 from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.layout import shard_layout
 from gnnpipe.graph.links import split_links
 from gnnpipe.graph.operators import weighted_rows
 from gnnpipe.perf.parts import step_parts
@@ -318,8 +319,12 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     saved = 4 * (last.kept_per_row * spared - held * train.sum())
     assert sum(e.activations - f.activations for e, f in zip(every, few, strict=True)) == saved
     extra = 8 * 2 * (graph.degrees[train].sum() + train.sum())
+    layouts = [shard_layout(graph, prepared.chunking, shard) for shard in range(shards)]
     more = sum(f.structure - e.structure for e, f in zip(every, few, strict=True))
-    assert more >= extra + 4 * (train.sum() + graph.num_vertices)
+    halo = sum(len(of.halo) for of in layouts)
+    pointers = 4 * (train.sum() + graph.num_vertices + halo)
+    # And of every row its key, its number and its place.
+    assert more == extra + pointers + 20 * train.sum()
 
 
 def test_depths_are_steps():

@@ -20,7 +20,8 @@ from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
 
 __all__ = ["ALL_ROWS", "Asked", "asked_of"]
 
-_INDEX_BYTES = 4
+_INDEX_BYTES, _ROW_BYTES = 4, 20
+"""Of a column, and of a row its dropout key, its vertex and its place in the chunk."""
 
 _MOST = 0.75
 """Share of the rows; where more are asked for, too little is won to keep rows of a matrix twice."""
@@ -51,8 +52,8 @@ class Asked:
         return pushed * every + (made + held) * self.rows
 
     def structure_bytes(self, row_bytes: int) -> int:
-        """Of the matrix and its transpose, a loop for each row counted."""
-        return 2 * (self.edges + self.rows) * (_INDEX_BYTES + row_bytes)
+        """Of the matrix and its transpose, a loop for each row counted, and the rows' numbers."""
+        return 2 * (self.edges + self.rows) * (_INDEX_BYTES + row_bytes) + _ROW_BYTES * self.rows
 
 
 ALL_ROWS = Asked(0, 0)
