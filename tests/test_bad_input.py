@@ -430,6 +430,7 @@ def test_a_file_that_may_not_be_read(capsys, tmp_path, monkeypatch):
         ({"config": {"epochs": 3}}, "config: is a dict, not a gnnpipe.TrainConfig"),
         ({"graph": object()}, "graph: is a object, not a gnnpipe.Graph; try Graph.from_pyg"),
         ({"model": "gcn"}, "model: is a str, not a torch.nn.Module; or try --model"),
+        ({"plan": 3}, "plan: is a int; try Plan.from_json(text)"),
     ],
 )
 def test_a_part_of_another_kind_is_refused_where_it_is_given(parts, said):

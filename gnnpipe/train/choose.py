@@ -18,6 +18,7 @@ from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.bridge import capture
 from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.models.products import is_worth_rounding
+from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
@@ -28,11 +29,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
+def check_parts(
+    config: TrainConfig, graph: Graph | None, model: nn.Module | None, plan: Plan | None = None
+) -> None:
     """What can be told without reading anything."""
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan: is a {type(plan).__name__}; try Plan.from_json(text)")
     PARTITIONERS[config.partitioner]
     check_cache_dir(config.cache_dir)
     if model is None:

@@ -137,7 +137,7 @@ def prepare(
 
     Rank 0 alone cuts the graph and tells the others.
     """
-    check_parts(config, graph, model)
+    check_parts(config, graph, model, plan)
     error: InputError | None = None
     try:
         if config.kernel not in ("auto", "measured"):
@@ -247,8 +247,6 @@ def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
 
 
 def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan: is a {type(plan).__name__}; try Plan.from_json(text)")
     if plan.num_ops != model.num_ops:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     for name, value in (

@@ -73,6 +73,11 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
+    if prepared.asked.ops:
+        lines.append(
+            f"behind the last aggregation training makes {prepared.asked.rows:,} rows of "
+            f"{graph.num_vertices:,}, those that the loss asks for"
+        )
     lines += rounding_lines(config, prepared.model, graph)
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()

@@ -79,7 +79,7 @@ class Trainer:
         is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind, or
         a setting cannot be right.
         """
-        check_parts(config, graph, model)
+        check_parts(config, graph, model, plan)
         self.config = config
         self._graph, self._model, self._plan = graph, model, plan
         self._mesh, self._loss_fn = mesh, loss_fn
