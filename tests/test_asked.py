@@ -322,7 +322,7 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     layouts = [shard_layout(graph, prepared.chunking, shard) for shard in range(shards)]
     more = sum(f.structure - e.structure for e, f in zip(every, few, strict=True))
     halo = sum(len(of.halo) for of in layouts)
-    pointers = 4 * (train.sum() + graph.num_vertices + halo)
+    pointers = 2 * 4 * (train.sum() + graph.num_vertices + halo)  # whole, and by chunk
     # And of every row its key, its number and its place.
     assert more == extra + pointers + 20 * train.sum()
 

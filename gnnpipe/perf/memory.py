@@ -81,9 +81,11 @@ def estimate_memory(
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
-        structure = copies * entries * (4 + row_bytes) + 4 * (n + read_rows)
+        # Where each row begins: in the whole, and of several chunks in each chunk.
+        pointer = 4 * (1 + (plan.chunks > 1))
+        structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
         if any(op.aggregates and op.name in asked.ops for op in ops):
-            structure += asked.structure_bytes(row_bytes) + 4 * (asked.rows + read_rows)
+            structure += asked.structure_bytes(row_bytes) + pointer * (asked.rows + read_rows)
     structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
