@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.models.dropout import Mask
+from gnnpipe.models.place import Place, room_for
 from gnnpipe.models.products import product, rounded
 from gnnpipe.models.tail import KEPT, Tail, TailBackward, blocks_of, keep, plus
 
@@ -26,17 +27,17 @@ class _NormRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, is_rounded: bool,
-                mask: Mask | None, bias: Tensor | None,
+                mask: Mask | None, place: Place | None, bias: Tensor | None,
                 *pairs: Tensor | None) -> Tensor:  # fmt: skip
         several = [
             (x, None if weight is None else rounded(weight, is_rounded).t())
             for x, weight in _in_pairs(pairs)
         ]
         first, width = several[0][0], len(scale)
-        out = first.new_empty(len(first), width)
+        out = room_for(place, first, width)
         # A single summand is what the norm reads.
         is_made = bias is not None or len(several) > 1 or several[0][1] is not None
-        total = torch.empty_like(out) if is_made else first
+        total = first.new_empty(len(first), width) if is_made else first
         tail, stats = Tail(scale, shift, eps, mask), []
         for block in blocks_of(first, width):
             if is_made:
@@ -55,18 +56,18 @@ class _NormRelu(torch.autograd.Function):
         several = ctx.saved_tensors[KEPT:]
         half = len(several) // 2
         products = [
-            _ProductBackward(x, weight, grad, needs[6 + 2 * i], needs[7 + 2 * i], ctx.is_rounded)
+            _ProductBackward(x, weight, grad, needs[7 + 2 * i], needs[8 + 2 * i], ctx.is_rounded)
             for i, (x, weight) in enumerate(zip(several[:half], several[half:], strict=True))
             if weight is not None
         ]
         # What is added up as it is has the gradient of the sum.
-        is_plain = [w is None and needs[6 + 2 * i] for i, w in enumerate(several[half:])]
+        is_plain = [w is None and needs[7 + 2 * i] for i, w in enumerate(several[half:])]
         blocks = blocks_of(grad, grad.shape[1])
         to_sum = torch.empty_like(grad) if any(is_plain) and len(blocks) > 1 else None
         to_bias: Tensor | None = None
         for block in blocks:
             rows = tail.rows(grad, block)
-            to_bias = plus(to_bias, rows.sum(0)) if needs[5] else None
+            to_bias = plus(to_bias, rows.sum(0)) if needs[6] else None
             low = rounded(rows, ctx.is_rounded and bool(products))
             for one in products:
                 one.add(low, block)
@@ -81,7 +82,7 @@ class _NormRelu(torch.autograd.Function):
                 found += [to_sum if plain else None, None]
             else:
                 found += next(left).found
-        return (*tail.weights(), None, None, None, to_bias, *found)
+        return (*tail.weights(), *[None] * 4, to_bias, *found)
 
 
 class _ProductBackward:
@@ -146,15 +147,15 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype
 
 def norm_relu(
     norm: nn.LayerNorm, bias: Tensor | None, *pairs: Tensor | None, is_rounded: bool = False,
-    mask: Mask | None = None,
+    mask: Mask | None = None, place: Place | None = None,
 ) -> Tensor:  # fmt: skip
     """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
 
     x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
-    see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU.
+    see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``place``: to make them in.
     """
     found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
-        norm.weight, norm.bias, norm.eps, is_rounded, mask, bias, *pairs
+        norm.weight, norm.bias, norm.eps, is_rounded, mask, place, bias, *pairs
     )
     return found
 
@@ -165,8 +166,10 @@ class _GCNIIMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: Tensor, first: Tensor, weight: Tensor, scale: Tensor,
                 shift: Tensor, alpha: float, beta: float, eps: float,
-                is_rounded: bool, mask: Mask | None) -> Tensor:  # fmt: skip
-        mixed, total, out = (torch.empty_like(received) for _ in range(3))
+                is_rounded: bool, mask: Mask | None,
+                place: Place | None) -> Tensor:  # fmt: skip
+        mixed, total = torch.empty_like(received), torch.empty_like(received)
+        out = room_for(place, received, len(scale))
         tail, stats = Tail(scale, shift, eps, mask), []
         for block in blocks_of(received, len(scale)):
             torch.lerp(received[block], first[block], alpha, out=mixed[block])
@@ -195,7 +198,7 @@ class _GCNIIMix(torch.autograd.Function):
                 torch.mul(to_mixed, alpha, out=to_first[block])
             to_mixed.mul_(1 - alpha)
         to_weight = None if to_weight is None else to_weight.mul_(beta)
-        return (to_received, to_first, to_weight, *tail.weights(), *[None] * 5)
+        return (to_received, to_first, to_weight, *tail.weights(), *[None] * 6)
 
 
 def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool, into: Tensor) -> None:
@@ -208,14 +211,15 @@ def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool, into: Tens
 
 def gcnii_mix(
     received: Tensor, first: Tensor, weight: Tensor, norm: nn.LayerNorm, alpha: float, beta: float,
-    is_rounded: bool = False, mask: Mask | None = None,
+    is_rounded: bool = False, mask: Mask | None = None, place: Place | None = None,
 ) -> Tensor:  # fmt: skip
     """``relu(norm((1 - beta) m + beta m W^T))`` with ``m`` between ``received`` and ``first``.
 
     ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F]. ``is_rounded``: see
-    ``models.products``. ``mask`` [R, F]: dropout behind the ReLU.
+    ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``place``: to make them in.
     """
     found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
-        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps, is_rounded, mask
+        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps, is_rounded, mask,
+        place,
     )
     return found

@@ -23,7 +23,7 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
-    maps_features = True
+    maps_features = pushes_x = after_in_place = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -45,8 +45,11 @@ class GCNLayer(Layer):
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
-        mask, low = self.dropout_mask(rows, len(self.bias)), self.spec.is_rounded
-        return {"x": norm_relu(self.norm, self.bias, received, weight, is_rounded=low, mask=mask)}
+        x = norm_relu(
+            self.norm, self.bias, received, weight, is_rounded=self.spec.is_rounded,
+            mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+        )  # fmt: skip
+        return {"x": x}
 
 
 MODELS.add("gcn", GCNLayer)

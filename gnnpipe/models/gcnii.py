@@ -30,6 +30,7 @@ class GCNIILayer(Layer):
     kept_rows_first_recomputed = 1.0
     kept_rows_last = 0.0
     passing_rows = 4.0
+    pushes_x = after_in_place = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -68,7 +69,7 @@ class GCNIILayer(Layer):
         h0 = values["h0"]
         x = gcnii_mix(
             received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
-            self.spec.is_rounded, self.dropout_mask(rows, self.spec.hidden),
+            self.spec.is_rounded, self.dropout_mask(rows, self.spec.hidden), rows.place,
         )  # fmt: skip
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 

@@ -119,6 +119,10 @@ class LayerPiece(Piece):
             )
             for name, layer in zip(self._names, layers, strict=True)
         ]
+        self._makers = [
+            layer.push_maker(before)
+            for layer, before in zip(self.layers, [None, *self.layers], strict=False)
+        ]
         self._is_aggregated = False
 
     def begin_aggregated(self, names: Collection[str]) -> None:
@@ -140,17 +144,28 @@ class LayerPiece(Piece):
                 return {}, values
         elif index == 1 and self._is_aggregated:
             layer = self.layers[0]
-            values = layer.begin(received[self._names[0]].rows, rows)
+            values = layer.begin(received[self._names[0]].rows, self._for(layer, index, rows))
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
-            read = rows if found.block is None else replace(rows, block=found.block)
+            read = self._for(layer, index, rows)
+            read = read if found.block is None else replace(read, block=found.block)
             values = layer.after(found.rows, values, read)
         if index < len(self.layers):
-            pushed, values = self.layers[index].before(values, rows)
+            layer = self.layers[index]
+            pushed, values = layer.before(values, self._for(layer, index, rows))
             return {self._names[index]: pushed}, values
         if not layer.is_last:
             values = {f"{self._names[-1]}.{name}": value for name, value in values.items()}
         return {}, values
+
+    def _for(self, layer: Layer, index: int, rows: Rows) -> Rows:
+        """``rows`` with their place for a layer that makes what step ``index`` pushes there."""
+        is_maker = index < len(self.layers) and self._makers[index] is layer
+        return rows if rows.place is None or is_maker else replace(rows, place=None)
+
+    def makes_in_place(self, index: int) -> bool:
+        """See ``Piece``."""
+        return index < len(self.layers) and self._makers[index] is not None
 
     def to(self, device: torch.device) -> None:
         """Move the layers."""

@@ -19,6 +19,7 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
 from gnnpipe.models.dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
 from gnnpipe.models.feature_linear import FeatureLinear, FeatureRows
+from gnnpipe.models.place import Place
 from gnnpipe.registry import Registry
 
 __all__ = ["MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
@@ -47,6 +48,8 @@ class Rows:
     masks: KeptMasks | None = None
     """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
     start: int = 0
+    place: Place | None = None
+    """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -143,13 +146,36 @@ class Layer(nn.Module, ABC):
     keeps_features: ClassVar[bool] = False
     """Its first layer needs a row's own features as well."""
 
+    pushes_x: ClassVar[bool] = False
+    """But for the first layer, what ``before`` of this very class pushes is the value x as it is. A
+    subclass with another ``before`` has to say so anew."""
+    before_in_place: ClassVar[bool] = False
+    """``before`` of this very class makes what it pushes at ``rows.place``, if there is one."""
+    after_in_place: ClassVar[bool] = False
+    """``after`` of this very class does so with x, but for the last layer's."""
+
+    def says(self, what: str, of: str) -> bool:
+        """Whether the class that has the method ``of`` says ``what`` of it."""
+        says = next(vars(c) for c in type(self).__mro__ if of in vars(c))
+        return bool(says.get(what, False))
+
     @property
     def can_begin(self) -> bool:
         """Its values can be made by ``begin`` as well."""
         encode = self._modules.get("encode")
-        says = next(vars(c) for c in type(self).__mro__ if "before" in vars(c))
         is_map = type(encode) is FeatureLinear and encode.bias is None
-        return self.is_first and is_map and bool(says.get("maps_features", False))
+        return self.is_first and is_map and self.says("maps_features", "before")
+
+    def push_maker(self, previous: Layer | None) -> Layer | None:
+        """Who makes the rows that it pushes in their place: itself or the layer before it, if any.
+
+        ``previous`` is that one, None in front of the first of a stage.
+        """
+        if self.says("before_in_place", "before"):
+            return self
+        if previous is None or not self.says("pushes_x", "before"):
+            return None
+        return previous if previous.says("after_in_place", "after") else None
 
     def begin(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.

@@ -142,6 +142,10 @@ class PairPiece(Piece):
             | {name: state[name] for name in self._model.decode_buffers}
         ).items()
 
+    def makes_in_place(self, index: int) -> bool:
+        """What the inner piece pushes."""
+        return index < self._inner.num_steps - 1 and self._inner.makes_in_place(index)
+
     def begin_aggregated(self, names: Collection[str]) -> None:
         """As the inner piece."""
         self._inner.begin_aggregated(names)

@@ -117,6 +117,11 @@ class Piece(ABC):
     def needs_features(self) -> bool:
         """They are read in other ways, too, than as they arrive aggregated."""
 
+    def makes_in_place(self, index: int) -> bool:
+        """What step ``index`` pushes is made at ``rows.place``, if there is one."""
+        del index
+        return False
+
     def observe(self, name: str, mean: Tensor, count: int) -> None:
         """The mean [F] of what an aggregation pushed of ``count`` vertices or edges, in an epoch.
 

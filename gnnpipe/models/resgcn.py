@@ -25,6 +25,7 @@ class ResGCNLayer(Layer):
     kept_rows_last = 2.25
     kept_rows_before = 2.25
     passing_rows = 4.25
+    before_in_place = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -53,7 +54,7 @@ class ResGCNLayer(Layer):
         # Inside of the layer: not where another layer drops what it makes.
         site = self.spec.num_layers + 1 + self.index
         mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
-        return norm_relu(self.norm, None, x, None, mask=mask), {"x": x}
+        return norm_relu(self.norm, None, x, None, mask=mask, place=rows.place), {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform and add to the residual."""

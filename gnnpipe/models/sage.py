@@ -24,6 +24,7 @@ class SAGELayer(Layer):
     kept_rows_first = 1.0  # its own part, which no layer before it keeps
     passing_rows = 7.0
     maps_features = keeps_features = True
+    pushes_x = after_in_place = True
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -56,14 +57,17 @@ class SAGELayer(Layer):
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Add the neighbours' mean to the row's own part."""
-        own, low = values["x"], self.spec.is_rounded
+        own = values["x"]
         if self.is_last:
             own = linear(own, self.lin_self.weight, self.bias)
             return {"x": torch.addmm(own, received, self.lin.weight.t())}
         weights = (None, None) if self.is_first else (self.lin_self.weight, self.lin.weight)
         pairs = own, weights[0], received, weights[1]
-        mask = self.dropout_mask(rows, len(self.bias))
-        return {"x": norm_relu(self.norm, self.bias, *pairs, is_rounded=low, mask=mask)}
+        x = norm_relu(
+            self.norm, self.bias, *pairs, is_rounded=self.spec.is_rounded,
+            mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+        )  # fmt: skip
+        return {"x": x}
 
 
 MODELS.add("sage", SAGELayer)

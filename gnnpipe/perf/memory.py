@@ -10,10 +10,10 @@ the interpreter and torch themselves, and what reading the data takes before tra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gnnpipe.plan import Asked, ModelGraph, Plan, made_once
+from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
 
@@ -129,8 +129,15 @@ def estimate_memory(
         * number_bytes
         for op in pushing
     )
+    made_there = _made_in_tables(
+        ops, pushing if tables and row_bytes == number_bytes else [], own_rows, asked, recompute
+    )
+    kept = {
+        op.name: asked.kept_numbers(op, own_rows[op.vertex_type], recompute) - made_there[op.name]
+        for op in ops
+    }
     activations = sum(
-        asked.kept_numbers(op, own_rows[op.vertex_type], recompute)
+        kept[op.name]
         - (op.rows_spared if op.name in once else 0) * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
@@ -146,9 +153,9 @@ def estimate_memory(
     # What comes from other stages is kept until its gradients are, and those until all have left.
     # What leaves is kept anyway; only if it is rounded, that is a copy, which stays as long.
     is_rounded = row_bytes != number_bytes
-    kept = (*plan.receives(stage), *(plan.sends(stage) if is_rounded else ()))
+    staying = (*plan.receives(stage), *(plan.sends(stage) if is_rounded else ()))
     activations += sum(
-        width * own_rows[t.types.get(name, "")] for t in kept for name, width in t.widths.items()
+        width * own_rows[t.types.get(name, "")] for t in staying for name, width in t.widths.items()
     )
     # What backward makes of one chunk on the way, or a recall of the pilot rows. What is behind an
     # op has been let go by then.
@@ -156,7 +163,7 @@ def estimate_memory(
     passing, gone = widest * sum(pilot_rows.values()), 0
     for op in reversed(ops):
         passing = max(passing, op.passing_per_row * asked.rows_of(op.name, n) // plan.chunks - gone)
-        gone += asked.kept_numbers(op, own_rows[op.vertex_type], recompute) // plan.chunks
+        gone += kept[op.name] // plan.chunks
     activations += passing
     if plan.chunks > 1:
         # Gradients of the encoded features wait for those of the other chunks, but for features
@@ -176,3 +183,20 @@ def estimate_memory(
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
+
+
+def _made_in_tables(
+    ops: Sequence[Op],
+    pushing: Sequence[Op],
+    own_rows: Mapping[str, int],
+    asked: Asked,
+    recompute: bool,
+) -> dict[str, int]:
+    """Of what each op keeps, the numbers that are in the table of one of ``pushing`` anyway."""
+    found = dict.fromkeys((op.name for op in ops), 0)
+    for op in pushing:
+        # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
+        is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)
+        if op.push_maker in found and is_kept:
+            found[op.push_maker] += op.push_width * own_rows[op.pushed_type]
+    return found

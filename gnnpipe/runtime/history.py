@@ -21,6 +21,7 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import LinearOperator
+from gnnpipe.models.place import Place
 from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Arrival, Exchange
 
@@ -114,6 +115,14 @@ class History(ABC):
         if self._snapshot is not None and due:
             self._snapshot.copy_(self.table)
 
+    def place(self, chunk: int) -> Place | None:
+        """Where the rows of the chunk can be made that it pushes next; in the table, if at all."""
+        if self._whole or self.table.dtype != self._dtype:
+            return None
+        if self.drift is not None:
+            self.drift.before(self.table)
+        return Place.of(self.table, *self.rows(chunk))
+
     def push(self, chunk: int, rows: Tensor) -> None:
         """Write the chunk's rows [C, F], and its halo rows from the other shards."""
         if self._whole:
@@ -122,7 +131,8 @@ class History(ABC):
         if self.drift is not None:
             self.drift.before(self.table)
         start, stop = self.rows(chunk)
-        self.table[start:stop] = rows.detach()
+        if not Place.of(self.table, start, stop).holds(rows):
+            self.table[start:stop] = rows.detach()
         if self.exchange.mesh.shards > 1:
             self._arriving.append(self.exchange.push(chunk, self.table))
 

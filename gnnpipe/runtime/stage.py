@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.models.feature_linear import FeatureTable
+from gnnpipe.models.place import Place
 from gnnpipe.runtime.history import BlockHistory, History
 from gnnpipe.runtime.mean_history import MeanHistory
 
@@ -172,8 +173,9 @@ class Stage:
                 block = history.block(chunk) if isinstance(history, BlockHistory) else None
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
+        place = self._place(chunk, step)
         with torch.set_grad_enabled(self._training and not self.recompute):
-            pushed, values = self._compute(chunk, step, leaves, received)
+            pushed, values = self._compute(chunk, step, leaves, received, place)
         if self.watch is not None:
             self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:
@@ -186,13 +188,15 @@ class Stage:
         return values
 
     def _compute(
-        self, chunk: int, step: int, leaves: Values, received: dict[str, Received]
-    ) -> tuple[Values, Values]:
+        self, chunk: int, step: int, leaves: Values, received: dict[str, Received],
+        place: Place | None = None,
+    ) -> tuple[Values, Values]:  # fmt: skip
         """What a step of the piece pushes and hands on; behind the last one the loss."""
         asked = self._asked if self._training else None
         is_last = step == self.num_steps - 1
-        rows = self._asked_now if is_last and asked is not None else self._rows_now
-        pushed, values = self.piece.step(step, leaves, received, rows[chunk])
+        rows = (self._asked_now if is_last and asked is not None else self._rows_now)[chunk]
+        rows = rows if place is None else replace(rows, place=place)
+        pushed, values = self.piece.step(step, leaves, received, rows)
         pushed = {name: made for name, made in pushed.items() if name not in self._once}
         if step == self.num_steps - 2 and asked is not None:
             # Inside of the step, so that autograd brings the gradients to their places.
@@ -200,6 +204,15 @@ class Stage:
         if is_last and self._training and self.criterion is not None:
             values = {"loss": self.criterion(values["x"], chunk)}
         return pushed, values
+
+    def _place(self, chunk: int, step: int) -> Place | None:
+        """Where the step can make what it pushes; not again in backward, with ``recompute``."""
+        if not self.piece.makes_in_place(step):
+            return None
+        (aggregation,) = self.piece.rounds[step]
+        if aggregation.name in self._once:
+            return None
+        return self._history(aggregation, step).place(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
         """Gradients of the values that the chunk left the stage with.

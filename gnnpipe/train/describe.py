@@ -33,8 +33,10 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
         return ModelGraph(*sizes, _captured_ops(model, graph), unit="op")
     assert isinstance(model, GNN)
     ops: list[Op] = []
+    before: Layer | None = None
     for layer in model.stack():
-        ops.append(_layer_op(layer, tuple(ops[-1].outputs) if ops else (), graph))
+        ops.append(_layer_op(layer, before, tuple(ops[-1].outputs) if ops else (), graph))
+        before = layer
     return ModelGraph(*sizes, tuple(ops))
 
 
@@ -112,8 +114,8 @@ def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
     return found is not None and found.of_features and found.is_linear and graph.types is None
 
 
-def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
-    name = layer_name(layer)
+def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph: Graph) -> Op:
+    name, maker = layer_name(layer), layer.push_maker(before)
     # Aggregated, sparse features are so no more, and wide ones take more than a layer's rows.
     is_narrow = not sp.issparse(graph.x) and graph.num_features <= WIDEST * layer.push_width
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
@@ -134,6 +136,8 @@ def _layer_op(layer: Layer, inputs: tuple[str, ...], graph: Graph) -> Op:
         kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
         kept_before=int(layer.push_width * layer.kept_rows_before),
         kept_per_row_recomputed=int(layer.push_width * read_again),
+        push_maker="" if maker is None else layer_name(maker),
+        holds_pushed=maker is before is not None and "x" in layer.kept_widths,
         passing_per_row=int(layer.push_width * layer.passing_rows),
         kept_per_edge=layer.kept_per_edge,
         structure_per_edge=layer.structure_per_edge,

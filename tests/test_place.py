@@ -1,0 +1,154 @@
+"""Rows that are pushed are made in the history table, where a layer says that it does."""
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+
+from gnnpipe.models import GNN, LayerSpec
+from gnnpipe.models.fused import norm_relu
+from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.gnn import LayerPiece
+from gnnpipe.models.place import Place
+from gnnpipe.models.resgcn import ResGCNLayer
+from gnnpipe.models.sage import SAGELayer
+from gnnpipe.runtime.history import History
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
+
+
+class Doubled(GCNLayer):
+    """What it makes of its place is not what goes on; backward needs both."""
+
+    def after(self, received, values, rows):
+        found = super().after(received, values, rows)
+        return {"x": found["x"] * 2 + 1}
+
+
+class Twice(GCNLayer):
+    """It pushes something else than the layer before it has made, and says no word of it."""
+
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return pushed.tanh(), kept
+
+
+class Saying(GCNLayer):
+    """Both are its own, and made where they are to be."""
+
+    pushes_x = after_in_place = True
+
+    def before(self, values, rows):
+        return super().before(values, rows)
+
+    def after(self, received, values, rows):
+        return super().after(received, values, rows)
+
+
+STACKS = {
+    "after of its own": [Doubled] * 4,
+    "before of its own": [Twice] * 4,
+    "both, and it says so": [Saying] * 4,
+    "mixed": [GCNLayer, ResGCNLayer, ResGCNLayer, GCNLayer, SAGELayer, Twice],
+}
+PLACES = {"after of its own": 0, "before of its own": 0, "both, and it says so": 3, "mixed": 3}
+
+
+def stack(name):
+    kinds = STACKS[name]
+    spec = LayerSpec(7, 3, len(kinds), 16, dropout=0.3)
+    torch.manual_seed(0)
+    return GNN([kind(i, spec) for i, kind in enumerate(kinds)]).double()
+
+
+def trained(name, epochs=4, chunks=5, **settings):
+    """Losses, weights, tables, drift and scores of the parts behind some epochs."""
+    kind = {"layers": len(STACKS.get(name, [None] * 4)), "hidden": 16, "dropout": 0.3}
+    kind |= {} if name in STACKS else {"model": name}
+    config = quick_config(epochs=epochs, chunks=chunks, **kind, **settings)
+    mesh = Mesh.alone()
+    model = stack(name) if name in STACKS else None
+    prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
+    assembly = assemble(prepared, mesh)
+    losses = [
+        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        for e in range(epochs)
+    ]
+    histories = assembly.executor.stage.histories.values()
+    weights = [p.detach().clone() for p in prepared.model.module.parameters()]
+    drift = [h.drift.sums for h in histories if h.drift is not None]
+    return losses, [*weights, *(h.table for h in histories), *drift], evaluate(assembly, mesh)
+
+
+def counted(monkeypatch):
+    """By chunk that is pushed whether its rows were made in the table."""
+    found, push = [], History.push
+
+    def watched(self, chunk, rows):
+        found.append(Place.of(self.table, *self.rows(chunk)).holds(rows))
+        push(self, chunk, rows)
+
+    monkeypatch.setattr(History, "push", watched)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recompute": True},
+        {"staleness": "exact"},
+        {"staleness": "paper", "recompute": True},
+        {"staleness": "none", "snapshot_every": 2},
+        {"comm_dtype": "bf16", "dtype": "float32"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gcn", "sage", "gcnii", "resgcn", "gat", *STACKS])
+def test_the_same_bits_as_copied(name, settings, monkeypatch):
+    if "dtype" in settings and name in STACKS:
+        settings = settings | {"dtype": "float64"}
+    made = counted(monkeypatch)
+    placed = trained(name, **settings)
+    has_places = PLACES.get(name, name != "gat") and "comm_dtype" not in settings
+    assert any(made) == bool(has_places)
+    monkeypatch.setattr(LayerPiece, "makes_in_place", lambda self, index: False)
+    made.clear()
+    copied = trained(name, **settings)
+    assert not any(made)
+    assert placed[0] == copied[0]
+    assert placed[2] == copied[2]
+    for one, other in zip(placed[1], copied[1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_who_makes_what_is_pushed(name):
+    model = stack(name)
+    count = len(STACKS[name])
+    piece = model.piece(0, count)
+    assert sum(piece.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
+    # In front of a stage there is nobody in the same one.
+    assert model.piece(2, count).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
+
+
+def test_backward_finds_rows_that_other_chunks_stood_beside():
+    table = torch.zeros(6, 4)
+    norm, x = torch.nn.LayerNorm(4), torch.randn(3, 4, requires_grad=True)
+    made = norm_relu(norm, None, x, None, place=Place.of(table, 2, 5))
+    assert torch.equal(table[2:5], made.detach())
+    assert not table[[0, 1, 5]].any()
+    table[:2] = 7.0
+    weight = torch.randn(3, 4)
+    (made * weight).sum().backward()
+    found, x.grad = x.grad, None
+    (torch.relu(norm(x)) * weight).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+def test_an_empty_chunk_has_an_empty_place():
+    place = Place.of(torch.zeros(4, 3), 2, 2)
+    assert place.rows.shape == (0, 3)
+
+
