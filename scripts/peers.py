@@ -91,7 +91,7 @@ def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
     """Our epoch without its aggregations, plus the reads of every neighbour's row they need."""
     import torch
 
-    from gnnpipe.runtime.history import LinearHistory
+    from gnnpipe.runtime.linear_history import LinearHistory
 
     epoch, assembly = ours(graph, model, layers, width)
     histories = list(assembly.executor.stage.histories.values())

@@ -150,5 +150,3 @@ def test_backward_finds_rows_that_other_chunks_stood_beside():
 def test_an_empty_chunk_has_an_empty_place():
     place = Place.of(torch.zeros(4, 3), 2, 2)
     assert place.rows.shape == (0, 3)
-
-

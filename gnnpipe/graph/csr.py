@@ -78,6 +78,18 @@ class RowCSR:
             self.num_columns, self.kernel,
         )  # fmt: skip
 
+    def only(self, start: int, stop: int, is_kept: Tensor) -> RowCSR:
+        """A copy of rows start:stop without the entries of other columns than ``is_kept`` [T]."""
+        indices, offsets, values = self._range(start, stop)
+        kept = is_kept.index_select(0, indices)
+        before = torch.zeros(len(kept) + 1, dtype=offsets.dtype, device=offsets.device)
+        torch.cumsum(kept, 0, out=before[1:])
+        entries = kept.nonzero().squeeze(1)
+        return RowCSR(
+            before.index_select(0, offsets), indices.index_select(0, entries),
+            values.index_select(0, entries), self.num_columns, self.kernel,
+        )  # fmt: skip
+
     def turned(self) -> RowCSR:
         """The transpose [T, R], rows ascending in each of its rows."""
         place = sp.csr_array(

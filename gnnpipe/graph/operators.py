@@ -8,7 +8,7 @@ by it; one shard of a symmetric graph needs only one of the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,11 @@ class LinearOperator:
     """[n + h, m]: row u weighs the own rows that read u."""
     into_ptr: list[int]
     """[K + 1], the rows of chunk c that read are into_ptr[c]:into_ptr[c + 1]."""
+    _parts: dict[tuple[int, int], tuple[int, RowCSR]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """By range of rows of the transpose its entries of some chunks, and the chunks: the layers of
+    an epoch ask for the same ones."""
 
     @classmethod
     def build(
@@ -195,6 +200,26 @@ class LinearOperator:
         """Of some of the own rows that read, [m'] ascending; ``into_ptr`` [K + 1] of these."""
         forward = self.forward.select(rows)
         return LinearOperator(forward, forward.turned(), into_ptr)
+
+    def back(self, grads: Tensor, start: int, stop: int, chunks: int) -> Tensor:
+        """Rows start:stop of the transpose times ``grads`` [m, F] of some ``chunks``.
+
+        A bit for each; what stands in the rows of other chunks is not read.
+        """
+        if chunks == (1 << (len(self.into_ptr) - 1)) - 1:
+            return self.transposed.matmul(grads, start, stop)
+        kept, part = self._parts.get((start, stop), (0, None))
+        if part is None or kept != chunks:
+            part = self.transposed.only(start, stop, self._is_of(chunks))
+            self._parts[start, stop] = chunks, part
+        return part.matmul(grads)
+
+    def _is_of(self, chunks: int) -> Tensor:
+        """[m] bool, the rows that read are of these."""
+        count, device = len(self.into_ptr) - 1, self.forward.indices.device
+        bits = torch.tensor([chunks >> c & 1 for c in range(count)], dtype=torch.bool)
+        sizes = torch.tensor(self.into_ptr).diff()
+        return torch.repeat_interleave(bits, sizes).to(device)
 
     def reads(self, chunk: int) -> Tensor:
         """Table rows that a chunk reads, once for each edge."""

@@ -221,5 +221,5 @@ def gcnii_mix(
     found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
         received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps, is_rounded, mask,
         place,
-    )
+    )  # fmt: skip
     return found

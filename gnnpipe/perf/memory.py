@@ -45,6 +45,7 @@ def estimate_memory(
     own_rows: Mapping[str, int],
     halo_rows: Mapping[str, int],
     own_edges: int,
+    crossing_edges: int,
     own_pairs: int,
     feature_entries: int,
     sparse_features: bool,
@@ -63,7 +64,8 @@ def estimate_memory(
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
     ``own_rows`` and ``halo_rows`` by the type that tables go by, '' if there is but one;
-    ``own_pairs``: pairs that the shard scores.
+    ``crossing_edges``: those of its edges that lead from another chunk; ``own_pairs``: pairs that
+    the shard scores.
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_rows``, ``pilot_edges``
     and ``pilot_feature_entries``: this shard's pilot rows, edges into them, and stored numbers of
     their features; ``extra_weights``: copies of the weights beside those that are trained;
@@ -78,6 +80,7 @@ def estimate_memory(
     linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + n
+    once = made_once(model, plan, row_bytes != number_bytes)
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
@@ -86,6 +89,14 @@ def estimate_memory(
         structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
         if any(op.aggregates and op.name in asked.ops for op in ops):
             structure += asked.structure_bytes(row_bytes) + pointer * (asked.rows + read_rows)
+        if plan.chunks > 1 and plan.schedule != "layer-sync":
+            # What gradients are brought back over: edges that were live, on average so many.
+            share = (entries - crossing_edges / 2) / entries
+            counts = {False: entries, True: asked.edges + asked.rows}
+            over = {op.name in asked.ops for op in ops if op.aggregates and op.name not in once}
+            structure += sum(
+                int(share * counts[few] * (4 + row_bytes)) + 4 * read_rows for few in over
+            )
     structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)
@@ -102,7 +113,6 @@ def estimate_memory(
     alone = plan.chunks == 1 and plan.shards == 1
     # Where nothing is rounded, the rows of a single chunk are their own table.
     tables = 0 if alone and row_bytes == number_bytes else 2 if snapshot else 1
-    once = made_once(model, plan, row_bytes != number_bytes)
     features += number_bytes * sum(
         op.features_kept * own_rows[op.vertex_type] for op in ops if op.name in once
     )
@@ -129,11 +139,12 @@ def estimate_memory(
         * number_bytes
         for op in pushing
     )
-    made_there = _made_in_tables(
-        ops, pushing if tables and row_bytes == number_bytes else [], own_rows, asked, recompute
-    )
+    in_tables = _kept_in_tables(
+        ops, pushing if tables and row_bytes == number_bytes else [], plan.chunks, own_rows, asked,
+        recompute,
+    )  # fmt: skip
     kept = {
-        op.name: asked.kept_numbers(op, own_rows[op.vertex_type], recompute) - made_there[op.name]
+        op.name: asked.kept_numbers(op, own_rows[op.vertex_type], recompute) - in_tables[op.name]
         for op in ops
     }
     activations = sum(
@@ -185,16 +196,20 @@ def estimate_memory(
     return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
 
 
-def _made_in_tables(
+def _kept_in_tables(
     ops: Sequence[Op],
     pushing: Sequence[Op],
+    chunks: int,
     own_rows: Mapping[str, int],
     asked: Asked,
     recompute: bool,
 ) -> dict[str, int]:
-    """Of what each op keeps, the numbers that are in the table of one of ``pushing`` anyway."""
+    """Of what each op keeps, the numbers that are in a table of one of ``pushing`` anyway."""
     found = dict.fromkeys((op.name for op in ops), 0)
     for op in pushing:
+        if op.is_linear and chunks > 1:
+            # What was aggregated is where its gradient will be.
+            found[op.name] += op.push_width * asked.rows_of(op.name, own_rows[op.vertex_type])
         # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
         is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)
         if op.push_maker in found and is_kept:

@@ -95,11 +95,11 @@ class ProfiledCosts:
         """Clearing and keeping tables; masks."""
         pushing = [op for op in self._stage_ops(stage) if op.aggregates]
         rows = {name: float(counts[shard].sum()) for name, counts in self.sizes.rows.items()}
-        numbers = sum(op.push_width * rows[op.pushed_type] for op in pushing)
-        # A single chunk's rows are their own table, and its gradients are not kept.
-        begin, several = self._compute.begin, self.plan.chunks > 1
-        per_number_s = begin.per_row_s * several + begin.per_edge_s
-        return begin.base_s * len(pushing) + per_number_s * numbers
+        numbers = [(op.push_width * rows[op.pushed_type], op.clears) for op in pushing]
+        # A single chunk's gradients are not kept.
+        cleared = sum(n for n, clears in numbers if clears and self.plan.chunks > 1)
+        begin, masked = self._compute.begin, sum(n for n, _ in numbers)
+        return begin.base_s * len(pushing) + begin.per_row_s * cleared + begin.per_edge_s * masked
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
         """One step of one chunk; rows taken out for other shards, or added, are part of it."""

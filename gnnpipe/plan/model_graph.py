@@ -93,6 +93,11 @@ class Op:
         return 0, kept, held - (kept - self.push_width)
 
     @property
+    def clears(self) -> bool:
+        """Gradients are added up in a table of its own, which an epoch of several chunks clears."""
+        return self.aggregates and not (self.is_linear or self.is_mean)
+
+    @property
     def is_forecast(self) -> bool:
         """Pilots tell where the rows go that it pushes."""
         return self.aggregates and self.moves

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.layout import ShardLayout
-from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.models.place import Place
 from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Arrival, Exchange
 
-__all__ = ["BlockHistory", "History", "HistorySpec", "LinearHistory"]
+__all__ = ["History", "HistorySpec"]
 
 
 _MOVED_AT_ONCE = {"cpu": 1024, "cuda": 1 << 16}
@@ -188,111 +186,3 @@ class History(ABC):
     @abstractmethod
     def _clear_gradients(self) -> None:
         """Forget the gradients of the last epoch."""
-
-
-class LinearHistory(History):
-    """Aggregation with fixed weights: A[c] @ table, and At[c] @ gradients."""
-
-    def __init__(self, spec: HistorySpec, width: int, operator: LinearOperator) -> None:
-        super().__init__(spec, width)
-        self.operator = operator
-
-    def into(self, chunk: int) -> tuple[int, int]:
-        """Own rows of a chunk that read, as (start, stop): of another type, maybe."""
-        return self.operator.into_ptr[chunk], self.operator.into_ptr[chunk + 1]
-
-    def read(self, chunk: int) -> Tensor:
-        """Aggregated rows [C, F]."""
-        self.settle()
-        found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
-        self._read_once()
-        return found
-
-    def record(self, chunk: int, grad: Tensor) -> None:
-        """Gradient [C, F] of the aggregated rows."""
-        if self.layout.num_chunks == 1:
-            self._grads = grad.to(self.table.dtype).contiguous()
-            return
-        start, stop = self.into(chunk)
-        self._grads[start:stop] = grad
-
-    def pull(self, chunk: int) -> Tensor:
-        """Everything recorded so far, brought back over the edges to the chunk's rows."""
-        start, stop = self.rows(chunk)
-        self.begin_pull(chunk)  # first, so that it travels under the larger product
-        own = self.operator.transposed.matmul(self._grads, start, stop).to(self._dtype)
-        self._add_returned(chunk, own)
-        if self.layout.num_chunks == 1:
-            self._grads = self._grads.new_empty(0, own.shape[1])
-        elif self.scale != 1.0:
-            # From here on this chunk's gradients are only read by other chunks.
-            first, last = self.into(chunk)
-            self._grads[first:last] *= self.scale
-        return own
-
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
-        return self.operator.transposed.matmul(self._grads, low, high)
-
-    def _clear_gradients(self) -> None:
-        # A single chunk records everything at once and overwrites what is here.
-        if self.layout.num_chunks > 1:
-            self._grads = _zeroed(self._grads, self.operator.forward.num_rows)
-
-
-class BlockHistory(History):
-    """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows.
-
-    Rows of another type than those that read are all halo rows.
-    """
-
-    def __init__(self, spec: HistorySpec, width: int, blocks: Blocks) -> None:
-        super().__init__(spec, width)
-        self.blocks = blocks
-        # A row is given gradients many times, so that their sum must not be rounded each time.
-        self._grads = self._grads.to(spec.dtype)
-
-    def block(self, chunk: int) -> Block:
-        """The edges of a chunk."""
-        return self.blocks.chunks[chunk]
-
-    def read(self, chunk: int) -> Tensor:
-        """Rows [C + H, F] of the chunk's block."""
-        self.settle()
-        start, stop = self._own(chunk)
-        rows = torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
-        self._read_once()
-        return rows.to(self._dtype)
-
-    def record(self, chunk: int, grad: Tensor) -> None:
-        """Gradient [C + H, F] of the block's rows, added to what each row has."""
-        start, stop = self._own(chunk)
-        block = self.block(chunk)
-        own, halo = grad[: stop - start], grad[stop - start :]
-        if self.scale != 1.0:
-            halo = torch.where(block.same_chunk, halo, halo * self.scale)
-        self._grads[start:stop] += own
-        self._grads.index_add_(0, block.halo_rows, halo)
-
-    def _own(self, chunk: int) -> tuple[int, int]:
-        """Own rows that the chunk's block begins with."""
-        start, stop = self.rows(chunk)
-        return start, stop if self.blocks.is_square else start
-
-    def pull(self, chunk: int) -> Tensor:
-        """What the chunk's rows were given, here and by the other shards."""
-        start, stop = self.rows(chunk)
-        self.begin_pull(chunk)
-        return self._add_returned(chunk, self._grads[start:stop].clone())
-
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
-        return self._grads[low:high]
-
-    def _clear_gradients(self) -> None:
-        self._grads = _zeroed(self._grads, self.layout.num_rows)
-
-
-def _zeroed(grads: Tensor, rows: int) -> Tensor:
-    """``grads`` set to zero, allocated on first use: evaluation never needs it."""
-    if len(grads) == rows:
-        return grads.zero_()
-    return grads.new_zeros(rows, grads.shape[1])

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.operators import Everyone, LinearOperator
+from gnnpipe.runtime.block_history import BlockHistory
 from gnnpipe.runtime.exchange import sum_over_shards
-from gnnpipe.runtime.history import BlockHistory, History, HistorySpec, LinearHistory
+from gnnpipe.runtime.history import History, HistorySpec
+from gnnpipe.runtime.linear_history import LinearHistory
 
 __all__ = ["MeanHistory", "open_history"]
 

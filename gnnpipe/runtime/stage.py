@@ -18,7 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.models.feature_linear import FeatureTable
 from gnnpipe.models.place import Place
-from gnnpipe.runtime.history import BlockHistory, History
+from gnnpipe.runtime.block_history import BlockHistory
+from gnnpipe.runtime.history import History
 from gnnpipe.runtime.mean_history import MeanHistory
 
 __all__ = ["AskedRows", "Stage"]

@@ -46,6 +46,7 @@ class _Held:
     halo_rows: dict[str, int]
     own_pairs: int
     own_edges: int
+    crossing_edges: int
     feature_entries: int
     pilot_rows: dict[str, int]
     pilot_edges: int
@@ -63,6 +64,7 @@ class _Held:
             halo_rows={t: len(of.halo) for t, of in layouts.items()},
             own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
             own_edges=int(graph.degrees[layout.own].sum()),
+            crossing_edges=_crossing(prepared, shard),
             feature_entries=_feature_entries(graph, layout.own),
             pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
@@ -93,6 +95,17 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
             0.0 if linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
         ),
     )
+
+
+def _crossing(prepared: Prepared, shard: int) -> int:
+    """Edges into the rows of a shard that lead from another chunk."""
+    graph, chunking = prepared.graph, prepared.chunking
+    if chunking.chunks == 1:
+        return 0
+    chunk = chunking.chunk_of_row()
+    is_own = np.repeat(chunking.shard_of_row() == shard, graph.degrees)
+    reading = np.repeat(chunk, graph.degrees)[is_own]
+    return int((reading != chunk[graph.indices[is_own]]).sum())
 
 
 def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:

@@ -1,0 +1,128 @@
+"""One table for what was aggregated and its gradients, which go back over live edges only."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from helpers import quick_config, small_graph
+
+from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.operators import LinearOperator
+from gnnpipe.runtime.linear_history import LinearHistory
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
+
+
+def trained(epochs=3, **settings):
+    """Losses, weights and scores of the parts behind some epochs, and the tables."""
+    config = quick_config(epochs=epochs, layers=3, hidden=16, dropout=0.3, **settings)
+    mesh = Mesh.alone()
+    prepared = prepare(config, mesh, small_graph(n=120, degree=3))
+    assembly = assemble(prepared, mesh)
+    losses = [
+        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        for e in range(epochs)
+    ]
+    histories = assembly.executor.stage.histories.values()
+    weights = [p.detach().clone() for p in prepared.model.module.parameters()]
+    return losses, weights, evaluate(assembly, mesh), list(histories)
+
+
+def apart(monkeypatch):
+    """As it was done with two tables: what has not been recorded is zero, and is read."""
+
+    def read(self, chunk):
+        self.settle()
+        found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
+        self._read_once()
+        return found
+
+    def clear(self):
+        self._recorded = 0
+        if self.layout.num_chunks > 1:
+            self._grads = self.table.new_zeros(self.operator.forward.num_rows, self.table.shape[1])
+
+    monkeypatch.setattr(LinearHistory, "read", read)
+    monkeypatch.setattr(LinearHistory, "_clear_gradients", clear)
+    monkeypatch.setattr(
+        LinearOperator, "back", lambda self, g, low, high, _: self.transposed.matmul(g, low, high)
+    )
+
+
+SETTINGS = [
+    {},
+    {"recompute": True},
+    {"staleness": "exact"},
+    {"staleness": "paper"},
+    {"staleness": "none", "recompute": True},
+    {"comm_dtype": "bf16", "dtype": "float32"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
+def test_the_same_bits_as_with_two_tables(model, settings, monkeypatch):
+    one = trained(model=model, chunks=5, **settings)
+    apart(monkeypatch)
+    two = trained(model=model, chunks=5, **settings)
+    assert one[0] == two[0]
+    assert one[2] == two[2]
+    for mine, other in zip(one[1], two[1], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_rows_of_chunks_that_have_not_recorded_are_not_read(settings, monkeypatch):
+    clean = trained(model="sage", chunks=5, **settings)
+    begin, back = LinearHistory._clear_gradients, LinearOperator.back
+
+    def spoilt(self, grads, low, high, chunks):
+        kept = grads.clone()
+        for chunk in range(len(self.into_ptr) - 1):
+            if not chunks >> chunk & 1:
+                kept[self.into_ptr[chunk] : self.into_ptr[chunk + 1]] = torch.nan
+        return back(self, kept, low, high, chunks)
+
+    def begun(self):
+        begin(self)
+        self._grads.fill_(torch.nan)
+
+    monkeypatch.setattr(LinearOperator, "back", spoilt)
+    monkeypatch.setattr(LinearHistory, "_clear_gradients", begun)
+    found = trained(model="sage", chunks=5, **settings)
+    assert found[0] == clean[0]
+    for mine, other in zip(found[1], clean[1], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_evaluation_has_no_table_of_gradients():
+    for history in trained(model="gcn", chunks=4)[3]:
+        other = LinearHistory.__new__(LinearHistory)
+        other.__dict__ |= history.__dict__
+        other._grads = other._grads.new_empty(0, other._grads.shape[1])
+        first, second = other.read(0), history.read(0)
+        assert torch.equal(first, second)
+        assert second.data_ptr() == history._grads[history.into(0)[0] :].data_ptr()
+        assert first.data_ptr() != second.data_ptr()
+
+
+def operator(seed=0):
+    rng = np.random.default_rng(seed)
+    dense = rng.random((9, 9)) * (rng.random((9, 9)) < 0.4)
+    forward = RowCSR.from_scipy(sp.csr_array(dense), torch.float64, torch.device("cpu"))
+    return dense, LinearOperator(forward, forward.turned(), [0, 2, 2, 5, 9])
+
+
+@pytest.mark.parametrize("chunks", range(16))
+def test_back_over_the_edges_of_some_chunks(chunks):
+    dense, made = operator()
+    grads = torch.from_numpy(np.random.default_rng(1).random((9, 3)))
+    is_kept = np.repeat([chunks >> c & 1 for c in range(4)], np.diff(made.into_ptr)) > 0
+    want = dense.T[:, is_kept] @ grads.numpy()[is_kept]
+    for low, high in ((0, 4), (4, 9), (0, 9), (3, 3)):
+        found = made.back(grads, low, high, chunks)
+        np.testing.assert_allclose(found.numpy(), want[low:high], atol=1e-15)
+        # And once more, of what was kept.
+        assert torch.equal(made.back(grads, low, high, chunks), found)
