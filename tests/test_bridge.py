@@ -100,7 +100,7 @@ def test_recomputed(name):
 ON_RANKS = (
     "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN batch norm", "gcnii", "deep dense", "appnp",
     "own softmax", "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches", "weighted",
-    "attributed", "rgcn", "LINKX", "embedded",
+    "attributed", "rgcn", "LINKX", "embedded", "sgc",
 )  # fmt: skip
 
 

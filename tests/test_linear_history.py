@@ -7,6 +7,7 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe.graph.csr import RowCSR
+from gnnpipe.graph.kernels import KERNELS, embedding_bag
 from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.runtime.linear_history import LinearHistory
 from gnnpipe.runtime.mesh import Mesh
@@ -16,7 +17,7 @@ from gnnpipe.train.prepare import chunk_order, prepare
 
 
 def trained(epochs=3, **settings):
-    """Losses, weights and scores of the parts behind some epochs, and the tables."""
+    """Losses, weights and scores of the parts behind some epochs, and what ran."""
     config = quick_config(epochs=epochs, layers=3, hidden=16, dropout=0.3, **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, small_graph(n=120, degree=3))
@@ -25,9 +26,8 @@ def trained(epochs=3, **settings):
         train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
-    histories = assembly.executor.stage.histories.values()
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]
-    return losses, weights, evaluate(assembly, mesh), list(histories)
+    return losses, weights, evaluate(assembly, mesh), assembly
 
 
 def apart(monkeypatch):
@@ -98,31 +98,40 @@ def test_rows_of_chunks_that_have_not_recorded_are_not_read(settings, monkeypatc
 
 
 def test_evaluation_has_no_table_of_gradients():
-    for history in trained(model="gcn", chunks=4)[3]:
-        other = LinearHistory.__new__(LinearHistory)
-        other.__dict__ |= history.__dict__
-        other._grads = other._grads.new_empty(0, other._grads.shape[1])
-        first, second = other.read(0), history.read(0)
-        assert torch.equal(first, second)
-        assert second.data_ptr() == history._grads[history.into(0)[0] :].data_ptr()
-        assert first.data_ptr() != second.data_ptr()
+    assembly = trained(model="gcn", chunks=4)[3]
+    stage, seen = assembly.executor.stage, []
+    stage.watch = lambda *_: seen.extend(stage._scratch.values())
+    evaluate(assembly, Mesh.alone())
+    assert {id(history) for history in seen} & {id(h) for h in stage.histories.values()} == set()
+    assert seen
+    assert {len(history._grads) for history in seen} == {0}
+    for history in stage.histories.values():
+        place = history._grads[history.into(1)[0] :].data_ptr()
+        assert history.read(1).data_ptr() == place
 
 
-def operator(seed=0):
-    rng = np.random.default_rng(seed)
+def operator(index=None, dtype=torch.float64):
+    rng = np.random.default_rng(0)
     dense = rng.random((9, 9)) * (rng.random((9, 9)) < 0.4)
-    forward = RowCSR.from_scipy(sp.csr_array(dense), torch.float64, torch.device("cpu"))
+    kernel = KERNELS[index] if index else embedding_bag
+    forward = RowCSR.from_scipy(sp.csr_array(dense), dtype, torch.device("cpu"), kernel)
     return dense, LinearOperator(forward, forward.turned(), [0, 2, 2, 5, 9])
 
 
-@pytest.mark.parametrize("chunks", range(16))
-def test_back_over_the_edges_of_some_chunks(chunks):
-    dense, made = operator()
-    grads = torch.from_numpy(np.random.default_rng(1).random((9, 3)))
-    is_kept = np.repeat([chunks >> c & 1 for c in range(4)], np.diff(made.into_ptr)) > 0
-    want = dense.T[:, is_kept] @ grads.numpy()[is_kept]
-    for low, high in ((0, 4), (4, 9), (0, 9), (3, 3)):
-        found = made.back(grads, low, high, chunks)
-        np.testing.assert_allclose(found.numpy(), want[low:high], atol=1e-15)
-        # And once more, of what was kept.
-        assert torch.equal(made.back(grads, low, high, chunks), found)
+@pytest.mark.parametrize("kernel", [None, "csr"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_back_over_the_edges_of_some_chunks(kernel, dtype):
+    dense, made = operator(kernel, dtype)
+    grads = torch.from_numpy(np.random.default_rng(1).random((9, 3))).to(dtype)
+    ranges = ((0, 4), (4, 9), (0, 9), (3, 3))
+    # One after the other: what was cut out for some is not taken for others.
+    for chunks in (*range(16), 5, 10, 5):
+        is_kept = np.repeat([chunks >> c & 1 for c in range(4)], np.diff(made.into_ptr)) > 0
+        want = dense.T[:, is_kept] @ grads.double().numpy()[is_kept]
+        for low, high in ranges:
+            found = made.back(grads, low, high, chunks)
+            np.testing.assert_allclose(found.numpy(), want[low:high], atol=1e-6)
+            assert torch.equal(made.back(grads, low, high, chunks), found)
+        assert len(made._parts) <= len(ranges)
+    made.forget()
+    assert not made._parts

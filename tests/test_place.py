@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import quick_config, small_graph
 
+from gnnpipe.errors import InputError
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.gcn import GCNLayer
@@ -53,6 +54,8 @@ STACKS = {
     "mixed": [GCNLayer, ResGCNLayer, ResGCNLayer, GCNLayer, SAGELayer, Twice],
 }
 PLACES = {"after of its own": 0, "before of its own": 0, "both, and it says so": 3, "mixed": 3}
+PLACES |= {"gcn": 3, "sage": 3, "gcnii": 3, "resgcn": 4, "gat": 0}
+EPOCHS, CHUNKS = 4, 5
 
 
 def stack(name):
@@ -62,7 +65,7 @@ def stack(name):
     return GNN([kind(i, spec) for i, kind in enumerate(kinds)]).double()
 
 
-def trained(name, epochs=4, chunks=5, **settings):
+def trained(name, epochs=EPOCHS, chunks=CHUNKS, **settings):
     """Losses, weights, tables, drift and scores of the parts behind some epochs."""
     kind = {"layers": len(STACKS.get(name, [None] * 4)), "hidden": 16, "dropout": 0.3}
     kind |= {} if name in STACKS else {"model": name}
@@ -111,8 +114,9 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
         settings = settings | {"dtype": "float64"}
     made = counted(monkeypatch)
     placed = trained(name, **settings)
-    has_places = PLACES.get(name, name != "gat") and "comm_dtype" not in settings
-    assert any(made) == bool(has_places)
+    # Evaluation makes its rows there, too.
+    expected = 0 if "comm_dtype" in settings else PLACES[name] * CHUNKS * (EPOCHS + 1)
+    assert sum(made) == expected
     monkeypatch.setattr(LayerPiece, "makes_in_place", lambda self, index: False)
     made.clear()
     copied = trained(name, **settings)
@@ -150,3 +154,41 @@ def test_backward_finds_rows_that_other_chunks_stood_beside():
 def test_an_empty_chunk_has_an_empty_place():
     place = Place.of(torch.zeros(4, 3), 2, 2)
     assert place.rows.shape == (0, 3)
+
+
+class Breaking(GCNLayer):
+    """What it says of ``after`` is not so."""
+
+    after_in_place = True
+
+    def after(self, received, values, rows):
+        return {"x": super().after(received, values, rows)["x"] + 1}
+
+
+class Beginning(GCNLayer):
+    """Where the features are there aggregated, the first layer makes something else of them."""
+
+    def begin(self, aggregated, rows):
+        return {"x": 2 * super().begin(aggregated, rows)["x"]}
+
+
+def test_who_breaks_its_word_is_told(monkeypatch):
+    monkeypatch.setitem(STACKS, "breaking", [Breaking] * 3)
+    with pytest.raises(TypeError, match=r"pushes other rows than rows\.place"):
+        trained("breaking")
+
+
+def test_a_beginning_of_its_own_is_copied(monkeypatch):
+    monkeypatch.setitem(STACKS, "beginning", [Beginning, GCNLayer, GCNLayer])
+    made = counted(monkeypatch)
+    trained("beginning", epochs=1, staleness="exact")
+    assert sum(made) == CHUNKS * 2  # of layer 1, in training and in evaluation
+
+
+def test_widths_that_do_not_meet():
+    first, second = (LayerSpec(7, 3, 2, hidden) for hidden in (16, 8))
+    with pytest.raises(InputError, match=r"layer 1, GCNLayer, pushes rows of 8, but layer 0 makes"):
+        GNN([GCNLayer(0, first), GCNLayer(1, second)])
+    norm, place = torch.nn.LayerNorm(4), Place.of(torch.zeros(6, 3), 2, 5)
+    with pytest.raises(ValueError, match=r"\[3, 4\] rows do not fit"):
+        norm_relu(norm, None, torch.randn(3, 4), None, place=place)

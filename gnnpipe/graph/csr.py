@@ -78,17 +78,23 @@ class RowCSR:
             self.num_columns, self.kernel,
         )  # fmt: skip
 
-    def only(self, start: int, stop: int, is_kept: Tensor) -> RowCSR:
-        """A copy of rows start:stop without the entries of other columns than ``is_kept`` [T]."""
+    def only(self, start: int, stop: int, kind: Tensor, is_kept: Tensor) -> RowCSR:
+        """A copy of rows start:stop with entries of columns of some kinds alone.
+
+        ``kind`` [T] int32 of each column; ``is_kept`` bool, by kind.
+        """
         indices, offsets, values = self._range(start, stop)
-        kept = is_kept.index_select(0, indices)
+        kept = is_kept.index_select(0, kind.index_select(0, indices))
         before = torch.zeros(len(kept) + 1, dtype=offsets.dtype, device=offsets.device)
         torch.cumsum(kept, 0, out=before[1:])
         entries = kept.nonzero().squeeze(1)
-        return RowCSR(
+        part = RowCSR(
             before.index_select(0, offsets), indices.index_select(0, entries),
             values.index_select(0, entries), self.num_columns, self.kernel,
         )  # fmt: skip
+        # Known without a look at the numbers, which a GPU would have to be waited for.
+        part._ranges[0, stop - start] = part.indices, part.indptr, part.values
+        return part
 
     def turned(self) -> RowCSR:
         """The transpose [T, R], rows ascending in each of its rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class LinearOperator:
     _parts: dict[tuple[int, int], tuple[int, RowCSR]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """By range of rows of the transpose its entries of some chunks, and the chunks: the layers of
+    """By range of rows of the transpose its entries of some chunks, and the chunks: all layers of
     an epoch ask for the same ones."""
 
     @classmethod
@@ -210,16 +211,22 @@ class LinearOperator:
             return self.transposed.matmul(grads, start, stop)
         kept, part = self._parts.get((start, stop), (0, None))
         if part is None or kept != chunks:
-            part = self.transposed.only(start, stop, self._is_of(chunks))
+            bits = [chunks >> c & 1 for c in range(len(self.into_ptr) - 1)]
+            is_kept = torch.tensor(bits, dtype=torch.bool, device=self._chunk_of.device)
+            part = self.transposed.only(start, stop, self._chunk_of, is_kept)
             self._parts[start, stop] = chunks, part
         return part.matmul(grads)
 
-    def _is_of(self, chunks: int) -> Tensor:
-        """[m] bool, the rows that read are of these."""
-        count, device = len(self.into_ptr) - 1, self.forward.indices.device
-        bits = torch.tensor([chunks >> c & 1 for c in range(count)], dtype=torch.bool)
+    def forget(self) -> None:
+        """The chunks stand in another order now."""
+        self._parts.clear()
+
+    @cached_property
+    def _chunk_of(self) -> Tensor:
+        """[m] int32, of the rows that read."""
         sizes = torch.tensor(self.into_ptr).diff()
-        return torch.repeat_interleave(bits, sizes).to(device)
+        chunks = torch.arange(len(sizes), dtype=torch.int32)
+        return torch.repeat_interleave(chunks, sizes).to(self.forward.indices.device)
 
     def reads(self, chunk: int) -> Tensor:
         """Table rows that a chunk reads, once for each edge."""

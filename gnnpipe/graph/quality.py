@@ -20,7 +20,9 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.partition import vertex_work
 
-__all__ = ["CutQuality", "chunk_edges", "copied_rows", "cut_quality", "stale_share"]
+__all__ = [
+    "CutQuality", "chunk_edges", "copied_rows", "crossing_degrees", "cut_quality", "stale_share",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ def chunk_edges(graph: Graph, chunking: Chunking) -> sp.coo_array:
         counts.append(count[read])
     data = np.concatenate(counts)
     return sp.coo_array((data, (np.concatenate(rows), np.concatenate(columns))), shape=(k, k))
+
+
+def crossing_degrees(graph: Graph, chunking: Chunking) -> npt.NDArray[np.int64]:
+    """Of every vertex [N] the edges that lead into it from another chunk."""
+    chunk = chunking.chunk_of_row()
+    target = np.repeat(np.arange(graph.num_vertices), graph.degrees)
+    crosses = chunk[target] != chunk[graph.indices]
+    return np.bincount(target[crosses], minlength=graph.num_vertices)
 
 
 def copied_rows(graph: Graph, chunking: Chunking) -> int:

@@ -78,7 +78,7 @@ class GNN(nn.Module, Model):
 def _check(layers: Sequence[Layer]) -> None:
     if not layers:
         raise InputError("GNN: no layers; try GNN([GCNLayer(0, spec)])")
-    made: Collection[str] = ()
+    made: Mapping[str, int] = {}
     for i, layer in enumerate(layers):
         kind = type(layer).__name__
         if not isinstance(layer, Layer):
@@ -94,6 +94,12 @@ def _check(layers: Sequence[Layer]) -> None:
             raise InputError(
                 f"GNN: layer {i}, {kind}, reads {missing[0]}, which {type(layers[i - 1]).__name__} "
                 f"does not make; try {kind} in front of it, too, or another kind here"
+            )
+        is_pushed = i > 0 and layer.push_maker(layers[i - 1]) is layers[i - 1]
+        if is_pushed and made["x"] != layer.push_width:
+            raise InputError(
+                f"GNN: layer {i}, {kind}, pushes rows of {layer.push_width}, but layer {i - 1} "
+                f"makes rows of {made['x']}; give both the same hidden"
             )
         made = layer.out_widths
 

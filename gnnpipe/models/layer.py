@@ -150,32 +150,37 @@ class Layer(nn.Module, ABC):
     """But for the first layer, what ``before`` of this very class pushes is the value x as it is. A
     subclass with another ``before`` has to say so anew."""
     before_in_place: ClassVar[bool] = False
-    """``before`` of this very class makes what it pushes at ``rows.place``, if there is one."""
+    """What ``before`` of this very class returns to be pushed is ``rows.place.rows`` itself, if
+    there is a place; nothing is written to it afterwards."""
     after_in_place: ClassVar[bool] = False
-    """``after`` of this very class does so with x, but for the last layer's."""
+    """The same of the value x of ``after``, but for the last layer's."""
 
-    def says(self, what: str, of: str) -> bool:
+    def _says(self, what: str, of: str) -> bool:
         """Whether the class that has the method ``of`` says ``what`` of it."""
-        says = next(vars(c) for c in type(self).__mro__ if of in vars(c))
-        return bool(says.get(what, False))
+        return bool(vars(self._has(of)).get(what, False))
+
+    def _has(self, method: str) -> type:
+        return next(c for c in type(self).__mro__ if method in vars(c))
 
     @property
     def can_begin(self) -> bool:
         """Its values can be made by ``begin`` as well."""
         encode = self._modules.get("encode")
         is_map = type(encode) is FeatureLinear and encode.bias is None
-        return self.is_first and is_map and self.says("maps_features", "before")
+        return self.is_first and is_map and self._says("maps_features", "before")
 
     def push_maker(self, previous: Layer | None) -> Layer | None:
-        """Who makes the rows that it pushes in their place: itself or the layer before it, if any.
+        """Who makes the rows that it pushes in their place: itself or ``previous``, or nobody.
 
-        ``previous`` is that one, None in front of the first of a stage.
+        ``previous`` is the layer before it.
         """
-        if self.says("before_in_place", "before"):
+        if self._says("before_in_place", "before"):
             return self
-        if previous is None or not self.says("pushes_x", "before"):
+        if previous is None or not self._says("pushes_x", "before"):
             return None
-        return previous if previous.says("after_in_place", "after") else None
+        # Where a layer begins, what it has from ``after`` may be turned into something else.
+        is_its_own = issubclass(previous._has("after"), previous._has("begin"))
+        return previous if is_its_own and previous._says("after_in_place", "after") else None
 
     def begin(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
@@ -208,7 +213,8 @@ class Layer(nn.Module, ABC):
     """Fields of ``LayerSpec`` that it reads and other layers need not."""
     kept_rows: ClassVar[float] = 3.25
     """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
-    norm's input, what dropout leaves, a quarter for its mask; tests/test_memory.py counts it."""
+    norm's input, what dropout leaves, a quarter for its mask; tests/test_memory.py counts it. What
+    of that is in the tables of several chunks is among it."""
     kept_rows_first: ClassVar[float] = 0.0
     """So much more by the first layer."""
     kept_rows_first_recomputed: ClassVar[float] = 0.0

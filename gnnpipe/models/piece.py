@@ -70,7 +70,8 @@ class Received:
     """What a step gets of one aggregation."""
 
     rows: Tensor
-    """[C, F], aggregated; or, not linear, the rows [C + H, F] of the block, the own ones first."""
+    """[C, F], aggregated; or, not linear, the rows [C + H, F] of the block, the own ones first.
+    They are lent until the step has gone back, and hold something else then."""
     block: Block | None = None
 
 
@@ -118,7 +119,10 @@ class Piece(ABC):
         """They are read in other ways, too, than as they arrive aggregated."""
 
     def makes_in_place(self, index: int) -> bool:
-        """What step ``index`` pushes is made at ``rows.place``, if there is one."""
+        """What step ``index`` pushes is ``rows.place.rows``, if there is a place.
+
+        Only of a step that pushes for one aggregation alone, which is no mean.
+        """
         del index
         return False
 

@@ -9,6 +9,7 @@ memory. R rows, F columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,7 +37,22 @@ class Place:
         """``rows`` were made here."""
         return rows.data_ptr() == self.rows.data_ptr() and rows.shape == self.rows.shape
 
+    def check(self, pushed: Iterable[Tensor]) -> None:
+        """``TypeError`` unless all that is pushed was made here: backward looks for it here."""
+        if not all(self.holds(rows) for rows in pushed):
+            raise TypeError(
+                "a layer with before_in_place or after_in_place pushes other rows than rows.place; "
+                "it must return those as they are, or not say so"
+            )
+
 
 def room_for(place: Place | None, like: Tensor, width: int) -> Tensor:
     """[R, ``width``] to be filled, for rows of ``like`` [R, ...]: the place, if there is one."""
-    return like.new_empty(len(like), width) if place is None else place.rows
+    if place is None:
+        return like.new_empty(len(like), width)
+    if place.rows.shape != (len(like), width):
+        raise ValueError(
+            f"[{len(like)}, {width}] rows do not fit into their place in the history table, "
+            f"{list(place.rows.shape)}; a layer must make rows as wide as the next one pushes"
+        )
+    return place.rows

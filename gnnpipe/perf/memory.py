@@ -45,7 +45,7 @@ def estimate_memory(
     own_rows: Mapping[str, int],
     halo_rows: Mapping[str, int],
     own_edges: int,
-    crossing_edges: int,
+    live_share: float,
     own_pairs: int,
     feature_entries: int,
     sparse_features: bool,
@@ -64,8 +64,8 @@ def estimate_memory(
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
     ``own_rows`` and ``halo_rows`` by the type that tables go by, '' if there is but one;
-    ``crossing_edges``: those of its edges that lead from another chunk; ``own_pairs``: pairs that
-    the shard scores.
+    ``live_share``: of its edges those that gradients are brought back over, cut out of the whole
+    for that (0: all of them, out of the whole); ``own_pairs``: pairs that the shard scores.
     ``feature_entries``: stored numbers of the own rows' features; ``pilot_rows``, ``pilot_edges``
     and ``pilot_feature_entries``: this shard's pilot rows, edges into them, and stored numbers of
     their features; ``extra_weights``: copies of the weights beside those that are trained;
@@ -89,14 +89,16 @@ def estimate_memory(
         structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
         if any(op.aggregates and op.name in asked.ops for op in ops):
             structure += asked.structure_bytes(row_bytes) + pointer * (asked.rows + read_rows)
-        if plan.chunks > 1 and plan.schedule != "layer-sync":
-            # What gradients are brought back over: edges that were live, on average so many.
-            share = (entries - crossing_edges / 2) / entries
-            counts = {False: entries, True: asked.edges + asked.rows}
-            over = {op.name in asked.ops for op in ops if op.aggregates and op.name not in once}
-            structure += sum(
-                int(share * counts[few] * (4 + row_bytes)) + 4 * read_rows for few in over
-            )
+        counts = {False: entries, True: asked.edges + asked.rows}
+        are_asked = {
+            op.name in asked.ops
+            for op in ops
+            if op.aggregates and op.is_linear and not op.is_mean and op.name not in once
+        }
+        for is_asked in are_asked if live_share else ():
+            structure += int(live_share * counts[is_asked] * (4 + row_bytes)) + 4 * read_rows
+            # A byte, two numbers and half of a third one while that is made, chunk by chunk.
+            structure += 13 * counts[is_asked] // plan.chunks
     structure += pilot_edges * (4 + row_bytes) if linear else 0
     if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
         structure += 16 * (entries + pilot_edges)

@@ -74,6 +74,9 @@ class ChunkSizes:
     asked_edges: Counts = field(default_factory=_no_counts)
     asked_pulled: Counts = field(default_factory=_no_counts)
     """The same edges by the chunk that they lead from, halo rows' chunks counted."""
+    dead: Mapping[str, Counts] = field(default_factory=dict)
+    """Of ``edges``, where rows are read stale, those that are not live, the mean over all orders:
+    half of what leads from one chunk to another."""
 
     @property
     def chunks(self) -> int:
@@ -106,6 +109,11 @@ class ChunkSizes:
         if op.name in self.asked and op.aggregates:
             edges = self.asked_pulled if side == "before" else self.asked_edges
         if side == "before":
+            # What a product brings back; the way forward there has none.
+            dead = self.dead.get(op.vertex_type) if op.is_linear else None
+            if dead is not None and edges is not nothing:
+                every = np.maximum(self.edges[op.vertex_type], 1)
+                edges = np.round(edges * (1 - dead / every)).astype(np.int64)
             return self.rows[op.pushed_type], edges, entries
         if op.name in self.asked:
             return self.asked_rows, edges, entries

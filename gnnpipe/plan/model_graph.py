@@ -41,8 +41,8 @@ class Op:
     kept_before: int = 0
     """Those of ``kept_per_row`` that are made in front of its push."""
     push_maker: str = ""
-    """The op that makes the rows it pushes, in its table, where that holds rows as they are made;
-    '' where they are copied. It keeps them until backward."""
+    """The op that makes the rows it pushes, itself or an earlier one, and keeps them until
+    backward: in the table, where that holds rows as they are made. '' where they are copied."""
     holds_pushed: bool = False
     """What it holds of a row is the row that it pushes: with ``--recompute`` that is kept."""
     passing_per_row: int = 0

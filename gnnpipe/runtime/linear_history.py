@@ -1,9 +1,10 @@
 """The history of an aggregation with fixed weights: a product forward, and one with the transpose.
 
 One table holds what was aggregated for a chunk's rows until their gradient is there, and that from
-then on: what the layer reads of the one is done with when it has made the other. So a gradient is
-brought back over the edges of those chunks alone that have recorded theirs; in the rows of the
-others stands something else. m rows that read, F columns.
+then on. All that is made of the one is done with by then: later steps of the chunk have gone back
+already, and so have those of other stages that were sent it, for their gradients were waited for.
+So a gradient is brought back over the edges of those chunks alone that have recorded theirs; in the
+rows of the others stands something else. m rows that read, F columns.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class LinearHistory(History):
     def _clear_gradients(self) -> None:
         # What has not been recorded is not read. A single chunk's come as they are.
         self._recorded = 0
+        self.operator.forget()
         count = self.operator.forward.num_rows if self.layout.num_chunks > 1 else 0
         if len(self._grads) != count:
             self._grads = self._grads.new_empty(count, self._grads.shape[1])

@@ -42,6 +42,10 @@ class MeanHistory(History):
         is_same = parts.shape == self.table.shape
         self.lasting.copy_(parts if is_same else self._shares * parts.sum(0))
 
+    def place(self, chunk: int) -> None:
+        """None: the table holds no rows."""
+        del chunk
+
     def push(self, chunk: int, rows: Tensor) -> None:
         """The chunk's rows [C, F] of this shard; those of the other shards are added."""
         if self.drift is not None:

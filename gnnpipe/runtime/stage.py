@@ -177,6 +177,8 @@ class Stage:
         place = self._place(chunk, step)
         with torch.set_grad_enabled(self._training and not self.recompute):
             pushed, values = self._compute(chunk, step, leaves, received, place)
+        if place is not None:
+            place.check(pushed.values())
         if self.watch is not None:
             self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:

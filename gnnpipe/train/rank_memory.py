@@ -12,7 +12,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.graph.quality import copied_rows
+from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.plan import Asked
 from gnnpipe.train.asked_rows import asked_among
@@ -46,7 +46,7 @@ class _Held:
     halo_rows: dict[str, int]
     own_pairs: int
     own_edges: int
-    crossing_edges: int
+    live_share: float
     feature_entries: int
     pilot_rows: dict[str, int]
     pilot_edges: int
@@ -64,7 +64,7 @@ class _Held:
             halo_rows={t: len(of.halo) for t, of in layouts.items()},
             own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
             own_edges=int(graph.degrees[layout.own].sum()),
-            crossing_edges=_crossing(prepared, shard),
+            live_share=_live_share(prepared, layout.own),
             feature_entries=_feature_entries(graph, layout.own),
             pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
@@ -97,15 +97,15 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
     )
 
 
-def _crossing(prepared: Prepared, shard: int) -> int:
-    """Edges into the rows of a shard that lead from another chunk."""
-    graph, chunking = prepared.graph, prepared.chunking
-    if chunking.chunks == 1:
-        return 0
-    chunk = chunking.chunk_of_row()
-    is_own = np.repeat(chunking.shard_of_row() == shard, graph.degrees)
-    reading = np.repeat(chunk, graph.degrees)[is_own]
-    return int((reading != chunk[graph.indices[is_own]]).sum())
+def _live_share(prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
+    """Of the edges into some rows and their loops, where chunks read stale rows."""
+    if prepared.plan.chunks == 1 or prepared.plan.schedule == "layer-sync":
+        return 0.0
+    graph = prepared.graph
+    entries = len(rows) + int(graph.degrees[rows].sum())
+    crossing = crossing_degrees(graph, prepared.chunking)[rows].sum()
+    # Of two chunks that read each other one stands in front.
+    return 1.0 - float(crossing) / 2 / max(entries, 1)
 
 
 def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:

@@ -73,7 +73,7 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         plan, prepared.model_graph, stage,
         own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
         halo_rows=dict.fromkeys(graph.table_rows, 0),
-        own_edges=graph.num_edges // shards, crossing_edges=graph.num_edges // shards,
+        own_edges=graph.num_edges // shards, live_share=0.0,
         own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
         feature_entries=entries // shards,
         sparse_features=any(isinstance(x, sp.csr_array) for x in features),

@@ -179,7 +179,9 @@ def memory_of_shape(
         estimate_memory(
             plan, model, stage, own_rows={"": own},
             halo_rows={"": math.ceil(own * _halo(config, shape))},
-            own_edges=math.ceil(shape.edges / shards), crossing_edges=0, own_pairs=0,
+            own_edges=math.ceil(shape.edges / shards), own_pairs=0,
+            # How many lead from one chunk to another is not known: the most it can be.
+            live_share=float(plan.chunks > 1 and plan.schedule != "layer-sync"),
             feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
             symmetric=True, snapshot=config.techniques.snapshot_every > 1,
             pilot_rows={"": math.ceil(pilots / shards)},

@@ -12,6 +12,7 @@ import scipy.sparse as sp
 from gnnpipe.graph.graph import BoolArray, Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
 from gnnpipe.train.prepare import Prepared
 
@@ -43,6 +44,8 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
 
     nothing = np.zeros(graph.num_vertices, dtype=np.int64)
     asked = prepared.asked_mask
+    reads_stale = chunking.chunks > 1 and prepared.plan.schedule != "layer-sync"
+    crossing = crossing_degrees(graph, chunking) if reads_stale else nothing
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
@@ -60,6 +63,9 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
         asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
         asked_pulled=_pulled(prepared, asked),
+        dead={name: counts // 2 for name, counts in summed(dict.fromkeys(names, crossing)).items()}
+        if reads_stale
+        else {},
     )
 
 
