@@ -129,6 +129,7 @@ def poisoned(monkeypatch):
             return pushed, values
 
         monkeypatch.setattr(GCNIILayer, "before", before)
+        monkeypatch.setattr(GCNIILayer, "pushes_x", False)
 
     return poison
 
