@@ -87,7 +87,10 @@ class RowCSR:
         kept = is_kept.index_select(0, kind.index_select(0, indices))
         before = torch.zeros(len(kept) + 1, dtype=offsets.dtype, device=offsets.device)
         torch.cumsum(kept, 0, out=before[1:])
-        entries = kept.nonzero().squeeze(1)
+        if kept.device.type == "cpu":  # numpy finds them four times as fast
+            entries = torch.from_numpy(np.flatnonzero(kept.numpy()))
+        else:
+            entries = kept.nonzero().squeeze(1)
         part = RowCSR(
             before.index_select(0, offsets), indices.index_select(0, entries),
             values.index_select(0, entries), self.num_columns, self.kernel,

@@ -150,24 +150,27 @@ class LayerPiece(Piece):
                 return {}, values
         elif index == 1 and self._is_aggregated:
             layer = self.layers[0]
-            values = layer.begin(received[self._names[0]].rows, self._for(layer, index, rows))
+            values = layer.begin(received[self._names[0]].rows, self._for_after(index, rows))
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
-            read = self._for(layer, index, rows)
+            read = self._for_after(index, rows)
             read = read if found.block is None else replace(read, block=found.block)
             values = layer.after(found.rows, values, read)
         if index < len(self.layers):
             layer = self.layers[index]
-            pushed, values = layer.before(values, self._for(layer, index, rows))
+            pushed, values = layer.before(values, rows)
             return {self._names[index]: pushed}, values
         if not layer.is_last:
             values = {f"{self._names[-1]}.{name}": value for name, value in values.items()}
         return {}, values
 
-    def _for(self, layer: Layer, index: int, rows: Rows) -> Rows:
-        """``rows`` with their place for a layer that makes what step ``index`` pushes there."""
-        is_maker = index < len(self.layers) and self._makers[index] is layer
-        return rows if rows.place is None or is_maker else replace(rows, place=None)
+    def _for_after(self, index: int, rows: Rows) -> Rows:
+        """``rows`` without their place, where that is for the next layer's ``before``.
+
+        The other way round ``before`` pushes what it is given.
+        """
+        is_for_before = rows.place is not None and self._makers[index] is self.layers[index]
+        return replace(rows, place=None) if is_for_before else rows
 
     def makes_in_place(self, index: int) -> bool:
         """See ``Piece``."""

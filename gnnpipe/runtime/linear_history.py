@@ -26,6 +26,8 @@ class LinearHistory(History):
         self.operator = operator
         self._recorded = 0
         """A bit for each chunk that has recorded in this epoch."""
+        self._lent: list[Tensor] = []
+        """By chunk, its rows of the table of gradients."""
 
     def into(self, chunk: int) -> tuple[int, int]:
         """Own rows of a chunk that read, as (start, stop): of another type, maybe."""
@@ -36,10 +38,9 @@ class LinearHistory(History):
         self.settle()
         found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
         self._read_once()
-        if not len(self._grads) or self._grads.dtype != self._dtype:
+        if not self._lent or self._grads.dtype != self._dtype:
             return found  # Evaluation has no gradients; and rounded, they have less room.
-        rows = Place.of(self._grads, *self.into(chunk)).rows
-        return rows.copy_(found)
+        return self._lent[chunk].copy_(found)
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Gradient [C, F] of the aggregated rows."""
@@ -75,3 +76,5 @@ class LinearHistory(History):
         count = self.operator.forward.num_rows if self.layout.num_chunks > 1 else 0
         if len(self._grads) != count:
             self._grads = self._grads.new_empty(count, self._grads.shape[1])
+            chunks = range(self.layout.num_chunks)
+            self._lent = [Place.of(self._grads, *self.into(c)).rows for c in chunks if count]
