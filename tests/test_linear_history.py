@@ -1,5 +1,7 @@
 """One table for what was aggregated and its gradients, which go back over live edges only."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -14,6 +16,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import assemble
 from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.train.sizes import chunk_sizes
 
 
 def trained(epochs=3, **settings):
@@ -87,7 +90,8 @@ def test_rows_of_chunks_that_have_not_recorded_are_not_read(settings, monkeypatc
 
     def begun(self):
         begin(self)
-        self._grads.fill_(torch.nan)
+        if self._is_shared:
+            self._grads.fill_(torch.nan)
 
     monkeypatch.setattr(LinearOperator, "back", spoilt)
     monkeypatch.setattr(LinearHistory, "_clear_gradients", begun)
@@ -105,9 +109,53 @@ def test_evaluation_has_no_table_of_gradients():
     assert {id(history) for history in seen} & {id(h) for h in stage.histories.values()} == set()
     assert seen
     assert {len(history._grads) for history in seen} == {0}
-    for history in stage.histories.values():
+    shared = [h for h in stage.histories.values() if h._is_shared]
+    assert shared
+    for history in shared:
         place = history._grads[history.into(1)[0] :].data_ptr()
         assert history.read(1).data_ptr() == place
+
+
+def test_who_shares():
+    def names(**settings):
+        config = quick_config(**{"layers": 4, "hidden": 16, "chunks": 5} | settings)
+        graph = small_graph(n=120, degree=3)
+        known = np.flatnonzero(graph.train_mask)
+        few = graph.train_mask & (np.arange(120) < known[len(known) // 3])
+        return prepare(config, Mesh.alone(), replace(graph, train_mask=few)).shared
+
+    # The last one has a matrix of its own, of the rows asked for.
+    assert names() == {"gcn0", "gcn1", "gcn2"}
+    assert names(layers=2) == set()
+    assert names(layers=3) == {"gcn0", "gcn1"}
+    assert names(chunks=1) == set()
+    assert names(model="gat") == set()
+    assert names(comm_dtype="bf16", dtype="float32") == set()
+    # Nothing stale: nothing is cut out, and the first aggregation is made once.
+    assert names(layers=2, staleness="exact") == {"gcn1"}
+
+
+def test_every_stage_by_itself():
+    config = quick_config(layers=5, hidden=16, chunks=5, stages=3)
+    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
+    ops, few = prepared.model_graph.ops, prepared.asked.ops
+    runs = [{op.name for op in ops[first:last]} for first, last in prepared.plan.stages]
+    assert {len(run) for run in runs} == {1, 2}
+    expected = [run - few if len(run - few) > 1 else set() for run in runs]
+    assert prepared.shared == set().union(*expected) != set()
+
+
+@pytest.mark.parametrize("staleness", ["auto", "exact"])
+def test_predictions_count_live_edges(staleness):
+    config = quick_config(layers=4, hidden=16, chunks=5, staleness=staleness)
+    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
+    graph, sizes = prepared.graph, chunk_sizes(prepared)
+    chunk, op = prepared.chunking.chunk_of_row(), prepared.model_graph.ops[1]
+    crossing = (np.repeat(chunk, graph.degrees) != chunk[graph.indices]).sum()
+    assert crossing > 0
+    dead = 0 if staleness == "exact" else crossing / 2
+    assert sizes.columns(op, "after")[1].sum() == graph.num_edges
+    assert sizes.columns(op, "before")[1].sum() == pytest.approx(graph.num_edges - dead, abs=5)
 
 
 def operator(index=None, dtype=torch.float64):

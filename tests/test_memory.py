@@ -65,10 +65,11 @@ def kept_bytes(monkeypatch, layers, graph, chunks, **settings):
 def in_tables(op, prepared):
     """Numbers that tables hold anyway, of what is kept for an op and of what it pushes."""
     recompute, asked = prepared.config.recompute, prepared.asked
-    if prepared.config.chunks == 1 or op.name in prepared.once or not op.is_linear:
+    if prepared.config.chunks == 1:
         return 0
-    # What was aggregated is where its gradient will be.
-    found = asked.rows_of(op.name, N) * op.push_width
+    # What was aggregated is where its gradient will be, where a table has both.
+    is_shared = op.name in prepared.shared
+    found = is_shared * asked.rows_of(op.name, N) * op.push_width
     # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
     is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)
     return found + bool(op.push_maker and is_kept) * N * op.push_width

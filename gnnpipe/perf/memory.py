@@ -10,10 +10,10 @@ the interpreter and torch themselves, and what reading the data takes before tra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once
+from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once, shared_tables
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
 
@@ -81,6 +81,7 @@ def estimate_memory(
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + n
     once = made_once(model, plan, row_bytes != number_bytes)
+    shared = shared_tables(model, plan, once, asked.ops, row_bytes != number_bytes)
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
@@ -90,12 +91,8 @@ def estimate_memory(
         if any(op.aggregates and op.name in asked.ops for op in ops):
             structure += asked.structure_bytes(row_bytes) + pointer * (asked.rows + read_rows)
         counts = {False: entries, True: asked.edges + asked.rows}
-        are_asked = {
-            op.name in asked.ops
-            for op in ops
-            if op.aggregates and op.is_linear and not op.is_mean and op.name not in once
-        }
-        for is_asked in are_asked if live_share else ():
+        cut_out = {(op.structure, op.name in asked.ops) for op in ops if op.name in shared}
+        for _, is_asked in cut_out if live_share else ():
             structure += int(live_share * counts[is_asked] * (4 + row_bytes)) + 4 * read_rows
             # A byte, two numbers and half of a third one while that is made, chunk by chunk.
             structure += 13 * counts[is_asked] // plan.chunks
@@ -142,7 +139,7 @@ def estimate_memory(
         for op in pushing
     )
     in_tables = _kept_in_tables(
-        ops, pushing if tables and row_bytes == number_bytes else [], plan.chunks, own_rows, asked,
+        ops, pushing if tables and row_bytes == number_bytes else [], shared, own_rows, asked,
         recompute,
     )  # fmt: skip
     kept = {
@@ -201,7 +198,7 @@ def estimate_memory(
 def _kept_in_tables(
     ops: Sequence[Op],
     pushing: Sequence[Op],
-    chunks: int,
+    shared: Collection[str],
     own_rows: Mapping[str, int],
     asked: Asked,
     recompute: bool,
@@ -209,7 +206,7 @@ def _kept_in_tables(
     """Of what each op keeps, the numbers that are in a table of one of ``pushing`` anyway."""
     found = dict.fromkeys((op.name for op in ops), 0)
     for op in pushing:
-        if op.is_linear and chunks > 1:
+        if op.name in shared:
             # What was aggregated is where its gradient will be.
             found[op.name] += op.push_width * asked.rows_of(op.name, own_rows[op.vertex_type])
         # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.

@@ -77,6 +77,8 @@ class ChunkSizes:
     dead: Mapping[str, Counts] = field(default_factory=dict)
     """Of ``edges``, where rows are read stale, those that are not live, the mean over all orders:
     half of what leads from one chunk to another."""
+    shared: frozenset[str] = frozenset()
+    """Ops whose gradients are brought back over live edges alone (``plan.shared_tables``)."""
 
     @property
     def chunks(self) -> int:
@@ -110,8 +112,8 @@ class ChunkSizes:
             edges = self.asked_pulled if side == "before" else self.asked_edges
         if side == "before":
             # What a product brings back; the way forward there has none.
-            dead = self.dead.get(op.vertex_type) if op.is_linear else None
-            if dead is not None and edges is not nothing:
+            dead = self.dead.get(op.vertex_type)
+            if dead is not None and op.name in self.shared:
                 every = np.maximum(self.edges[op.vertex_type], 1)
                 edges = np.round(edges * (1 - dead / every)).astype(np.int64)
             return self.rows[op.pushed_type], edges, entries

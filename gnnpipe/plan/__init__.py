@@ -5,8 +5,9 @@ from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_s
 from gnnpipe.plan.model_graph import ModelGraph, Op
 from gnnpipe.plan.once import made_once
 from gnnpipe.plan.plan import Plan, Transfer
+from gnnpipe.plan.shared_tables import shared_tables
 
 __all__ = [
     "ALL_ROWS", "Asked", "ModelGraph", "Op", "Plan", "Transfer", "asked_of", "gradient_buckets",
-    "gradient_steps", "made_once", "op_gradient_steps",
+    "gradient_steps", "made_once", "op_gradient_steps", "shared_tables",
 ]  # fmt: skip

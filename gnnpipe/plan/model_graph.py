@@ -51,6 +51,8 @@ class Op:
     """Numbers that are kept of an edge, without ``--recompute``."""
     structure_per_edge: int = 0
     """Bytes of structure for an edge, beyond the edge itself."""
+    structure: str = ""
+    """What it aggregates over (``models.Aggregation``)."""
     is_linear: bool = True
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False

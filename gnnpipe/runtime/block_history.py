@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Block, Blocks
-from gnnpipe.runtime.history import History, HistorySpec
+from gnnpipe.runtime.history import History, HistorySpec, zeroed
 
 __all__ = ["BlockHistory"]
 
@@ -60,11 +60,4 @@ class BlockHistory(History):
         return self._grads[low:high]
 
     def _clear_gradients(self) -> None:
-        self._grads = _zeroed(self._grads, self.layout.num_rows)
-
-
-def _zeroed(grads: Tensor, rows: int) -> Tensor:
-    """``grads`` set to zero, allocated on first use: evaluation never needs it."""
-    if len(grads) == rows:
-        return grads.zero_()
-    return grads.new_zeros(rows, grads.shape[1])
+        self._grads = zeroed(self._grads, self.layout.num_rows)

@@ -23,7 +23,7 @@ from gnnpipe.models.place import Place
 from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.exchange import Arrival, Exchange
 
-__all__ = ["History", "HistorySpec"]
+__all__ = ["History", "HistorySpec", "zeroed"]
 
 
 _MOVED_AT_ONCE = {"cpu": 1024, "cuda": 1 << 16}
@@ -187,3 +187,10 @@ class History(ABC):
     @abstractmethod
     def _clear_gradients(self) -> None:
         """Forget the gradients of the last epoch."""
+
+
+def zeroed(grads: Tensor, rows: int) -> Tensor:
+    """``grads`` set to zero, allocated on first use: evaluation never needs it."""
+    if len(grads) == rows:
+        return grads.zero_()
+    return grads.new_zeros(rows, grads.shape[1])

@@ -95,11 +95,17 @@ class MeanHistory(History):
 
 
 def open_history(
-    spec: HistorySpec, width: int, structure: LinearOperator | Blocks | Everyone
+    spec: HistorySpec,
+    width: int,
+    structure: LinearOperator | Blocks | Everyone,
+    is_shared: bool = False,
 ) -> History:
-    """A history for rows of ``width`` over what the layer aggregates with."""
+    """A history for rows of ``width`` over what the layer aggregates with.
+
+    ``is_shared``: what is aggregated lies where its gradient will be (``plan.shared_tables``).
+    """
     if isinstance(structure, Everyone):
         return MeanHistory(spec, width, structure)
     if isinstance(structure, Blocks):
         return BlockHistory(spec, width, structure)
-    return LinearHistory(spec, width, structure)
+    return LinearHistory(spec, width, structure, is_shared)

@@ -89,7 +89,8 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         structure = structures[aggregation.over]
         if is_training:
             structure = asked.operators.get(aggregation.name, structure)
-        return open_history(spec, aggregation.width, structure)
+        is_shared = is_training and aggregation.name in prepared.shared
+        return open_history(spec, aggregation.width, structure, is_shared)
 
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
     once = _once(prepared, piece, structures, mesh.device)

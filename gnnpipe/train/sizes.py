@@ -63,6 +63,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
         asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
         asked_pulled=_pulled(prepared, asked),
+        shared=prepared.shared,
         dead={name: counts // 2 for name, counts in summed(dict.fromkeys(names, crossing)).items()}
         if reads_stale
         else {},
