@@ -16,6 +16,7 @@ from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train.assemble import assemble
 from gnnpipe.train.metrics import evaluate, train_epoch
 from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.train.shared import shared_of
 from gnnpipe.train.sizes import chunk_sizes
 
 
@@ -122,7 +123,7 @@ def test_who_shares():
         graph = small_graph(n=120, degree=3)
         known = np.flatnonzero(graph.train_mask)
         few = graph.train_mask & (np.arange(120) < known[len(known) // 3])
-        return prepare(config, Mesh.alone(), replace(graph, train_mask=few)).shared
+        return shared_of(prepare(config, Mesh.alone(), replace(graph, train_mask=few)))
 
     # The last one has a matrix of its own, of the rows asked for.
     assert names() == {"gcn0", "gcn1", "gcn2"}
@@ -142,7 +143,7 @@ def test_every_stage_by_itself():
     runs = [{op.name for op in ops[first:last]} for first, last in prepared.plan.stages]
     assert {len(run) for run in runs} == {1, 2}
     expected = [run - few if len(run - few) > 1 else set() for run in runs]
-    assert prepared.shared == set().union(*expected) != set()
+    assert shared_of(prepared) == set().union(*expected) != set()
 
 
 @pytest.mark.parametrize("staleness", ["auto", "exact"])

@@ -14,6 +14,7 @@ from gnnpipe.train.assemble import assemble
 from gnnpipe.train.describe import describe
 from gnnpipe.train.metrics import train_epoch
 from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.train.shared import shared_of
 
 N, HIDDEN = 400, 32
 
@@ -68,7 +69,7 @@ def in_tables(op, prepared):
     if prepared.config.chunks == 1:
         return 0
     # What was aggregated is where its gradient will be, where a table has both.
-    is_shared = op.name in prepared.shared
+    is_shared = op.name in shared_of(prepared)
     found = is_shared * asked.rows_of(op.name, N) * op.push_width
     # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
     is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)

@@ -38,6 +38,7 @@ from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.train.memory_use import held_bytes
 from gnnpipe.train.prepare import Prepared
 from gnnpipe.train.room import check_room
+from gnnpipe.train.shared import shared_of
 from gnnpipe.train.task import num_targets
 
 __all__ = ["Assembly", "assemble"]
@@ -83,13 +84,14 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
     asked = asked_part(prepared, piece, layouts, structures, mesh.device)
+    shared = shared_of(prepared)
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = (training if is_training else evaluation)[aggregation.pushed_type]
         structure = structures[aggregation.over]
         if is_training:
             structure = asked.operators.get(aggregation.name, structure)
-        is_shared = is_training and aggregation.name in prepared.shared
+        is_shared = is_training and aggregation.name in shared
         return open_history(spec, aggregation.width, structure, is_shared)
 
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])

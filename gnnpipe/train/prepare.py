@@ -28,7 +28,7 @@ from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once, shared_tables
+from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
@@ -87,9 +87,8 @@ class Prepared:
         when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
         if self.config.techniques.exact_above and not self.report.exact:
             when.append("those behind a jump of the gradients")
-        if not when:
-            return self.program.text()
-        return f"# {', '.join(when)}\n{self.exact_program.text()}# others\n{self.program.text()}"
+        exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
+        return exact + self.program.text()
 
     @property
     def exact_epochs(self) -> int:
@@ -108,12 +107,6 @@ class Prepared:
             self.config, self.model_graph, self.graph, self.asked_mask, self.plan.stages[-1],
             self.once,
         )  # fmt: skip
-
-    @property
-    def shared(self) -> frozenset[str]:
-        """Aggregations whose results and gradients share a table."""
-        rounds_rows = self.row_dtype != self.dtype
-        return shared_tables(self.model_graph, self.plan, self.once, self.asked.ops, rounds_rows)
 
     @cached_property
     def asked_mask(self) -> npt.NDArray[np.bool_]:

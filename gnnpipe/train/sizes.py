@@ -15,6 +15,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.shared import shared_of
 
 __all__ = ["chunk_sizes"]
 
@@ -63,7 +64,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
         asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
         asked_pulled=_pulled(prepared, asked),
-        shared=prepared.shared,
+        shared=shared_of(prepared),
         dead={name: counts // 2 for name, counts in summed(dict.fromkeys(names, crossing)).items()}
         if reads_stale
         else {},
