@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,9 +74,9 @@ class ChunkSizes:
     asked_edges: Counts = field(default_factory=_no_counts)
     asked_pulled: Counts = field(default_factory=_no_counts)
     """The same edges by the chunk that they lead from, halo rows' chunks counted."""
-    dead: Mapping[str, Counts] = field(default_factory=dict)
-    """Of ``edges``, where rows are read stale, those that are not live, the mean over all orders:
-    half of what leads from one chunk to another."""
+    stale_edges: Mapping[str, Counts] = field(default_factory=dict)
+    """Those of ``edges`` that stale rows are read over, the mean over all orders: half of what
+    leads from one chunk to another; none where nothing is stale."""
     shared: frozenset[str] = frozenset()
     """Ops whose gradients are brought back over live edges alone (``plan.shared_tables``)."""
 
@@ -100,6 +100,16 @@ class ChunkSizes:
         rows, entries = self.rows[op.vertex_type][shard], self.entries[op.vertex_type][shard]
         return Work(int(rows.sum()), entries=int(entries.sum()))
 
+    def begun(self, ops: Iterable[Op], shard: int) -> Work:
+        """What an epoch begins with: numbers of cleared tables (rows), and of masks (edges).
+
+        A single chunk's gradients are not kept. Masks are made for it, too.
+        """
+        pushing = [op for op in ops if op.aggregates]
+        numbers = [op.push_width * int(self.rows[op.pushed_type][shard].sum()) for op in pushing]
+        cleared = [n * op.clears for n, op in zip(numbers, pushing, strict=True)]
+        return Work(sum(cleared) * (self.chunks > 1), sum(numbers), times=len(pushing))
+
     def columns(self, op: Op, side: str) -> tuple[Counts, Counts, Counts]:
         """Rows, edges and entries [G, K] that a part has to do with."""
         nothing = np.zeros((self.shards, self.chunks), dtype=np.int64)
@@ -112,10 +122,10 @@ class ChunkSizes:
             edges = self.asked_pulled if side == "before" else self.asked_edges
         if side == "before":
             # What a product brings back; the way forward there has none.
-            dead = self.dead.get(op.vertex_type)
-            if dead is not None and op.name in self.shared:
+            if op.name in self.shared and self.stale_edges:
                 every = np.maximum(self.edges[op.vertex_type], 1)
-                edges = np.round(edges * (1 - dead / every)).astype(np.int64)
+                share = self.stale_edges[op.vertex_type] / every
+                edges = np.round(edges * (1 - share)).astype(np.int64)
             return self.rows[op.pushed_type], edges, entries
         if op.name in self.asked:
             return self.asked_rows, edges, entries

@@ -93,13 +93,9 @@ class ProfiledCosts:
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Clearing and keeping tables; masks."""
-        pushing = [op for op in self._stage_ops(stage) if op.aggregates]
-        rows = {name: float(counts[shard].sum()) for name, counts in self.sizes.rows.items()}
-        numbers = [(op.push_width * rows[op.pushed_type], op.clears) for op in pushing]
-        # A single chunk's gradients are not kept.
-        cleared = sum(n for n, clears in numbers if clears and self.plan.chunks > 1)
-        begin, masked = self._compute.begin, sum(n for n, _ in numbers)
-        return begin.base_s * len(pushing) + begin.per_row_s * cleared + begin.per_edge_s * masked
+        begin, work = self._compute.begin, self.sizes.begun(self._stage_ops(stage), shard)
+        per_row, per_edge = begin.per_row_s * work.rows, begin.per_edge_s * work.edges
+        return begin.base_s * work.times + per_row + per_edge
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
         """One step of one chunk; rows taken out for other shards, or added, are part of it."""

@@ -18,7 +18,6 @@ def made_once(model: ModelGraph, plan: Plan, rounds_rows: bool) -> frozenset[str
 
     ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not.
     """
-    is_exact = plan.chunks == 1 or plan.schedule == "layer-sync"
-    if plan.shards > 1 or not is_exact or rounds_rows:
+    if plan.shards > 1 or plan.reads_stale or rounds_rows:
         return frozenset()
     return frozenset(op.name for op in model.ops if op.of_features)

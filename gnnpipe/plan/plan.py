@@ -76,6 +76,11 @@ class Plan:
         """Ranks: S * G."""
         return self.num_stages * self.shards
 
+    @property
+    def reads_stale(self) -> bool:
+        """Chunks read rows of an earlier epoch: of several, but for ``layer-sync``."""
+        return self.chunks > 1 and self.schedule != "layer-sync"
+
     def sends(self, stage: int) -> list[Transfer]:
         """What ``stage`` sends forward."""
         return [t for t in self.transfers if t.source == stage]

@@ -36,6 +36,6 @@ def shared_tables(
                 alike[op.structure, op.name in asked].append(op.name)
         for names in alike.values():
             # Where nothing is stale, nothing is cut out.
-            if len(names) > 1 or plan.schedule == "layer-sync":
+            if len(names) > 1 or not plan.reads_stale:
                 found.update(names)
     return frozenset(found)

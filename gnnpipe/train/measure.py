@@ -114,13 +114,7 @@ def work_at(
         return {UPDATE: Work(weights, times=len(ops))}
     pushing = [op for op in ops if op.aggregates]
     if what == BEGIN:
-        # A single chunk's gradients are not kept. Masks are made for it, too.
-        numbers = [
-            (op.push_width * int(sizes.rows[op.pushed_type][shard].sum()), op.clears)
-            for op in pushing
-        ]
-        cleared = sum(n for n, clears in numbers if clears and prepared.plan.chunks > 1)
-        return {BEGIN: Work(cleared, sum(n for n, _ in numbers), times=len(pushing))}
+        return {BEGIN: sizes.begun(ops, shard)}
     summed: dict[Hashable, Work] = {}
     if what in ("forecast", "recall"):
         found = [(op, what, Work(int(sizes.pilots[op.vertex_type][shard]))) for op in ops]

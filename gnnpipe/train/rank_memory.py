@@ -20,12 +20,15 @@ from gnnpipe.train.prepare import Prepared
 
 __all__ = ["memory_by_rank", "memory_of_rank"]
 
+Counts = npt.NDArray[np.int64]
+
 
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """The estimate of every rank, in rank order."""
     plan = prepared.plan
     # A shard is counted once, not for every stage.
-    held = [_Held.of(prepared, shard) for shard in range(plan.shards)]
+    crossing = _crossing(prepared)
+    held = [_Held.of(prepared, shard, crossing) for shard in range(plan.shards)]
     return [
         _memory(prepared, stage, held[shard])
         for stage in range(plan.num_stages)
@@ -35,7 +38,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
     """The estimate of one rank."""
-    return _memory(prepared, stage, _Held.of(prepared, shard))
+    return _memory(prepared, stage, _Held.of(prepared, shard, _crossing(prepared)))
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class _Held:
     asked: Asked
 
     @classmethod
-    def of(cls, prepared: Prepared, shard: int) -> _Held:
+    def of(cls, prepared: Prepared, shard: int, crossing: Counts | None) -> _Held:
         graph = prepared.graph
         layout = shard_layout(graph, prepared.chunking, shard)
         layouts = table_layouts(graph, prepared.chunking, layout)
@@ -64,7 +67,7 @@ class _Held:
             halo_rows={t: len(of.halo) for t, of in layouts.items()},
             own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
             own_edges=int(graph.degrees[layout.own].sum()),
-            live_share=_live_share(prepared, layout.own),
+            live_share=_live_share(graph, layout.own, crossing),
             feature_entries=_feature_entries(graph, layout.own),
             pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
@@ -97,15 +100,20 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
     )
 
 
-def _live_share(prepared: Prepared, rows: npt.NDArray[np.int64]) -> float:
-    """Of the edges into some rows and their loops, where chunks read stale rows."""
-    if prepared.plan.chunks == 1 or prepared.plan.schedule == "layer-sync":
+def _crossing(prepared: Prepared) -> Counts | None:
+    """Edges into every vertex [N] from another chunk; none where chunks read nothing stale."""
+    if not prepared.plan.reads_stale:
+        return None
+    return crossing_degrees(prepared.graph, prepared.chunking)
+
+
+def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
+    """Of the edges into some rows and their loops."""
+    if crossing is None:
         return 0.0
-    graph = prepared.graph
     entries = len(rows) + int(graph.degrees[rows].sum())
-    crossing = crossing_degrees(graph, prepared.chunking)[rows].sum()
     # Of two chunks that read each other one stands in front.
-    return 1.0 - float(crossing) / 2 / max(entries, 1)
+    return 1.0 - float(crossing[rows].sum()) / 2 / max(entries, 1)
 
 
 def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:

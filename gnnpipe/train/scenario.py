@@ -181,7 +181,7 @@ def memory_of_shape(
             halo_rows={"": math.ceil(own * _halo(config, shape))},
             own_edges=math.ceil(shape.edges / shards), own_pairs=0,
             # How many lead from one chunk to another is not known: the most it can be.
-            live_share=float(plan.chunks > 1 and plan.schedule != "layer-sync"),
+            live_share=float(plan.reads_stale),
             feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
             symmetric=True, snapshot=config.techniques.snapshot_every > 1,
             pilot_rows={"": math.ceil(pilots / shards)},
@@ -200,7 +200,7 @@ def _halo(config: TrainConfig, shape: GraphShape) -> float:
 
 
 def _pilots(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
-    if config.chunks == 1 or plan.schedule == "layer-sync":
+    if not plan.reads_stale:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
     return min(config.techniques.pilots_per_column * (widest + 1), shape.vertices)

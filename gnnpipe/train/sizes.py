@@ -45,8 +45,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
 
     nothing = np.zeros(graph.num_vertices, dtype=np.int64)
     asked = prepared.asked_mask
-    reads_stale = chunking.chunks > 1 and prepared.plan.schedule != "layer-sync"
-    crossing = crossing_degrees(graph, chunking) if reads_stale else nothing
+    crossing = crossing_degrees(graph, chunking) if prepared.plan.reads_stale else nothing
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
@@ -65,9 +64,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
         asked_pulled=_pulled(prepared, asked),
         shared=shared_of(prepared),
-        dead={name: counts // 2 for name, counts in summed(dict.fromkeys(names, crossing)).items()}
-        if reads_stale
-        else {},
+        stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
 
 
