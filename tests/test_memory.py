@@ -15,6 +15,7 @@ from gnnpipe.train.describe import describe
 from gnnpipe.train.metrics import train_epoch
 from gnnpipe.train.prepare import chunk_order, prepare
 from gnnpipe.train.shared import shared_of
+from gnnpipe.train.task import kept_by_loss, labels_of, loss_sum
 
 N, HIDDEN = 400, 32
 
@@ -109,3 +110,26 @@ def test_layers_keep_what_they_say(model, recompute, chunks, is_few, monkeypatch
     there = sum(in_tables(o, prepared) for o in (*ends[:3], ends[-1])) - 4 * in_tables(op, prepared)
     beyond = 4 * N * (first - 2 * said - sum(spared)) + 4 * (last + scores - there)
     assert four - 4 * (eight - four) / 4 == pytest.approx(beyond, abs=4 * N * HIDDEN * 0.2)
+
+
+@pytest.mark.parametrize("kind", ["classes", "labels", "numbers"])
+def test_the_loss_keeps_what_it_says(kind):
+    rows, width = 60, 7
+    y = {
+        "classes": np.arange(rows) % width,
+        "labels": np.arange(rows * width).reshape(rows, width) % 2,
+        "numbers": np.linspace(0, 1, rows * width, dtype=np.float32).reshape(rows, width),
+    }[kind]
+    graph = replace(small_graph(n=rows), y=y, num_classes=width)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    logits = torch.randn(rows, width, requires_grad=True) * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_sum(logits, labels_of(graph, np.arange(rows), torch.float32))
+    rows_of = [t for t in kept.values() if t.is_floating_point() and t.dim()]
+    numbers = sum(t.untyped_storage().nbytes() // 4 for t in rows_of)
+    assert numbers == rows * kept_by_loss(graph)

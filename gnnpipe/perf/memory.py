@@ -2,9 +2,9 @@
 
 Counted per rank: the graph's structure, the features (first stage), history tables with snapshots
 and gradients, what autograd keeps of every own row until backward, weights with their gradients and
-Adam's two moments, the pilot rows of a forecast and the kept weights of a best epoch. Not counted:
-the interpreter and torch themselves, and what reading the data takes before training;
-``gnnpipe info`` says so.
+Adam's two moments, the pilot rows of a forecast and the kept weights of a best epoch. Of training
+and evaluation what takes more is counted. Not counted: the interpreter and torch themselves, and
+what reading the data takes before training; ``gnnpipe info`` says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from gnnpipe.perf.evaluation_memory import evaluation_bytes
 from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once, shared_tables
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
@@ -59,6 +60,7 @@ def estimate_memory(
     row_bytes: int,
     recompute: bool,
     copied_share: float,
+    loss_numbers: int,
     asked: Asked,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
@@ -71,7 +73,8 @@ def estimate_memory(
     their features; ``extra_weights``: copies of the weights beside those that are trained;
     ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
     that a chunk reads from others, per own row, which convolutions on blocks keep a copy of;
-    ``asked``: of this shard.
+    ``loss_numbers``: those that the loss keeps of the shard's training vertices; ``asked``: of this
+    shard.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -170,7 +173,9 @@ def estimate_memory(
     # What backward makes of one chunk on the way, or a recall of the pilot rows. What is behind an
     # op has been let go by then.
     widest = max((op.passing_per_row for op in ops), default=0)
-    passing, gone = widest * sum(pilot_rows.values()), 0
+    of_loss = 0 if plan.sends(stage) else loss_numbers
+    activations += of_loss
+    passing, gone = widest * sum(pilot_rows.values()), of_loss // plan.chunks
     for op in reversed(ops):
         passing = max(passing, op.passing_per_row * asked.rows_of(op.name, n) // plan.chunks - gone)
         gone += kept[op.name] // plan.chunks
@@ -190,9 +195,14 @@ def estimate_memory(
             each = 1 + sum(op.kept_widths.values())
             activations += op.push_width * (rows[op.pushed_type] + own_rows[op.vertex_type])
             activations += each * own_pairs
+    held = evaluation_bytes(
+        plan, ops, list(depths.values()), stage, pushing, own_rows=own_rows, table_rows=rows,
+        number_bytes=number_bytes, row_bytes=row_bytes,
+    )  # fmt: skip
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
-    return MemoryEstimate(structure, features, history, activations * number_bytes, weights)
+    most = max(activations * number_bytes, held)
+    return MemoryEstimate(structure, features, history, most, weights)
 
 
 def _kept_in_tables(

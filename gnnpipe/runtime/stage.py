@@ -164,13 +164,17 @@ class Stage:
     def _forward_step(self, chunk: int, step: int, walk: _Walk) -> Values:
         leaves = {name: _leaf(value, self._training) for name, value in walk.values.items()}
         received = {}
+        if not self._training:
+            # Step by step only the tables that are read and those that are written are needed.
+            alive = {a.name for one in self.piece.rounds[max(step - 1, 0) : step + 1] for a in one}
+            self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
         if step > 0:
             for aggregation in self.piece.rounds[step - 1]:
                 if aggregation.name in self._once:
                     rows = self._once[aggregation.name][self._rows_of(chunk)]
                     received[aggregation.name] = Received(rows)
                     continue
-                history = self._history(aggregation, step - 1)
+                history = self._history(aggregation)
                 block = history.block(chunk) if isinstance(history, BlockHistory) else None
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
@@ -184,7 +188,7 @@ class Stage:
         if step < self.num_steps - 1:
             for aggregation in self.piece.rounds[step]:
                 if aggregation.name in pushed:
-                    self._history(aggregation, step).push(chunk, pushed[aggregation.name])
+                    self._history(aggregation).push(chunk, pushed[aggregation.name])
         if self._training:
             made = None if self.recompute else (_entries(pushed), _entries(values))
             walk.tape.append(_Step(leaves, received, made))
@@ -215,7 +219,7 @@ class Stage:
         (aggregation,) = self.piece.rounds[step]
         if aggregation.name in self._once:
             return None
-        return self._history(aggregation, step).place(chunk)
+        return self._history(aggregation).place(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
         """Gradients of the values that the chunk left the stage with.
@@ -263,15 +267,11 @@ class Stage:
         rows = self._rows_now[chunk]
         return slice(rows.start, rows.start + len(rows.keys))
 
-    def _history(self, aggregation: Aggregation, round_: int) -> History:
+    def _history(self, aggregation: Aggregation) -> History:
         """The table of an aggregation: the lasting one in training, a passing one otherwise."""
         if self._training:
             return self.histories[aggregation.name]
         if aggregation.name not in self._scratch:
-            # Step by step only the tables that are read and those that are written are needed.
-            rounds = self.piece.rounds[max(round_ - 1, 0) : round_ + 1]
-            alive = {a.name for one in rounds for a in one}
-            self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
             self._scratch[aggregation.name] = self._open(aggregation, False)
         return self._scratch[aggregation.name]
 

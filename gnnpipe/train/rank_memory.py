@@ -17,6 +17,7 @@ from gnnpipe.perf import MemoryEstimate, estimate_memory
 from gnnpipe.plan import Asked
 from gnnpipe.train.asked_rows import asked_among
 from gnnpipe.train.prepare import Prepared
+from gnnpipe.train.task import kept_by_loss
 
 __all__ = ["memory_by_rank", "memory_of_rank"]
 
@@ -54,6 +55,7 @@ class _Held:
     pilot_rows: dict[str, int]
     pilot_edges: int
     pilot_feature_entries: int
+    loss_numbers: int
     asked: Asked
 
     @classmethod
@@ -72,6 +74,7 @@ class _Held:
             pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
             pilot_edges=int(graph.degrees[pilots].sum()),
             pilot_feature_entries=_feature_entries(graph, pilots),
+            loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
             asked=asked_among(graph, prepared.asked_mask, prepared.asked, layout.own),
         )
 

@@ -21,6 +21,7 @@ from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.perf import estimate_memory
 from gnnpipe.runtime.launch import launched_local_rank
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.task import kept_by_loss
 
 if TYPE_CHECKING:
     from gnnpipe.train.prepare import Prepared
@@ -83,6 +84,7 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         extra_weights=0,
         number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
         recompute=prepared.config.recompute, copied_share=0.0,
+        loss_numbers=int(graph.train_mask.sum()) // shards * kept_by_loss(graph),
         asked=replace(asked, rows=asked.rows // shards, edges=asked.edges // shards),
     ).total  # fmt: skip
 

@@ -188,7 +188,8 @@ def memory_of_shape(
             pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
             pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
             extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
-            recompute=config.recompute, copied_share=shape.halo, asked=ALL_ROWS,
+            recompute=config.recompute, copied_share=shape.halo,
+            loss_numbers=own * shape.classes, asked=ALL_ROWS,
             number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
         ).total
         for stage in range(plan.num_stages)

@@ -19,7 +19,7 @@ from gnnpipe.graph.labels import Labels, is_known
 
 __all__ = [
     "ERRORS", "RARE", "REGRESSION", "LossFn", "check_loss", "choose_metric", "has_both",
-    "labels_of", "loss_sum", "num_targets", "validation_labels",
+    "kept_by_loss", "labels_of", "loss_sum", "num_targets", "validation_labels",
 ]  # fmt: skip
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -93,6 +93,14 @@ def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(
         logits, y.clamp(min=0).to(logits.dtype), weight=(y >= 0).to(logits.dtype), reduction="sum"
     )
+
+
+def kept_by_loss(graph: Graph) -> int:
+    """Numbers that ``loss_sum`` keeps of a row until backward; of pairs none."""
+    if graph.pairs is not None:
+        return 0
+    # Of several labels the logits, the labels and which of them are known, as numbers.
+    return graph.num_classes * (3 if graph.is_multi_label else 1)
 
 
 def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
