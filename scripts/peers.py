@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 SHARED = ROOT.parent / "shared" / "data"
-OWN = ("ours", "whole", "floor")
+OWN = ("ours", "exact", "whole", "floor")
 DROPOUT, HEADS, CLASSES = 0.5, 4, 16
 LIMIT = 18 << 30
 """Bytes of address space: a contender that wants more is told so, and the others go on."""
@@ -61,7 +61,13 @@ def load(dataset: str) -> Any:
 
 
 def ours(
-    graph: Any, model: str, layers: int, width: int, chunks: int = 1, matmul: str = "same"
+    graph: Any,
+    model: str,
+    layers: int,
+    width: int,
+    chunks: int = 1,
+    matmul: str = "same",
+    staleness: str = "auto",
 ) -> tuple[Epoch, Any]:
     """An epoch as ``Trainer`` runs it, and what it runs on."""
     from gnnpipe import TrainConfig
@@ -72,7 +78,7 @@ def ours(
 
     config = TrainConfig(
         model=model, layers=layers, hidden=width, heads=HEADS, dropout=DROPOUT, lr=0.001,
-        chunks=chunks, matmul_dtype=matmul, out="off", quiet=True,
+        chunks=chunks, matmul_dtype=matmul, staleness=staleness, out="off", quiet=True,
     )  # fmt: skip
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh, graph)
@@ -250,8 +256,9 @@ def _stack(
 def build(contender: str, dataset: str, model: str, layers: int, width: int) -> Epoch:
     graph = load(dataset)
     name, _, form = contender.partition(":")
-    if name == "ours":
-        return ours(graph, model, layers, width, int(form or 1))[0]
+    if name in ("ours", "exact"):
+        staleness = "exact" if name == "exact" else "auto"
+        return ours(graph, model, layers, width, int(form or 1), staleness=staleness)[0]
     if name == "whole":
         from gnnpipe.train import row_blocks
 

@@ -70,7 +70,8 @@ class Received:
     """What a step gets of one aggregation."""
 
     rows: Tensor
-    """[C, F], aggregated; or, not linear, the rows [C + H, F] of the block, the own ones first.
+    """[C, F], aggregated, of a mean [1, F] or as many alike; or, not linear, the rows [C + H, F]
+    of the block, the own ones first.
     They are lent until the step has gone back, and hold something else then."""
     block: Block | None = None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.operators import Everyone, LinearOperator
+from gnnpipe.models.tail import blocks_of
 from gnnpipe.runtime.block_history import BlockHistory
 from gnnpipe.runtime.exchange import sum_over_shards
 from gnnpipe.runtime.history import History, HistorySpec
@@ -51,19 +52,19 @@ class MeanHistory(History):
         if self.drift is not None:
             self.drift.before(self.table)
         if self._weights is None:
-            part = rows.detach().sum(0, dtype=torch.float64)
+            part = _sum(rows.detach())
         else:
             part = self._weights[slice(*self.rows(chunk))] @ rows.detach().double()
         self.table[chunk] = self._summed(part / self._divisor)
 
     def read(self, chunk: int) -> Tensor:
-        """The mean, once for each own row: [C, F]."""
-        start, stop = self.rows(chunk)
-        return self.mean.to(self._dtype).expand(stop - start, -1).contiguous()
+        """The mean [1, F], which is the same for all rows of the chunk."""
+        del chunk
+        return self.mean.to(self._dtype)[None]
 
     def record(self, chunk: int, grad: Tensor) -> None:
-        """Gradient [C, F] of what ``read`` gave."""
-        self._grads[chunk] = self._summed(grad.sum(0, dtype=torch.float64))
+        """Gradient [1, F] of what ``read`` gave."""
+        self._grads[chunk] = self._summed(grad[0].double())
 
     def begin_pull(self, chunk: int) -> None:
         """Nothing is on its way: the sums are made when they are recorded."""
@@ -92,6 +93,14 @@ class MeanHistory(History):
 
     def _clear_gradients(self) -> None:
         self._grads = torch.zeros_like(self.table)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """[F] float64 of rows [C, F], in blocks: torch makes a copy in that type of all it is given."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for block in blocks_of(rows, rows.shape[1]):
+        total += rows[block].sum(0, dtype=torch.float64)
+    return total
 
 
 def open_history(

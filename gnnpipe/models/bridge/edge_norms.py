@@ -20,7 +20,7 @@ from torch_geometric import nn as pyg
 
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 from gnnpipe.models.bridge.marks import aggregate, in_training
-from gnnpipe.models.bridge.norms import positive
+from gnnpipe.models.bridge.norm_rows import positive
 from gnnpipe.models.bridge.rules import OtherKindError, Rule
 
 __all__ = ["EDGE_RULES"]

@@ -16,8 +16,9 @@ from torch_geometric import nn as pyg
 
 from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.models.bridge.marks import aggregate, in_training
+from gnnpipe.models.bridge.norm_rows import normalise, positive, squares
 
-__all__ = ["NORMS", "move_statistics", "positive"]
+__all__ = ["NORMS", "move_statistics"]
 
 
 def _mean(x: Any, path: str = "", what: str = "") -> Any:
@@ -27,11 +28,6 @@ def _mean(x: Any, path: str = "", what: str = "") -> Any:
 
 def _square(x: Any) -> Any:
     return x * x
-
-
-def positive(variance: Any) -> Any:
-    """A forecast of the stale part may come out below zero."""
-    return torch.clamp(variance, min=0.0)
 
 
 def _affine(module: Any, x: Any) -> Any:
@@ -45,11 +41,11 @@ def batch_norm(module: Any, x: Any, path: str) -> Any:
     if not module.track_running_stats:
         path = ""
     mean = _mean(x, path, "mean")
-    variance = _mean(_square(x - mean), path, "variance")
+    variance = _mean(squares(x, mean), path, "variance")
     if path:
         mean = in_training(mean, module.running_mean)
         variance = in_training(variance, module.running_var)
-    return _affine(module, (x - mean) * torch.rsqrt(positive(variance) + module.eps))
+    return normalise(x, mean, variance, module.weight, module.bias, module.eps)
 
 
 def layer_norm(module: Any, x: Any, path: str) -> Any:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from gnnpipe.graph.blocks import Block
+from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.linear_maps import (
     LinearOfFeatures,
@@ -22,8 +22,18 @@ from gnnpipe.models.bridge.linear_maps import (
     linear_of_features,
     rounded_linear,
 )
-from gnnpipe.models.bridge.marks import drop, in_training, of_vertices
+from gnnpipe.models.bridge.marks import aggregate, in_training
+from gnnpipe.models.bridge.norm_rows import normalise, squares
 from gnnpipe.models.bridge.recording import attribute
+from gnnpipe.models.bridge.step_calls import (
+    OF_ROWS,
+    dense_features,
+    edge_data_of,
+    first_row,
+    flattened,
+    for_all,
+    shaped,
+)
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.piece import Received
 
@@ -39,12 +49,15 @@ class StepFunction:
         pushing, leaving = cut.pushing(step), cut.carried(step)
         ends = step == cut.num_steps - 1
         writer = _Writer(cut)
-        writer.take(before, flat=step == 0)
+        # The last step may make fewer rows, which are chosen of what it is handed.
+        writer.take(before, flat=step == 0, has_means=0 < step < cut.num_steps - 1)
         writer.arrive(arrived)
         for op in cut.running(step):
             writer.make(op)
         pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
-        self.function = writer.finish(pushed, leaving, flat=ends)
+        self.function = writer.finish(
+            pushed, leaving, flat=ends, has_means=step < cut.num_steps - 2
+        )
         self._before = [v.name for v in before]
         self._arrived = [op.name for op in arrived]
         self._pushing = [op.name for op in pushing]
@@ -77,12 +90,20 @@ class _Writer:
         self._rows = self._graph.placeholder("rows")
         self._parts: dict[str, fx.Node] = {"": self._rows}
         self._made: dict[fx.Node, fx.Node] = {}
+        self._means: dict[fx.Node, fx.Node] = {}
+        """Of values that are the same for all rows the single row; ``_made`` has them as rows."""
 
-    def take(self, values: list[fx.Node], flat: bool) -> None:
-        """Values that were handed on; ``flat`` if they come from another stage."""
+    def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
+        """Values that were handed on; ``flat`` if they come from another stage.
+
+        With ``has_means``, of those that are the same for all rows a single one was.
+        """
         for value in values:
             held = self._graph.placeholder(value.name)
-            self._made[value] = self._shaped(held, value) if flat else held
+            if has_means and self._is_mean(value):
+                self._means[value] = held
+            else:
+                self._made[value] = self._shaped(held, value) if flat else held
 
     def arrive(self, ops: list[fx.Node]) -> None:
         """What was aggregated: for each op its rows and its block."""
@@ -94,11 +115,14 @@ class _Writer:
             for op in ops
         ]
         for op, (found, block) in zip(ops, inputs, strict=True):
-            self._made[op] = self._arrive(op, found, block)
+            if self._is_mean(op):
+                self._means[op] = self._shaped(self._call(first_row, found), op)
+            else:
+                self._made[op] = self._arrive(op, found, block)
 
     def make(self, call: fx.Node) -> fx.Node:
         """The value of a call in this step, made if it is not there."""
-        if call in self._made or call.op == "placeholder":
+        if call in self._made or call in self._means or call.op == "placeholder":
             return self._value(call)
         if call.op == "get_attr":
             self._modules[str(call.target)] = attribute(self._recording, str(call.target))
@@ -107,22 +131,26 @@ class _Writer:
             self._made[call] = self._linear_of_features(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
+        elif self._is_mean(call):
+            self._means[call] = self._copy(call)
         else:
             self._made[call] = self._copy(call)
-        return self._made[call]
+        return self._value(call)
 
     def side_by_side(self, values: list[fx.Node]) -> fx.Node:
         """The rows [C, F] of several values as one."""
-        flat = [self._call(_flat, self.make(value)) for value in values]
+        flat = [self._call(flattened, self.make(value)) for value in values]
         return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
 
     def finish(
-        self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool
+        self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool, has_means: bool
     ) -> fx.GraphModule:
-        """The function; ``flat`` if its values go to another stage."""
-        handed = (self._made[value] for value in leaving)
+        """The function; ``flat`` if its values go to another stage; ``has_means`` as ``take``."""
+        handed = [
+            self._means[v] if has_means and v in self._means else self._value(v) for v in leaving
+        ]
         self._graph.output(
-            (pushed, tuple(self._call(_flat, value) if flat else value for value in handed))
+            (pushed, tuple(self._call(flattened, value) if flat else value for value in handed))
         )
         return fx.GraphModule(self._modules, self._graph)
 
@@ -138,7 +166,7 @@ class _Writer:
 
     def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
         shape = self._facts[value].shape
-        return held if len(shape) == 1 else self._call(_shaped, held, shape)
+        return held if len(shape) == 1 else self._call(shaped, held, shape)
 
     def _arrive(self, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
         if op not in self._blocks:
@@ -155,7 +183,7 @@ class _Writer:
         """A value of the edges of an op's block; what is ``made`` for the op is made once."""
         if call not in made:
             if call.op == "placeholder":
-                made[call] = self._call(_carried, block, str(call.target))
+                made[call] = self._call(edge_data_of, block, str(call.target))
                 return made[call]
             sources = {
                 source: self._of_edges(source, block, made)
@@ -168,10 +196,18 @@ class _Writer:
             made[call] = self._graph.node_copy(call, sources.__getitem__)
         return made[call]
 
+    def _is_mean(self, call: fx.Node) -> bool:
+        """The same for all rows, for it is a mean over all of them, or what is kept of those."""
+        if call.target is in_training:
+            return self._is_mean(call.all_input_nodes[0])
+        return call.target is aggregate and str(call.kwargs["structure"]).startswith(EVERYONE)
+
     def _value(self, call: fx.Node) -> fx.Node:
-        """A value that is there already; features as a dense tensor."""
+        """A value that is there already, as rows; features as a dense tensor."""
         if call.op == "placeholder":
-            return self._call(_dense_features, self._rows_of(call))
+            return self._call(dense_features, self._rows_of(call))
+        if call not in self._made:
+            self._made[call] = self._call(for_all, self._means[call], self._rows_of(call))
         return self._made[call]
 
     def _copy(self, call: fx.Node) -> fx.Node:
@@ -181,10 +217,13 @@ class _Writer:
                 self.make(source)
         if call.op == "call_module":
             self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
-        rows = self._rows_of(call) if call.target in _OF_ROWS else self._rows
-        copied = self._graph.node_copy(call, self._value)
-        if call.target in _OF_ROWS:
-            target: Any = _OF_ROWS[call.target]
+        rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
+        takes_means = call.target in (squares, normalise, in_training)
+        copied = self._graph.node_copy(
+            call, lambda v: self._means[v] if takes_means and v in self._means else self._value(v)
+        )
+        if call.target in OF_ROWS:
+            target: Any = OF_ROWS[call.target]
             copied.target = target
             copied.args = (rows, *copied.args)
             copied.kwargs = {k: v for k, v in copied.kwargs.items() if k != "vertex_type"}
@@ -220,54 +259,3 @@ class _Writer:
         else:
             copied.target = rounded_linear
         return copied
-
-
-def _carried(block: Block, name: str) -> Tensor:
-    return block.edge_data[name]
-
-
-def _dense_features(rows: Rows) -> Tensor:
-    assert rows.features is not None
-    return rows.features.dense()
-
-
-def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:
-    return rows.dropout(x.flatten(1), probability, site).reshape(x.shape)
-
-
-def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
-    return now if rows.training or rows.pilot else kept.to(now.dtype).expand_as(now)
-
-
-class _RowsOfWeight(torch.autograd.Function):
-    """Rows of a weight, each at most once; torch's own adjoint makes all N rows for every chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
-        ctx.weight, ctx.rows = weight, rows
-        return weight.detach()[rows]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        if ctx.weight.grad is None:
-            ctx.weight.grad = torch.zeros_like(ctx.weight)
-        ctx.weight.grad.index_add_(0, ctx.rows, grad)
-        return None, None
-
-
-def _of_vertices(rows: Rows, weight: Tensor) -> Tensor:
-    assert rows.vertices is not None
-    found: Tensor = _RowsOfWeight.apply(weight, rows.vertices)  # type: ignore[no-untyped-call]
-    return found
-
-
-_OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
-"""Marks that must know which rows they work on, and what they do."""
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(1)
-
-
-def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(len(x), *shape)
