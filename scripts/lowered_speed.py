@@ -47,6 +47,7 @@ CONVS: dict[str, Callable[[int], nn.Module]] = {
     "SAGEConv": lambda i: pyg.SAGEConv(WIDTH, WIDTH),
     "GCN2Conv": lambda i: pyg.GCN2Conv(WIDTH, 0.1, 0.5, i + 1, cached=True),
     "GINConv": lambda i: pyg.GINConv(nn.Linear(WIDTH, WIDTH)),
+    "SAGEConv, BatchNorm1d": lambda i: pyg.SAGEConv(WIDTH, WIDTH),
 }
 
 
@@ -56,14 +57,16 @@ class Net(nn.Module):
     def __init__(self, name: str, classes: int) -> None:
         super().__init__()
         self.convs = nn.ModuleList(CONVS[name](i) for i in range(LAYERS))
+        kind = nn.BatchNorm1d if "BatchNorm1d" in name else nn.Identity
+        self.norms = nn.ModuleList(kind(WIDTH) for _ in self.convs)
         self.takes_first = name == "GCN2Conv"
         self.out = nn.Linear(WIDTH, classes)
 
     def forward(self, x: Any, edge_index: Any) -> Any:
         first = x
-        for conv in self.convs:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
             x = conv(x, first, edge_index) if self.takes_first else conv(x, edge_index)
-            x = x.relu()
+            x = norm(x).relu()
         return self.out(x)
 
 

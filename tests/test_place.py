@@ -192,3 +192,27 @@ def test_widths_that_do_not_meet():
     norm, place = torch.nn.LayerNorm(4), Place.of(torch.zeros(6, 3), 2, 5)
     with pytest.raises(ValueError, match=r"\[3, 4\] rows do not fit"):
         norm_relu(norm, None, torch.randn(3, 4), None, place=place)
+
+
+class WritingLater(Saying):
+    """It keeps what it has pushed, and writes to it when its neighbours are aggregated."""
+
+    pushes_x = after_in_place = True
+
+    def after(self, received, values, rows):
+        if not self.is_first:
+            with torch.no_grad():
+                self.pushed.mul_(0.5)
+        return super().after(received, values, rows)
+
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        self.pushed = pushed.detach()
+        return pushed, kept
+
+
+@pytest.mark.parametrize("staleness", ["auto", "exact"])
+def test_rows_that_are_written_to_behind_their_push(staleness, monkeypatch):
+    monkeypatch.setitem(STACKS, "writing later", [WritingLater] * 4)
+    with pytest.raises(TypeError, match="wrote to rows behind their push"):
+        trained("writing later", staleness=staleness)

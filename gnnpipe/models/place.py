@@ -9,7 +9,7 @@ memory. R rows, F columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,12 +17,14 @@ from torch import Tensor
 __all__ = ["Place", "room_for"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Place:
     """Memory for some rows, in no class that autograd's functions look into."""
 
     rows: Tensor
     """[R, F]"""
+    _seen: int = 0
+    """How often they had been written to when they were pushed."""
 
     @classmethod
     def of(cls, table: Tensor, start: int, stop: int) -> Place:
@@ -37,12 +39,22 @@ class Place:
         """``rows`` were made here."""
         return rows.data_ptr() == self.rows.data_ptr() and rows.shape == self.rows.shape
 
-    def check(self, pushed: Iterable[Tensor]) -> None:
+    def check(self, pushed: Mapping[str, Tensor]) -> None:
         """``TypeError`` unless all that is pushed was made here: backward looks for it here."""
-        if not all(self.holds(rows) for rows in pushed):
+        self._seen = self.rows._version
+        for name, rows in pushed.items():
+            if not self.holds(rows):
+                raise TypeError(
+                    f"{name}: a layer with before_in_place or after_in_place pushes other rows "
+                    "than rows.place; it must return those as they are, or not say so"
+                )
+
+    def check_kept(self) -> None:
+        """``TypeError`` if the rows were written to since they were pushed."""
+        if self.rows._version != self._seen:
             raise TypeError(
-                "a layer with before_in_place or after_in_place pushes other rows than rows.place; "
-                "it must return those as they are, or not say so"
+                "a layer wrote to rows behind their push, and others read them from the history "
+                "table; it must make a copy, or not say before_in_place, after_in_place or pushes_x"
             )
 
 

@@ -28,7 +28,6 @@ Criterion = Callable[[Tensor, int], Tensor]
 """Logits [C, classes] of a chunk's own rows, or of those asked for, and the chunk to its part of
 the loss, a scalar."""
 
-
 Entries = dict[str, GradientEdge | None]
 """Where backward enters, by name; None where nothing there depends on a weight or on another row.
 The rows themselves are not kept: autograd keeps those that it needs."""
@@ -42,6 +41,7 @@ class _Step:
     received: dict[str, Received]
     made: tuple[Entries, Entries] | None
     """Of what was pushed, and of what was handed on; None: the step is to be run again."""
+    place: Place | None  # of what was pushed
 
 
 @dataclass
@@ -182,7 +182,7 @@ class Stage:
         with torch.set_grad_enabled(self._training and not self.recompute):
             pushed, values = self._compute(chunk, step, leaves, received, place)
         if place is not None:
-            place.check(pushed.values())
+            place.check(pushed)
         if self.watch is not None:
             self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:
@@ -191,7 +191,7 @@ class Stage:
                     self._history(aggregation).push(chunk, pushed[aggregation.name])
         if self._training:
             made = None if self.recompute else (_entries(pushed), _entries(values))
-            walk.tape.append(_Step(leaves, received, made))
+            walk.tape.append(_Step(leaves, received, made, place))
         return values
 
     def _compute(
@@ -244,6 +244,8 @@ class Stage:
         for step in reversed(steps):
             record = walk.tape.pop()
             made = record.made
+            if record.place is not None:
+                record.place.check_kept()
             if made is None:
                 with torch.enable_grad():
                     again = self._compute(chunk, step, record.leaves, record.received)
