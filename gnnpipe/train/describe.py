@@ -11,7 +11,8 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
 from gnnpipe.models.bridge import Captured
-from gnnpipe.models.bridge.marks import of_vertices
+from gnnpipe.models.bridge.cut import Cut
+from gnnpipe.models.bridge.marks import is_mean, of_vertices
 from gnnpipe.models.feature_linear import FeatureLinear
 from gnnpipe.models.gnn import layer_name
 from gnnpipe.models.pair_scores import PAIR_SCORES, PairModel
@@ -71,6 +72,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
     ops: list[Op] = []
     counted: set[str] = set()
     aggregations = {a.name: a for a in model.piece(0, len(model.ops)).aggregations}
+    handed_on = _handed_on(model)
     for call in model.ops:
         weights = dict(model.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
@@ -89,10 +91,8 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 flops_per_row=0 if reads else flops,
                 flops_per_feature=flops // _width(graph, model, call) if reads else 0,
                 push_width=pushed,
-                # Of a model that is not ours only a guess can be made: what is read and made, and
-                # of an edge its message.
-                kept_per_row=2 * pushed + width + (found.kept_per_row if found else 0),
-                kept_per_row_recomputed=pushed,
+                kept_per_row=_kept(model, call, found, call in handed_on),
+                kept_per_row_recomputed=pushed or width * (call in handed_on),
                 passing_per_row=6 * pushed,
                 kept_per_edge=found.kept_per_edge if found else 0,
                 structure_per_edge=found.structure_per_edge if found else 0,
@@ -108,6 +108,27 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
             )
         )
     return tuple(ops)
+
+
+def _handed_on(model: Captured) -> set[fx.Node]:
+    """Ops whose rows wait for a later step, and are there until that goes back."""
+    cut = Cut(model, 0, len(model.ops))
+    found = {value for step in range(cut.num_steps - 1) for value in cut.carried(step)}
+    return {value for value in found if not is_mean(value)}
+
+
+def _kept(model: Captured, call: fx.Node, found: Aggregation | None, waits: bool) -> int:
+    """Numbers of a row that are kept of an op until backward."""
+    facts, width = model.facts[call], model.facts[call].width
+    if found is not None and found.is_mean:
+        return 0
+    if found is not None and not found.is_linear:
+        # Of a convolution that runs unchanged only a guess can be made: what is read and made.
+        return 2 * found.width + width + found.kept_per_row
+    beside = facts.saved + sum(model.facts[one].saved for one in model.helpers(call))
+    # What was aggregated is there until the step goes back.
+    is_kept = facts.is_saved or waits or found is not None
+    return beside + width * (is_kept and not is_mean(call))
 
 
 def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from gnnpipe.graph.operators import EVERYONE, WEIGHTED
 
-__all__ = ["aggregate", "drop", "in_training", "of_vertices"]
+__all__ = ["aggregate", "drop", "in_training", "is_mean", "of_vertices"]
 
 
 def _mark(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
@@ -54,3 +54,10 @@ def in_training(now: Any, kept: Any) -> Any:
     if isinstance(now, fx.Proxy):
         return now.tracer.create_proxy("call_function", in_training, (now, kept), {})
     return now
+
+
+def is_mean(call: fx.Node) -> bool:
+    """A call's value is the same for all rows: a mean over them, or what is kept of those."""
+    if call.target is in_training:
+        return is_mean(call.all_input_nodes[0])
+    return call.target is aggregate and str(call.kwargs["structure"]).startswith(EVERYONE)

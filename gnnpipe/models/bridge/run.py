@@ -63,8 +63,8 @@ class SampleRun:
         elif call.target is of_vertices:
             value = self.whole[call.all_input_nodes[0]]
         else:
-            value = self._call(call, self.whole)
-            pieces = [self._call(call, part) for part in self.parts]
+            value = self.call(call, self.whole)
+            pieces = [self.call(call, part) for part in self.parts]
             are_first = True
             if depends:
                 count = sample.num_edges if of_edges else sample.counts[vertex_type]
@@ -86,7 +86,7 @@ class SampleRun:
             self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
         else:
             with NoDropout():
-                self.whole[call] = self._call(call, self.whole)
+                self.whole[call] = self.call(call, self.whole)
 
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
@@ -115,7 +115,8 @@ class SampleRun:
         for part, piece in zip(self.parts, pieces, strict=True):
             part[call] = piece
 
-    def _call(self, call: fx.Node, values: Found) -> Any:
+    def call(self, call: fx.Node, values: Found) -> Any:
+        """A call's value, of those that it reads."""
         args: Any = fx.node.map_arg(call.args, values.__getitem__)
         kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
         target: Any = call.target
@@ -145,7 +146,7 @@ class SampleRun:
         source, target = self.sample.ends[str(index.target)]
         counts, num_edges = self.sample.counts, self.sample.edges[str(index.target)].shape[1]
         with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
-            whole = self._call(call, self.whole)
+            whole = self.call(call, self.whole)
         if not isinstance(whole, Tensor):
             raise InputError(
                 f"model: {name_of(call)} returns more than its rows{line_of(call)}; have it return "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.models.bridge.cut import Cut
 from gnnpipe.models.bridge.linear_maps import (
     LinearOfFeatures,
@@ -22,7 +21,7 @@ from gnnpipe.models.bridge.linear_maps import (
     linear_of_features,
     rounded_linear,
 )
-from gnnpipe.models.bridge.marks import aggregate, in_training
+from gnnpipe.models.bridge.marks import in_training, is_mean
 from gnnpipe.models.bridge.norm_rows import normalise, squares
 from gnnpipe.models.bridge.recording import attribute
 from gnnpipe.models.bridge.step_calls import (
@@ -100,7 +99,7 @@ class _Writer:
         """
         for value in values:
             held = self._graph.placeholder(value.name)
-            if has_means and self._is_mean(value):
+            if has_means and is_mean(value):
                 self._means[value] = held
             else:
                 self._made[value] = self._shaped(held, value) if flat else held
@@ -115,7 +114,7 @@ class _Writer:
             for op in ops
         ]
         for op, (found, block) in zip(ops, inputs, strict=True):
-            if self._is_mean(op):
+            if is_mean(op):
                 self._means[op] = self._shaped(self._call(first_row, found), op)
             else:
                 self._made[op] = self._arrive(op, found, block)
@@ -131,7 +130,7 @@ class _Writer:
             self._made[call] = self._linear_of_features(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
-        elif self._is_mean(call):
+        elif is_mean(call):
             self._means[call] = self._copy(call)
         else:
             self._made[call] = self._copy(call)
@@ -195,12 +194,6 @@ class _Writer:
                 self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
             made[call] = self._graph.node_copy(call, sources.__getitem__)
         return made[call]
-
-    def _is_mean(self, call: fx.Node) -> bool:
-        """The same for all rows, for it is a mean over all of them, or what is kept of those."""
-        if call.target is in_training:
-            return self._is_mean(call.all_input_nodes[0])
-        return call.target is aggregate and str(call.kwargs["structure"]).startswith(EVERYONE)
 
     def _value(self, call: fx.Node) -> fx.Node:
         """A value that is there already, as rows; features as a dense tensor."""
