@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, StoppedError
     from gnnpipe.graph.graph import Graph
+    from gnnpipe.train.info import Info, info
     from gnnpipe.train.result import RunResult
     from gnnpipe.train.resume import resumed_config
     from gnnpipe.train.seeds import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
-    "FailedError", "Graph", "InputError", "RunResult", "SeedsResult", "StoppedError",
-    "TrainConfig", "Trainer", "__version__", "fit_seeds", "resumed_config",
+    "FailedError", "Graph", "Info", "InputError", "RunResult", "SeedsResult", "StoppedError",
+    "TrainConfig", "Trainer", "__version__", "fit_seeds", "info", "resumed_config",
 ]  # fmt: skip
 
 _HOME = {
     "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
     "InputError": "gnnpipe.errors", "StoppedError": "gnnpipe.errors",
+    "Info": "gnnpipe.train.info", "info": "gnnpipe.train.info",
     "RunResult": "gnnpipe.train.result", "SeedsResult": "gnnpipe.train.seeds",
     "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
     "fit_seeds": "gnnpipe.train.seeds", "resumed_config": "gnnpipe.train.resume",

@@ -175,11 +175,9 @@ def _info(options: argparse.Namespace) -> int:
 
         print("\n".join(dataset_names()))
         return 0
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.report import info_lines
+    from gnnpipe.train.info import info
 
-    print("\n".join(info_lines(prepare(config, Mesh.alone()))))
+    print(info(config))
     return 0
 
 

@@ -5,7 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import quick_config, small_graph
+from torch import nn
+from torch_geometric import nn as pyg
 
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.runtime.mesh import Mesh
@@ -20,7 +23,7 @@ from gnnpipe.train.task import kept_by_loss, labels_of, loss_sum
 N, HIDDEN = 400, 32
 
 
-def kept_bytes(monkeypatch, layers, graph, chunks, **settings):
+def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     """Bytes of all tensors that forward leaves behind, weights and what is small left out."""
     kept = {}
     forward = Stage.forward
@@ -41,7 +44,7 @@ def kept_bytes(monkeypatch, layers, graph, chunks, **settings):
     monkeypatch.setattr(Stage, "forward", watched)
     config = quick_config(layers=layers, hidden=HIDDEN, epochs=1, chunks=chunks, **settings)
     mesh = Mesh.alone()
-    prepared = prepare(config, mesh, graph)
+    prepared = prepare(config, mesh, graph, net)
     assembly = assemble(prepared, mesh)
     train_epoch(assembly, mesh, prepared.program_of(0), chunk_order(config, 0), 0)
     monkeypatch.setattr(Stage, "forward", forward)
@@ -133,3 +136,59 @@ def test_the_loss_keeps_what_it_says(kind):
     rows_of = [t for t in kept.values() if t.is_floating_point() and t.dim()]
     numbers = sum(t.untyped_storage().nbytes() // 4 for t in rows_of)
     assert numbers == rows * kept_by_loss(graph)
+
+
+class Skips(nn.Module):
+    """What is kept once, twice or never: sums, ReLUs, dropout, a map of a sum."""
+
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.convs = nn.ModuleList(pyg.GCNConv(width, width) for _ in range(3))
+
+    def forward(self, x, edge_index):
+        x = self.enter(x).relu()
+        for conv in self.convs:
+            x = x + F.dropout(conv(x, edge_index).relu(), 0.5, self.training)
+        return self.leave(x)
+
+
+class Normed(nn.Module):
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.convs = nn.ModuleList([pyg.SAGEConv(16, width), pyg.SAGEConv(width, width)])
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(2))
+        self.leave = nn.Linear(width, 3)
+
+    def forward(self, x, edge_index):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.dropout(norm(conv(x, edge_index)).relu(), 0.5, self.training)
+        return self.leave(x)
+
+
+NETS = {
+    "skips": Skips,
+    "normed": Normed,
+    "GIN": lambda: pyg.GIN(16, HIDDEN, 3, 3),
+    "jumping": lambda: pyg.GraphSAGE(16, HIDDEN, 3, 3, jk="cat", dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("name", list(NETS))
+def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monkeypatch):
+    graph = small_graph(n=N, features=16, degree=3)
+    settings = {"recompute": recompute, "staleness": "none", "dtype": "float32"}
+    kept = kept_bytes(monkeypatch, 3, graph, chunks, NETS[name](), **settings)
+    config = quick_config(layers=3, hidden=HIDDEN, chunks=chunks, **settings)
+    prepared = prepare(config, Mesh.alone(), graph, NETS[name]())
+    ops, asked = prepared.model_graph.ops, prepared.asked
+    said = sum(asked.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
+    said += 3 * int(graph.train_mask.sum())
+    # Recomputed, of what is handed to a last step that makes fewer rows there are no more than
+    # those; which of it that is, the graph of ops does not tell.
+    waiting = sum(op.kept_per_row_recomputed for op in ops if not op.aggregates)
+    spare = waiting * (N - asked.rows) if recompute and asked.ops else 0
+    assert said - spare <= 1.1 * kept / 4
+    assert kept / 4 <= 1.03 * said

@@ -92,7 +92,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 flops_per_feature=flops // _width(graph, model, call) if reads else 0,
                 push_width=pushed,
                 kept_per_row=_kept(model, call, found, call in handed_on),
-                kept_per_row_recomputed=pushed or width * (call in handed_on),
+                kept_per_row_recomputed=_read_again(call, found, width * (call in handed_on)),
                 passing_per_row=6 * pushed,
                 kept_per_edge=found.kept_per_edge if found else 0,
                 structure_per_edge=found.structure_per_edge if found else 0,
@@ -129,6 +129,13 @@ def _kept(model: Captured, call: fx.Node, found: Aggregation | None, waits: bool
     # What was aggregated is there until the step goes back.
     is_kept = facts.is_saved or waits or found is not None
     return beside + width * (is_kept and not is_mean(call))
+
+
+def _read_again(call: fx.Node, found: Aggregation | None, waiting: int) -> int:
+    """The same where all else is made again: what a step reads."""
+    if found is None or is_mean(call):
+        return waiting
+    return found.width
 
 
 def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:

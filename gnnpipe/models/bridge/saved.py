@@ -33,24 +33,22 @@ def saved_by_calls(run: SampleRun) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """
     found: dict[fx.Node, int] = {}
     kept: set[fx.Node] = set()
+    values: dict[fx.Node, Any] = {}
     owners: dict[int, fx.Node] = {}
     weights = {_place(t) for t in run.module.state_dict(keep_vars=True).values()}
     for call in run.module.graph.nodes:
         if call.op == "output" or call in run.of_edges:
             continue
-        for tensor in _tensors(run.whole[call]):
+        saved = _make(call, run, values)
+        for tensor in _tensors(values[call]):
             owners.setdefault(_place(tensor), call)
         count = run.sample.counts.get(run.types[call], 0)
-        numbers = numbers_of(run.whole[call]) // _MASKED if call.target is drop else 0
-        values, others = _saved_by(call, run)
-        for tensor in values:
+        found[call] = numbers_of(values[call]) // _MASKED if _has_mask(call) else 0
+        for tensor in saved:
             if _place(tensor) in owners:
                 kept.add(owners[_place(tensor)])
             elif _place(tensor) not in weights and count in tensor.shape:
-                numbers += tensor.untyped_storage().nbytes() // 8 // count
-        found[call] = numbers
-        if others:
-            kept.add(call)
+                found[call] += tensor.untyped_storage().nbytes() // 8 // count
     return found, kept
 
 
@@ -59,34 +57,38 @@ def numbers_of(value: Any) -> int:
     return sum(t[0].numel() for t in _tensors(value) if t.dim() and len(t))
 
 
-def _saved_by(call: fx.Node, run: SampleRun) -> tuple[list[Tensor], bool]:
-    """What is saved when a call is made, its result left out; and whether that is."""
+def _make(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[Tensor]:
+    """Put a call's value into ``values``; what is saved for that."""
     inputs = call.all_input_nodes
+    values[call] = run.whole[call]
+    if call.target is drop:
+        values[call] = values[inputs[0]].clone() if _has_mask(call) else values[inputs[0]]
     if call.target in (squares, normalise):
-        return _tensors(run.whole[inputs[0]]), False
+        return _tensors(values[inputs[0]])
     is_map = is_linear(run.module, call) and any(is_input(s, FEATURES) for s in inputs[:1])
     is_mark = call.target in (aggregate, drop, in_training, of_vertices)
-    if call.op in ("placeholder", "get_attr") or is_mark or is_map:
-        return [], False
-    if any(is_input(source, EDGES) for source in inputs):
-        return [], False
+    is_given = call.op in ("placeholder", "get_attr")
+    if is_given or is_mark or is_map or any(is_input(source, EDGES) for source in inputs):
+        return []
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    values = {source: _with_gradients(run.whole[source]) for source in inputs}
+    given = {source: _with_gradients(values[source]) for source in inputs}
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            result = run.call(call, values)
+            values[call] = _without(run.call(call, given))
     except InputError:
         # It minds gradients, or writes to what it reads: the guess is that its value is kept.
-        return [], True
-    given = {_place(t) for value in values.values() for t in _tensors(value)}
-    made = {_place(t) for t in _tensors(result)} - given
-    others = [t for t in saved if _place(t) not in made]
-    return others, len(others) < len(saved)
+        return _tensors(values[call])
+    return saved
+
+
+def _has_mask(call: fx.Node) -> bool:
+    """It drops, so that its value is not what it reads."""
+    return call.target is drop and float(call.kwargs["probability"]) > 0.0  # type: ignore[arg-type]
 
 
 def _with_gradients(value: Any) -> Any:
@@ -95,6 +97,12 @@ def _with_gradients(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().requires_grad_(True)
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(map(_without, value))
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _place(tensor: Tensor) -> int:

@@ -48,14 +48,13 @@ class StepFunction:
         pushing, leaving = cut.pushing(step), cut.carried(step)
         ends = step == cut.num_steps - 1
         writer = _Writer(cut)
-        # The last step may make fewer rows, which are chosen of what it is handed.
-        writer.take(before, flat=step == 0, has_means=0 < step < cut.num_steps - 1)
+        writer.take(before, flat=step == 0, has_means=step > 0 and not _may_choose(cut, step))
         writer.arrive(arrived)
         for op in cut.running(step):
             writer.make(op)
         pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
         self.function = writer.finish(
-            pushed, leaving, flat=ends, has_means=step < cut.num_steps - 2
+            pushed, leaving, flat=ends, has_means=not ends and not _may_choose(cut, step + 1)
         )
         self._before = [v.name for v in before]
         self._arrived = [op.name for op in arrived]
@@ -75,6 +74,12 @@ class StepFunction:
             dict(zip(self._pushing, pushed, strict=True)),
             dict(zip(self._leaving, handed, strict=True)),
         )
+
+
+def _may_choose(cut: Cut, step: int) -> bool:
+    """Whether a step may make fewer rows (``plan.asked``), chosen of all that it is handed."""
+    is_last = step == cut.num_steps - 1
+    return is_last and not all(is_mean(op) for op in cut.running(step) if cut.model.aggregates(op))
 
 
 class _Writer:
