@@ -179,7 +179,7 @@ NETS = {
 @pytest.mark.parametrize("name", list(NETS))
 def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monkeypatch):
     graph = small_graph(n=N, features=16, degree=3)
-    settings = {"recompute": recompute, "staleness": "none", "dtype": "float32"}
+    settings = {"recompute": recompute, "staleness": "exact", "dtype": "float32"}
     kept = kept_bytes(monkeypatch, 3, graph, chunks, NETS[name](), **settings)
     config = quick_config(layers=3, hidden=HIDDEN, chunks=chunks, **settings)
     prepared = prepare(config, Mesh.alone(), graph, NETS[name]())
@@ -190,5 +190,5 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     # those; which of it that is, the graph of ops does not tell.
     waiting = sum(op.kept_per_row_recomputed for op in ops if not op.aggregates)
     spare = waiting * (N - asked.rows) if recompute and asked.ops else 0
-    assert said - spare <= 1.1 * kept / 4
+    assert said - spare <= 1.15 * kept / 4
     assert kept / 4 <= 1.03 * said
