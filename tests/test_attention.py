@@ -7,11 +7,13 @@ from helpers import small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_geometric.nn import GATConv, GATv2Conv
+from torch_geometric.nn import GAT, GATConv, GATv2Conv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.attention import attend, is_additive
+from gnnpipe.models.bridge import capture
+from gnnpipe.train.describe import describe
 
 
 def block(edges, size):
@@ -168,3 +170,26 @@ def test_structure_takes_what_the_estimate_says(loops):
     sizes.pop(edges.untyped_storage().data_ptr(), None)
     each = sum(sizes.values()) / edges.shape[1]
     assert each == pytest.approx(24 if loops else 8, rel=0.03)
+
+
+class Spelled(nn.Module):
+    """As PyG's own models call it: edge features by name, which there are none of."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = GATConv(16, 3, heads=2, concat=False)
+
+    def forward(self, x, edge_index, edge_attr=None):
+        return self.conv(x, edge_index, edge_attr=edge_attr)
+
+
+def test_edge_features_that_are_none_make_no_messages():
+    graph = small_graph(n=40, features=16, degree=3)
+    models = [Spelled(), GAT(16, 8, 2, 3, heads=2)]
+    kept = [
+        op.kept_per_edge
+        for model in models
+        for op in describe(capture(model, graph), graph).ops
+        if op.aggregates
+    ]
+    assert kept == [2, 2, 2]  # a number for each head, and no message

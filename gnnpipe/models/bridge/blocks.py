@@ -94,7 +94,8 @@ class BlockConv(nn.Module):
         self._kwargs: Any = fx.node.map_arg(dict(call.kwargs), slot)
         self._shapes = [shapes[n] for n in self.pushed]
         self._widths = [_count(shape) for shape in self._shapes]
-        self._is_plain = form == "pair" and not self.carried and len(args) + len(call.kwargs) == 2
+        given = [one for one in (*args, *call.kwargs.values()) if one is not None]
+        self._is_plain = form == "pair" and not self.carried and len(given) == 2
         """It is called on rows and edges alone."""
         if form == "pair" and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
