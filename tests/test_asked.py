@@ -15,6 +15,8 @@ from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.graph.links import split_links
 from gnnpipe.graph.operators import weighted_rows
+from gnnpipe.models.bridge.cut import Cut
+from gnnpipe.models.bridge.step import _may_choose
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.plan import ALL_ROWS, asked_of
 from gnnpipe.runtime.mesh import Mesh
@@ -267,6 +269,42 @@ def test_a_last_step_that_reads_features_makes_all_rows():
     graph = sparse_graph()
     assert asked(graph, model=Jumping().double()).ops
     assert asked(graph, model=Jumping(reads_features=True).double()) == ALL_ROWS
+
+
+class Normed(nn.Module):
+    """A norm over all vertices in front of the last aggregation, or behind it."""
+
+    def __init__(self, is_last):
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(7, 16), GCNConv(16, 16)])
+        self.norm, self.last, self.is_last = nn.BatchNorm1d(16), nn.Linear(16, 3), is_last
+
+    def forward(self, x, edge_index):
+        x = self.convs[0](x, edge_index).relu()
+        if not self.is_last:
+            x = self.norm(x)
+        x = x + self.convs[1](x, edge_index)
+        return self.last(self.norm(x) if self.is_last else x)
+
+
+NETS = {
+    "jumping": Jumping, "viewing": Viewing, "reading": lambda: Jumping(reads_features=True),
+    "normed": lambda: Normed(False), "normed last": lambda: Normed(True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_who_is_asked_for_few_rows_takes_no_single_one(name):
+    """Where fewer rows may be made is said of plain ops, and of the recorded ones they come from:
+    a step of which few rows are asked chooses them, and cannot choose of one that stands for all.
+    """
+    prepared = prepare(quick_config(), Mesh.alone(), sparse_graph(), NETS[name]().double())
+    cut = Cut(prepared.model, *prepared.plan.stages[-1])
+    chooses = _may_choose(cut, cut.num_steps - 1)
+    assert not any(_may_choose(cut, step) for step in range(cut.num_steps - 1))
+    assert chooses or not prepared.asked.ops
+    assert bool(prepared.asked.ops) == (name in ("jumping", "viewing", "normed"))
+    assert chooses == (name != "normed last")
 
 
 def test_ops_of_the_last_stage_alone():

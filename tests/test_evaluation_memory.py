@@ -2,6 +2,8 @@
 
 import pytest
 from helpers import quick_config, small_graph
+from torch import nn
+from torch_geometric import nn as pyg
 
 from gnnpipe.perf.evaluation_memory import evaluation_bytes
 from gnnpipe.runtime.mesh import Mesh
@@ -14,21 +16,23 @@ N, HIDDEN = 400, 32
 
 
 def prepared_of(model, chunks, stages=1, **settings):
+    settings |= {"model": model} if isinstance(model, str) else {}
     config = quick_config(
-        model=model, layers=4, hidden=HIDDEN, chunks=chunks, stages=stages, dtype="float32",
-        staleness="none", **settings,
+        layers=4, hidden=HIDDEN, chunks=chunks, stages=stages, dtype="float32", staleness="none",
+        **settings,
     )  # fmt: skip
-    return prepare(config, Mesh.alone(), small_graph(n=N, features=16, degree=3))
+    net = None if isinstance(model, str) else model()
+    return prepare(config, Mesh.alone(), small_graph(n=N, features=16, degree=3), net)
 
 
 def counted(prepared, stage=0):
     plan, model = prepared.plan, prepared.model_graph
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
+    pushing = [op for op in ops if not op.is_mean and op.name not in prepared.once]
     return evaluation_bytes(
-        plan, ops, model.depths(first, last), stage, [op for op in ops if op.name not in
-        prepared.once], own_rows={"": N}, table_rows={"": N}, number_bytes=4,
-        row_bytes=prepared.row_dtype.itemsize,
+        plan, ops, model.depths(first, last), stage, pushing, own_rows={"": N},
+        table_rows={"": N}, number_bytes=4, row_bytes=prepared.row_dtype.itemsize,
     )  # fmt: skip
 
 
@@ -55,15 +59,31 @@ def held_at_most(monkeypatch, prepared):
     return most
 
 
+class Normed(nn.Module):
+    """Means over all vertices: of each a single row waits, whatever their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(pyg.GCNConv(i, HIDDEN) for i in (16, HIDDEN, HIDDEN))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(HIDDEN) for _ in range(3))
+        self.leave = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x, edge_index):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x, edge_index)).relu()
+        return self.leave(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises over all vertices")
 @pytest.mark.parametrize("comm_dtype", ["same", "bf16"])
 @pytest.mark.parametrize("chunks", [1, 5])
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat", Normed])
 def test_evaluation_holds_what_is_counted(model, chunks, comm_dtype, monkeypatch):
     prepared = prepared_of(model, chunks, comm_dtype=comm_dtype)
-    passing = 4 * N * HIDDEN // chunks
-    measured = held_at_most(monkeypatch, prepared)
-    # Logits beside the last table, and a chunk that is under way, are not told apart.
-    assert measured == pytest.approx(counted(prepared) - passing, abs=passing + 4 * N * HIDDEN / 4)
+    table, small = 4 * N * HIDDEN, 0.1 * 4 * N * HIDDEN
+    measured, said = held_at_most(monkeypatch, prepared), counted(prepared)
+    # A chunk's aggregated rows, which are counted, are gone when a step is looked at.
+    assert said - table // chunks - small <= measured <= said + small
 
 
 def test_a_last_stage_of_two_layers_by_hand():

@@ -166,7 +166,91 @@ class Normed(nn.Module):
         return self.leave(x)
 
 
+class Gated(nn.Module):
+    """A recurrent cell that reads what was aggregated: gates that are nobody's value."""
+
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.conv, self.cell = pyg.GCNConv(width, width), nn.GRUCell(width, width)
+
+    def forward(self, x, edge_index):
+        x = self.enter(x).relu()
+        for _ in range(3):
+            x = self.cell(self.conv(x, edge_index), x)
+        return self.leave(x)
+
+
+class Stacked(nn.Module):
+    """Helpers whose rows do not come first, and that two ops of a step read."""
+
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.convs = nn.ModuleList(pyg.GCNConv(width, width) for _ in range(2))
+
+    def forward(self, x, edge_index):
+        x = self.enter(x)
+        for conv in self.convs:
+            both = torch.stack([conv(x, edge_index), x]).sigmoid()
+            x = both.sum(0) + both.prod(0)
+        return self.leave(x)
+
+
+class Masked(nn.Module):
+    """A comparison, a buffer, a weight that is not trained, and what needs no gradient."""
+
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.convs = nn.ModuleList(pyg.SAGEConv(width, width) for _ in range(2))
+        self.frozen = nn.Linear(16, width).requires_grad_(False)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+
+    def forward(self, x, edge_index):
+        fixed = self.frozen(x).tanh() * self.scale
+        x = self.enter(x)
+        for conv in self.convs:
+            x = conv(x, edge_index)
+            x = torch.where(x > 0.1, x * self.scale, x.exp()) + fixed
+        return self.leave(x)
+
+
+class Noticing(pyg.MessagePassing):
+    """Messages that depend on both ends: a convolution that runs unchanged."""
+
+    def __init__(self, width):
+        super().__init__(aggr="add")
+        self.map = nn.Linear(2 * width, width)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x).relu()
+
+    def message(self, x_i, x_j):
+        return self.map(torch.cat([x_i, x_j - x_i], dim=1))
+
+
+class Unchanged(nn.Module):
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.convs = nn.ModuleList(Noticing(width) for _ in range(2))
+
+    def forward(self, x, edge_index):
+        x = self.enter(x)
+        for conv in self.convs:
+            x = x + conv(x, edge_index)
+        return self.leave(x)
+
+
 NETS = {
+    "attended": lambda: pyg.GAT(16, HIDDEN, 3, 3, heads=2, dropout=0.5, v2=True),
+    "fused": lambda: pyg.GAT(16, HIDDEN, 3, 3, heads=2),
+    "gated": Gated,
+    "stacked": Stacked,
+    "masked": Masked,
+    "unchanged": Unchanged,
+    "lstm": lambda: pyg.GraphSAGE(16, HIDDEN, 3, 3, jk="lstm"),
     "skips": Skips,
     "normed": Normed,
     "GIN": lambda: pyg.GIN(16, HIDDEN, 3, 3),
@@ -186,6 +270,12 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     ops, asked = prepared.model_graph.ops, prepared.asked
     said = sum(asked.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
     said += 3 * int(graph.train_mask.sum())
+    blocks = [op for op in ops if op.aggregates and not (op.is_linear or op.is_mean)]
+    share = copied_rows(prepared.graph, prepared.chunking) / N
+    made_again = not recompute
+    said += sum((op.push_width + made_again * op.kept_per_read_row) * share * N for op in blocks)
+    if not recompute:
+        said += sum(op.kept_per_edge for op in blocks) * (graph.num_edges + N)
     # Recomputed, of what is handed to a last step that makes fewer rows there are no more than
     # those; which of it that is, the graph of ops does not tell.
     waiting = sum(op.kept_per_row_recomputed for op in ops if not op.aggregates)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import quick_config, small_graph
 
-from gnnpipe.errors import InputError
+from gnnpipe import InputError, Trainer
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.fused import norm_relu
 from gnnpipe.models.gcn import GCNLayer
@@ -216,3 +216,15 @@ def test_rows_that_are_written_to_behind_their_push(staleness, monkeypatch):
     monkeypatch.setitem(STACKS, "writing later", [WritingLater] * 4)
     with pytest.raises(TypeError, match="wrote to rows behind their push"):
         trained("writing later", staleness=staleness)
+
+
+@pytest.mark.parametrize("staleness", ["auto", "exact"])
+@pytest.mark.parametrize("name", ["gcn", "gcnii", "resgcn"])
+def test_evaluation_in_inference_mode(name, staleness):
+    config = quick_config(epochs=1, chunks=CHUNKS, model=name, staleness=staleness)
+    trainer = Trainer(config, graph=small_graph(n=120, degree=3))
+    trainer.fit()
+    found = trainer.predict()
+    with torch.inference_mode():
+        assert torch.equal(trainer.predict(), found)
+        assert trainer.evaluate() is not None

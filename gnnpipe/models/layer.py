@@ -25,7 +25,8 @@ from gnnpipe.registry import Registry
 __all__ = ["MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
 
 Values = dict[str, Tensor]
-"""Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary."""
+"""Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary. Inside of a
+stage a value of a recorded model may have more dimensions, or a single row that stands for all."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class Layer(nn.Module, ABC):
     """Its first layer needs a row's own features as well."""
 
     pushes_x: ClassVar[bool] = False
-    """But for the first layer, what ``before`` of this very class pushes is the value x as it is. A
-    subclass with another ``before`` has to say so anew."""
+    """But for the first layer, what ``before`` of this very class pushes is the value x as it is,
+    and nothing is written to it afterwards. A subclass with another ``before`` must say so anew."""
     before_in_place: ClassVar[bool] = False
     """What ``before`` of this very class returns to be pushed is ``rows.place.rows`` itself, if
     there is a place; nothing is written to it afterwards."""

@@ -42,6 +42,8 @@ class Aggregation:
     """Numbers that are kept of an edge until backward: its message, if one is made."""
     kept_per_row: int = 0
     """Of a row that reads, beyond what is read and what is made."""
+    kept_per_read_row: int = 0
+    """Of a row that is read, beyond that row."""
     structure_per_edge: int = 0
     """Bytes of structure for an edge, beyond the edge itself."""
     moves: bool = True
@@ -98,7 +100,7 @@ class Piece(ABC):
     ) -> tuple[Values, Values]:
         """Run one step.
 
-        ``values``: what the step before (or an earlier stage) handed on, [C, width] by name;
+        ``values``: what the step before (or an earlier stage) handed on, by name (``Values``);
         ``received``: the last round's aggregations by name. Returns the rows [C, F] to push, by
         aggregation, and the values that go on.
         """

@@ -40,8 +40,12 @@ class Place:
         return rows.data_ptr() == self.rows.data_ptr() and rows.shape == self.rows.shape
 
     def check(self, pushed: Mapping[str, Tensor]) -> None:
-        """``TypeError`` unless all that is pushed was made here: backward looks for it here."""
-        self._seen = self.rows._version
+        """``TypeError`` unless all that is pushed was made here: backward looks for it here.
+
+        From now on ``check_kept`` tells whether it was written to.
+        """
+        # Rows made in inference mode count no versions, and no backward reads them.
+        self._seen = 0 if self.rows.is_inference() else self.rows._version
         for name, rows in pushed.items():
             if not self.holds(rows):
                 raise TypeError(

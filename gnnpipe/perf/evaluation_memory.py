@@ -82,7 +82,9 @@ def _waiting(
         for name, width in t.widths.items()
     }
     for op, depth in zip(ops, depths, strict=True):
-        made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
+        # Of what is the same for all rows a single one waits, which is nothing.
+        if not op.is_one_row:
+            made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
         # While its rows are in the table anyway, a row that is held takes nothing more.
         in_table = is_in_place and op.holds_pushed and op.push_maker in {o.name for o in ops}
         if op.aggregates and not in_table:

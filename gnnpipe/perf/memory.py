@@ -159,7 +159,11 @@ def estimate_memory(
     if asked.ops & {op.name for op in ops}:
         activations += asked.carried * asked.rows
     activations += sum(
-        int(op.push_width * copied_share * own_rows[op.vertex_type])
+        int(
+            (op.push_width + op.kept_per_read_row * (not recompute))
+            * copied_share
+            * own_rows[op.vertex_type]
+        )
         for op in ops
         if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs)
     )
@@ -177,7 +181,10 @@ def estimate_memory(
     activations += of_loss
     passing, gone = widest * sum(pilot_rows.values()), of_loss // plan.chunks
     for op in reversed(ops):
-        passing = max(passing, op.passing_per_row * asked.rows_of(op.name, n) // plan.chunks - gone)
+        made = op.passing_per_row * asked.rows_of(op.name, n)
+        # Of a chunk's edges there is for a moment what else is kept of all.
+        made += op.kept_per_edge * entries if recompute else 0
+        passing = max(passing, made // plan.chunks - gone)
         gone += kept[op.name] // plan.chunks
     activations += passing
     if plan.chunks > 1:

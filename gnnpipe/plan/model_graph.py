@@ -49,6 +49,8 @@ class Op:
     """Numbers that exist of a row for a moment in backward."""
     kept_per_edge: int = 0
     """Numbers that are kept of an edge, without ``--recompute``."""
+    kept_per_read_row: int = 0
+    """Those of ``kept_per_row`` that are kept, beside the row itself, of a row that it reads."""
     structure_per_edge: int = 0
     """Bytes of structure for an edge, beyond the edge itself."""
     structure: str = ""
@@ -57,6 +59,8 @@ class Op:
     """Its aggregation, if it is one, is a product with a fixed matrix."""
     is_mean: bool = False
     """It aggregates to the mean over all vertices, or all edges."""
+    is_one_row: bool = False
+    """All rows of what it makes are the same, and inside of a stage a single one is handed on."""
     moves: bool = True
     """The rows it pushes, if any, move with the weights: they are not made of features alone."""
     vertex_type: str = ""

@@ -72,7 +72,8 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
     ops: list[Op] = []
     counted: set[str] = set()
     aggregations = {a.name: a for a in model.piece(0, len(model.ops)).aggregations}
-    handed_on = _handed_on(model)
+    cut = Cut(model, 0, len(model.ops))
+    handed_on, beside = _handed_on(cut), _beside(cut)
     for call in model.ops:
         weights = dict(model.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
@@ -91,16 +92,18 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 flops_per_row=0 if reads else flops,
                 flops_per_feature=flops // _width(graph, model, call) if reads else 0,
                 push_width=pushed,
-                kept_per_row=_kept(model, call, found, call in handed_on),
+                kept_per_row=_kept(model, call, found, call in handed_on, beside[call]),
                 kept_per_row_recomputed=_read_again(call, found, width * (call in handed_on)),
                 passing_per_row=6 * pushed,
                 kept_per_edge=found.kept_per_edge if found else 0,
+                kept_per_read_row=found.kept_per_read_row if found else 0,
                 structure_per_edge=found.structure_per_edge if found else 0,
                 vertex_type=model.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
                 structure=found.structure if found else "",
                 is_linear=found.is_linear if found else True,
                 is_mean=found.is_mean if found else False,
+                is_one_row=is_mean(call),
                 moves=found.moves if found else True,
                 reads_features=reads,
                 of_features=_is_made_once(found, graph),
@@ -110,22 +113,38 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _handed_on(model: Captured) -> set[fx.Node]:
+def _handed_on(cut: Cut) -> set[fx.Node]:
     """Ops whose rows wait for a later step, and are there until that goes back."""
-    cut = Cut(model, 0, len(model.ops))
     found = {value for step in range(cut.num_steps - 1) for value in cut.carried(step)}
     return {value for value in found if not is_mean(value)}
 
 
-def _kept(model: Captured, call: fx.Node, found: Aggregation | None, waits: bool) -> int:
+def _beside(cut: Cut) -> dict[fx.Node, int]:
+    """By op the numbers of a row that it keeps beside its value, with those of its helpers.
+
+    A step makes a helper once: it counts for the first op that needs it.
+    """
+    facts, found = cut.model.facts, {}
+    for step in range(cut.num_steps):
+        made: set[fx.Node] = set()
+        for op in cut.running(step):
+            helpers = set(cut.model.helpers(op)) - made
+            made |= helpers
+            found[op] = facts[op].saved + sum(facts[one].saved for one in helpers)
+    return found
+
+
+def _kept(
+    model: Captured, call: fx.Node, found: Aggregation | None, waits: bool, beside: int
+) -> int:
     """Numbers of a row that are kept of an op until backward."""
     facts, width = model.facts[call], model.facts[call].width
     if found is not None and found.is_mean:
         return 0
     if found is not None and not found.is_linear:
-        # Of a convolution that runs unchanged only a guess can be made: what is read and made.
-        return 2 * found.width + width + found.kept_per_row
-    beside = facts.saved + sum(model.facts[one].saved for one in model.helpers(call))
+        # What a convolution that runs unchanged reads is a copy out of the table.
+        of_read = found.width + found.kept_per_read_row
+        return of_read + width * (facts.is_saved or waits) + found.kept_per_row
     # What was aggregated is there until the step goes back.
     is_kept = facts.is_saved or waits or found is not None
     return beside + width * (is_kept and not is_mean(call))
@@ -135,7 +154,8 @@ def _read_again(call: fx.Node, found: Aggregation | None, waiting: int) -> int:
     """The same where all else is made again: what a step reads."""
     if found is None or is_mean(call):
         return waiting
-    return found.width
+    # A convolution that runs unchanged makes other rows of those.
+    return found.width if found.is_linear else found.width + waiting
 
 
 def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:

@@ -48,5 +48,6 @@ def info(
     The parts are those of ``Trainer``. ``InputError`` for what it would refuse.
     """
     prepared = prepare(config, Mesh.alone(), graph, model, plan, loss_fn)
-    text = "\n".join(info_lines(prepared))
-    return Info(memory_by_rank(prepared), prepared.volume.total, text)
+    memory = memory_by_rank(prepared)
+    text = "\n".join(info_lines(prepared, memory))
+    return Info(memory, prepared.volume.total, text)

@@ -9,11 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gnnpipe.perf.memory import ON_TOP
+from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
 from gnnpipe.train.choose import rounding_lines
 from gnnpipe.train.exact_epochs import LONGEST
 from gnnpipe.train.prepare import Prepared
-from gnnpipe.train.rank_memory import memory_by_rank
 from gnnpipe.train.task import REGRESSION
 from gnnpipe.train.timing import prediction_line, time_lines
 
@@ -173,11 +172,11 @@ def _span(by_layer: Sequence[float]) -> str:
     return f"{low:.1%}" if low == high else f"{low:.1%} to {high:.1%}"
 
 
-def info_lines(prepared: Prepared) -> list[str]:
-    """The report before any training: the head, memory of every rank, bytes of an epoch."""
+def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:
+    """The report before any training: the head, ``memory`` by rank, bytes of an epoch."""
     lines = head_lines(prepared)
     lines.append(f"memory per rank, estimated ({ON_TOP}):")
-    for rank, m in enumerate(memory_by_rank(prepared)):
+    for rank, m in enumerate(memory):
         first, last = prepared.plan.stages[rank // prepared.plan.shards]
         # Pairs are scored behind the last of them.
         shown = last - 1 - prepared.model_graph.ops[last - 1].over_pairs

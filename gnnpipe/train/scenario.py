@@ -189,6 +189,7 @@ def memory_of_shape(
             pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
             extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
             recompute=config.recompute, copied_share=shape.halo,
+            # Which vertices are trained on is not known either: all of them, with cross entropy.
             loss_numbers=own * shape.classes, asked=ALL_ROWS,
             number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
         ).total

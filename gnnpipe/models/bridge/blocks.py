@@ -106,22 +106,18 @@ class BlockConv(nn.Module):
         return sum(self._widths)
 
     @property
-    def kept_per_edge(self) -> int:
-        """Numbers kept of an edge: its message, or a weight for each head (and what was dropped).
+    def kept(self) -> tuple[int, int, int] | None:
+        """Numbers kept of a row beyond what it reads and gives, of an edge, and of a row it reads.
 
-        Of a convolution of which nothing is known, this is a guess.
+        Of attention without messages: rows attended; a weight for each head (and what was dropped);
+        rows mapped. Of others the sample tells.
         """
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
-            return self.width
-        heads: int = self.conv.heads
-        return 2 * heads if self.conv.dropout else heads
-
-    @property
-    def kept_per_row(self) -> int:
-        """Numbers kept of a row beyond what it reads and gives: mapped, and attended."""
-        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
-            return 0
-        return 2 * int(self.conv.heads) * int(self.conv.out_channels)
+            return None
+        heads = int(self.conv.heads)
+        per_edge = 2 * heads if self.conv.dropout else heads
+        width = heads * int(self.conv.out_channels)
+        return width, per_edge, width
 
     @property
     def structure_per_edge(self) -> int:

@@ -95,7 +95,9 @@ class Cut:
         )  # fmt: skip
         if block is None:
             return found
+        facts = self.model.facts[op]
+        of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
         return replace(
-            found, kept_per_edge=block.kept_per_edge, kept_per_row=block.kept_per_row,
+            found, kept_per_row=of_row, kept_per_edge=of_edge, kept_per_read_row=of_read,
             structure_per_edge=block.structure_per_edge,
         )  # fmt: skip

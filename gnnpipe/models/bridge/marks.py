@@ -50,7 +50,7 @@ def of_vertices(weight: Any, *, vertex_type: str = "") -> Any:
 
 
 def in_training(now: Any, kept: Any) -> Any:
-    """``now`` [N, F] in training, and ``kept`` [F] for every row in evaluation."""
+    """``now`` in training, and ``kept`` [F] in evaluation: [1, F], or as many rows alike."""
     if isinstance(now, fx.Proxy):
         return now.tracer.create_proxy("call_function", in_training, (now, kept), {})
     return now

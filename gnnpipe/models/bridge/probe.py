@@ -10,7 +10,7 @@ or a rule that is wrong cannot get past this.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from gnnpipe.models.bridge.recording import EDGES, FEATURES, input_number, is_in
 from gnnpipe.models.bridge.rowwise import name_of
 from gnnpipe.models.bridge.run import SampleRun
 from gnnpipe.models.bridge.sample import Sample
-from gnnpipe.models.bridge.saved import numbers_of, saved_by_calls
+from gnnpipe.models.bridge.saved import saved_by_calls
 from gnnpipe.models.bridge.stir import names_of_weights, stir
 from gnnpipe.models.bridge.vertex_weights import cut_vertex_weights, vertex_weights
 
@@ -50,10 +50,12 @@ class Facts:
     """What each dropout of such a convolution drops."""
     vertex_type: str = ""
     """The type of the vertices that it has rows of, '' if there is but one."""
-    is_saved: bool = False
+    is_saved: bool = field(default=False, repr=False)
     """Autograd keeps its value until backward, for itself or for others."""
-    saved: int = 0
+    saved: int = field(default=0, repr=False)
     """Numbers that autograd keeps of a row beside its value."""
+    saved_per_edge: int = field(default=0, repr=False)
+    """And of an edge, of a convolution that runs unchanged."""
 
     @property
     def width(self) -> int:
@@ -99,12 +101,16 @@ def probe(
             )
             shape = tuple(value.shape[1:]) if is_rows else ()
             found[own] = Facts(is_rows, shape, depends, of_edges, form, drops, vertex_type)
-        numbers, kept = saved_by_calls(run)
+        saved = saved_by_calls(run)
     for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
-        if call in numbers and found[own].depends:
+        if call in saved and found[own].depends:
             # What is no op belongs to the op that needs it, value and all.
-            value = 0 if found[own].is_rows or call not in kept else numbers_of(run.whole[call])
-            found[own] = replace(found[own], is_saved=call in kept, saved=numbers[call] + value)
+            is_kept = saved[call].is_kept
+            value = saved[call].value if is_kept and not found[own].is_rows else 0
+            found[own] = replace(
+                found[own], is_saved=is_kept, saved=saved[call].beside + value,
+                saved_per_edge=saved[call].per_edge,
+            )  # fmt: skip
     return found
 
 

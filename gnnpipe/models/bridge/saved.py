@@ -7,7 +7,8 @@ call's own. So a ReLU behind a linear map keeps one row and not two, and a sum k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,68 +21,142 @@ from gnnpipe.models.bridge.norm_rows import normalise, squares
 from gnnpipe.models.bridge.recording import EDGES, FEATURES, is_input
 from gnnpipe.models.bridge.run import SampleRun
 
-__all__ = ["numbers_of", "saved_by_calls"]
+__all__ = ["Saved", "saved_by_calls"]
 
-_MASKED = 4
-"""A dropout keeps a byte for a number of four."""
+_NUMBER_BYTES = 4
+"""Of a number where models are trained; of masks and indices a part of one, or several, is kept."""
 
 
-def saved_by_calls(run: SampleRun) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """By call the numbers of a row that it keeps beside values of calls; the calls whose are kept.
+@dataclass(frozen=True)
+class Saved:
+    """What autograd keeps of one call, in numbers of a row."""
 
-    Of calls on edges, and of convolutions that run unchanged, nothing is said.
+    is_kept: bool
+    """Its value, for itself or for another call."""
+    value: int
+    """Of its value, kept or not."""
+    beside: int
+    """What is nobody's value."""
+    per_edge: int
+    """Of a convolution that runs unchanged: numbers of an edge."""
+
+
+def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
+    """What is kept by call; the run's module goes over to 32 bits.
+
+    Of calls on what edges carry nothing is said.
     """
-    found: dict[fx.Node, int] = {}
-    kept: set[fx.Node] = set()
     values: dict[fx.Node, Any] = {}
+    beside: dict[fx.Node, int] = {}
+    of_edges: dict[fx.Node, int] = {}
+    kept: set[fx.Node] = set()
+    # In the numbers that are trained: of wider ones a recurrent cell keeps other things.
+    run.module.float()
     owners: dict[int, fx.Node] = {}
-    weights = {_place(t) for t in run.module.state_dict(keep_vars=True).values()}
+    # Memory is told apart by its address, so nothing of it may be given back and used again.
+    alive: list[Tensor] = []
+    given = run.module.state_dict(keep_vars=True).values(), run.sample.edges.values()
+    seen = {_address(t) for several in given for t in several}
     for call in run.module.graph.nodes:
-        if call.op == "output" or call in run.of_edges:
+        if call.op == "output":
+            continue
+        if call in run.of_edges:
+            values[call] = _leaf(run.whole[call], True)
             continue
         saved = _make(call, run, values)
+        alive += saved
         for tensor in _tensors(values[call]):
-            owners.setdefault(_place(tensor), call)
-        count = run.sample.counts.get(run.types[call], 0)
-        found[call] = numbers_of(values[call]) // _MASKED if _has_mask(call) else 0
+            owners.setdefault(_address(tensor), call)
+        beside[call] = _bytes(values[call], torch.bool) if _has_mask(call) else 0
+        of_edges[call] = 0
+        rows, edges = _sizes(call, run)
         for tensor in saved:
-            if _place(tensor) in owners:
-                kept.add(owners[_place(tensor)])
-            elif _place(tensor) not in weights and count in tensor.shape:
-                found[call] += tensor.untyped_storage().nbytes() // 8 // count
-    return found, kept
+            address, size = _address(tensor), tensor.untyped_storage().nbytes()
+            if address in owners:
+                kept.add(owners[address])
+            elif address not in seen and (_is_workspace(tensor) or rows & {*tensor.shape}):
+                beside[call] += size
+            elif address not in seen and (counts := {*edges} & {*tensor.shape}):
+                of_edges[call] += size // max(counts)
+            seen.add(address)
+    found = {}
+    for call, size in beside.items():
+        row = max(run.sample.counts.get(run.types[call], 0), 1) * _NUMBER_BYTES
+        value, per_edge = round(_bytes(values[call]) / row), round(of_edges[call] / _NUMBER_BYTES)
+        found[call] = Saved(call in kept, value, round(size / row), per_edge)
+    return found
 
 
-def numbers_of(value: Any) -> int:
-    """In a row of a value, or of all that it consists of."""
-    return sum(t[0].numel() for t in _tensors(value) if t.dim() and len(t))
+def _bytes(value: Any, dtype: torch.dtype | None = None) -> int:
+    """Of a call's value, or of all that it consists of, as if it were of another type."""
+    return sum(t.numel() * (dtype or t.dtype).itemsize for t in _tensors(value))
+
+
+def _sizes(call: fx.Node, run: SampleRun) -> tuple[set[int], range]:
+    """The numbers of rows that a call reads and makes, and of edges, with loops or without."""
+    sample, index = run.sample, _edges_of(call)
+    if index is None:
+        return {sample.counts.get(run.types[call], 0)} - {0}, range(0)
+    rows = {sample.counts[t] for t in sample.ends[str(index.target)]}
+    count = sample.edges[str(index.target)].shape[1]
+    return rows, range(count - max(rows), count + max(rows) + 1)
+
+
+def _edges_of(call: fx.Node) -> fx.Node | None:
+    """What a convolution that runs unchanged is given as its edges."""
+    return next((source for source in call.all_input_nodes if is_input(source, EDGES)), None)
+
+
+def _is_workspace(tensor: Tensor) -> bool:
+    """Of a library, which grows with the rows but does not have them as a dimension."""
+    return tensor.dim() == 1 and tensor.dtype == torch.uint8
 
 
 def _make(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[Tensor]:
-    """Put a call's value into ``values``; what is saved for that."""
+    """Put a call's value into ``values``; what is saved for that.
+
+    Values hang together as in training, so that what needs no gradient has none.
+    """
     inputs = call.all_input_nodes
-    values[call] = run.whole[call]
     if call.target is drop:
-        values[call] = values[inputs[0]].clone() if _has_mask(call) else values[inputs[0]]
+        with torch.enable_grad():
+            values[call] = values[inputs[0]].clone() if _has_mask(call) else values[inputs[0]]
+        return []
     if call.target in (squares, normalise):
+        values[call] = _leaf(run.whole[call], True)
         return _tensors(values[inputs[0]])
-    is_map = is_linear(run.module, call) and any(is_input(s, FEATURES) for s in inputs[:1])
-    is_mark = call.target in (aggregate, drop, in_training, of_vertices)
-    is_given = call.op in ("placeholder", "get_attr")
-    if is_given or is_mark or is_map or any(is_input(source, EDGES) for source in inputs):
+    if call.op in ("placeholder", "get_attr"):
+        # A weight as it is, now a float.
+        value = run.call(call, {}) if call.op == "get_attr" else run.whole[call]
+        values[call] = _leaf(value, False) if call.op == "placeholder" else value
+        return []
+    if is_linear(run.module, call) and any(is_input(s, FEATURES) for s in inputs[:1]):
+        values[call] = _leaf(run.whole[call], _trains(call, run, values))
+        return []
+    if call.target in (aggregate, in_training, of_vertices):
+        values[call] = _leaf(run.whole[call], True)
         return []
     saved: list[Tensor] = []
+    given = {source: values[source] for source in inputs}
+    arrived: set[int] = set()
+    if _edges_of(call) is not None:
+        # The rows that it reads come out of the history table, and are counted there.
+        given = {k: _leaf(v.clone(), True) if _is_rows(v) else v for k, v in given.items()}
+        arrived = {_address(v) for v in given.values() if _is_rows(v)}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
+        if _address(tensor) not in arrived:
+            saved.append(tensor)
         return tensor
 
-    given = {source: _with_gradients(values[source]) for source in inputs}
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            values[call] = _without(run.call(call, given))
+        # Its dropouts, if any, draw, and nobody must notice.
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks:
+            values[call] = run.call(call, given)
     except InputError:
         # It minds gradients, or writes to what it reads: the guess is that its value is kept.
+        values[call] = _leaf(run.whole[call], True)
         return _tensors(values[call])
     return saved
 
@@ -91,21 +166,24 @@ def _has_mask(call: fx.Node) -> bool:
     return call.target is drop and float(call.kwargs["probability"]) > 0.0  # type: ignore[arg-type]
 
 
-def _with_gradients(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(map(_with_gradients, value))
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().requires_grad_(True)
+def _trains(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> bool:
+    """Whether the weights of a linear map are trained."""
+    weights = [t for source in call.all_input_nodes[1:] for t in _tensors(values[source])]
+    if call.op == "call_module":
+        weights = list(run.module.get_submodule(str(call.target)).parameters())
+    return any(weight.requires_grad for weight in weights)
 
 
-def _without(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(map(_without, value))
-    return value.detach() if isinstance(value, Tensor) else value
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _place(tensor: Tensor) -> int:
+def _leaf(value: Any, requires_grad: bool) -> Any:
+    """A value that comes to a step from outside."""
+    return value.float().detach().requires_grad_(requires_grad) if _is_rows(value) else value
+
+
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -116,6 +194,8 @@ def _tensors(value: Any) -> list[Tensor]:
 def _walk(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Mapping):
+        yield from _walk(tuple(value.values()))
     elif isinstance(value, tuple | list):
         for one in value:
             yield from _walk(one)

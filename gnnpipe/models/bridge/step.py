@@ -124,10 +124,10 @@ class _Writer:
             else:
                 self._made[op] = self._arrive(op, found, block)
 
-    def make(self, call: fx.Node) -> fx.Node:
-        """The value of a call in this step, made if it is not there."""
+    def make(self, call: fx.Node) -> None:
+        """See to it that the value of a call is there in this step."""
         if call in self._made or call in self._means or call.op == "placeholder":
-            return self._value(call)
+            return
         if call.op == "get_attr":
             self._modules[str(call.target)] = attribute(self._recording, str(call.target))
             self._made[call] = self._graph.get_attr(str(call.target))
@@ -139,11 +139,12 @@ class _Writer:
             self._means[call] = self._copy(call)
         else:
             self._made[call] = self._copy(call)
-        return self._value(call)
 
     def side_by_side(self, values: list[fx.Node]) -> fx.Node:
         """The rows [C, F] of several values as one."""
-        flat = [self._call(flattened, self.make(value)) for value in values]
+        for value in values:
+            self.make(value)
+        flat = [self._call(flattened, self._value(value)) for value in values]
         return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
 
     def finish(
@@ -189,12 +190,13 @@ class _Writer:
             if call.op == "placeholder":
                 made[call] = self._call(edge_data_of, block, str(call.target))
                 return made[call]
-            sources = {
-                source: self._of_edges(source, block, made)
-                if self._facts[source].of_edges
-                else self.make(source)
-                for source in call.all_input_nodes
-            }
+            sources = {}
+            for source in call.all_input_nodes:
+                if self._facts[source].of_edges:
+                    sources[source] = self._of_edges(source, block, made)
+                else:
+                    self.make(source)
+                    sources[source] = self._value(source)
             if call.op == "call_module":
                 self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
             made[call] = self._graph.node_copy(call, sources.__getitem__)
@@ -216,9 +218,16 @@ class _Writer:
         if call.op == "call_module":
             self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
+        # x itself they take as rows, also if those are all the same.
+        x = None if call.target is in_training else call.args[0]
         takes_means = call.target in (squares, normalise, in_training)
         copied = self._graph.node_copy(
-            call, lambda v: self._means[v] if takes_means and v in self._means else self._value(v)
+            call,
+            lambda v: (
+                self._means[v]
+                if takes_means and v is not x and v in self._means
+                else self._value(v)
+            ),
         )
         if call.target in OF_ROWS:
             target: Any = OF_ROWS[call.target]
