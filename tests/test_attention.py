@@ -1,6 +1,9 @@
 """Attention without messages gives what PyG's GATConv gives, forward and backward."""
 
+from dataclasses import replace
+
 import pytest
+import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
 from helpers import small_graph
@@ -193,3 +196,31 @@ def test_edge_features_that_are_none_make_no_messages():
         if op.aggregates
     ]
     assert kept == [2, 2, 2]  # a number for each head, and no message
+
+
+class Narrowing(nn.Module):
+    def __init__(self, width, kind):
+        super().__init__()
+        self.first = GATConv(16, 4, heads=2, dropout=0.3, **kind)
+        self.second = GATConv(width, 3, heads=4, concat=False)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("kind", [{}, {"residual": True}, {"bias": False}, {"concat": False}])
+def test_wide_rows_are_mapped_before_they_are_pushed(kind):
+    """Once for a vertex, whoever reads it; sparse features are so never made dense rows."""
+    graph = small_graph(n=60, features=16, degree=3)
+    width = 8 if kind.get("concat", True) else 4
+    losses = []
+    for x in (graph.x, sp.csr_array(graph.x)):
+        torch.manual_seed(0)
+        model, given = Narrowing(width, kind), replace(graph, x=x)
+        ops = [op for op in describe(capture(model, given), given).ops if op.aggregates]
+        # The second would make them wider, and is left as it is.
+        assert [op.push_width for op in ops] == [8, width]
+        assert [op.kept_per_read_row for op in ops] == [0, 12]
+        config = TrainConfig(epochs=4, chunks=3, dtype="float64", out="off", quiet=True)
+        losses.append([r.loss for r in Trainer(config, graph=given, model=model).fit().history])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)

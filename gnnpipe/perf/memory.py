@@ -182,8 +182,8 @@ def estimate_memory(
     passing, gone = widest * sum(pilot_rows.values()), of_loss // plan.chunks
     for op in reversed(ops):
         made = op.passing_per_row * asked.rows_of(op.name, n)
-        # Of a chunk's edges there is for a moment what else is kept of all.
-        made += op.kept_per_edge * entries if recompute else 0
+        # Gradients of what is kept of a chunk's edges; recomputed, that itself is no sooner there.
+        made += op.kept_per_edge * entries * (1 + recompute)
         passing = max(passing, made // plan.chunks - gone)
         gone += kept[op.name] // plan.chunks
     activations += passing

@@ -94,7 +94,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 push_width=pushed,
                 kept_per_row=_kept(model, call, found, call in handed_on, beside[call]),
                 kept_per_row_recomputed=_read_again(call, found, width * (call in handed_on)),
-                passing_per_row=6 * pushed,
+                passing_per_row=6 * pushed + 2 * (found.kept_per_read_row if found else 0),
                 kept_per_edge=found.kept_per_edge if found else 0,
                 kept_per_read_row=found.kept_per_read_row if found else 0,
                 structure_per_edge=found.structure_per_edge if found else 0,

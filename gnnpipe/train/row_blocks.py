@@ -23,9 +23,9 @@ BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
 MESSAGE_BYTES = 16 << 20
-"""Of what a block keeps of its edges, where the aggregation is no product: their messages, or one
-number a head. It is read and written a dozen times, so it is to stay near the cache, but the rows
-that a block reads are copied for it (docs/benchmarks/blocks.md)."""
+"""Of a block's edges, where the aggregation is no product: their messages, or one number a head.
+That is read and written a dozen times, so it is to stay near the cache, but the rows that a block
+reads are copied for it (docs/benchmarks/blocks.md)."""
 
 MOST_BLOCKS = 1024
 """With more of them, calls and copied rows cost more than is won."""
@@ -60,7 +60,8 @@ def row_blocks(
             return 1
         size, at_once = num_vertices * op.push_width, BLOCK_BYTES
         if on_blocks:
-            size, at_once = num_edges * (op.kept_per_edge or op.push_width), MESSAGE_BYTES
+            message = min(op.kept_per_edge or op.push_width, op.push_width)
+            size, at_once = num_edges * message, MESSAGE_BYTES
         size *= number_bytes
         if size > KEPT_BYTES:
             blocks = max(blocks, -(-size // at_once))

@@ -110,14 +110,15 @@ class BlockConv(nn.Module):
         """Numbers kept of a row beyond what it reads and gives, of an edge, and of a row it reads.
 
         Of attention without messages: rows attended; a weight for each head (and what was dropped);
-        rows mapped. Of others the sample tells.
+        rows mapped, if it maps them. Of others the sample tells.
         """
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
             return None
         heads = int(self.conv.heads)
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
-        return width, per_edge, width
+        is_mapped = isinstance(self.conv.lin, nn.Identity)
+        return width, per_edge, 0 if is_mapped else width
 
     @property
     def structure_per_edge(self) -> int:

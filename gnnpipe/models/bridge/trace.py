@@ -26,6 +26,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
+from gnnpipe.models.bridge.attention_rules import ATTENTION_RULES
 from gnnpipe.models.bridge.edge_norms import EDGE_RULES
 from gnnpipe.models.bridge.escapes import escapes_closed
 from gnnpipe.models.bridge.hetero_rules import HETERO_RULES
@@ -52,7 +53,7 @@ from gnnpipe.models.bridge.vertex_weights import (
 
 __all__ = ["trace"]
 
-_RULES = {**RULES, **EDGE_RULES}
+_RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
 
 
 class _Root(nn.Module):
@@ -180,13 +181,16 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def _make(self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
-        """Record the call of a convolution that the rule ``of`` another has made."""
+        """Record the call of a convolution that the rule ``of`` another has made.
+
+        ``reading``: rows that read, None where they are those that are read.
+        """
         path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
         name = f"part_{self._made}_of_{path}"
         self._made += 1
         self.root.add_module(name, conv)
         self.submodule_paths = {**(self.submodule_paths or {}), conv: name}
-        return conv((read, reading), edges)
+        return conv(read if reading is None else (read, reading), edges)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The rule's result, or None where the convolution must run unchanged."""
