@@ -16,6 +16,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.bridge import capture
+from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.models.pair_scores import PairModel
 from gnnpipe.models.products import is_worth_rounding
 from gnnpipe.plan import Plan
@@ -107,7 +108,8 @@ def choose_model(
     if isinstance(model, GNN):
         _check_model(model, config, graph)
         width = model.stack()[-1].out_widths["x"]
-        return _scored(model.to(dtype), config.layers, width, graph)
+        check_layers(model.to(dtype).stack(), graph.num_vertices)
+        return _scored(model, config.layers, width, graph)
     error: InputError | None = None
     chosen: Model | None = None
     _warn_of_other_type(model, dtype, mesh)

@@ -1,0 +1,138 @@
+"""A layer of the user's own that would depend on the number of chunks is refused, and named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+from torch import nn
+
+from gnnpipe import InputError, Trainer
+from gnnpipe.models import GNN, LayerSpec
+from gnnpipe.models.gat import GATLayer
+from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.layer_probe import check_layers
+
+SPEC = LayerSpec(7, 3, 3, 16, dropout=0.3)
+
+
+class Plain(GCNLayer):
+    """Its own words, and nothing wrong with them."""
+
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return pushed.tanh(), kept
+
+    def after(self, received, values, rows):
+        return super().after(received + 1.0, values, rows)
+
+
+class Normed(Plain):
+    def __init__(self, index, spec):
+        super().__init__(index, spec)
+        self.mixing = nn.BatchNorm1d(16)
+
+    def after(self, received, values, rows):
+        return super().after(self.mixing(received), values, rows)
+
+
+class Drawing(Plain):
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return torch.dropout(pushed, 0.5, True), kept
+
+
+class Counting(Plain):
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return pushed / len(pushed), kept
+
+
+class Narrow(Plain):
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return pushed[:, :8], kept
+
+
+class Forgetful(Plain):
+    def after(self, received, values, rows):
+        return {"y": super().after(received, values, rows)["x"]}
+
+
+class Bare(Plain):
+    def after(self, received, values, rows):
+        return super().after(received, values, rows)["x"]
+
+
+class Alone(Plain):
+    def before(self, values, rows):
+        return super().before(values, rows)[0]
+
+
+class Wrong(Plain):
+    def after(self, received, values, rows):
+        return super().after(received @ torch.ones(5, 16), values, rows)
+
+
+class Attending(GATLayer):
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        return pushed - pushed.mean(0), kept
+
+
+WRONG = {
+    Normed: "after mixes rows or draws random numbers",
+    Drawing: "before mixes rows or draws random numbers",
+    Counting: "before mixes rows",
+    Narrow: r"before pushes rows as \[12, 8\] for 12 rows; it says \[12, 16\]",
+    Forgetful: "after makes x as NoneType",
+    Bare: "after gives a Tensor",
+    Alone: "before gives a Tensor",
+    Wrong: "after fails on 12 random rows: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    Attending: "before mixes rows",
+}
+
+
+def stack(kind, place):
+    kinds = [GCNLayer] * 3
+    kinds[place] = kind
+    return GNN([made(i, SPEC) for i, made in enumerate(kinds)])
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", WRONG)
+def test_who_would_depend_on_the_chunks_is_refused(kind, place):
+    if kind is Narrow and place == 0:
+        return
+    config = quick_config(layers=3, hidden=16, chunks=2)
+    model = stack(kind, place)
+    state = torch.random.get_rng_state()
+    with pytest.raises(InputError):
+        check_layers(model.stack(), 40)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with pytest.raises(InputError, match=f"model: layer {place}, {kind.__name__}: {WRONG[kind]}"):
+        Trainer(config, graph=small_graph(n=40), model=model).fit()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_who_works_row_by_row_is_left_alone(dtype):
+    model = stack(Plain, 1)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    check_layers(model.to(getattr(torch, dtype)).stack(), 40)
+    check_layers(model.stack(), 3)  # a graph of fewer vertices than are tried
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name].to(value.dtype))
+    config = quick_config(layers=3, hidden=16, chunks=2, dtype=dtype)
+    assert Trainer(config, graph=small_graph(n=40), model=model).fit()
+
+
+def test_ours_are_not_tried(monkeypatch):
+    monkeypatch.setattr(GCNLayer, "before", None)
+    check_layers(stack(GCNLayer, 0).stack(), 40)
+
+
+def test_the_layer_of_the_guide_runs(capsys):
+    guide = (Path(__file__).resolve().parents[1] / "docs" / "guide.md").read_text()
+    code = guide.partition("### Layers by hand")[2].partition("```python\n")[2].partition("```")[0]
+    exec(code, {"__name__": "guide"})
+    assert 0.0 < float(capsys.readouterr().out.split()[-1]) <= 1.0
