@@ -31,7 +31,7 @@ _AT = 5
 def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
     """``InputError`` if one that is not ours fails, makes other widths than it says, or mixes rows.
 
-    Of a layer that is not linear, ``before`` alone is tried: what it makes of edges is not row-wise.
+    Of one that is not linear, ``before`` alone is tried: what it makes of edges is not row-wise.
     """
     for layer, previous in zip(layers, (None, *layers), strict=False):
         if not type(layer).__module__.startswith("gnnpipe."):
