@@ -228,3 +228,15 @@ def test_evaluation_in_inference_mode(name, staleness):
     with torch.inference_mode():
         assert torch.equal(trainer.predict(), found)
         assert trainer.evaluate() is not None
+
+
+def test_nothing_is_learned_in_inference_mode():
+    config, graph = quick_config(epochs=2, chunks=CHUNKS), small_graph(n=120, degree=3)
+    with torch.inference_mode():
+        with pytest.raises(InputError, match=r"fit\(\) was called under torch.inference_mode"):
+            Trainer(config, graph=graph).fit()
+        made, trainer = stack("mixed").float(), Trainer(config, graph=graph)
+        trainer.evaluate()  # what it allocates is there for training, too
+    with pytest.raises(InputError, match=r"its weight layers\.0\..* was made under torch"):
+        Trainer(config, graph=graph, model=made).fit()
+    assert trainer.fit().history[-1].loss == Trainer(config, graph=graph).fit().history[-1].loss

@@ -103,6 +103,8 @@ class _Trial:
             return method(*given, rows)
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
+            if "FeatureRows" in text:
+                text += "; rows.features may be sparse: map them by models.layer.input_linear(spec)"
             raise InputError(
                 f"{self.name}: {what} fails on {len(rows.keys)} random rows: "
                 f"{type(error).__name__}: {text}"

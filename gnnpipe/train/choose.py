@@ -25,8 +25,8 @@ from gnnpipe.train.room import check_weights
 from gnnpipe.train.task import has_both, validation_labels
 
 __all__ = [
-    "check_parts", "check_validation", "choose_model", "rounding_lines", "warn_of_vain_rounding",
-    "without_unread",
+    "check_can_fit", "check_parts", "check_validation", "choose_model", "rounding_lines",
+    "warn_of_vain_rounding", "without_unread",
 ]  # fmt: skip
 
 
@@ -63,6 +63,23 @@ def check_parts(
             f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
             "give it to Graph.from_pyg"
         )
+
+
+def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
+    """``InputError`` for a second time, and where torch makes no gradients, whatever is asked."""
+    if was_fitted:
+        raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "Trainer: fit() was called under torch.inference_mode(), where nothing is learned; "
+            "call it outside (predict() and evaluate() work inside)"
+        )
+    for name, weight in () if model is None else model.named_parameters():
+        if weight.is_inference():
+            raise InputError(
+                f"model: its weight {name} was made under torch.inference_mode() and can have no "
+                "gradient; make the model outside"
+            )
 
 
 def _is_given(config: TrainConfig, name: str) -> bool:

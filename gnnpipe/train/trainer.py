@@ -26,7 +26,7 @@ from gnnpipe.runtime.watchdog import SILENCE_SHARE, Watchdog
 from gnnpipe.train.assemble import Assembly, assemble
 from gnnpipe.train.checkpoint.folder import sweep
 from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.choose import check_parts, warn_of_vain_rounding
+from gnnpipe.train.choose import check_can_fit, check_parts, warn_of_vain_rounding
 from gnnpipe.train.loop import Loop
 from gnnpipe.train.memory_use import count_peaks_anew, held_bytes, held_memory
 from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
@@ -123,8 +123,7 @@ class Trainer:
         cannot be used, ``FloatingPointError`` when the loss is no longer a number.
         """
         config = self.config
-        if self._fitted:
-            raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
+        check_can_fit(self._fitted, self._model)
         self._fitted = True
         mesh = self._join()
         # The folder first: a run that cannot be written must not read and cut for an hour.
@@ -283,9 +282,10 @@ class Trainer:
 
     def _ready(self) -> tuple[Mesh, Prepared, Assembly]:
         """Everything allocated; done once."""
-        mesh, prepared = self._setup()
-        if self._assembly is None:
-            self._assembly = assemble(prepared, mesh)
+        with torch.inference_mode(False):  # for ``fit``, which may come later
+            mesh, prepared = self._setup()
+            if self._assembly is None:
+                self._assembly = assemble(prepared, mesh)
         return mesh, prepared, self._assembly
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
