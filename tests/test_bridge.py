@@ -313,3 +313,21 @@ def test_the_table_of_convolutions_is_what_the_script_writes():
     script = Path(__file__).resolve().parents[1] / "scripts" / "conv_table.py"
     done = subprocess.run([sys.executable, str(script), "--check"], timeout=120, check=False)
     assert done.returncode == 0, "python scripts/conv_table.py"
+
+
+class ByName(nn.Module):
+    """Its calls have no argument but by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = pyg.GCNConv(16, 8), nn.Linear(16, 3)
+
+    def forward(self, x, edge_index):
+        a = self.conv(x=x, edge_index=edge_index)
+        return self.last(input=torch.cat(tensors=[a, F.relu(input=a)], dim=1))
+
+
+def test_arguments_by_name():
+    config = quick_config(epochs=2, chunks=3)
+    graph = small_graph(n=60, features=16, degree=3)
+    assert Trainer(config, graph=graph, model=ByName()).fit().loss > 0

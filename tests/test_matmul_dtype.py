@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import quick_config, run_ranks, small_graph
 from torch import nn
-from torch_geometric.nn import GCNConv, MessagePassing, SAGEConv, SimpleConv
+from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv, SimpleConv
 
 from gnnpipe import InputError, Trainer
 from gnnpipe.cli import main
@@ -205,6 +205,11 @@ def test_the_maps_nearest_the_scores_are_not_rounded(name):
     assert rounded_maps(module) == of_sparse
     # Dense features are, unless their map gives the scores.
     assert rounded_maps(module, sparse=False) == of_sparse | {FIRST}
+
+
+def test_the_map_in_front_of_attention_that_gives_the_scores_is_not_rounded():
+    chain = Chain(GATConv(7, 16), GATConv(16, 12), GATConv(12, 3, residual=True))
+    assert rounded_maps(chain, sparse=False) == {MIDDLE}
 
 
 def test_features_that_give_the_scores_are_not_rounded():

@@ -243,7 +243,26 @@ class Unchanged(nn.Module):
         return self.leave(x)
 
 
+class OnEdges(nn.Module):
+    """What edges carry is encoded, once for each convolution, as the guide has it."""
+
+    def __init__(self, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.encoder = nn.Linear(5, width)
+        self.convs = nn.ModuleList(pyg.GINEConv(nn.Linear(width, width)) for _ in range(2))
+
+    def forward(self, x, edge_index, edge_attr):
+        x, carried = self.enter(x), self.encoder(edge_attr).relu().tanh()
+        for conv in self.convs:
+            x = conv(x, edge_index, carried).relu()
+        return self.leave(x)
+
+
 NETS = {
+    "on edges": OnEdges,
+    "wide": lambda: pyg.GraphSAGE(16, 128, 2, 3, aggr="max"),
+    "wide attended": lambda: pyg.GAT(16, 128, 3, 3, heads=2, v2=True),
     "attended": lambda: pyg.GAT(16, HIDDEN, 3, 3, heads=2, dropout=0.5, v2=True),
     "fused": lambda: pyg.GAT(16, HIDDEN, 3, 3, heads=2),
     "gated": Gated,
@@ -263,6 +282,9 @@ NETS = {
 @pytest.mark.parametrize("name", list(NETS))
 def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monkeypatch):
     graph = small_graph(n=N, features=16, degree=3)
+    if name == "on edges":
+        carried = np.random.default_rng(0).random((graph.num_edges, 5), dtype=np.float32)
+        graph = replace(graph, edge_attr=carried)
     settings = {"recompute": recompute, "staleness": "exact", "dtype": "float32"}
     kept = kept_bytes(monkeypatch, 3, graph, chunks, NETS[name](), **settings)
     config = quick_config(layers=3, hidden=HIDDEN, chunks=chunks, **settings)

@@ -47,7 +47,9 @@ def results_by_chunk(assembly: Assembly) -> dict[int, Values]:
     """
     executor = assembly.executor
     order = range(executor.plan.chunks)
-    return executor.run(assembly.evaluation, order, epoch=0, training=False)
+    # In inference mode what is made on the way and kept would be of no use to training.
+    with torch.inference_mode(False), torch.no_grad():
+        return executor.run(assembly.evaluation, order, epoch=0, training=False)
 
 
 def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:

@@ -21,6 +21,7 @@ from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 from gnnpipe.models.bridge.arguments import edge_inputs
+from gnnpipe.models.bridge.attention_rules import is_mapped
 from gnnpipe.models.bridge.linear_maps import is_linear
 from gnnpipe.models.bridge.marks import aggregate
 from gnnpipe.models.bridge.piece import CapturedPiece
@@ -190,7 +191,7 @@ class Captured(Model):
             call = waiting.pop()
             if is_linear(self.recording, call):
                 found.add(call)
-            elif not self.facts[call].form:
+            elif not self.facts[call].form or is_mapped(self.recording, call):
                 new = {s for s in self.inputs(call) if s not in seen}
                 seen |= new
                 waiting += new

@@ -70,17 +70,20 @@ def probe(
 
     ``InputError`` for what cannot run chunk by chunk.
     """
-    module = copy.deepcopy(recording).double().train()
-    cut_vertex_weights(module, vertex_weights(recording), sample.counts)
-    names = names_of_weights(model, recording)
-    stir(module, names)
-    run = SampleRun(module, sample)
-    found: dict[fx.Node, Facts] = {}
-    with torch.no_grad():
+    was_in_inference = torch.is_inference_mode_enabled()
+    # In inference mode nothing would be kept for backward, and nothing counted.
+    with torch.inference_mode(False), torch.no_grad():
+        module = copy.deepcopy(recording).double().train()
+        cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+        names = names_of_weights(model, recording)
+        stir(module, names)
+        run = SampleRun(module, sample)
+        found: dict[fx.Node, Facts] = {}
         for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
             if call.op == "output":
                 _check_output(call, run)
-                check_likeness(model, method, call, run, names)
+                with torch.inference_mode(was_in_inference):
+                    check_likeness(model, method, call, run, names)
                 continue
             sources = [found[source] for source in own.all_input_nodes]
             is_source = call.op == "placeholder" or call.target is of_vertices

@@ -44,7 +44,8 @@ class Saved:
 def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
     """What is kept by call; the run's module goes over to 32 bits.
 
-    Of calls on what edges carry nothing is said.
+    What calls on the edges keep, or have kept of them, counts for the convolution that reads them.
+    Of a convolution nothing is said of what it makes for some of its edges, or of others.
     """
     values: dict[fx.Node, Any] = {}
     beside: dict[fx.Node, int] = {}
@@ -57,11 +58,9 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
     alive: list[Tensor] = []
     given = run.module.state_dict(keep_vars=True).values(), run.sample.edges.values()
     seen = {_address(t) for several in given for t in several}
+    shapes = {tuple(sorted(weight.shape)) for weight in run.module.parameters()}
     for call in run.module.graph.nodes:
         if call.op == "output":
-            continue
-        if call in run.of_edges:
-            values[call] = _leaf(run.whole[call], True)
             continue
         saved = _make(call, run, values)
         alive += saved
@@ -74,16 +73,22 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
             address, size = _address(tensor), tensor.untyped_storage().nbytes()
             if address in owners:
                 kept.add(owners[address])
+            elif tuple(sorted(tensor.shape)) in shapes:
+                pass  # A weight turned round, which may be as long as there are edges.
+            elif address not in seen and edges & {*tensor.shape[:1]}:
+                of_edges[call] += size // len(tensor)
             elif address not in seen and (_is_workspace(tensor) or rows & {*tensor.shape}):
                 beside[call] += size
-            elif address not in seen and (counts := {*edges} & {*tensor.shape}):
-                of_edges[call] += size // max(counts)
             seen.add(address)
     found = {}
     for call, size in beside.items():
         row = max(run.sample.counts.get(run.types[call], 0), 1) * _NUMBER_BYTES
-        value, per_edge = round(_bytes(values[call]) / row), round(of_edges[call] / _NUMBER_BYTES)
-        found[call] = Saved(call in kept, value, round(size / row), per_edge)
+        per_edge = of_edges[call]
+        for source in _on_edges(call, run) if _edges_of(call) is not None else ():
+            value = _bytes(values[source]) if source in kept and source.op != "placeholder" else 0
+            per_edge += of_edges[source] + value // run.sample.num_edges
+        value, beside_it = round(_bytes(values[call]) / row), round(size / row)
+        found[call] = Saved(call in kept, value, beside_it, round(per_edge / _NUMBER_BYTES))
     return found
 
 
@@ -92,14 +97,27 @@ def _bytes(value: Any, dtype: torch.dtype | None = None) -> int:
     return sum(t.numel() * (dtype or t.dtype).itemsize for t in _tensors(value))
 
 
-def _sizes(call: fx.Node, run: SampleRun) -> tuple[set[int], range]:
-    """The numbers of rows that a call reads and makes, and of edges, with loops or without."""
+def _sizes(call: fx.Node, run: SampleRun) -> tuple[set[int], set[int]]:
+    """The numbers of rows that a call reads and makes, and of edges, without loops and with."""
     sample, index = run.sample, _edges_of(call)
+    if call in run.of_edges:
+        return set(), {sample.num_edges}
     if index is None:
-        return {sample.counts.get(run.types[call], 0)} - {0}, range(0)
+        return {sample.counts.get(run.types[call], 0)} - {0}, set()
     rows = {sample.counts[t] for t in sample.ends[str(index.target)]}
     count = sample.edges[str(index.target)].shape[1]
-    return rows, range(count - max(rows), count + max(rows) + 1)
+    return rows, {count, count + min(rows)}
+
+
+def _on_edges(call: fx.Node, run: SampleRun) -> set[fx.Node]:
+    """The values of edges that a convolution reads, and those that they are made of."""
+    found: set[fx.Node] = set()
+    waiting = [call]
+    while waiting:
+        new = {s for s in waiting.pop().all_input_nodes if s in run.of_edges} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _edges_of(call: fx.Node) -> fx.Node | None:
@@ -141,8 +159,9 @@ def _make(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[Ten
     arrived: set[int] = set()
     if _edges_of(call) is not None:
         # The rows that it reads come out of the history table, and are counted there.
-        given = {k: _leaf(v.clone(), True) if _is_rows(v) else v for k, v in given.items()}
-        arrived = {_address(v) for v in given.values() if _is_rows(v)}
+        rows = {k for k, v in given.items() if _is_rows(v) and k not in run.of_edges}
+        given |= {k: _leaf(given[k].clone(), True) for k in rows}
+        arrived = {_address(given[k]) for k in rows}
 
     def keep(tensor: Tensor) -> Tensor:
         if _address(tensor) not in arrived:

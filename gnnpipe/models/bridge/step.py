@@ -219,7 +219,7 @@ class _Writer:
             self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # x itself they take as rows, also if those are all the same.
-        x = None if call.target is in_training else call.args[0]
+        x = call.args[0] if call.target in (squares, normalise) else None
         takes_means = call.target in (squares, normalise, in_training)
         copied = self._graph.node_copy(
             call,
