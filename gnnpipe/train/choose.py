@@ -75,7 +75,7 @@ def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
             "call it outside (predict() and evaluate() work inside)"
         )
     for name, weight in () if model is None else model.named_parameters():
-        if weight.is_inference():
+        if not nn.parameter.is_lazy(weight) and weight.is_inference():
             raise InputError(
                 f"model: its weight {name} was made under torch.inference_mode() and can have no "
                 "gradient; make the model outside"
