@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.dense.linear import Linear
 
@@ -22,9 +22,8 @@ from gnnpipe.models.bridge.rules import OtherKindError, Rule
 __all__ = ["ATTENTION_RULES", "is_mapped"]
 
 
-def is_mapped(recording: fx.GraphModule, call: fx.Node) -> bool:
-    """The call is what is left of a GATConv behind its map."""
-    conv = recording.get_submodule(str(call.target))
+def is_mapped(conv: nn.Module) -> bool:
+    """It is what is left of a GATConv behind its map."""
     return isinstance(conv, pyg.GATConv) and isinstance(conv.lin, nn.Identity)
 
 

@@ -19,6 +19,7 @@ from torch_geometric.nn import GATConv
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.attention import attend, is_additive
+from gnnpipe.models.bridge.attention_rules import is_mapped
 from gnnpipe.models.bridge.inner_dropout import KeyedDropout
 from gnnpipe.models.bridge.recording import EDGES, is_input
 from gnnpipe.models.layer import Rows
@@ -117,8 +118,7 @@ class BlockConv(nn.Module):
         heads = int(self.conv.heads)
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
-        is_mapped = isinstance(self.conv.lin, nn.Identity)
-        return width, per_edge, 0 if is_mapped else width
+        return width, per_edge, 0 if is_mapped(self.conv) else width
 
     @property
     def structure_per_edge(self) -> int:

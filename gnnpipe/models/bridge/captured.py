@@ -191,7 +191,9 @@ class Captured(Model):
             call = waiting.pop()
             if is_linear(self.recording, call):
                 found.add(call)
-            elif not self.facts[call].form or is_mapped(self.recording, call):
+            elif not self.facts[call].form or is_mapped(
+                self.recording.get_submodule(str(call.target))
+            ):
                 new = {s for s in self.inputs(call) if s not in seen}
                 seen |= new
                 waiting += new
