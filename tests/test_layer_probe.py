@@ -131,6 +131,32 @@ def test_who_works_row_by_row_is_left_alone(dtype):
     assert Trainer(config, graph=small_graph(n=40), model=model).fit()
 
 
+class Caching(Plain):
+    """It holds on to what it made, which torch does not copy; and counts in a buffer."""
+
+    def __init__(self, index, spec):
+        super().__init__(index, spec)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def before(self, values, rows):
+        pushed, kept = super().before(values, rows)
+        self.pushed = pushed
+        self.calls += 1
+        return pushed, kept
+
+
+def test_a_layer_may_hold_on_to_what_it_made():
+    model = stack(Caching, 1)
+    config = quick_config(layers=3, hidden=16, chunks=2, epochs=1)
+    Trainer(config, graph=small_graph(n=40), model=model).fit()
+    layer = model.stack()[1]
+    layer.pushed = torch.zeros(2, 3, requires_grad=True) * 1.0
+    before, calls = layer.eval().training, layer.calls.clone()
+    check_layers(model.stack(), 40)
+    assert layer.training == before
+    assert torch.equal(layer.calls, calls)
+
+
 def test_ours_are_not_tried(monkeypatch):
     monkeypatch.setattr(GCNLayer, "before", None)
     check_layers(stack(GCNLayer, 0).stack(), 40)

@@ -8,11 +8,10 @@ C rows.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +34,24 @@ def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
     """
     for layer, previous in zip(layers, (None, *layers), strict=False):
         if not type(layer).__module__.startswith("gnnpipe."):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _in_training(layer):
                 _Trial(layer, previous, min(_ROWS, num_vertices)).check()
+
+
+@contextmanager
+def _in_training(layer: Layer) -> Iterator[None]:
+    """Afterwards it is in the mode that it was in, with the statistics that it had."""
+    # Not a copy: torch makes none of a layer that holds on to what it has made.
+    modes = {module: module.training for module in layer.modules()}
+    buffers = {buffer: buffer.clone() for buffer in layer.buffers()}
+    try:
+        layer.train()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
 
 
 class _Trial:
@@ -44,20 +59,20 @@ class _Trial:
 
     def __init__(self, layer: Layer, previous: Layer | None, count: int) -> None:
         self.name = f"model: layer {layer.index}, {type(layer).__name__}"
-        # A copy, for a norm that is about to be refused keeps statistics.
-        self.layer, self.count = copy.deepcopy(layer).cpu().train(), count
-        dtype = next((p.dtype for p in layer.parameters()), torch.get_default_dtype())
+        self.layer, self.count = layer, count
+        like = next(layer.parameters(), torch.empty(0))
+        dtype, device = like.dtype, like.device
         draw = torch.Generator().manual_seed(layer.index)
 
         def rows(width: int) -> Tensor:
-            return torch.randn(count, width, generator=draw, dtype=dtype)
+            return torch.randn(count, width, generator=draw, dtype=dtype).to(device)
 
         widths = {} if previous is None else previous.out_widths
         self.values = {name: rows(width) for name, width in widths.items()}
         self.received = rows(layer.push_width)
-        features = rows(layer.spec.num_features).double().numpy().astype(np.float32)
-        self.features = FeatureTable(features, dtype, torch.device("cpu"))
-        self.vertices = torch.arange(count)
+        features = rows(layer.spec.num_features).float().cpu().numpy()
+        self.features = FeatureTable(features, dtype, device)
+        self.vertices = torch.arange(count, device=device)
         self.near = 1e-9 if dtype == torch.float64 else 1e-4
 
     def check(self) -> None:
