@@ -1,5 +1,6 @@
 """Attention without messages gives what PyG's GATConv gives, forward and backward."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from helpers import small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_geometric.nn import GAT, GATConv, GATv2Conv
+from torch_geometric.nn import GAT, GATConv, GATv2Conv, TransformerConv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.blocks import Block
@@ -199,28 +200,83 @@ def test_edge_features_that_are_none_make_no_messages():
 
 
 class Narrowing(nn.Module):
-    def __init__(self, width, kind):
+    def __init__(self, first, width):
         super().__init__()
-        self.first = GATConv(16, 4, heads=2, dropout=0.3, **kind)
-        self.second = GATConv(width, 3, heads=4, concat=False)
+        self.first, self.second = first, GATConv(width, 3, heads=4, concat=False)
 
     def forward(self, x, edge_index):
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 
-@pytest.mark.parametrize("kind", [{}, {"residual": True}, {"bias": False}, {"concat": False}])
-def test_wide_rows_are_mapped_before_they_are_pushed(kind):
+NARROWED = {
+    "gat": lambda **kind: GATConv(16, 4, heads=2, dropout=0.3, **kind),
+    "gatv2": lambda **kind: GATv2Conv(16, 4, heads=2, dropout=0.3, **kind),
+    "transformer": lambda **kind: TransformerConv(16, 2, heads=2, dropout=0.3, **kind),
+}
+EVERY, OF_GATS = [{}, {"concat": False}, {"bias": False}], [{"residual": True}]
+KINDS = [
+    *[(name, kind) for name in NARROWED for kind in EVERY],
+    *[(name, kind) for name in ("gat", "gatv2") for kind in OF_GATS],
+    ("gatv2", {"share_weights": True}), ("gatv2", {"add_self_loops": False}),
+    ("gatv2", {"edge_dim": 3}),
+    ("transformer", {"beta": True}), ("transformer", {"beta": True, "concat": False}),
+    ("transformer", {"root_weight": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_wide_rows_are_mapped_before_they_are_pushed(name, kind):
     """Once for a vertex, whoever reads it; sparse features are so never made dense rows."""
     graph = small_graph(n=60, features=16, degree=3)
-    width = 8 if kind.get("concat", True) else 4
+    width = (4 if name == "transformer" else 8) // (1 if kind.get("concat", True) else 2)
     losses = []
     for x in (graph.x, sp.csr_array(graph.x)):
         torch.manual_seed(0)
-        model, given = Narrowing(width, kind), replace(graph, x=x)
+        model, given = Narrowing(NARROWED[name](**kind), width), replace(graph, x=x)
         ops = [op for op in describe(capture(model, given), given).ops if op.aggregates]
         # The second would make them wider, and is left as it is.
         assert [op.push_width for op in ops] == [8, width]
-        assert [op.kept_per_read_row for op in ops] == [0, 12]
+        assert [op.kept_per_read_row for op in ops][1] == 12
+        assert not any(op.of_features for op in ops)
         config = TrainConfig(epochs=4, chunks=3, dtype="float64", out="off", quiet=True)
         losses.append([r.loss for r in Trainer(config, graph=given, model=model).fit().history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_mapped_first_it_is_pygs_own(name, kind):
+    """Losses of plain PyG over the whole graph, to the last digits; without dropout."""
+    graph = small_graph(n=60, features=16, degree=3)
+    width = (4 if name == "transformer" else 8) // (1 if kind.get("concat", True) else 2)
+    torch.manual_seed(0)
+    model = Narrowing(NARROWED[name](**kind), width).double()
+    model.first.dropout = 0.0
+    plain = copy.deepcopy(model)
+    config = TrainConfig(
+        epochs=4, chunks=3, staleness="exact", dtype="float64", out="off", quiet=True, lr=0.01
+    )
+    ours = [r.loss for r in Trainer(config, graph=graph, model=model).fit().history]
+    x, y = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.y)
+    edges, mask = torch.from_numpy(graph.edge_index).long(), torch.from_numpy(graph.train_mask)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    theirs = []
+    for _ in range(4):
+        loss = F.cross_entropy(plain(x, edges)[mask], y[mask])
+        theirs.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_attention_that_is_not_pygs_own_maps_nothing_first():
+    watched = GATv2Conv(16, 4, heads=2)
+    watched.register_message_forward_hook(lambda *given: None)
+    mine = GATv2Conv(16, 4, heads=2)
+    mine.lin_l = nn.Linear(16, 8)
+    wide = GATv2Conv(16, 8, heads=2)  # as wide as the features, which are never stale
+    graph = small_graph(n=60, features=16, degree=3)
+    for conv, width in ((watched, 8), (mine, 8), (wide, 16), (TransformerConv(16, 8), 8)):
+        ops = describe(capture(Narrowing(conv, width), graph), graph).ops
+        first = next(op for op in ops if op.aggregates)
+        assert first.push_width == 16

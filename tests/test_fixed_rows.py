@@ -39,7 +39,7 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.first = SimpleConv(aggr="mean"), GATv2Conv(FEATURES, HIDDEN)
+        self.mean, self.first = SimpleConv(aggr="mean"), attention(GATv2Conv)
         self.second = GCNConv(HIDDEN, 3)
 
     def forward(self, x, edge_index):
@@ -47,15 +47,16 @@ class Twice(nn.Module):
         return self.second(F.relu(x), edge_index)
 
 
-def attention():
+def attention(kind=GATConv):
     """Its map would make rows wider, so that it pushes the features as they are."""
-    return GATConv(FEATURES, HIDDEN, heads=8, concat=False)
+    return kind(FEATURES, HIDDEN, heads=8, concat=False)
 
 
 MODELS = {
     "gat": (lambda: Stack(attention()), 1),
     "gat that maps first": (lambda: Stack(GATConv(FEATURES, HIDDEN)), 0),
-    "gatv2": (lambda: Stack(GATv2Conv(FEATURES, HIDDEN)), 1),
+    "gatv2": (lambda: Stack(attention(GATv2Conv)), 1),
+    "gatv2 that maps first": (lambda: Stack(GATv2Conv(FEATURES, HIDDEN)), 0),
     "sage max": (lambda: Stack(SAGEConv(FEATURES, HIDDEN, aggr="max")), 1),
     # Two means of a norm, and what it gives.
     "a norm": (lambda: Stack(attention(), norm=True), 3),

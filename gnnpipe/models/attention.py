@@ -20,13 +20,13 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv
+from torch_geometric.nn import GATConv, MessagePassing
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.incidence import Incidence
 from gnnpipe.graph.kernels import embedding_bag
 
-__all__ = ["additive_attention", "attend", "is_additive"]
+__all__ = ["additive_attention", "attend", "is_additive", "is_as_shipped"]
 
 
 class _AdditiveAttention(torch.autograd.Function):
@@ -130,21 +130,25 @@ def additive_attention(
     return found
 
 
-def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
-    """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends.
+def is_as_shipped(conv: MessagePassing) -> bool:
+    """It adds messages up from source to target, and nobody watches or changes that."""
+    return (
+        not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
+        and not conv.explain
+        and not {"forward", "message", "edge_update", "propagate"} & vars(conv).keys()
+        and conv.flow == "source_to_target"
+        and conv.aggr in ("add", "sum")
+    )
 
-    Nobody watches or changes what it does on the way.
-    """
+
+def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
+    """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends."""
     return (
         isinstance(conv, GATConv)
         and type(conv) is GATConv
-        and not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
-        and not conv.explain
-        and not {"forward", "message", "edge_update", "propagate"} & vars(conv).keys()
+        and is_as_shipped(conv)
         and conv.negative_slope >= 0
         and conv.edge_dim is None
-        and conv.flow == "source_to_target"
-        and conv.aggr == "add"
     )
 
 
