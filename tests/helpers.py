@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
+from gnnpipe.train import row_blocks
 
+# Of graphs as small as those of the tests all chunks would be walked as one (tests/test_blocks.py).
+row_blocks.JOINED_BYTES = 1
 PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.train.verify"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

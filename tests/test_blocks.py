@@ -1,6 +1,7 @@
-"""One chunk walked in blocks of rows: the same run as with all rows at once."""
+"""Walks in blocks of rows: of one chunk, and of small ones together. The same run as without."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from torch import nn
 from torch_geometric.nn import GATv2Conv
 
 from gnnpipe import TrainConfig, Trainer
+from gnnpipe.graph.chunking import make_chunking
+from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train import row_blocks
+from gnnpipe.train.prepare import prepare
+from gnnpipe.train.report import head_lines
 
 
 def config(**settings):
@@ -73,3 +78,80 @@ def test_stale_walks_are_left_as_they_are(monkeypatch):
     trainer = Trainer(config(model="gcn", chunks=2), graph=graph())
     trainer.fit()
     assert trainer.plan.chunks == 2
+
+
+def join(monkeypatch, model="gcn", runs=3):
+    """Chunks of 200 rows in so many runs; or of all edges, whose numbers take more.
+
+    Of attention without messages these are one for each of four heads.
+    """
+    numbers = {"gat": graph().num_edges * 4, "with messages": graph().num_edges * 16}
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", -(-numbers.get(model, 200 * 16) * 8 // runs))
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "with messages"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_exact_chunks_walked_together_give_the_same(model, recompute, monkeypatch):
+    is_ours = model != "with messages"
+    named = {"model": model} if is_ours else {}
+    settings = config(dtype="float64", chunks=8, staleness="exact", recompute=recompute, **named)
+    torch.manual_seed(0)
+    mine = None if is_ours else WithMessages().double()
+
+    def trainer_of(**given):
+        return Trainer(settings, graph=graph(), model=copy.deepcopy(mine), **given)
+
+    apart = trainer_of()
+    one_by_one = apart.fit()
+    assert apart.plan.chunks == 8
+    join(monkeypatch, model)
+    trainer = trainer_of()
+    together = trainer.fit()
+    assert trainer.plan.chunks == 3
+    assert together.exact
+    assert together.chunks == 8
+    for a, b in zip(one_by_one.history, together.history, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=1e-11)
+    assert together.test_acc == one_by_one.test_acc
+    # The plan of either run is one for such a run.
+    for plan, run in ((apart.plan, one_by_one), (trainer.plan, together)):
+        again = trainer_of(plan=plan).fit()
+        assert [row.loss for row in again.history] == [row.loss for row in run.history]
+
+
+def test_only_one_rank_walks_exact_chunks_together(monkeypatch):
+    join(monkeypatch, runs=1)
+
+    def prepared_of(**settings):
+        return prepare(config(dtype="float64", chunks=8, **settings), Mesh.alone(), graph())
+
+    assert prepared_of(staleness="exact").plan.chunks == 1
+    # A run of exact epochs alone is one.
+    assert prepared_of(exact_epochs=3).plan.chunks == 1
+    stale = prepared_of(staleness="auto")
+    assert stale.plan.chunks == 8
+    exact = replace(stale.config, staleness="exact")
+    of_graph = stale.model_graph, (stale.graph.num_vertices, stale.graph.num_edges)
+
+    def cut_of(device="cpu", **shape):
+        found = replace(exact, **shape)
+        return row_blocks.walked(found, *of_graph, stale.chunking, None, device, True)[0].chunks
+
+    assert cut_of() == 1
+    assert cut_of(stages=2) == cut_of(shards=2) == cut_of("cuda") == 8
+    shown = head_lines(prepared_of(staleness="exact"))
+    assert any("x 8 chunks (in 1 block of rows) on 1 rank" in line for line in shown)
+
+
+def test_runs_of_chunks_end_where_chunks_do():
+    chunking = make_chunking(
+        graph(), chunks=7, shards=1, partitioner="metis", seed=0, cache_dir="off"
+    )
+    for runs in range(1, 8):
+        joined = chunking.joined(runs)
+        assert joined.chunks == runs
+        assert joined.perm is chunking.perm
+        assert set(joined.ptr.ravel()) <= set(chunking.ptr.ravel())
+    for wrong in (0, 8):
+        with pytest.raises(ValueError, match="do not make"):
+            chunking.joined(wrong)

@@ -37,7 +37,7 @@ from gnnpipe.train.choose import check_parts, check_validation, choose_model, wi
 from gnnpipe.train.describe import describe
 from gnnpipe.train.identity import agreed_digest
 from gnnpipe.train.number_types import number_dtype, row_dtype
-from gnnpipe.train.row_blocks import row_blocks, walked_in
+from gnnpipe.train.row_blocks import walked
 from gnnpipe.train.task import LossFn, check_loss, choose_metric
 
 __all__ = ["Prepared", "chunk_order", "prepare"]
@@ -131,10 +131,12 @@ def prepare(
     model: nn.Module | None = None,
     plan: Plan | None = None,
     loss_fn: LossFn | None = None,
+    joins: bool = True,
 ) -> Prepared:
     """Read, cut, plan and prove. ``InputError`` on every rank if any rank has one.
 
-    Rank 0 alone cuts the graph and tells the others.
+    Rank 0 alone cuts the graph and tells the others. Without ``joins`` small chunks are
+    walked one by one in exact runs, too.
     """
     check_parts(config, graph, model, plan)
     error: InputError | None = None
@@ -164,9 +166,9 @@ def prepare(
     graph = renumber(graph, chunking)
     described = describe(chosen, graph)
     sizes = graph.num_vertices, graph.num_edges
-    blocks = row_blocks(config, described, sizes, plan, mesh.device.type)
-    if blocks > 1:
-        chunking, config = chunking.split(blocks), walked_in(config, blocks)
+    chunking, config = walked(
+        config, described, sizes, chunking, plan, mesh.device.type, joins
+    )  # fmt: skip
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,

@@ -97,9 +97,10 @@ def _compute(
         if ranks > 1 or mesh.rank == 0:
             try:
                 alone = Mesh(1, 1, 0, mesh.device, None, None)
+                # As many chunks as that: what small ones take is to be seen.
                 prepared = prepare(
-                    replace(run, chunks=chunks), alone, graph, copy.deepcopy(model)
-                )  # fmt: skip
+                    replace(run, chunks=chunks), alone, graph, copy.deepcopy(model), joins=False
+                )
                 most = max(prepared.graph.num_vertices // LEAST_ROWS, config.chunks)
                 samples += measure_steps(_anew(prepared), alone, has_cores)
             except InputError as fault:

@@ -59,8 +59,8 @@ def head_lines(prepared: Prepared) -> list[str]:
     else:
         split = list(graph.pairs.counts)
     chunks = _count(prepared.quality.chunks, "chunk")
-    if prepared.quality.chunks < plan.chunks:
-        chunks += f" (in {plan.chunks} blocks of rows)"
+    if prepared.quality.chunks != plan.chunks:
+        chunks += f" (in {_count(plan.chunks, 'block')} of rows)"
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "

@@ -1,9 +1,12 @@
-"""One chunk walked in blocks of rows: the same numbers from smaller temporaries.
+"""One rank's exact walk in blocks of rows that are neither too large nor too small.
 
 Of a large graph every temporary of a single chunk is so large that glibc, left to itself, takes it
 from the system and gives it back each time, and to be given zeroed pages costs as much as the work
 (docs/benchmarks/blocks.md). So the rows are walked in blocks, all of them through a layer before
 the next layer, which is what ``--staleness exact`` does with chunks: nothing is stale.
+
+And where nothing is stale, it does not matter where one chunk ends and the next begins. Many small
+chunks cost their calls and save next to no memory, so neighbours are walked as one.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.graph.chunking import Chunking
+from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["row_blocks", "walked_in"]
+__all__ = ["walked"]
 
 KEPT_BYTES = 32 << 20
 """What is smaller stays in glibc's hands when it is freed (its largest M_MMAP_THRESHOLD)."""
 
 BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
+
+JOINED_BYTES = 2 << 20
+"""What small chunks are joined up to, rows or messages, whichever take more: beside the work on so
+much the calls of a step are a few per cent (docs/benchmarks/size.md)."""
 
 MESSAGE_BYTES = 16 << 20
 """Of a block's edges, where the aggregation is no product: their messages, or one number a head.
@@ -36,39 +44,74 @@ _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
 )  # fmt: skip
 
 
-def row_blocks(
+def walked(
     config: TrainConfig,
     model: ModelGraph,
     sizes: tuple[int, int],
+    chunking: Chunking,
     plan: Plan | None,
     device: str,
-) -> int:
-    """How many blocks, 1 for none; also 1 if a ``plan`` that is given has another number.
+    joins: bool,
+) -> tuple[Chunking, TrainConfig]:
+    """What is walked, and the settings of a run that does so with chunks.
 
-    ``sizes``: vertices and edges. Only on one rank on a CPU. Where an aggregation is no
-    product, only of vertices of one type, for a block might have none of another; and not to
-    recompute messages, for the rows that a block reads are kept until backward.
+    ``sizes``: vertices and edges. On one rank on a CPU, where nothing is stale; as it is cut if a
+    ``plan`` that is given has another number, and several chunks without ``joins``.
     """
-    if config.chunks * config.world_size > 1 or device != "cpu":
-        return 1
-    num_vertices, num_edges = sizes
-    number_bytes = 8 if config.dtype == "float64" else 4
+    if config.world_size > 1 or device != "cpu":
+        return chunking, config
+    if config.chunks == 1:
+        blocks = _blocks(config, model, sizes)
+        if blocks == 1 or (plan is not None and plan.chunks != blocks):
+            return chunking, config
+        settings = {"chunks": blocks, "staleness": "exact", **_NO_TECHNIQUES}
+        return chunking.split(blocks), replace(config, **settings)
+    joined = _joined(config, model, sizes) if joins else config.chunks
+    if joined == config.chunks or (plan is not None and plan.chunks != joined):
+        return chunking, config
+    return chunking.joined(joined), replace(config, chunks=joined)
+
+
+def _blocks(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> int:
+    """How many of one chunk, 1 for none.
+
+    Where an aggregation is no product, only of vertices of one type, for a block might have none of
+    another; and not to recompute messages, for the rows that a block reads are kept until backward.
+    """
     blocks = 1
     for op in model.aggregations:
-        on_blocks = not (op.is_linear or op.is_mean)
+        on_blocks = _is_on_blocks(op)
         if on_blocks and (op.vertex_type or op.over_pairs or config.recompute):
             return 1
-        size, at_once = num_vertices * op.push_width, BLOCK_BYTES
-        if on_blocks:
-            message = min(op.kept_per_edge or op.push_width, op.push_width)
-            size, at_once = num_edges * message, MESSAGE_BYTES
-        size *= number_bytes
+        size = _size_bytes(config, op, sizes)
         if size > KEPT_BYTES:
-            blocks = max(blocks, -(-size // at_once))
-    blocks = min(blocks, MOST_BLOCKS)
-    return blocks if plan is None or plan.chunks == blocks else 1
+            blocks = max(blocks, -(-size // (MESSAGE_BYTES if on_blocks else BLOCK_BYTES)))
+    return min(blocks, MOST_BLOCKS)
 
 
-def walked_in(config: TrainConfig, blocks: int) -> TrainConfig:
-    """The settings of a run that does with chunks what is done with ``blocks``."""
-    return replace(config, chunks=blocks, staleness="exact", **_NO_TECHNIQUES)
+def _joined(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> int:
+    """How many runs of whole chunks are walked, K where each is by itself."""
+    if not config.techniques.exact:
+        return config.chunks
+    of_rows = max((op.push_width for op in model.aggregations), default=0) * sizes[0]
+    sizes_bytes = [_size_bytes(config, op, sizes) for op in model.aggregations]
+    largest = max([of_rows * _number_bytes(config), *sizes_bytes])
+    return min(max(1, -(-largest // JOINED_BYTES)), config.chunks)
+
+
+def _is_on_blocks(op: Op) -> bool:
+    """It is no product: it makes something of every edge, or reads both its ends."""
+    return not (op.is_linear or op.is_mean)
+
+
+def _size_bytes(config: TrainConfig, op: Op, sizes: tuple[int, int]) -> int:
+    """Of all rows that are pushed, or of the messages or numbers of all edges."""
+    num_vertices, num_edges = sizes
+    numbers = num_vertices * op.push_width
+    if _is_on_blocks(op):
+        numbers = num_edges * min(op.kept_per_edge or op.push_width, op.push_width)
+    return numbers * _number_bytes(config)
+
+
+def _number_bytes(config: TrainConfig) -> int:
+    return 8 if config.dtype == "float64" else 4
