@@ -132,7 +132,7 @@ class TrainConfig(RunSettings):
 
     stages: int = setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
     shards: int = setting(1, "shards G: ranks that share one stage", group="shape", low=1)
-    chunks: int = setting(1, "chunks K the vertices are cut into, walked one by one",
+    chunks: int = setting(1, "chunks K of the vertices, walked one by one (exact: or together)",
                            group="shape", low=1)  # fmt: skip
     partitioner: str = setting("metis", "how vertices are cut: metis, range or random",
                                 group="shape")  # fmt: skip

@@ -11,7 +11,7 @@ from helpers import small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_geometric.nn import GAT, GATConv, GATv2Conv, TransformerConv
+from torch_geometric.nn import GAT, GATConv, GATv2Conv, Linear, TransformerConv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.blocks import Block
@@ -280,3 +280,11 @@ def test_attention_that_is_not_pygs_own_maps_nothing_first():
         ops = describe(capture(Narrowing(conv, width), graph), graph).ops
         first = next(op for op in ops if op.aggregates)
         assert first.push_width == 16
+
+
+def test_shared_weights_are_taken_by_the_flag_as_pyg_does():
+    conv = GATv2Conv(16, 4, heads=2, share_weights=True)
+    conv.lin_r = Linear(16, 8)
+    graph = small_graph(n=60, features=16, degree=3)
+    found = describe(capture(Narrowing(conv, 8), graph), graph).ops
+    assert [op.push_width for op in found if op.aggregates] == [8, 8]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import small_graph
+from helpers import carrying, small_graph
 from torch import nn
-from torch_geometric.nn import GATv2Conv
+from torch_geometric.nn import GATv2Conv, GINConv, NNConv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.chunking import make_chunking
@@ -80,13 +80,12 @@ def test_stale_walks_are_left_as_they_are(monkeypatch):
     assert trainer.plan.chunks == 2
 
 
-def join(monkeypatch, model="gcn", runs=3):
-    """Chunks of 200 rows in so many runs; or of all edges, whose numbers take more.
-
-    Of attention without messages these are one for each of four heads.
-    """
-    numbers = {"gat": graph().num_edges * 4, "with messages": graph().num_edges * 16}
-    monkeypatch.setattr(row_blocks, "JOINED_BYTES", -(-numbers.get(model, 200 * 16) * 8 // runs))
+def join(monkeypatch, prepared, runs=3):
+    """The chunks of 200 rows in so many runs, by what the largest op makes."""
+    ops = prepared.model_graph.ops
+    of_rows = [200 * max(op.push_width, op.kept_per_row) for op in ops]
+    of_edges = [graph().num_edges * op.kept_per_edge for op in ops]
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", -(-max(of_rows + of_edges) * 8 // runs))
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "with messages"])
@@ -104,7 +103,7 @@ def test_exact_chunks_walked_together_give_the_same(model, recompute, monkeypatc
     apart = trainer_of()
     one_by_one = apart.fit()
     assert apart.plan.chunks == 8
-    join(monkeypatch, model)
+    join(monkeypatch, prepare(settings, Mesh.alone(), graph(), copy.deepcopy(mine)))
     trainer = trainer_of()
     together = trainer.fit()
     assert trainer.plan.chunks == 3
@@ -120,11 +119,10 @@ def test_exact_chunks_walked_together_give_the_same(model, recompute, monkeypatc
 
 
 def test_only_one_rank_walks_exact_chunks_together(monkeypatch):
-    join(monkeypatch, runs=1)
-
     def prepared_of(**settings):
         return prepare(config(dtype="float64", chunks=8, **settings), Mesh.alone(), graph())
 
+    join(monkeypatch, prepared_of(), runs=1)
     assert prepared_of(staleness="exact").plan.chunks == 1
     # A run of exact epochs alone is one.
     assert prepared_of(exact_epochs=3).plan.chunks == 1
@@ -155,3 +153,39 @@ def test_runs_of_chunks_end_where_chunks_do():
     for wrong in (0, 8):
         with pytest.raises(ValueError, match="do not make"):
             chunking.joined(wrong)
+
+
+class Wide(nn.Module):
+    """What it pushes is narrow, and what it makes of it is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = GINConv(nn.Sequential(nn.Linear(20, 4096), nn.ReLU(), nn.Linear(4096, 3)))
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+class OfEdges(nn.Module):
+    """A matrix for every edge."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 16), nn.Linear(16, 3)
+        self.conv = NNConv(16, 16, nn.Linear(4, 256))
+
+    def forward(self, x, edge_index, edge_attr=None):
+        return self.last(self.conv(self.first(x), edge_index, edge_attr))
+
+
+@pytest.mark.parametrize(("made", "numbers"), [(Wide, 200 * 4096), (OfEdges, 1000 * 256)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_runs_are_as_small_as_what_is_made_on_the_way_asks(made, numbers, recompute, monkeypatch):
+    """Not as what is pushed allows: many chunks were asked for to spare memory."""
+    given = carrying(graph(), "edge_attr") if made is OfEdges else graph()
+    assert made is Wide or given.num_edges > 1000
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", numbers * 4 // 6)
+    settings = config(chunks=32, staleness="exact", recompute=recompute)
+    assert prepare(settings, Mesh.alone(), given, made()).plan.chunks >= 6
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", 40 * numbers)
+    assert prepare(settings, Mesh.alone(), given, made()).plan.chunks == 1

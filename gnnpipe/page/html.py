@@ -81,7 +81,10 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 def _summary(run: Run) -> str:
     plan, result = run.plan, run.result
-    shape = f"{plan.num_stages} x {plan.shards} x {plan.chunks}, schedule {plan.schedule}"
+    chunks = run.config.get("chunks", plan.chunks)
+    shape = f"{plan.num_stages} x {plan.shards} x {chunks}, schedule {plan.schedule}"
+    if chunks != plan.chunks:
+        shape += f", in {plan.chunks} block{'s' * (plan.chunks > 1)} of rows"
     rows = [
         ("graph", str(run.config.get("dataset", "?"))),
         ("model", f"{run.config.get('model', '?')}, {run.config.get('layers', '?')} layers"),

@@ -26,9 +26,9 @@ KEPT_BYTES = 32 << 20
 BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
-JOINED_BYTES = 2 << 20
-"""What small chunks are joined up to, rows or messages, whichever take more: beside the work on so
-much the calls of a step are a few per cent (docs/benchmarks/size.md)."""
+JOINED_BYTES = 8 << 20
+"""What small chunks are joined up to: all that an op makes of their rows or edges until backward.
+Beside the work on so much the calls of a step are a few per cent (docs/adr/0029)."""
 
 MESSAGE_BYTES = 16 << 20
 """Of a block's edges, where the aggregation is no product: their messages, or one number a head.
@@ -91,12 +91,17 @@ def _blocks(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> i
 
 def _joined(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> int:
     """How many runs of whole chunks are walked, K where each is by itself."""
-    if not config.techniques.exact:
+    # How many pairs a chunk scores is another matter.
+    if not config.techniques.exact or any(op.over_pairs for op in model.ops):
         return config.chunks
-    of_rows = max((op.push_width for op in model.aggregations), default=0) * sizes[0]
-    sizes_bytes = [_size_bytes(config, op, sizes) for op in model.aggregations]
-    largest = max([of_rows * _number_bytes(config), *sizes_bytes])
-    return min(max(1, -(-largest // JOINED_BYTES)), config.chunks)
+    num_vertices, num_edges = sizes
+    largest = 1
+    for op in model.ops:
+        numbers = num_vertices * max(op.push_width, op.kept_per_row, op.kept_per_row_recomputed)
+        if op.aggregates and _is_on_blocks(op):
+            numbers = max(numbers, num_edges * (op.kept_per_edge or op.push_width))
+        largest = max(largest, numbers * _number_bytes(config))
+    return min(-(-largest // JOINED_BYTES), config.chunks)
 
 
 def _is_on_blocks(op: Op) -> bool:

@@ -203,7 +203,8 @@ def simulated(
 def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
     if shape is not None:
         return scenario_of_shape(config, shape)
-    return scenario_of(prepare(config, Mesh.alone()))
+    # Chunk by chunk: other devices than a CPU do so, and so does ``scenario_of_shape``.
+    return scenario_of(prepare(config, Mesh.alone(), joins=False))
 
 
 def _costs(

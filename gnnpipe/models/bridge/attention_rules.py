@@ -90,7 +90,7 @@ def _gat_v2(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
         raise OtherKindError
     _check(conv, x, conv.heads * conv.out_channels)
     rest = _rest(conv, "bias", lin_l=nn.Identity(), lin_r=nn.Identity(), res=None)
-    reading = None if conv.lin_r is conv.lin_l else conv.lin_r(x)
+    reading = None if conv.share_weights else conv.lin_r(x)
     return _plus(conv, make(rest, conv.lin_l(x), reading), x)
 
 
