@@ -281,6 +281,33 @@ def test_a_rank_that_raises_ends_all_with_its_own_error_first(tmp_path, shape):
     assert "lost another rank" not in done.stderr[: done.stderr.index("on purpose")]
 
 
+UNCLOSED = """
+import atexit, os, sys
+import torch.distributed as dist
+from gnnpipe import TrainConfig, Trainer
+# Called last: behind all that a run has asked for.
+atexit.register(lambda: os.write(1, f"still met: {dist.is_initialized()}\\n".encode()))
+trainer = Trainer(TrainConfig(dataset="karate", stages=2, epochs=2, out="off", quiet=True))
+print(trainer.fit().loss)
+if sys.argv[1:]:
+    raise ValueError("a fault of the script's own")
+"""
+
+
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_ranks_part_where_a_script_does_not_say_so(tmp_path, is_raising):
+    """Or torch's connections outlive the interpreter, which half of the time aborts."""
+    script = tmp_path / "unclosed.py"
+    script.write_text(UNCLOSED)
+    done = torchrun(2, str(script), *["raise"] * is_raising)
+    assert (done.returncode == 0) != is_raising, done.stderr
+    if not is_raising:
+        assert done.stdout.count("still met: False") == 2
+    else:
+        assert "a fault of the script's own" in done.stderr
+        assert "still met: False" not in done.stdout
+
+
 @pytest.mark.parametrize(("epochs", "told"), [("23", True), ("24", False)])
 def test_a_run_too_short_for_its_snapshots_is_told_so(epochs, told, capsys):
     words = ["--chunks", "4", "--staleness", "paper", "--epochs", epochs]

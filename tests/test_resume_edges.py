@@ -11,7 +11,7 @@ from test_resume import EPOCHS, config, damage, outcome, stop_after, table
 
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError, StoppedError
-from gnnpipe.train import loop, trainer
+from gnnpipe.train import loop, row_blocks, trainer
 from gnnpipe.train.checkpoint import write
 from gnnpipe.train.resume import resumed_config
 
@@ -226,3 +226,12 @@ def test_another_cut_is_told_of(partitioner, told, tmp_path, capsys):
     Trainer(config(out, epochs=4, checkpoint_every=4), small_graph()).fit()
     again(out, epochs=6, partitioner=partitioner, quiet=False)
     assert ("cut otherwise than before" in capsys.readouterr().out) == told
+
+
+def test_other_chunks_that_are_walked_as_one_are_no_other_cut(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", 1 << 40)
+    out = tmp_path / "run"
+    exact = config(out, epochs=4, chunks=8, staleness="exact", checkpoint_every=4)
+    Trainer(exact, small_graph()).fit()
+    again(out, epochs=6, chunks=5, quiet=False)
+    assert "cut otherwise than before" not in capsys.readouterr().out

@@ -6,6 +6,7 @@ needs no process group at all, and then nothing in here talks to anybody.
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,15 @@ class Mesh:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
+    def leave_at_exit(self) -> None:
+        """``leave`` when the process ends, if it does not end by an error.
+
+        Connections that are still there when the interpreter has gone may abort the process, behind
+        all that it had to do. After an error something may be on its way, and would be waited for.
+        """
+        if self.world_size > 1:
+            atexit.register(_leave, self)
+
     @contextmanager
     def on_own_cores(self) -> Iterator[frozenset[int]]:
         """Within, ranks on CPUs stay on cores of their own (every rank must enter).
@@ -180,6 +190,11 @@ class Mesh:
             return
         with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
             yield before
+
+
+def _leave(mesh: Mesh) -> None:
+    if getattr(sys, "last_value", None) is None:  # what nobody has caught
+        mesh.leave()
 
 
 def _once_more(

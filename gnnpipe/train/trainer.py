@@ -214,16 +214,10 @@ class Trainer:
         loop.best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
-            mesh,
-            prepared,
-            assembly,
-            loop.rows,
-            loop.best,
-            path,
-            link_bytes_per_s,
-            loop.sent_bytes,
-            predictor,
-        )
+            mesh, prepared, assembly, loop.rows, loop.best, path, link_bytes_per_s,
+            loop.sent_bytes, predictor,
+        )  # fmt: skip
+        mesh.leave_at_exit()
         if folder is not None:
             if result.timeline or result.predicted_timeline:
                 trace = Trace(result.timeline, result.predicted_timeline)
