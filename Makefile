@@ -2,8 +2,9 @@
 # Each sets up .venv first if need be (scripts/setup.sh).
 .PHONY: run test check audit setup setup-dev
 .DEFAULT_GOAL := run
-# Tests at a time: those of several ranks have some processes each, most others one.
-JOBS = 2
+# Tests at a time: those of several ranks have some processes each, and often wait for one another,
+# so one more than a small machine has cores.
+JOBS = 3
 
 run: setup
 	.venv/bin/gnnpipe train $(ARGS)
