@@ -118,6 +118,7 @@ KINDS = {
     "dataset of no user": (words("--dataset ~no/g.npz"), ["'~no/g.npz'", "no such file"]),
     "dataset in Chinese": (words("--dataset 图.npz"), ["'图.npz'", "no such file"]),
     "dataset in Python": (words("--dataset passed-in:mine"), ["'passed-in:mine'", "graph=graph"]),
+    "model in Python": (words("--model passed-in:Net"), ["'passed-in:Net'", "model=model"]),
     "generator unknown": (words("--dataset synthetic:tree"), ["'tree'", "planted"]),
     "generator key": (words("--dataset synthetic:planted:m=3"), ["'m'"]),
     "generator key twice": (

@@ -42,6 +42,12 @@ def check_parts(
     PARTITIONERS[config.partitioner]
     check_cache_dir(config.cache_dir)
     if model is None:
+        if config.model.startswith("passed-in:"):
+            raise InputError(
+                f"--model {config.model!r}: this run's model was passed in from Python; pass it "
+                "again: Trainer(config, model=model), to go on with a run with "
+                "config=resumed_config(run) and resume=run"
+            )
         MODELS[config.model]
         check_stages(config)
     elif isinstance(model, type):
