@@ -235,3 +235,8 @@ def test_other_chunks_that_are_walked_as_one_are_no_other_cut(tmp_path, capsys, 
     Trainer(exact, small_graph()).fit()
     again(out, epochs=6, chunks=5, quiet=False)
     assert "cut otherwise than before" not in capsys.readouterr().out
+    # Nor are the same ones that are walked one by one, as on several ranks.
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", 1)
+    again(out, epochs=8, chunks=8, quiet=False)
+    again(out, epochs=10, quiet=False)
+    assert "cut otherwise than before" not in capsys.readouterr().out

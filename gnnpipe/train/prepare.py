@@ -50,7 +50,10 @@ class Prepared:
     config: TrainConfig
     graph: Graph
     """In the order of ``chunking``."""
+    cut: Chunking
+    """As many chunks as were asked for."""
     chunking: Chunking
+    """What is walked of it: see ``walked``."""
     quality: CutQuality
     model: Model
     model_graph: ModelGraph
@@ -161,14 +164,12 @@ def prepare(
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
     graph = without_unread(graph, chosen, mesh)
-    chunking = _cut(config, graph, mesh)
-    quality = cut_quality(graph, chunking)
-    graph = renumber(graph, chunking)
+    cut = _cut(config, graph, mesh)
+    quality = cut_quality(graph, cut)
+    graph = renumber(graph, cut)
     described = describe(chosen, graph)
     sizes = graph.num_vertices, graph.num_edges
-    chunking, config = walked(
-        config, described, sizes, chunking, plan, mesh.device.type, joins
-    )  # fmt: skip
+    chunking, config = walked(config, described, sizes, cut, plan, mesh.device.type, joins)
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,
@@ -207,8 +208,8 @@ def prepare(
     )  # fmt: skip
     recalled = pilot_rows_bytes(plan, counts, row_dtype(config).itemsize)
     return Prepared(
-        config, graph, chunking, quality, chosen, described, plan, program, exact_program, report,
-        volume, recalled, pilots, edges, metric, digest, loss_fn,
+        config, graph, cut, chunking, quality, chosen, described, plan, program, exact_program,
+        report, volume, recalled, pilots, edges, metric, digest, loss_fn,
     )  # fmt: skip
 
 

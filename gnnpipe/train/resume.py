@@ -146,11 +146,9 @@ def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
 
 def cut_of(prepared: Prepared) -> dict[str, Any]:
     """Which vertex is in which chunk and shard: its numbers, and a digest."""
-    chunking = prepared.chunking
+    chunking = prepared.cut
     digest = zlib.crc32(chunking.ptr.tobytes(), zlib.crc32(chunking.perm.tobytes()))
-    # As many chunks as were asked for: those of one rank may be walked otherwise.
-    chunks = prepared.quality.chunks
-    return {"chunks": chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
+    return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
 
 
 def patience_is_out(
