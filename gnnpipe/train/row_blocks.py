@@ -28,7 +28,7 @@ BLOCK_BYTES = 8 << 20
 
 JOINED_BYTES = 8 << 20
 """What small chunks are joined up to: all that an op makes of their rows or edges until backward.
-Beside the work on so much the calls of a step are a few per cent (docs/adr/0029)."""
+With runs of that size the time hardly goes with their number any more (docs/adr/0029)."""
 
 MESSAGE_BYTES = 16 << 20
 """Of a block's edges, where the aggregation is no product: their messages, or one number a head.
