@@ -23,7 +23,7 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
-    maps_features = pushes_x = after_in_place = True
+    maps_features = pushes_x = after_in_place = overwrites_received = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -35,6 +35,11 @@ class GCNLayer(Layer):
         self.bias = nn.Parameter(torch.zeros(out))
         if not self.is_last:
             self.norm = nn.LayerNorm(out)
+
+    @property
+    def kept_rows_overwritten(self) -> float:
+        """The first one's sum."""
+        return float(self.is_first and not self.is_last)
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the encoded features, later layers their rows."""
@@ -48,6 +53,7 @@ class GCNLayer(Layer):
         x = norm_relu(
             self.norm, self.bias, received, weight, is_rounded=self.spec.is_rounded,
             mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+            overwrites=rows.may_overwrite,
         )  # fmt: skip
         return {"x": x}
 

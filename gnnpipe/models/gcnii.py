@@ -30,7 +30,7 @@ class GCNIILayer(Layer):
     kept_rows_first_recomputed = 1.0
     kept_rows_last = 0.0
     passing_rows = 4.0
-    pushes_x = after_in_place = True
+    pushes_x = after_in_place = overwrites_received = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -57,6 +57,11 @@ class GCNIILayer(Layer):
         """x, and h0 for the layers that follow."""
         return super().out_widths | ({} if self.is_last else {"h0": self.spec.hidden})
 
+    @property
+    def kept_rows_overwritten(self) -> float:
+        """The mix."""
+        return 1.0
+
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push x; the first layer makes h0 from the features, and x of it by dropout."""
         if not self.is_first:
@@ -70,6 +75,7 @@ class GCNIILayer(Layer):
         x = gcnii_mix(
             received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
             self.spec.is_rounded, self.dropout_mask(rows, self.spec.hidden), rows.place,
+            rows.may_overwrite,
         )  # fmt: skip
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 

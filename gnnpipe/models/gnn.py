@@ -129,6 +129,7 @@ class LayerPiece(Piece):
             layer.push_maker(before)
             for layer, before in zip(self.layers, [None, *self.layers], strict=False)
         ]
+        self._may_overwrite = [layer.may_overwrite for layer in self.layers]
         self._is_aggregated = False
 
     def begin_aggregated(self, names: Collection[str]) -> None:
@@ -167,10 +168,14 @@ class LayerPiece(Piece):
     def _for_after(self, index: int, rows: Rows) -> Rows:
         """``rows`` without their place, where that is for the next layer's ``before``.
 
-        The other way round ``before`` pushes what it is given.
+        The other way round ``before`` pushes what it is given. And to write over what it received
+        is only for a layer that says that it does.
         """
-        is_for_before = rows.place is not None and self._makers[index] is self.layers[index]
-        return replace(rows, place=None) if is_for_before else rows
+        if rows.place is not None and self._makers[index] is self.layers[index]:
+            rows = replace(rows, place=None)
+        if rows.may_overwrite and not self._may_overwrite[index - 1]:
+            rows = replace(rows, may_overwrite=False)
+        return rows
 
     def makes_in_place(self, index: int) -> bool:
         """See ``Piece``."""

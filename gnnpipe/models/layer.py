@@ -51,6 +51,8 @@ class Rows:
     start: int = 0
     place: Place | None = None
     """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
+    may_overwrite: bool = False
+    """Nobody else reads what was received: it may be written over, by who says so (``Layer``)."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -156,12 +158,21 @@ class Layer(nn.Module, ABC):
     after_in_place: ClassVar[bool] = False
     """The same of the value x of ``after``, but for the last layer's."""
 
+    overwrites_received: ClassVar[bool] = False
+    """``after`` of this very class may write over the rows that it received, or its backward, where
+    ``rows.may_overwrite``. A subclass with another ``after`` has to say so anew."""
+
     def _says(self, what: str, of: str) -> bool:
         """Whether the class that has the method ``of`` says ``what`` of it."""
         return bool(vars(self._has(of)).get(what, False))
 
     def _has(self, method: str) -> type:
         return next(c for c in type(self).__mro__ if method in vars(c))
+
+    @property
+    def may_overwrite(self) -> bool:
+        """What it receives it may write to."""
+        return self._says("overwrites_received", "after")
 
     @property
     def can_begin(self) -> bool:
@@ -227,9 +238,15 @@ class Layer(nn.Module, ABC):
     passing_rows: ClassVar[float] = 5.0
     """What backward makes of a row on its way through a layer, some two thirds of this, and what
     the heap loses by it: the estimate is to lie between what is in use and what is resident
-    (docs/benchmarks/memory_growth.md)."""
+    (docs/benchmarks/memory_growth.md). One less where the gradient of what was received is made
+    over that."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
+
+    @property
+    def kept_rows_overwritten(self) -> float:
+        """So much less, by what it makes where the rows that it received were; but recomputed."""
+        return 0.0
 
     structure_per_edge: ClassVar[int] = 0
     """Bytes of structure for an edge, beyond the edge itself."""

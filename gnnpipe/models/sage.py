@@ -24,7 +24,7 @@ class SAGELayer(Layer):
     kept_rows_first = 1.0  # its own part, which no layer before it keeps
     passing_rows = 7.0
     maps_features = keeps_features = True
-    pushes_x = after_in_place = True
+    pushes_x = after_in_place = overwrites_received = True
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -45,6 +45,11 @@ class SAGELayer(Layer):
         """The row's own part, transformed or not."""
         return {"x": self.spec.hidden}
 
+    @property
+    def kept_rows_overwritten(self) -> float:
+        """The first one's sum."""
+        return float(self.is_first and not self.is_last)
+
     def own(self, rows: Rows) -> Values:
         """Their linear map."""
         return {"x": self.encode_self(rows.features)}
@@ -61,11 +66,12 @@ class SAGELayer(Layer):
         if self.is_last:
             own = linear(own, self.lin_self.weight, self.bias)
             return {"x": torch.addmm(own, received, self.lin.weight.t())}
-        weights = (None, None) if self.is_first else (self.lin_self.weight, self.lin.weight)
-        pairs = own, weights[0], received, weights[1]
+        weights = (None, None) if self.is_first else (self.lin.weight, self.lin_self.weight)
+        pairs = received, weights[0], own, weights[1]
         x = norm_relu(
             self.norm, self.bias, *pairs, is_rounded=self.spec.is_rounded,
             mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+            overwrites=rows.may_overwrite,
         )  # fmt: skip
         return {"x": x}
 

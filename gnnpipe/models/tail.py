@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnpipe.models.dropout import Mask
 
-__all__ = ["KEPT", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
+__all__ = ["KEPT", "TOTAL", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
 
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 _relu_backward = torch.ops.aten.threshold_backward
@@ -102,5 +102,5 @@ def keep(scale: Tensor, shift: Tensor, total: Tensor, out: Tensor,
     return [scale, shift, total, out, mean, rstd]
 
 
-KEPT = 6
-"""Tensors that ``keep`` gives."""
+KEPT, TOTAL = 6, 2
+"""Tensors that ``keep`` gives, and which of them is what the norm read."""

@@ -78,6 +78,8 @@ class Op:
     features."""
     rows_spared: int = 0
     """In that place: numbers that are not kept of a row until backward."""
+    rows_spared_recomputed: int = 0
+    """The same with ``--recompute``."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
 

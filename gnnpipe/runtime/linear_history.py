@@ -50,7 +50,9 @@ class LinearHistory(History):
             self._grads = grad.to(self.table.dtype).contiguous()
             return
         start, stop = self.into(chunk)
-        self._grads[start:stop] = grad
+        here = self._grads[start:stop]
+        if grad.data_ptr() != here.data_ptr():  # made elsewhere
+            here.copy_(grad)
         self._recorded |= 1 << chunk
 
     def pull(self, chunk: int) -> Tensor:

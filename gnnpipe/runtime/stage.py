@@ -179,8 +179,8 @@ class Stage:
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
         place = self._place(chunk, step)
-        with torch.set_grad_enabled(self._training and not self.recompute):
-            pushed, values = self._compute(chunk, step, leaves, received, place)
+        with torch.set_grad_enabled(once := self._training and not self.recompute):
+            pushed, values = self._compute(chunk, step, leaves, received, once, place)
         if place is not None:
             place.check(pushed)
         if self.watch is not None:
@@ -196,13 +196,13 @@ class Stage:
 
     def _compute(
         self, chunk: int, step: int, leaves: Values, received: dict[str, Received],
-        place: Place | None = None,
+        may_overwrite: bool, place: Place | None = None,
     ) -> tuple[Values, Values]:  # fmt: skip
         """What a step of the piece pushes and hands on; behind the last one the loss."""
         asked = self._asked if self._training else None
         is_last = step == self.num_steps - 1
         rows = (self._asked_now if is_last and asked is not None else self._rows_now)[chunk]
-        rows = rows if place is None else replace(rows, place=place)
+        rows = replace(rows, place=place, may_overwrite=may_overwrite)
         pushed, values = self.piece.step(step, leaves, received, rows)
         pushed = {name: made for name, made in pushed.items() if name not in self._once}
         if step == self.num_steps - 2 and asked is not None:
@@ -248,7 +248,7 @@ class Stage:
                 record.place.check_kept()
             if made is None:
                 with torch.enable_grad():
-                    again = self._compute(chunk, step, record.leaves, record.received)
+                    again = self._compute(chunk, step, record.leaves, record.received, True)
                 made = _entries(again[0]), _entries(again[1])
                 del again
             pushed, handed_on = made

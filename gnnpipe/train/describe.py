@@ -173,6 +173,8 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
     first = layer.kept_rows_first * layer.is_first
     read_again = layer.kept_rows_recomputed + layer.kept_rows_first_recomputed * layer.is_first
     last = layer.kept_rows_last * layer.is_last
+    spared = layer.push_width + sum(layer.kept_widths.values())
+    over = layer.kept_rows_overwritten * layer.may_overwrite
     return Op(
         name=name,
         inputs=inputs,
@@ -182,12 +184,12 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
         kept_widths=layer.kept_widths,
-        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
+        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last - over)),
         kept_before=int(layer.push_width * layer.kept_rows_before),
         kept_per_row_recomputed=int(layer.push_width * read_again),
         push_maker="" if maker is None else layer_name(maker),
         holds_pushed=maker is before is not None and "x" in layer.kept_widths,
-        passing_per_row=int(layer.push_width * layer.passing_rows),
+        passing_per_row=int(layer.push_width * (layer.passing_rows - layer.may_overwrite)),
         kept_per_edge=layer.kept_per_edge,
         structure_per_edge=layer.structure_per_edge,
         structure=layer.aggregation,
@@ -195,7 +197,8 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
         reads_features=layer.is_first,
         of_features=is_narrow and layer.can_begin,
         features_kept=graph.num_features if layer.keeps_features else 0,
-        # The aggregated row, and what goes by it.
-        rows_spared=layer.push_width + sum(layer.kept_widths.values()),
+        # The aggregated row, unless it is written over anyway, and what goes by it.
+        rows_spared=spared - int(layer.push_width * over),
+        rows_spared_recomputed=spared,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )

@@ -1,0 +1,198 @@
+"""What was received is written over by who says so: by a mix or a sum, and by its own gradient."""
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+from torch import nn
+
+from gnnpipe.models import GNN, Layer, LayerSpec, tail
+from gnnpipe.models.dropout import Mask
+from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.sage import SAGELayer
+from gnnpipe.runtime.linear_history import LinearHistory
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.describe import describe
+from gnnpipe.train.metrics import evaluate, train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
+
+ROWS, WIDTH, CHUNKS, EPOCHS = 7, 5, 5, 3
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def made_by(call, inputs):
+    """What is made of copies of ``inputs``, their gradients, and whether the first lies over it."""
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    out = call(*copies)
+    found = out.detach().clone()
+    out.pow(3).sum().backward()
+    is_over = copies[0].grad.data_ptr() == copies[0].data_ptr()
+    return [found, *(t.grad for t in copies)], is_over
+
+
+PAIRS = {
+    "a product": lambda: (draw(ROWS, 3), draw(WIDTH, 3)),
+    "two products": lambda: (draw(ROWS, 3), draw(WIDTH, 3), draw(ROWS, 4), draw(WIDTH, 4)),
+    "as it is": lambda: (draw(ROWS, WIDTH), None),
+    "two as they are": lambda: (draw(ROWS, WIDTH), None, draw(ROWS, WIDTH), None),
+    "mixed": lambda: (draw(ROWS, WIDTH), None, draw(ROWS, 4), draw(WIDTH, 4)),
+    "mixed the other way": lambda: (draw(ROWS, 4), draw(WIDTH, 4), draw(ROWS, WIDTH), None),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("name", [*PAIRS, "mix"])
+def test_the_same_numbers_in_the_rows_themselves(name, is_dropped, rows, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: rows)
+    layer = nn.LayerNorm(WIDTH).double()
+    kept = (torch.rand(ROWS, WIDTH) < 0.6).to(torch.int8)
+    mask = Mask(kept, 1 / 0.6) if is_dropped else None
+    if name == "mix":
+        inputs = [draw(ROWS, WIDTH), draw(ROWS, WIDTH), draw(WIDTH, WIDTH)]
+
+        def call(over):
+            return lambda x, h, w: gcnii_mix(x, h, w, layer, 0.1, 0.3, mask=mask, overwrites=over)
+    else:
+        pairs, bias = PAIRS[name](), draw(WIDTH)
+        inputs = [*(t for t in pairs if t is not None), bias]
+
+        def call(over):
+            def run(*given):
+                left = iter(given)
+                again = [None if t is None else next(left) for t in pairs]
+                return norm_relu(layer, next(left), *again, mask=mask, overwrites=over)
+
+            return run
+
+    plain, was_over = made_by(call(False), inputs)
+    found, is_over = made_by(call(True), inputs)
+    assert is_over
+    assert not was_over
+    for one, other in zip(plain, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_gradient_that_is_nobodys_leaves_the_rows_alone():
+    x, weight, layer = draw(ROWS, 3).detach(), draw(WIDTH, 3), nn.LayerNorm(WIDTH).double()
+    before = x.clone()
+    norm_relu(layer, None, x, weight, overwrites=True).sum().backward()
+    assert torch.equal(x, before)
+    assert weight.grad is not None
+
+
+class Reading(GCNLayer):
+    """It looks at what it received once more, when the layer it is made of is done with it."""
+
+    def after(self, received, values, rows):
+        found = super().after(received, values, rows)
+        return {"x": found["x"] if self.is_last else found["x"] + received.tanh()}
+
+
+class ReadingMix(GCNIILayer):
+    """The same, of rows that would be mixed in place."""
+
+    def after(self, received, values, rows):
+        found = super().after(received, values, rows)
+        return found if self.is_last else {**found, "x": found["x"] * received}
+
+
+STACKS = {"reading": Reading, "reading mix": ReadingMix}
+OVER = {"gcn": 2, "sage": 2, "gcnii": 2, "resgcn": 0, "gat": 0, "reading": 0, "reading mix": 0}
+"""Layers of three whose gradients lie over what was received: the last one's do not, for
+those of GCN and SAGE have no norm, and that of GCNII has a table to itself."""
+EXACT = OVER | {"gcn": 1, "sage": 1, "gcnii": 3}
+"""Where nothing is stale every table is for both, and dense features are aggregated once."""
+
+
+def trained(name, **settings):
+    """Losses, weights and scores behind some epochs."""
+    kind = {"layers": 3, "hidden": 16, "dropout": 0.3}
+    model = None
+    if name in STACKS:
+        torch.manual_seed(0)
+        is_rounded = settings.get("matmul_dtype") == "bf16"
+        spec = LayerSpec(7, 3, 3, 16, dropout=0.3, is_rounded=is_rounded)
+        dtype = getattr(torch, settings.get("dtype", "float64"))
+        model = GNN([STACKS[name](i, spec) for i in range(3)]).to(dtype)
+    else:
+        kind["model"] = name
+    config = quick_config(epochs=EPOCHS, **kind, **settings)
+    mesh = Mesh.alone()
+    prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
+    assembly = assemble(prepared, mesh)
+    losses = [
+        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        for e in range(EPOCHS)
+    ]
+    weights = [p.detach().clone() for p in prepared.model.module.parameters()]
+    return losses, weights, evaluate(assembly, mesh)
+
+
+def watched(monkeypatch):
+    """By gradient that is recorded, whether it lies where it belongs already."""
+    found, record = [], LinearHistory.record
+
+    def look(self, chunk, grad):
+        here = self._grads[slice(*self.into(chunk))]
+        found.append(self.layout.num_chunks > 1 and grad.data_ptr() == here.data_ptr())
+        record(self, chunk, grad)
+
+    monkeypatch.setattr(LinearHistory, "record", look)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunks": 1},
+        {"chunks": CHUNKS},
+        {"chunks": CHUNKS, "recompute": True},
+        {"chunks": 1, "recompute": True},
+        {"chunks": CHUNKS, "staleness": "exact"},
+        {"chunks": CHUNKS, "staleness": "paper"},
+        {"chunks": CHUNKS, "comm_dtype": "bf16", "dtype": "float32"},
+        {"chunks": CHUNKS, "matmul_dtype": "bf16", "dtype": "float32"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OVER)
+def test_the_same_bits_as_beside_it(name, settings, monkeypatch):
+    if name == "gat" and "matmul_dtype" in settings:
+        pytest.skip("it has no product that is rounded")
+    in_place = watched(monkeypatch)
+    over = trained(name, **settings)
+    # Rounded tables hold no rows as they were received.
+    layers = (EXACT if settings.get("staleness") == "exact" else OVER)[name]
+    expected = 0 if "comm_dtype" in settings or settings["chunks"] == 1 else layers
+    assert sum(in_place) == expected * CHUNKS * EPOCHS
+    monkeypatch.setattr(Layer, "may_overwrite", False)
+    in_place.clear()
+    beside = trained(name, **settings)
+    assert not any(in_place)
+    assert over[0] == beside[0]
+    assert over[2] == beside[2]
+    for one, other in zip(over[1], beside[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_who_has_an_after_of_its_own_is_counted_as_it_keeps():
+    graph = small_graph(n=60)
+    spec = LayerSpec(graph.num_features, graph.num_classes, 3, 16)
+    kept = {
+        kind: [
+            op.kept_per_row for op in describe(GNN([kind(i, spec) for i in range(3)]), graph).ops
+        ]
+        for kind in (GCNLayer, Reading, SAGELayer, GCNIILayer, ReadingMix)
+    }
+    assert kept[GCNLayer] == [36, 52, 16]
+    assert kept[Reading] == [52, 52, 16]
+    assert kept[SAGELayer] == [52, 52, 16]
+    assert kept[GCNIILayer] == [72, 52, 52]
+    assert kept[ReadingMix] == [88, 68, 68]
