@@ -94,7 +94,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
             {
                 "g": name, "model": model, "hid": width, "i": i, "c": seconds, "R": n, "E": edges,
                 "EN": entries, "flops": op.flops_per_row, "ff": op.flops_per_feature,
-                "push": op.push_width, "kept": op.kept_per_row,
+                "push": op.push_width, "kept": op.written_per_row,
                 "commit": commit(), "date": time.strftime("%Y-%m-%d"),
             }
         )  # fmt: skip

@@ -83,7 +83,7 @@ def test_stale_walks_are_left_as_they_are(monkeypatch):
 def join(monkeypatch, prepared, runs=3):
     """The chunks of 200 rows in so many runs, by what the largest op makes."""
     ops = prepared.model_graph.ops
-    of_rows = [200 * max(op.push_width, op.kept_per_row) for op in ops]
+    of_rows = [200 * max(op.push_width, op.written_per_row) for op in ops]
     of_edges = [graph().num_edges * op.kept_per_edge for op in ops]
     monkeypatch.setattr(row_blocks, "JOINED_BYTES", -(-max(of_rows + of_edges) * 8 // runs))
 

@@ -169,8 +169,8 @@ def norm_relu(
 
     x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
     see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``place``: to make them in.
-    ``overwrites``: nobody else reads the rows x_1, and behind backward, which is run once, their
-    gradient is there.
+    ``overwrites``: nobody else reads the rows x_1. Without a weight the sum is made there, and
+    behind backward, which is run once, their gradient is there, if they have one.
     """
     found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
         norm.weight, norm.bias, norm.eps, is_rounded, mask, place, overwrites, bias, *pairs

@@ -41,6 +41,11 @@ class GCNLayer(Layer):
         """The first one's sum."""
         return float(self.is_first and not self.is_last)
 
+    @property
+    def passing_rows_overwritten(self) -> float:
+        """The last one's is made beside."""
+        return float(not self.is_last)
+
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the encoded features, later layers their rows."""
         return self.encode(rows.features) if self.is_first else values["x"], {}

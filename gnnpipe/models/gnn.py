@@ -159,6 +159,8 @@ class LayerPiece(Piece):
             values = layer.after(found.rows, values, read)
         if index < len(self.layers):
             layer = self.layers[index]
+            # It receives nothing that could be written over.
+            rows = replace(rows, may_overwrite=False) if rows.may_overwrite else rows
             pushed, values = layer.before(values, rows)
             return {self._names[index]: pushed}, values
         if not layer.is_last:

@@ -52,7 +52,8 @@ class Rows:
     place: Place | None = None
     """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
     may_overwrite: bool = False
-    """Nobody else reads what was received: it may be written over, by who says so (``Layer``)."""
+    """Nobody else reads what ``after`` receives: it may be written over, by a layer that says so
+    (``Layer.overwrites_received``)."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -160,7 +161,13 @@ class Layer(nn.Module, ABC):
 
     overwrites_received: ClassVar[bool] = False
     """``after`` of this very class may write over the rows that it received, or its backward, where
-    ``rows.may_overwrite``. A subclass with another ``after`` has to say so anew."""
+    ``rows.may_overwrite``, and returns none of them. A subclass with another ``after`` has to say
+    so anew; one with another ``begin`` is not asked, for that may read them, too."""
+
+    @property
+    def _begins_by_after(self) -> bool:
+        """No ``begin`` is younger than its ``after``, and does something else around it."""
+        return issubclass(self._has("after"), self._has("begin"))
 
     def _says(self, what: str, of: str) -> bool:
         """Whether the class that has the method ``of`` says ``what`` of it."""
@@ -172,7 +179,7 @@ class Layer(nn.Module, ABC):
     @property
     def may_overwrite(self) -> bool:
         """What it receives it may write to."""
-        return self._says("overwrites_received", "after")
+        return self._begins_by_after and self._says("overwrites_received", "after")
 
     @property
     def can_begin(self) -> bool:
@@ -191,8 +198,8 @@ class Layer(nn.Module, ABC):
         if previous is None or not self._says("pushes_x", "before"):
             return None
         # Where a layer begins, what it has from ``after`` may be turned into something else.
-        is_its_own = issubclass(previous._has("after"), previous._has("begin"))
-        return previous if is_its_own and previous._says("after_in_place", "after") else None
+        is_made_there = previous._begins_by_after and previous._says("after_in_place", "after")
+        return previous if is_made_there else None
 
     def begin(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
@@ -238,15 +245,22 @@ class Layer(nn.Module, ABC):
     passing_rows: ClassVar[float] = 5.0
     """What backward makes of a row on its way through a layer, some two thirds of this, and what
     the heap loses by it: the estimate is to lie between what is in use and what is resident
-    (docs/benchmarks/memory_growth.md). One less where the gradient of what was received is made
-    over that."""
+    (docs/benchmarks/memory_growth.md)."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
 
     @property
     def kept_rows_overwritten(self) -> float:
-        """So much less, by what it makes where the rows that it received were; but recomputed."""
+        """So much less where it ``may_overwrite``, by what ``after`` makes there; but recomputed.
+
+        0, unless a class that writes there in forward says otherwise.
+        """
         return 0.0
+
+    @property
+    def passing_rows_overwritten(self) -> float:
+        """The same of ``passing_rows``, by the gradient that backward makes there."""
+        return 1.0
 
     structure_per_edge: ClassVar[int] = 0
     """Bytes of structure for an edge, beyond the edge itself."""

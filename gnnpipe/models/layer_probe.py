@@ -88,6 +88,8 @@ class _Trial:
             made = [self._after(part, k) for part, k in zip(parts, kept, strict=True)]
             self._check_widths("after makes", made[0], self.layer.out_widths)
             self._check_parts("after", *made)
+            if self.layer.may_overwrite:
+                self._check_overwritten(parts[0], kept[0], made[0])
 
     def _before(self, part: slice) -> tuple[Tensor, Values]:
         given = {name: value[part] for name, value in self.values.items()}
@@ -108,11 +110,26 @@ class _Trial:
             )
         return found
 
-    def _try(self, what: str, part: slice, method: Callable[..., Any], *given: Any) -> Any:
+    def _check_overwritten(self, part: slice, kept: Values, made: Values) -> None:
+        """What it makes is the same where it may write to what it received, and none of that."""
+        lent = self.received.clone()
+        found = self._try("after", part, self.layer.after, lent, kept, may_overwrite=True)
+        for name, value in found.items():
+            is_lent = value.untyped_storage().data_ptr() == lent.untyped_storage().data_ptr()
+            if is_lent or not self._is_joined(made[name], [value]):
+                raise InputError(
+                    f"{self.name}: overwrites_received, but after makes {name} of rows that it has "
+                    "written over; leave the word out, or hand on received.clone()"
+                )
+
+    def _try(
+        self, what: str, part: slice, method: Callable[..., Any], *given: Any,
+        may_overwrite: bool = False,
+    ) -> Any:  # fmt: skip
         rows = Rows(
             row_keys(self.vertices[part]),
             self.features.rows(part.start, part.stop) if self.layer.is_first else None,
-            training=True, vertices=self.vertices[part],
+            training=True, vertices=self.vertices[part], may_overwrite=may_overwrite,
         )  # fmt: skip
         try:
             return method(*given, rows)

@@ -50,6 +50,11 @@ class SAGELayer(Layer):
         """The first one's sum."""
         return float(self.is_first and not self.is_last)
 
+    @property
+    def passing_rows_overwritten(self) -> float:
+        """The last one's is made beside."""
+        return float(not self.is_last)
+
     def own(self, rows: Rows) -> Values:
         """Their linear map."""
         return {"x": self.encode_self(rows.features)}

@@ -87,7 +87,8 @@ def asked_of(
     found = Asked(rows, edges, frozenset(op.name for op in behind), _carried(model, behind))
     kept_bytes = max(op.kept_per_row for op in model.ops) * num_vertices * number_bytes
     saved = sum(
-        (num_vertices - rows) * (op.flops_per_row + KEPT_FLOPS * (op.kept_per_row - op.kept_before))
+        (num_vertices - rows)
+        * (op.flops_per_row + KEPT_FLOPS * (op.written_per_row - op.kept_before))
         + (num_edges - edges) * EDGE_FLOPS * op.push_width
         for op in behind
     )

@@ -1,11 +1,11 @@
 """The history of an aggregation with fixed weights: a product forward, and one with the transpose.
 
-Where one table is to do for both, it holds what was aggregated for a chunk's rows until their
-gradient is there, and that from then on. All that is made of the one is done with by then: later
-steps of the chunk have gone back already, and so have those of other stages that were sent it, for
-their gradients were waited for. So a gradient is brought back over the edges of those chunks alone
-that have recorded theirs; in the rows of the others stands something else. m rows that read, F
-columns.
+Where one table is to do for both, it holds what was aggregated for a chunk's rows, or what the step
+makes there of it, until their gradient is there, and that from then on. All that is made of the one
+is done with by then: later steps of the chunk have gone back already, and so have those of other
+stages that were sent it, for their gradients were waited for. So a gradient is brought back over
+the edges of those chunks alone that have recorded theirs; in the rows of the others stands
+something else. m rows that read, F columns.
 """
 
 from __future__ import annotations

@@ -175,6 +175,7 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
     last = layer.kept_rows_last * layer.is_last
     spared = layer.push_width + sum(layer.kept_widths.values())
     over = layer.kept_rows_overwritten * layer.may_overwrite
+    over_backward = layer.passing_rows_overwritten * layer.may_overwrite
     return Op(
         name=name,
         inputs=inputs,
@@ -185,11 +186,12 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
         push_width=layer.push_width,
         kept_widths=layer.kept_widths,
         kept_per_row=int(layer.push_width * (layer.kept_rows + first + last - over)),
+        overwritten_per_row=int(layer.push_width * over),
         kept_before=int(layer.push_width * layer.kept_rows_before),
         kept_per_row_recomputed=int(layer.push_width * read_again),
         push_maker="" if maker is None else layer_name(maker),
         holds_pushed=maker is before is not None and "x" in layer.kept_widths,
-        passing_per_row=int(layer.push_width * (layer.passing_rows - layer.may_overwrite)),
+        passing_per_row=int(layer.push_width * (layer.passing_rows - over_backward)),
         kept_per_edge=layer.kept_per_edge,
         structure_per_edge=layer.structure_per_edge,
         structure=layer.aggregation,

@@ -27,7 +27,7 @@ BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
 JOINED_BYTES = 8 << 20
-"""What small chunks are joined up to: all that an op makes of their rows or edges until backward.
+"""What small chunks are joined up to: all that an op writes of their rows or edges, going forward.
 With runs of that size the time hardly goes with their number any more (docs/adr/0029)."""
 
 MESSAGE_BYTES = 16 << 20
@@ -97,7 +97,7 @@ def _joined(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> i
     num_vertices, num_edges = sizes
     largest = 1
     for op in model.ops:
-        numbers = num_vertices * max(op.push_width, op.kept_per_row, op.kept_per_row_recomputed)
+        numbers = num_vertices * max(op.push_width, op.written_per_row, op.kept_per_row_recomputed)
         if op.aggregates and _is_on_blocks(op):
             numbers = max(numbers, num_edges * (op.kept_per_edge or op.push_width))
         largest = max(largest, numbers * _number_bytes(config))
