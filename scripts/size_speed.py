@@ -172,8 +172,7 @@ def report(args: argparse.Namespace) -> None:
         "", "## Size", "",
         f"`synthetic:planted`, {DEGREE} directed edges a vertex, 64 features, 16 "
         f"classes; GCN {LAYERS} x {WIDTH}, K = 1. *Ready*: from the start of the process to the "
-        "first epoch, making the graph and its order included (of 3,000,000 vertices the order was "
-        "kept on disk by a run before).", "",
+        "first epoch, making the graph and its order included.", "",
         "| vertices | epoch s | ns an edge and layer | peak MiB | bytes an edge | ready s |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
