@@ -264,11 +264,56 @@ class Late(Skipping):
         return found if self.is_last else {**found, "x": found["x"] + received}
 
 
-@pytest.mark.parametrize("kind", [Skipping, Late])
+class LateSum(GCNLayer):
+    """The same, of a sum that is made with a bias: of zeros, at first."""
+
+    overwrites_received = True
+
+    def after(self, received, values, rows):
+        found = super().after(received, values, rows)
+        return found if self.is_last else {"x": found["x"] + 0.5 * received}
+
+
+class Early(GCNLayer):
+    """What its backward reads is gone by then."""
+
+    overwrites_received = True
+
+    def after(self, received, values, rows):
+        square = received * received
+        found = super().after(received, values, rows)
+        return found if self.is_last else {"x": found["x"] + 0.1 * square}
+
+
+class InPlace(GCNLayer):
+    """Autograd cannot follow."""
+
+    overwrites_received = True
+
+    def after(self, received, values, rows):
+        if rows.may_overwrite:
+            received.mul_(2.0)
+        return super().after(received, values, rows)
+
+
+TOLD = {
+    Skipping: "overwrites_received, but h0 is what it received",
+    Late: "overwrites_received, but x is another",
+    LateSum: "overwrites_received, but x is another",
+    Early: "overwrites_received, but backward fails",
+    InPlace: "after fails on 12 random rows: RuntimeError: a leaf",
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
 def test_who_says_so_and_reads_it_again_is_told(kind):
     spec = LayerSpec(7, 3, 3, 16)
-    with pytest.raises(InputError, match=f"layer 0, {kind.__name__}: overwrites_received, but"):
-        check_layers([kind(i, spec) for i in range(3)], 60)
+    layers = [kind(i, spec) for i in range(3)]
+    before = [p.detach().clone() for layer in layers for p in layer.parameters()]
+    with pytest.raises(InputError, match=f"layer 0, {kind.__name__}: .*{TOLD[kind]}"):
+        check_layers(layers, 60)
+    after = [p for layer in layers for p in layer.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 class Honest(GCNIILayer):

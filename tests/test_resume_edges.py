@@ -240,3 +240,15 @@ def test_other_chunks_that_are_walked_as_one_are_no_other_cut(tmp_path, capsys, 
     again(out, epochs=8, chunks=8, quiet=False)
     again(out, epochs=10, quiet=False)
     assert "cut otherwise than before" not in capsys.readouterr().out
+
+
+def test_a_first_checkpoint_that_was_not_finished_is_told_of(tmp_path):
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=2, checkpoint_every=2), small_graph()).fit()
+    whole = out / "checkpoints" / "epoch-000002"
+    whole.rename(whole.with_name(f".aside-{whole.name}"))
+    with pytest.raises(InputError, match=r"no whole checkpoint \(the first one was begun, and"):
+        again(out, epochs=6)
+    shutil.rmtree(out / "checkpoints")
+    with pytest.raises(InputError, match=r"no whole checkpoint \(--checkpoint-every 10 writes"):
+        again(out, epochs=6)

@@ -161,8 +161,9 @@ class Layer(nn.Module, ABC):
 
     overwrites_received: ClassVar[bool] = False
     """``after`` of this very class may write over the rows that it received, or its backward, where
-    ``rows.may_overwrite``, and returns none of them. A subclass with another ``after`` has to say
-    so anew; one with another ``begin`` is not asked, for that may read them, too."""
+    ``rows.may_overwrite``, and returns none of them. They are leaves of autograd: it takes a
+    ``torch.autograd.Function``, as in ``models.fused``. A subclass with another ``after`` has to
+    say so anew; one with another ``begin`` is not asked, for that may read them, too."""
 
     @property
     def _begins_by_after(self) -> bool:

@@ -17,7 +17,7 @@ from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.settings import flag
 from gnnpipe.train.checkpoint.files import StoredCheckpoint
-from gnnpipe.train.checkpoint.folder import newest_whole
+from gnnpipe.train.checkpoint.folder import is_unfinished, newest_whole
 from gnnpipe.train.epoch_row import EpochRow, rows_of
 from gnnpipe.train.exact_epochs import ExactEpochs
 from gnnpipe.train.prepare import Prepared
@@ -174,8 +174,11 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
         if start is None:
             text += f"{run} holds no whole checkpoint: starting at the first epoch"
             if needs_one:
+                why = "--checkpoint-every 10 writes them"
+                if is_unfinished(run):
+                    why = "the first one was begun, and the run ended before it was written"
                 error = f"--resume {str(run)!r}: holds no whole checkpoint"
-                error += f" ({faults[0]})" if faults else " (--checkpoint-every 10 writes them)"
+                error += f" ({faults[0] if faults else why})"
                 error += "; start anew with another --out, or without that folder"
         else:
             text += f"going on from {start.stored.path}"

@@ -15,7 +15,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.train.checkpoint.files import StoredCheckpoint
 from gnnpipe.train.checkpoint.write import is_aside
 
-__all__ = ["again_with", "checkpoint_path", "drop_old", "newest_whole", "sweep"]
+__all__ = ["again_with", "checkpoint_path", "drop_old", "is_unfinished", "newest_whole", "sweep"]
 
 
 def checkpoint_path(run: Path, epoch: int) -> Path:
@@ -69,6 +69,13 @@ def drop_old(run: Path, kept: int, epoch: int) -> None:
     """
     for path in [p for p in _all(run) if int(p.name[6:]) <= epoch][kept:]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def is_unfinished(run: Path) -> bool:
+    """Whether a checkpoint was begun, and the run ended before it was whole."""
+    with contextlib.suppress(OSError):
+        return any(is_aside(path) for path in (run / "checkpoints").iterdir())
+    return False
 
 
 def sweep(run: Path) -> None:
