@@ -83,6 +83,8 @@ class Forecaster:
         self.is_ready = False
         """Whether the pilot rows have passed with these weights, and the tables are still those."""
         self._recalled: dict[str, _Recalled] = {}
+        self._places: dict[tuple[str, str], Tensor] = {}
+        """By aggregation, where what is recalled lies: the same in every epoch."""
         self._neighbours: dict[Hashable, _Neighbours] = {}
         self._stale: dict[Hashable, StaleRows] = {}
         self._over = {a.name: a.over for a in piece.aggregations}
@@ -127,12 +129,23 @@ class Forecaster:
                     read = neighbours.read(history.table, rows)
                     received[a.name] = neighbours.received(history.table, read, rows)
                 self._recalled[a.name] = _Recalled(
-                    rows if a.moves else None,
-                    read,
+                    self._keep(a.name, "rows", rows) if a.moves else None,
+                    None if read is None else self._keep(a.name, "read", read),
                     gram(rows) if a.moves and not a.is_mean else None,
                 )
         self.is_ready = True
         return values
+
+    def _keep(self, name: str, what: str, found: Tensor) -> Tensor:
+        """A copy of ``found`` in its place.
+
+        It is made amid the drain and read in front of the next fill: taken anew each time, it would
+        lie where the fill's rows are to be, and those elsewhere, and the heap would grow by both.
+        """
+        place = self._places.get((name, what))
+        if place is None or place.shape != found.shape or place.dtype != found.dtype:
+            place = self._places[name, what] = torch.empty_like(found)
+        return place.copy_(found)
 
     @torch.no_grad()
     def run(self, values: Values) -> Values:
