@@ -36,10 +36,10 @@ class RunSettings:
     kernel: str = setting(
         "auto",
         "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
-        "installed), measured (the fastest of them here; may differ from run to run, and with it "
-        "the last digits), or auto: embedding-bag on CPUs, measured on GPUs",
+        "installed), triton (on GPUs), measured (the fastest of them here; may differ from run to "
+        "run, and with it the last digits), or auto: embedding-bag on CPUs, triton on GPUs",
         group="ranks",
-        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse"),
+        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse", "triton"),
     )  # fmt: skip
     timeout_s: float = setting(
         120.0,

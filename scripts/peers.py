@@ -135,8 +135,9 @@ def plain(graph: Any, forward: Callable[[Any], Any], parameters: Any) -> Epoch:
     import torch.nn.functional as F
 
     dense = graph.x.toarray() if hasattr(graph.x, "toarray") else graph.x
-    x = torch.from_numpy(dense).float()
-    y, train = torch.from_numpy(graph.y).long(), torch.from_numpy(graph.train_mask)
+    here = torch.get_default_device()
+    x, y, train = (torch.from_numpy(a).to(here) for a in (dense, graph.y, graph.train_mask))
+    x, y = x.float(), y.long()
     forward(x)  # lazy parts are made
     optimizer = torch.optim.Adam(parameters(), lr=0.001)
 
@@ -154,10 +155,11 @@ def with_pyg(graph: Any, model: str, layers: int, width: int, form: str) -> Epoc
     from torch_geometric import nn as pyg
     from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-    edges = torch.from_numpy(graph.edge_index)
+    edges = torch.from_numpy(graph.edge_index).to(torch.get_default_device())
     n = graph.num_vertices
     weighted = model in ("gcn", "gcnii")
     adjacency: Any = edges
+    weights: tuple[Any, ...] = ()
     if form == "edge_index":
         cached = weighted  # as PyG advises for one fixed graph
     else:
@@ -165,7 +167,13 @@ def with_pyg(graph: Any, model: str, layers: int, width: int, form: str) -> Epoc
         weight = torch.ones(edges.shape[1])
         if weighted:
             edges, weight = gcn_norm(edges, None, n, add_self_loops=True)
-        if form == "csr":
+        if form == "EdgeIndex":
+            from torch_geometric import EdgeIndex
+
+            adjacency, order = EdgeIndex(edges, sparse_size=(n, n)).sort_by("col")
+            adjacency = adjacency.fill_cache_()
+            weights = (weight[order],) if weighted else ()
+        elif form == "csr":
             adjacency = torch.sparse_coo_tensor(edges.flip(0), weight, (n, n)).to_sparse_csr()
         else:
             from torch_sparse import SparseTensor
@@ -185,7 +193,7 @@ def with_pyg(graph: Any, model: str, layers: int, width: int, form: str) -> Epoc
         return pyg.GATConv(wide, width // HEADS, heads=HEADS, add_self_loops=form == "edge_index")
 
     return _stack(graph, model, layers, width, conv, lambda c, x, first: (
-        c(x, first, adjacency) if model == "gcnii" else c(x, adjacency)
+        c(x, first, adjacency, *weights) if model == "gcnii" else c(x, adjacency, *weights)
     ))  # fmt: skip
 
 

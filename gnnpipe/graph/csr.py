@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.kernels import Kernel, embedding_bag, index_type
+from gnnpipe.graph.kernels import Kernel, Product, embedding_bag, index_type
 
 __all__ = ["RowCSR"]
 
@@ -36,6 +36,8 @@ class RowCSR:
     )
     """Indices, offsets and values of the row ranges asked for so far: with many small chunks,
     cutting them anew would cost as much as the product."""
+    _products: dict[tuple[int, int], Product] = field(default_factory=dict, init=False, repr=False)
+    """What the kernel made of them."""
 
     @property
     def num_rows(self) -> int:
@@ -123,9 +125,12 @@ class RowCSR:
         stop = self.num_rows if stop is None else stop
         if stop == start or not self.num_columns:  # Not every kernel takes nothing for an answer.
             return dense.new_zeros(stop - start, dense.shape[1])
-        indices, offsets, values = self._range(start, stop)
         with torch.no_grad():
-            return self.kernel(offsets, indices, values, self.num_columns, dense.detach())
+            if (start, stop) not in self._products:
+                indices, offsets, values = self._range(start, stop)
+                times = self.kernel(offsets, indices, values, self.num_columns)
+                self._products[start, stop] = times
+            return self._products[start, stop](dense.detach())
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop as [stop - start, T]."""

@@ -1,13 +1,15 @@
 """The kernels that multiply rows of a sparse matrix with dense rows, by name.
 
 Which is fastest depends on the device: on CPUs ``embedding-bag`` is, by 3 to 4 times
-(docs/adr/0007-embedding-bag-is-the-product.md), and is taken without asking, so that a run gives
-the same bits each time; on a GPU they are timed on the run's own matrix when it starts. R rows, T
+(docs/adr/0007-embedding-bag-is-the-product.md), and on GPUs ``triton``. They are taken without
+asking, so that a run gives the same bits each time; on the run's own matrix they are timed only if
+that is asked for. A kernel is given the matrix once, and makes what it needs of it. R rows, T
 columns, E entries, F features.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 import warnings
@@ -16,25 +18,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gnnpipe import gpu
 from gnnpipe.errors import InputError
 from gnnpipe.registry import Registry
 
 __all__ = [
-    "KERNELS", "Kernel", "embedding_bag", "index_type", "kernel_named", "time_kernels"
+    "KERNELS", "Kernel", "Product", "bag_sums", "default_kernel", "embedding_bag", "index_type",
+    "kernel_named", "time_kernels",
 ]  # fmt: skip
 
-Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor], Tensor]
-"""offsets [R + 1], indices [E], values [E], T and dense rows [T, F] to [R, F]; no autograd. Offsets
-and indices are of one integer type, values of the type of the dense rows."""
+Product = Callable[[Tensor], Tensor]
+"""Dense rows [T, F] to [R, F]; no autograd."""
+Kernel = Callable[[Tensor, Tensor, Tensor, int], Product]
+"""offsets [R + 1], indices [E], values [E] and T to the product with that matrix. Offsets and
+indices are of one integer type, values of the type of the dense rows; R is not 0."""
 
 KERNELS: Registry[Kernel] = Registry("kernel")
 
+_IN_A_ROW = 5
+"""Products that are timed together on a GPU."""
 
-def embedding_bag(
-    offsets: Tensor, indices: Tensor, values: Tensor, columns: int, dense: Tensor
-) -> Tensor:
+
+def bag_sums(offsets: Tensor, indices: Tensor, values: Tensor, dense: Tensor) -> Tensor:
     """Weighted bags of embeddings; sums of bf16 rows are made in float32."""
-    del columns
     return torch.embedding_bag(
         dense,
         indices,
@@ -47,31 +53,55 @@ def embedding_bag(
     )[0]
 
 
-def _torch_csr(
-    offsets: Tensor, indices: Tensor, values: Tensor, columns: int, dense: Tensor
-) -> Tensor:
+def embedding_bag(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
+    """``bag_sums``, which needs nothing but the three."""
+    del columns
+    return functools.partial(bag_sums, offsets, indices, values)
+
+
+def _torch_csr(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
     """torch's own CSR product: MKL on CPUs, cuSPARSE on GPUs."""
     shape = (len(offsets) - 1, columns)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that CSR is new, each time it is first used
         matrix = torch.sparse_csr_tensor(offsets, indices, values, shape, check_invariants=False)
-    return matrix @ dense
+    return matrix.matmul
 
 
-def _torch_sparse(
-    offsets: Tensor, indices: Tensor, values: Tensor, columns: int, dense: Tensor
-) -> Tensor:
+def _torch_sparse(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
     """pyg's torch_sparse, a package of its own that must match torch's version; int64 only."""
     del columns
-    found: Tensor = torch.ops.torch_sparse.spmm_sum(
-        None, offsets, indices, values, None, None, dense
-    )
-    return found
+
+    def times(dense: Tensor) -> Tensor:
+        found: Tensor = torch.ops.torch_sparse.spmm_sum(
+            None, offsets, indices, values, None, None, dense
+        )
+        return found
+
+    return times
+
+
+def _triton(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
+    """Ours for GPUs."""
+    del columns
+    products = importlib.import_module(
+        "gnnpipe.gpu.products"
+    )  # Triton is not there for every torch
+    made: Product = products.product(offsets, indices, values)
+    return made
 
 
 KERNELS.add("embedding-bag", embedding_bag)
 KERNELS.add("csr", _torch_csr)
 KERNELS.add("torch-sparse", _torch_sparse)
+KERNELS.add("triton", _triton)
+
+
+def default_kernel(device: torch.device) -> Kernel:
+    """Of ``--kernel auto``: the fastest wherever it was measured (docs/adr/0007, 0031)."""
+    if device.type != "cuda":
+        return embedding_bag
+    return _triton if gpu.works_on(device) else _torch_csr
 
 
 def index_type(kernel: Kernel) -> torch.dtype | None:
@@ -85,13 +115,15 @@ def kernel_named(name: str, dtype: torch.dtype, device: torch.device) -> Kernel:
     try:
         if name == "torch-sparse":
             importlib.import_module("torch_sparse")  # registers the operator
+        if name == "triton" and not gpu.works_on(device):
+            raise RuntimeError("it is for GPUs")
         one = torch.ones(1, 1, dtype=dtype, device=device)
         index = torch.arange(2, device=device, dtype=index_type(kernel) or torch.int32)
-        kernel(index, index[:1], one[0], 1, one)
+        kernel(index, index[:1], one[0], 1)(one)
     except Exception as error:  # whatever a package that was built for another torch comes up with
         missing = isinstance(error, ModuleNotFoundError)
         why = (
-            "the package torch_sparse is not installed"
+            f"the package {name.replace('-', '_')} is not installed"
             if missing
             else (
                 f"does not work on {device.type} with {str(dtype).removeprefix('torch.')} rows "
@@ -117,17 +149,28 @@ def time_kernels(
         except InputError:
             continue
         kind = index_type(kernel) or indices.dtype
-        which = offsets.to(kind), indices.to(kind)
-        times = []
-        for _ in range(rounds + 1):
-            start = _now(values.device)
-            kernel(*which, values, columns, dense)
-            times.append(_now(values.device) - start)
-        found[name] = min(times[1:])
+        times = kernel(offsets.to(kind), indices.to(kind), values, columns)
+        found[name] = min(_seconds(times, dense) for _ in range(rounds + 1))
     return found
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _seconds(times: Product, dense: Tensor) -> float:
+    """Of one product; on a GPU without the time to start it, for epochs are replayed there."""
+    if dense.device.type != "cuda":
+        start = time.perf_counter()
+        times(dense)
+        return time.perf_counter() - start
+    times(dense)
+    run: Callable[[], object]
+    try:
+        run = gpu.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)])[0].replay
+    except RuntimeError:  # it looks at numbers
+
+        def run() -> object:
+            return [times(dense) for _ in range(_IN_A_ROW)]
+
+    torch.cuda.synchronize(dense.device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(dense.device)
+    return (time.perf_counter() - start) / _IN_A_ROW

@@ -24,7 +24,7 @@ from torch_geometric.nn import GATConv, MessagePassing
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.incidence import Incidence
-from gnnpipe.graph.kernels import embedding_bag
+from gnnpipe.graph.kernels import bag_sums
 
 __all__ = ["additive_attention", "attend", "is_additive", "is_as_shipped"]
 
@@ -84,7 +84,7 @@ class _AdditiveAttention(torch.autograd.Function):
             sums = _bags(scaled, ends, into, F.leaky_relu(back, -ctx.slope), kept)
             to_source = (sums * rows).sum(-1)
             weight = back.abs_() if kept is None else back.abs_().mul_(kept)
-            found = embedding_bag(ends, into, weight, 0, scaled)[:, :width]
+            found = bag_sums(ends, into, weight, scaled)[:, :width]
             found.addr_(to_source, reads[h])
             to_reads[h] = rows[:, :width].t() @ to_source
             if own is None or to_own is None:
@@ -106,9 +106,9 @@ def _bags(
     column.
     """
     if keep is None:
-        return embedding_bag(offsets, index, weight, 0, rows)
-    sums = embedding_bag(offsets, index, weight * keep, 0, rows)
-    sums[:, -1:] = embedding_bag(offsets, index, weight, 0, rows[:, -1:].contiguous())
+        return bag_sums(offsets, index, weight, rows)
+    sums = bag_sums(offsets, index, weight * keep, rows)
+    sums[:, -1:] = bag_sums(offsets, index, weight, rows[:, -1:].contiguous())
     return sums
 
 

@@ -10,10 +10,13 @@ million entries takes about a millisecond on one core.
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from gnnpipe import gpu
 
 __all__ = ["KeptMasks", "Mask", "edge_keys", "keyed_dropout", "keyed_mask", "row_keys"]
 
@@ -90,11 +93,15 @@ def _keep_mask(
     The hash gives bytes where the probability is a whole number of 256ths, else 16-bit numbers, so
     the share that is dropped is the one asked for to 1/65,536.
     """
-    whole = float(probability * 256).is_integer()
-    unit, levels = (torch.uint8, 256) if whole else (torch.int16, 65536)
-    # Neither nothing nor everything: the rest is scaled by one over the share that is kept.
-    threshold = min(max(round(probability * levels), 1), levels - 1)
-    per_hash = 4 if whole else 2
+    per_hash, least, kept = _levels(probability)
+    if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the mask of one epoch would be that of all that repeat it")
+    if gpu.works_on(keys.device):
+        full = -(-width // per_hash) * per_hash
+        made = keys.new_empty(1, len(keys), full, dtype=torch.int8)
+        _fill(keys, [key], made, per_hash, least)
+        return made[0, :, :width], kept
+    unit = torch.uint8 if per_hash == 4 else torch.int16
     columns = _column_keys(-(-width // per_hash), keys.device)
     rows = _mix(keys ^ key)
     full = len(columns) * per_hash
@@ -113,9 +120,25 @@ def _keep_mask(
         state, shifted = scratch[0, : len(some)], scratch[1, : len(some)]
         torch.bitwise_xor(some, columns[None, :], out=state)
         drawn = _mix(state, shifted).view(unit)
-        least = threshold if whole else threshold - 32768
         torch.ge(drawn, least, out=mask[start : start + run])
-    return mask.view(torch.int8)[:, :width], 1.0 - threshold / levels
+    return mask.view(torch.int8)[:, :width], kept
+
+
+def _levels(probability: float) -> tuple[int, int, float]:
+    """Numbers that a hash gives, the least one that is kept, and the share that is."""
+    whole = float(probability * 256).is_integer()
+    levels = 256 if whole else 65536
+    # Neither nothing nor everything: the rest is scaled by one over the share that is kept.
+    threshold = min(max(round(probability * levels), 1), levels - 1)
+    # Those of 16 bits have a sign.
+    least = threshold if whole else threshold - 32768
+    return 4 if whole else 2, least, 1.0 - threshold / levels
+
+
+def _fill(keys: Tensor, epoch_keys: list[int], masks: Tensor, per_hash: int, least: int) -> None:
+    """``masks`` [S, R, full] of some sites, on a GPU."""
+    fill = importlib.import_module("gnnpipe.gpu.masks").fill_masks
+    fill(keys, torch.tensor(epoch_keys, dtype=torch.int32).to(keys.device), masks, least, per_hash)
 
 
 class KeptMasks:
@@ -132,6 +155,8 @@ class KeptMasks:
         """``keys`` [n] from ``row_keys``."""
         self._keys = keys
         self._made: dict[tuple[int, int, float], tuple[int, Tensor, float]] = {}
+        self._together: dict[tuple[int, float], Tensor] = {}
+        """By width and probability, where a GPU has the masks of all sites."""
 
     def rows(
         self, start: int, count: int, width: int, probability: float, seed: int, epoch: int,
@@ -146,6 +171,9 @@ class KeptMasks:
 
     def begin(self, seed: int, epoch: int) -> None:
         """A training pass begins: make those that the last one used."""
+        if gpu.works_on(self._keys.device):
+            self._make_together(seed, epoch)
+            return
         for what in self._made:
             self._make(what, seed, epoch)
 
@@ -154,6 +182,25 @@ class KeptMasks:
         room = self._made[what][1] if what in self._made else None
         key = _scalar_key(seed, epoch, site)
         self._made[what] = key, *_keep_mask(self._keys, width, probability, key, room)
+
+    def _make_together(self, seed: int, epoch: int) -> None:
+        """On a GPU: one kernel for all masks of a shape, always in the same place."""
+        shapes: dict[tuple[int, float], list[int]] = {}
+        for site, width, probability in self._made:
+            shapes.setdefault((width, probability), []).append(site)
+        for (width, probability), sites in shapes.items():
+            per_hash, least, kept = _levels(probability)
+            masks = self._together.get((width, probability))
+            if masks is None or len(masks) != len(sites):
+                for site in sites:
+                    del self._made[site, width, probability]  # first, so that it is not there twice
+                full = -(-width // per_hash) * per_hash
+                masks = self._keys.new_empty(len(sites), len(self._keys), full, dtype=torch.int8)
+                self._together[width, probability] = masks
+            keys = [_scalar_key(seed, epoch, site) for site in sites]
+            _fill(self._keys, keys, masks, per_hash, least)
+            for site, key, mask in zip(sites, keys, masks, strict=True):
+                self._made[site, width, probability] = key, mask[:, :width], kept
 
 
 class _Dropout(torch.autograd.Function):

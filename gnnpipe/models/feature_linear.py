@@ -17,6 +17,7 @@ from torch_geometric.nn.inits import glorot
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
+from gnnpipe.graph.kernels import default_kernel
 from gnnpipe.models.products import linear, product
 
 __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
@@ -38,8 +39,9 @@ class FeatureTable:
         else:
             turned = sp.csr_array(x.T.tocsr())
             turned.sort_indices()
-            self._x = RowCSR.from_scipy(x, dtype, device)
-            self._transposed = RowCSR.from_scipy(turned, dtype, device)
+            kernel = default_kernel(device)
+            self._x = RowCSR.from_scipy(x, dtype, device, kernel)
+            self._transposed = RowCSR.from_scipy(turned, dtype, device, kernel)
         self.num_rows = int(x.shape[0])
         self._waiting: dict[int, _Waiting] = {}
 

@@ -77,13 +77,11 @@ class _NormRelu(torch.autograd.Function):
             to_sum = torch.empty_like(grad)
         to_bias: Tensor | None = None
         for block in blocks:
-            rows = tail.rows(grad, block)
-            to_bias = plus(to_bias, rows.sum(0)) if needs[7] else None
+            rows = tail.rows(grad, block, None if to_sum is None else to_sum[block])
+            to_bias = plus(to_bias, tail.sum_of(rows)) if needs[7] else None
             low = rounded(rows, ctx.is_rounded and bool(products))
             for one in products:
                 one.add(low, block)
-            if to_sum is not None:
-                to_sum[block] = rows
         if to_sum is None:
             to_sum = rows  # all of them
         left = iter(products)

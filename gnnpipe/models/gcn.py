@@ -23,7 +23,7 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
-    maps_features = pushes_x = after_in_place = overwrites_received = True
+    maps_features = pushes_x = after_in_place = overwrites_received = repeats = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

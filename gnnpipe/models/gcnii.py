@@ -30,7 +30,7 @@ class GCNIILayer(Layer):
     kept_rows_first_recomputed = 1.0
     kept_rows_last = 0.0
     passing_rows = 4.0
-    pushes_x = after_in_place = overwrites_received = True
+    pushes_x = after_in_place = overwrites_received = repeats = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

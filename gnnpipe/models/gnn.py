@@ -179,6 +179,11 @@ class LayerPiece(Piece):
             rows = replace(rows, may_overwrite=False)
         return rows
 
+    @property
+    def is_repeatable(self) -> bool:
+        """See ``Piece``."""
+        return all(layer.is_repeatable for layer in self.layers)
+
     def makes_in_place(self, index: int) -> bool:
         """See ``Piece``."""
         return index < len(self.layers) and self._makers[index] is not None

@@ -34,7 +34,7 @@ class Rows:
     """The rows a layer works on: everything about a chunk that is not a value of the model."""
 
     keys: Tensor
-    """[C] int32, dropout key of each vertex."""
+    """[C] int32, dropout keys of the vertices."""
     features: FeatureRows | None
     """Input features of the rows; only the first stage has them."""
     seed: int = 0
@@ -45,15 +45,14 @@ class Rows:
     vertices: Tensor | None = None
     """[C] int64, the number of each vertex in the graph as it was read."""
     block: Block | None = None
-    """Edges into these rows, for layers that aggregate by themselves (not linear)."""
+    """Edges into these rows, for layers that are not linear."""
     masks: KeptMasks | None = None
     """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
     start: int = 0
     place: Place | None = None
     """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
     may_overwrite: bool = False
-    """Nobody else reads what ``after`` receives: it may be written over, by a layer that says so
-    (``Layer.overwrites_received``)."""
+    """Nobody else reads what ``after`` receives; see ``Layer.overwrites_received``."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -152,7 +151,7 @@ class Layer(nn.Module, ABC):
 
     pushes_x: ClassVar[bool] = False
     """But for the first layer, what ``before`` of this very class pushes is the value x as it is,
-    and nothing is written to it afterwards. A subclass with another ``before`` must say so anew."""
+    and nothing writes to it afterwards. A subclass with another ``before`` must say so anew."""
     before_in_place: ClassVar[bool] = False
     """What ``before`` of this very class returns to be pushed is ``rows.place.rows`` itself, if
     there is a place; nothing is written to it afterwards."""
@@ -164,6 +163,15 @@ class Layer(nn.Module, ABC):
     ``rows.may_overwrite``, and returns none of them. They are leaves of autograd: it takes a
     ``torch.autograd.Function``, as in ``models.fused``. A subclass with another ``after`` has to
     say so anew; one with another ``begin`` is not asked, for that may read them, too."""
+
+    repeats: ClassVar[bool] = False
+    """``before`` and ``after`` of this very class start the same kernels in each epoch of training,
+    but for dropout masks, which ``rows`` has. A subclass with another one has to say so anew."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Epochs with it can be repeated as one (``runtime.replay``)."""
+        return self._begins_by_after and all(self._says("repeats", m) for m in ("before", "after"))
 
     @property
     def _begins_by_after(self) -> bool:
@@ -244,9 +252,8 @@ class Layer(nn.Module, ABC):
     kept_rows_before: ClassVar[float] = 0.0
     """So much of it is kept by ``before``, of the rows that are pushed."""
     passing_rows: ClassVar[float] = 5.0
-    """What backward makes of a row on its way through a layer, some two thirds of this, and what
-    the heap loses by it: the estimate is to lie between what is in use and what is resident
-    (docs/benchmarks/memory_growth.md)."""
+    """What backward makes of a row in a layer, some two thirds of this, and what the heap loses by
+    it: the estimate lies between what is in use and resident (docs/benchmarks/memory_growth.md)."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
 

@@ -122,6 +122,14 @@ class Piece(ABC):
     def needs_features(self) -> bool:
         """They are read in other ways, too, than as they arrive aggregated."""
 
+    @property
+    def is_repeatable(self) -> bool:
+        """In training every epoch starts the same kernels on a GPU, but for dropout masks.
+
+        It depends on no number that was computed, and on nothing of Python's that changes.
+        """
+        return False
+
     def makes_in_place(self, index: int) -> bool:
         """What step ``index`` pushes is ``rows.place.rows``, if there is a place.
 

@@ -25,7 +25,7 @@ class ResGCNLayer(Layer):
     kept_rows_last = 2.25
     kept_rows_before = 2.25
     passing_rows = 4.25
-    before_in_place = True
+    before_in_place = repeats = True
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

@@ -24,7 +24,7 @@ class SAGELayer(Layer):
     kept_rows_first = 1.0  # its own part, which no layer before it keeps
     passing_rows = 7.0
     maps_features = keeps_features = True
-    pushes_x = after_in_place = overwrites_received = True
+    pushes_x = after_in_place = overwrites_received = repeats = True
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:

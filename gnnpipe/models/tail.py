@@ -8,11 +8,14 @@ product to the dropout (docs/adr/0026-row-wise-work-in-blocks.md). R rows, r of 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from gnnpipe import gpu
 from gnnpipe.models.dropout import Mask
 
 __all__ = ["KEPT", "TOTAL", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
@@ -38,6 +41,14 @@ def blocks_of(x: Tensor, width: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(len(x), 1), step)]
 
 
+def _kernels(rows: Tensor) -> ModuleType | None:
+    """``gnnpipe.gpu.tails``, if it is for these rows."""
+    if not gpu.works_on(rows.device):
+        return None
+    tails = importlib.import_module("gnnpipe.gpu.tails")
+    return tails if rows.shape[1] <= tails.WIDEST and rows.is_contiguous() else None
+
+
 class Tail:
     """LayerNorm, ReLU and dropout of a block.
 
@@ -46,15 +57,24 @@ class Tail:
 
     def __init__(self, scale: Tensor, shift: Tensor, eps: float, mask: Mask | None) -> None:
         self.factor = 1.0 if mask is None else mask.scale
-        self.scale = scale if mask is None else scale * self.factor
-        self.shift = shift if mask is None else shift * self.factor
-        self.eps = eps
+        self._scale, self._shift, self._eps = scale, shift, eps
+        self._scaled: tuple[Tensor, Tensor] | None = None
         self._kept = None if mask is None else mask.kept
 
     def forward(self, total: Tensor, out: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         """Fill the block of ``out``; mean and reciprocal deviation [r, 1] of its rows."""
+        if (tails := _kernels(total)) is not None:  # the block is all rows
+            found: tuple[Tensor, Tensor] = tails.tail_forward(
+                total, self._scale, self._shift, self._eps, self._kept, self.factor, out
+            )
+            return found
+        if self._scaled is None:
+            plain = self._scale, self._shift
+            self._scaled = plain if self._kept is None else (
+                self._scale * self.factor, self._shift * self.factor
+            )  # fmt: skip
         rows, mean, rstd = torch.native_layer_norm(
-            total[block], total.shape[-1:], self.scale, self.shift, self.eps
+            total[block], total.shape[-1:], *self._scaled, self._eps
         )
         if self._kept is None:
             torch.clamp_min(rows, 0, out=out[block])
@@ -68,24 +88,46 @@ class TailBackward:
 
     def __init__(self, saved: Sequence[Tensor], factor: float, wants: Sequence[bool]) -> None:
         """``saved``: what ``keep`` kept; ``wants``: gradients of the norm's scale, and shift."""
-        scale, self._shift, self._total, self._out, self._mean, self._rstd = saved
-        self._scale = scale if factor == 1.0 else scale * factor
+        self._scale, self._shift, self._total, self._out, self._mean, self._rstd = saved
+        self._scaled: Tensor | None = None
         self._factor, self._wants = factor, [True, *wants]
         self._found: list[Tensor | None] = [None, None]
+        self._sum: Tensor | None = None
 
-    def rows(self, grad: Tensor, block: slice) -> Tensor:
-        """Gradient [r, F] of a block of what the norm read."""
+    def rows(self, grad: Tensor, block: slice, into: Tensor | None = None) -> Tensor:
+        """Gradient [r, F] of a block of what the norm read.
+
+        ``into``: where they are to be; that may be where the norm read.
+        """
+        if (tails := _kernels(self._total)) is not None:  # the block is all rows
+            rows, sums = tails.tail_backward(
+                grad, self._out, self._total, self._scale, self._mean, self._rstd, self._factor,
+                into,
+            )  # fmt: skip
+            *found, self._sum = sums.unbind()
+            self._found = [
+                one if wants else None for one, wants in zip(found, self._wants[1:], strict=True)
+            ]
+            return rows  # type: ignore[no-any-return]
+        if self._scaled is None:
+            self._scaled = self._scale if self._factor == 1.0 else self._scale * self._factor
         total = self._total[block]
         rows, *found = _norm_backward(
             _relu_backward(grad[block], self._out[block], 0), total, total.shape[-1:],
-            self._mean[block], self._rstd[block], self._scale, self._shift, self._wants,
+            self._mean[block], self._rstd[block], self._scaled, self._shift, self._wants,
         )  # fmt: skip
+        if into is not None:
+            into.copy_(rows)
         self._found = [plus(a, b) for a, b in zip(self._found, found, strict=True)]
         return rows  # type: ignore[no-any-return]
 
+    def sum_of(self, rows: Tensor) -> Tensor:
+        """The sum [F] of what ``rows`` has just given; it may be there already."""
+        return rows.sum(0) if self._sum is None else self._sum
+
     def weights(self) -> list[Tensor | None]:
         """Gradients of the norm's scale and shift."""
-        if self._factor == 1.0:
+        if self._factor == 1.0 or self._sum is not None:
             return self._found
         return [None if one is None else one.mul_(self._factor) for one in self._found]
 

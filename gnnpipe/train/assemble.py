@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
-from gnnpipe.graph.kernels import Kernel, embedding_bag, kernel_named, time_kernels
+from gnnpipe.graph.kernels import (
+    Kernel,
+    default_kernel,
+    embedding_bag,
+    kernel_named,
+    time_kernels,
+)
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
@@ -30,6 +36,7 @@ from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.history import History, HistorySpec
 from gnnpipe.runtime.mean_history import open_history
 from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.replay import ReplayExecutor
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.train.answers import Answers, Loss, data_of_pairs
@@ -129,11 +136,14 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
         )  # fmt: skip
     # As a group, which may be empty: a stage need not have weights.
     optimizer = torch.optim.Adam(
-        [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay
-    )
+        [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay,
+        fused=mesh.device.type == "cuda",
+    )  # fmt: skip
     steps = gradient_steps(prepared.model_graph, first, last)
     trained = [(p, steps.get(name, 0)) for name, p in piece.named_parameters() if p.requires_grad]
-    executor = Executor(
+    is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
+    repeats = is_alone and piece.is_repeatable and prepared.loss_fn is None
+    executor = (ReplayExecutor if repeats else Executor)(
         prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
         GradientSum(trained, mesh), optimizer, (dtype, prepared.row_dtype),
         Guard(piece.named_parameters(), mesh, config.clip_norm), forecaster,
@@ -193,7 +203,7 @@ def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) 
     """What the config asks for; if that is to be measured, the fastest on rank 0, for all ranks."""
     name = prepared.config.kernel
     if name == "auto":
-        name = "measured" if mesh.device.type == "cuda" else "embedding-bag"
+        return default_kernel(mesh.device)
     if name == "measured":
         whole = prepared.model.piece(0, prepared.plan.num_ops)
         linear = [a for a in whole.aggregations if a.is_linear]

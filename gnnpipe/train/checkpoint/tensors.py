@@ -86,13 +86,14 @@ def load_tensors(
         _copy(stored, source, dict(executor.forecaster.before.named_state()))
         executor.forecaster.forget()
     assert executor.optimizer is not None
+    is_fused = executor.optimizer.param_groups[0]["fused"]
     names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]
     for name, parameter in _trained(piece):
         start = f"{OPTIMIZER}/{name}/"
         values = stored.read([n for n in names if n.startswith(start)])
         executor.optimizer.state[parameter] = {
-            # As torch has it: counters stay on the CPU.
-            n.removeprefix(start): v if v.dim() == 0 else v.to(parameter.device)
+            # As torch has it: counters are on the CPU, unless one kernel is to do it all.
+            n.removeprefix(start): v.to(parameter.device) if v.dim() or is_fused else v
             for n, v in values.items()
         }
     _load_histories(stored, prepared, assembly, mesh)

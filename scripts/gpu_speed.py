@@ -1,0 +1,248 @@
+"""An epoch on one GPU against PyG on the same card; the sparse product against its memory.
+
+python scripts/gpu_speed.py run [--graphs A B] [--models M] [--layers 3 16] [--repeats 15]
+python scripts/gpu_speed.py report     # writes docs/benchmarks/gpu_speed.md, .csv and .png
+
+The contenders of a cell are built in one process and take turns, an epoch each (forward, loss,
+backward, Adam; dropout 0.5), with the GPU waited for before and behind it. PyG runs with its
+default edge_index (normalised once), with a torch CSR adjacency and with its ``EdgeIndex``, sorted
+and with its caches filled; torch_sparse has no wheel for this torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import peers  # noqa: E402
+from benchmark_files import bars, write_csv  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks" / "gpu_speed.md"
+DATA = Path(os.environ.get("GPU_DATA", ROOT / "docs" / "benchmarks" / "data" / "gpu_speed.jsonl"))
+GRAPHS = {
+    "squirrel": "squirrel",
+    "planted, degree 80": "synthetic:planted:n=30000,degree=80,classes=20,features=128",
+    "debian": "debian",
+    "coauthor_physics": "coauthor_physics",
+    "ego_twitter": "ego_twitter",
+    "cnr_2000": "cnr_2000",
+    "planted, 1 M": "synthetic:planted:n=1000000,degree=20,classes=20,features=128",
+}
+FORMS = ("csr", "edge_index", "EdgeIndex")
+WARM_UP, SLOW_S, SLOW_TURNS = 6, 1.0, 9
+AIM = 2.0
+
+
+def waited(work: Callable[[], object]) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def contender(name: str, graph: Any, model: str, layers: int, width: int) -> peers.Epoch:
+    import torch
+
+    if name == "ours":
+        return peers.ours(graph, model, layers, width)[0]
+    torch.set_default_device("cuda")
+    try:
+        return peers.with_pyg(graph, model, layers, width, name.partition(":")[2])
+    finally:
+        torch.set_default_device(None)
+
+
+def measure(
+    graph: Any, model: str, layers: int, width: int, names: list[str], repeats: int
+) -> dict[str, Any]:
+    import torch
+
+    running, times, failed = {}, {name: [] for name in names}, {}
+    for name in names:
+        try:
+            running[name] = contender(name, graph, model, layers, width)
+            for _ in range(WARM_UP):
+                waited(running[name])
+        except (RuntimeError, TypeError, ValueError) as error:  # out of memory, or not supported
+            running.pop(name, None)
+            failed[name] = str(error).splitlines()[0][:90]
+            torch.cuda.empty_cache()
+    for turn in range(repeats):
+        for name, epoch in running.items():
+            if turn < SLOW_TURNS or min(times[name]) < SLOW_S:
+                times[name].append(waited(epoch))
+    found: dict[str, Any] = {name: {"seconds": times[name]} for name in running}
+    return found | {name: {"failed": why} for name, why in failed.items()}
+
+
+def products(graph: Any, width: int) -> dict[str, float]:
+    """Seconds of one product with the graph's matrix by kernel, and bytes that it must move."""
+    from gnnpipe.graph.kernels import time_kernels
+
+    histories = peers.ours(graph, "gcn", 3, width)[1].executor.stage.histories
+    matrix = next(iter(histories.values())).operator.forward
+    args = matrix.indptr, matrix.indices, matrix.values, matrix.num_columns, width
+    entries, rows = len(matrix.indices), matrix.num_rows
+    size = entries * (4 * width + 8) + 4 * rows * width
+    return {**time_kernels(*args), "bytes": float(size), "entries": float(entries)}
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a copy within the card's memory."""
+    import torch
+
+    source = torch.empty(1 << 28, device="cuda").uniform_()
+    target = torch.empty_like(source)
+    best = min(waited(lambda: target.copy_(source)) for _ in range(10))
+    return 2.0 * source.nbytes / best
+
+
+def run(args: argparse.Namespace) -> None:
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    about = {
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"), "copy": copy_rate(),
+    }  # fmt: skip
+    for graph_name in args.graphs:
+        graph = peers.load(GRAPHS[graph_name])
+        for width in args.widths:
+            write({"cell": f"{graph_name}|product||{width}", **about,
+                   "results": products(graph, width)})  # fmt: skip
+            for model in args.models:
+                for layers in args.layers:
+                    names = ["ours", *(f"pyg:{form}" for form in args.forms)]
+                    found = measure(graph, model, layers, width, names, args.repeats)
+                    write({"cell": f"{graph_name}|{model}|{layers}|{width}", **about,
+                           "results": found})  # fmt: skip
+                    torch.cuda.empty_cache()
+
+
+def write(row: dict[str, Any]) -> None:
+    with DATA.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    short = {
+        k: f"{1e3 * statistics.median(v['seconds']):.2f}" if "seconds" in v else v["failed"]
+        for k, v in row["results"].items()
+        if isinstance(v, dict)
+    }  # fmt: skip
+    print(row["cell"], short or row["results"], flush=True)
+
+
+def rows_of() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in DATA.read_text().splitlines()]
+
+
+def report(args: argparse.Namespace) -> None:
+    rows = rows_of()
+    last = rows[-1]
+    epochs = [row for row in rows if row["cell"].split("|")[1] != "product"]
+    names = list(dict.fromkeys(name for row in epochs for name in row["results"]))
+    lines = [
+        "# An epoch on one GPU, beside PyG",
+        "",
+        f"`scripts/gpu_speed.py`, commit {last['commit']}, {last['date']}; one {last['card']}, "
+        f"torch {last['torch']}. {args.note}".rstrip(),
+        "",
+        "Contenders are in one process and take turns, an epoch each (forward, loss, backward, "
+        "Adam, dropout 0.5), the GPU waited for in front and behind. Milliseconds, median (least-most); F "
+        "= 128, float32, no TF32. `csr`: a torch CSR adjacency; `EdgeIndex`: sorted, caches filled. "
+        "torch_sparse has no wheel for this torch. Last column: the best of PyG over ours.",
+        "",
+        "| graph | model | layers | " + " | ".join(names) + " | ratio |",
+        "|---|---|---|" + "---|" * (len(names) + 1),
+    ]
+    table, groups, reached = [], {}, []
+    for row in epochs:
+        graph, model, layers, _ = row["cell"].split("|")
+        ms = {
+            k: [1e3 * t for t in v["seconds"]] for k, v in row["results"].items() if "seconds" in v
+        }
+        best = min(statistics.median(v) for k, v in ms.items() if k != "ours")
+        ratio = best / statistics.median(ms["ours"])
+        reached.append(ratio >= AIM)
+        cells = [
+            f"{statistics.median(ms[n]):.2f} ({min(ms[n]):.2f}-{max(ms[n]):.2f})"
+            if n in ms else row["results"][n]["failed"]
+            for n in names
+        ]  # fmt: skip
+        lines.append(f"| {graph} | {model} | {layers} | {' | '.join(cells)} | {ratio:.2f} |")
+        groups[f"{model} {layers} {graph}"] = {"PyG's best": ratio}
+        table.append({
+            "graph": graph, "model": model, "layers": layers, "ratio": round(ratio, 3),
+            **{f"{n}_ms": round(statistics.median(v), 3) for n, v in ms.items()},
+        })  # fmt: skip
+    lines += [
+        "",
+        f"At least {AIM:g} times as fast as PyG's best in {sum(reached)} of {len(reached)} cells.",
+        "",
+        bars("gpu_speed", groups, "PyG's best epoch over ours", aim=AIM),
+        "",
+        "## The sparse product",
+        "",
+        f"The card copies {last['copy'] / 1e9:.0f} GB/s, read and written. A product must read a "
+        "neighbour's row, an index and a weight for each entry, and write the rows; more than the "
+        "card's rate is what its cache saves (METIS order).",
+        "",
+        "| graph | entries | triton us | csr us | embedding_bag us | triton GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        graph, what, _, _ = row["cell"].split("|")
+        if what == "product":
+            found = row["results"]
+            us = [f"{1e6 * found[k]:.0f}" for k in ("triton", "csr", "embedding-bag")]
+            rate = found["bytes"] / found["triton"] / 1e9
+            lines.append(f"| {graph} | {found['entries']:.0f} | {' | '.join(us)} | {rate:.0f} |")
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_csv("gpu_speed", table)
+
+
+def commit() -> str:
+    """Of the working tree; on a machine without git, what it was told."""
+    if told := os.environ.get("GNNPIPE_COMMIT"):
+        return told
+    line = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    actions = parser.add_subparsers(required=True)
+    one = actions.add_parser("run")
+    one.add_argument("--graphs", nargs="+", default=list(GRAPHS), choices=list(GRAPHS))
+    one.add_argument("--models", nargs="+", default=["gcn", "sage", "gcnii"])
+    one.add_argument("--layers", nargs="+", type=int, default=[3, 16])
+    one.add_argument("--widths", nargs="+", type=int, default=[128])
+    one.add_argument("--forms", nargs="+", default=list(FORMS))
+    one.add_argument("--repeats", type=int, default=15)
+    one.set_defaults(call=run)
+    two = actions.add_parser("report")
+    two.add_argument("--note", default="", help="what else is to be known")
+    two.set_defaults(call=report)
+    args = parser.parse_args()
+    args.call(args)
+
+
+if __name__ == "__main__":
+    main()

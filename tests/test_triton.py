@@ -1,0 +1,177 @@
+"""Kernels for GPUs: on one where there is one, else by Triton's interpreter."""
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+
+pytest.importorskip("triton")
+
+from gnnpipe import Trainer, gpu
+from gnnpipe.gpu.masks import fill_masks
+from gnnpipe.gpu.products import product
+from gnnpipe.gpu.tails import tail_backward, tail_forward
+from gnnpipe.models import dropout
+from gnnpipe.models.dropout import KeptMasks, Mask, keyed_mask, row_keys
+from gnnpipe.models.tail import Tail, TailBackward, keep
+
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def near(found, wanted, kind):
+    wanted = wanted.double()
+    assert found.shape == wanted.shape
+    error = (found.double().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    assert error < KINDS[kind]
+
+
+def draw(*size, kind=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*size, generator=generator, dtype=torch.float64).to(kind)
+
+
+def matrix(kind, rows=40, columns=45, wide=torch.int32):
+    """With empty rows, the last one among them, and two of many entries, parallel ones too."""
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(0, 9, (rows,), generator=generator)
+    counts[3], counts[rows - 2], counts[0], counts[rows - 1] = 57, 21, 0, 0
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    indices = torch.randint(0, columns, (int(offsets[-1]),), generator=generator)
+    values = draw(len(indices), kind=kind)
+    dense = torch.zeros(rows, columns, dtype=torch.float64)
+    row = torch.repeat_interleave(torch.arange(rows), counts)
+    dense.index_put_((row, indices), values.double(), accumulate=True)
+    return dense, [t.to(HERE) for t in (offsets.to(wide), indices.to(wide), values)]
+
+
+@pytest.mark.parametrize("longest", [1, 8, 21, 1000])
+@pytest.mark.parametrize("width", [1, 7, 128, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind, width, longest):
+    dense, parts = matrix(kind)
+    rows = draw(45, width, kind=kind)
+    times = product(*parts, longest)
+    found = times(rows.to(HERE))
+    near(found, dense @ rows.double(), kind)
+    assert torch.equal(found, times(rows.to(HERE)))
+
+
+def test_products_with_wide_indices_and_other_strides():
+    dense, parts = matrix(torch.float64, wide=torch.int64)
+    rows = draw(16, 45).t()
+    near(product(*parts, 8)(rows.to(HERE)), dense @ rows, torch.float64)
+
+
+def test_a_matrix_without_entries():
+    offsets = torch.zeros(4, dtype=torch.int32, device=HERE)
+    found = product(offsets, offsets[:0], draw(0).to(HERE))(draw(5, 3).to(HERE))
+    assert torch.equal(found.cpu(), torch.zeros(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("size", [(37, 7), (50, 130), (1, 3), (0, 5)])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32])
+def test_tails(kind, size, is_dropped):
+    """Beside what CPUs do, and over more rows than the programs have at a time."""
+    total, grad, scale, shift = (
+        draw(*shape, kind=kind, seed=i) for i, shape in enumerate([size, size, size[1:], size[1:]])
+    )
+    kept = (draw(size[0], size[1] + 3) < 0.2).to(torch.int8)[:, : size[1]]
+    mask = Mask(kept, 1 / 0.6) if is_dropped else None
+    tail, out = Tail(scale, shift, 1e-5, mask), torch.empty_like(total)
+    stats = tail.forward(total, out, slice(None))
+    back = TailBackward(keep(scale, shift, total, out, [stats]), tail.factor, (True, True))
+    wanted = back.rows(grad, slice(None))
+    of_weights = [*back.weights(), wanted.sum(0)]
+    args = total.to(HERE), scale.to(HERE), shift.to(HERE)
+    made = torch.empty_like(args[0])
+    mine = None
+    if is_dropped:  # with room behind each row
+        mine = torch.zeros(size[0], size[1] + 3, dtype=torch.int8, device=HERE)[:, : size[1]]
+        mine.copy_(kept)
+    mean, rstd = tail_forward(*args, 1e-5, mine, tail.factor, made)
+    near(made, out, kind)
+    near(mean, stats[0], kind)
+    near(rstd, stats[1], kind)
+    for into in (None, args[0]):
+        found, sums = tail_backward(
+            grad.to(HERE), made, args[0], args[1], mean, rstd, tail.factor, into, programs=3
+        )
+        near(found, wanted, kind)
+        for mine, other in zip(sums, of_weights, strict=True):
+            near(mine, other, kind)
+    assert found is args[0]
+
+
+def test_what_is_no_number_stays_none():
+    total = draw(4, 8)
+    total[2, 3] = float("nan")
+    out = torch.zeros_like(total).to(HERE)
+    ones = torch.ones(8, dtype=torch.float64, device=HERE)
+    kept = torch.zeros(4, 8, dtype=torch.int8, device=HERE)
+    for mask in (None, kept):
+        mean, rstd = tail_forward(total.to(HERE), ones, ones, 1e-5, mask, 2.0, out)
+        assert out[2].isnan().all()
+        assert not out[[0, 1, 3]].isnan().any()
+    grad = torch.ones_like(out)
+    found, _ = tail_backward(grad, out, total.to(HERE), ones, mean, rstd, 2.0)
+    assert found[2].isnan().all()
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.1, 1e-9, 0.999999])
+@pytest.mark.parametrize("width", [5, 128, 300])
+def test_masks_are_those_of_the_cpu(width, probability):
+    keys = row_keys(torch.arange(2**33, 2**33 + 77))
+    sites = [dropout._scalar_key(3, 4, site) for site in range(3)]
+    per_hash, least, _ = dropout._levels(probability)
+    full = -(-width // per_hash) * per_hash
+    masks = torch.full((3, 77, full), 9, dtype=torch.int8, device=HERE)
+    fill_masks(
+        keys.to(HERE), torch.tensor(sites, dtype=torch.int32).to(HERE), masks, least, per_hash
+    )
+    for site, mask in zip(sites, masks, strict=True):
+        wanted, _ = dropout._keep_mask(keys, width, probability, site)
+        assert torch.equal(mask[:, :width].cpu(), wanted)
+
+
+@pytest.fixture
+def on_triton(monkeypatch):
+    """Everything that asks is told that Triton works here."""
+    monkeypatch.setattr(gpu, "works_on", lambda device: True)
+
+
+def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
+    """So that a recorded epoch finds the next one's."""
+    keys = row_keys(torch.arange(9)).to(HERE)
+    masks, what = KeptMasks(keys), [(6, 0.5, 0), (6, 0.5, 1), (3, 0.1, 2)]
+    places = []
+    for epoch in range(4):
+        masks.begin(7, epoch)
+        found = [
+            keyed_mask(keys, w, p, seed=7, epoch=epoch, site=s, masks=masks).kept
+            for w, p, s in what
+        ]
+        places.append([mask.data_ptr() for mask in found])
+        with monkeypatch.context() as plain:
+            plain.setattr(gpu, "works_on", lambda device: False)
+            wanted = [
+                keyed_mask(keys.cpu(), w, p, seed=7, epoch=epoch, site=s).kept for w, p, s in what
+            ]
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
+    assert places[1] == places[2] == places[3]
+
+
+def losses(**settings):
+    config = quick_config(layers=3, hidden=8, epochs=3, dropout=0.5, device=HERE.type, **settings)
+    result = Trainer(config, graph=small_graph(n=40)).fit()
+    return [row.loss for row in result.history] + [result.test_acc]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chunks": 3}, {"recompute": True}, {"kernel": "triton"}])
+@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
+def test_training(model, settings, monkeypatch):
+    with monkeypatch.context() as plain:
+        plain.setattr(gpu, "works_on", lambda device: False)
+        wanted = losses(model=model, **(settings | {"kernel": "embedding-bag"}))
+    monkeypatch.setattr(gpu, "works_on", lambda device: True)
+    assert losses(model=model, **settings) == pytest.approx(wanted, rel=1e-9)
