@@ -163,9 +163,10 @@ def report(args: argparse.Namespace) -> None:
         f"torch {last['torch']}. {args.note}".rstrip(),
         "",
         "Contenders are in one process and take turns, an epoch each (forward, loss, backward, "
-        "Adam, dropout 0.5), the GPU waited for in front and behind. Milliseconds, median (least-most); F "
-        "= 128, float32, no TF32. `csr`: a torch CSR adjacency; `EdgeIndex`: sorted, caches filled. "
-        "torch_sparse has no wheel for this torch. Last column: the best of PyG over ours.",
+        "Adam, dropout 0.5), the GPU waited for in front and behind. Milliseconds, median "
+        "(least-most); F = 128, float32, no TF32. `csr`: a torch CSR adjacency; `EdgeIndex`: "
+        "sorted, caches filled. torch_sparse has no wheel for this torch. Last column: "
+        "the best of PyG over ours.",
         "",
         "| graph | model | layers | " + " | ".join(names) + " | ratio |",
         "|---|---|---|" + "---|" * (len(names) + 1),

@@ -29,9 +29,9 @@ _WARM_UP = 2
 """Epochs in front of the one that is timed: kernels are built in the first, and from the second on
 masks lie where they stay."""
 _SHARE = 0.5
-"""Of an epoch's time. If all its kernels are started in less, the GPU is what is waited for."""
-_ROOM = 4
-"""So many times what an epoch takes must be free: a graph keeps what is made on the way."""
+"""Of an epoch's time. If its kernels are started in less, it is the GPU that is waited for."""
+_ROOM = 2
+"""So many times what an epoch takes, one after the other, must be free: a graph keeps some."""
 
 
 class Replay(Generic[T]):
@@ -74,16 +74,19 @@ class Replay(Generic[T]):
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, bool]:
         """Do it; whether the GPU is what takes the time, or has too little memory."""
-        before = torch.cuda.memory_allocated(self._device)
+        before = self._taken_bytes()
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         found = work()
         started = time.perf_counter()
         torch.cuda.synchronize(self._device)
         is_long = started - start < _SHARE * (time.perf_counter() - start)
-        took = torch.cuda.max_memory_allocated(self._device) - before
         free, _ = torch.cuda.mem_get_info(self._device)
-        return found, is_long or free < _ROOM * took
+        return found, is_long or free < _ROOM * (self._taken_bytes() - before)
+
+    def _taken_bytes(self) -> int:
+        """Of all that was ever taken, given back or not: no peak, which others may have left."""
+        return int(torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"])
 
     def _record(self, work: Callable[[], T]) -> bool:
         """Whether it could be: not if something looks at numbers, which takes a wait."""

@@ -1,0 +1,124 @@
+"""Work that is repeated as a CUDA graph: when, and what becomes of gradients; the GPU is a fake.
+
+The real one is in test_cuda.py, where there is one.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from gnnpipe import gpu
+from gnnpipe.models import MODELS, LayerSpec
+from gnnpipe.runtime.replay import Replay
+
+
+class Graph:
+    """Counts how often it is replayed."""
+
+    replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Graphs in the order they were made; ``work`` runs while one is made, as on a GPU."""
+    graphs = []
+
+    def captured(work):
+        found = work()
+        graphs.append(Graph())
+        return graphs[-1], found
+
+    monkeypatch.setattr(gpu, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 200))
+    stats = {"allocated_bytes.all.allocated": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: dict(stats))
+    return graphs, stats
+
+
+class Work:
+    """Leaves a gradient, and takes some of the memory."""
+
+    def __init__(self, weight, stats, takes=0, fails_at=0):
+        self.weight, self.stats, self.takes, self.fails_at = weight, stats, takes, fails_at
+        self.times = 0
+
+    def __call__(self):
+        self.times += 1
+        self.stats["allocated_bytes.all.allocated"] += self.takes
+        if self.times == self.fails_at:
+            raise RuntimeError("it waited")
+        self.weight.grad = torch.full_like(self.weight, self.times)
+        return self.times
+
+
+def epochs(replay, work, count, what="all"):
+    """What each gives, and the gradient behind it."""
+    found = []
+    for _ in range(count):
+        work.weight.grad = None
+        found.append((replay.run(what, work), float(work.weight.grad)))
+    return found
+
+
+def begin(stats, **how):
+    weight = nn.Parameter(torch.zeros(()))
+    return Replay([weight], torch.device("cuda")), Work(weight, stats, **how)
+
+
+def test_from_the_fourth_on_it_is_repeated(made):
+    graphs, stats = made
+    replay, work = begin(stats, takes=49)
+    assert epochs(replay, work, 6) == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 4), (4, 4)]
+    assert replay.is_recorded
+    assert graphs[0].replays == 3  # the recording did nothing yet
+
+
+def test_other_work_is_recorded_anew(made):
+    graphs, stats = made
+    replay, work = begin(stats)
+    epochs(replay, work, 5)
+    assert epochs(replay, work, 4, "other") == [(5, 5), (6, 6), (7, 7), (8, 8)]
+    assert [graph.replays for graph in graphs] == [2, 1]
+
+
+def test_not_where_memory_is_short(made):
+    graphs, stats = made
+    replay, work = begin(stats, takes=51)
+    assert epochs(replay, work, 6)[-1] == (6, 6)
+    assert not graphs
+
+
+def test_not_where_the_gpu_is_what_takes_the_time(made, monkeypatch):
+    graphs, stats = made
+    clock = iter([0.0, 0.4, 1.0])
+    monkeypatch.setattr("gnnpipe.runtime.replay.time.perf_counter", lambda: next(clock))
+    replay, work = begin(stats)
+    assert epochs(replay, work, 6)[-1] == (6, 6)
+    assert not graphs
+
+
+def test_what_cannot_be_recorded_is_done_as_before(made):
+    graphs, stats = made
+    replay, work = begin(stats, fails_at=4)
+    assert epochs(replay, work, 6) == [(1, 1), (2, 2), (3, 3), (5, 5), (6, 6), (7, 7)]
+    assert not graphs
+    assert not replay.is_recorded
+
+
+def test_who_may_be_repeated():
+    """Not a layer with a step of its own that does not say so."""
+    spec = LayerSpec(num_features=3, num_classes=2, num_layers=2, hidden=4)
+    for name in ("gcn", "sage", "gcnii", "resgcn"):
+        kind = MODELS[name]
+        assert kind(1, spec).is_repeatable
+
+        class Other(kind):
+            def after(self, received, values, rows):
+                return super().after(received, values, rows)
+
+        assert not Other(1, spec).is_repeatable
+    assert not MODELS["gat"](1, spec).is_repeatable
