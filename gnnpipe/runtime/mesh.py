@@ -251,5 +251,5 @@ def _device(name: str, local_rank: int) -> torch.device:
             f"--device {name}: rank {local_rank} has no GPU of its own "
             f"({torch.cuda.device_count()} here); start one rank per GPU or try --device cpu"
         )
-    torch.cuda.init()  # not every question about its memory does that
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # not every question about its memory does
     return torch.device("cuda", local_rank)

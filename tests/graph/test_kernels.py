@@ -17,7 +17,8 @@ from gnnpipe.graph.csr import RowCSR
 CPU = torch.device("cpu")
 HERE = [
     name for name in kernels.KERNELS
-    if name != "torch-sparse" or importlib.util.find_spec("torch_sparse")
+    if name != "triton"  # tests/test_triton.py
+    and (name != "torch-sparse" or importlib.util.find_spec("torch_sparse"))
 ]  # fmt: skip
 
 
@@ -106,4 +107,10 @@ def test_a_package_that_is_broken_is_refused_and_not_measured(tmp_path, monkeypa
 def test_kernels_that_do_not_take_bf16_are_refused():
     config = TrainConfig(dataset="no-such-graph", kernel="csr", comm_dtype="bf16", out="off")
     with pytest.raises(InputError, match="--kernel csr: does not work on cpu with bfloat16 rows"):
+        Trainer(config).fit()
+
+
+def test_a_kernel_for_gpus_is_refused_on_a_cpu():
+    config = TrainConfig(dataset="no-such-graph", kernel="triton", device="cpu", out="off")
+    with pytest.raises(InputError, match="--kernel triton: does not work on cpu .*for GPUs.*; try"):
         Trainer(config).fit()
