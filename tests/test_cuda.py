@@ -81,12 +81,14 @@ def test_models_of_the_users_own(module, chunks):
     assert_same(module=module, chunks=chunks)
 
 
-def test_a_run_goes_on_where_the_other_device_stopped(tmp_path):
-    whole = losses("cpu", chunks=5)
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize(("first", "second"), [(GPU, "cpu"), ("cpu", GPU), (GPU, GPU)])
+def test_a_run_goes_on_where_the_other_device_stopped(tmp_path, first, second, chunks):
+    whole = losses("cpu", chunks=chunks)
     graph, out = small_graph(), str(tmp_path / "run")
-    common = {"layers": 3, "hidden": 8, "dropout": 0.5, "eval_every": 2, "chunks": 5}
-    config = quick_config(**common, epochs=4, out=out, checkpoint_every=2, device=GPU)
+    common = {"layers": 3, "hidden": 8, "dropout": 0.5, "eval_every": 2, "chunks": chunks}
+    config = quick_config(**common, epochs=4, out=out, checkpoint_every=2, device=first)
     Trainer(config, graph=graph).fit()
-    again = resumed_config(out, {"epochs": 6, "device": "cpu"})
+    again = resumed_config(out, {"epochs": 6, "device": second})
     result = Trainer(again, graph=graph, resume=out).fit()
     assert [row.loss for row in result.history][-1] == pytest.approx(whole[5], rel=1e-9)

@@ -355,3 +355,25 @@ def test_a_manifest_does_not_lead_out_of_its_folder(place, tmp_path):
     (folder / "manifest.json").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n" + text)
     with pytest.raises(InputError, match="is no file of its folder"):
         StoredCheckpoint(folder)
+
+
+def test_what_the_optimizer_keeps_lies_as_its_weight_does(tmp_path, monkeypatch):
+    """The fused Adam of GPUs asks for it; the features' weight is stored column by column."""
+    config = TrainConfig(
+        layers=2, hidden=4, epochs=2, checkpoint_every=2, out=str(tmp_path / "run")
+    )
+    Trainer(config, graph=small_graph()).fit()
+    seen = []
+    whole = loop.load_tensors
+
+    def noted(stored, prepared, assembly, mesh):
+        found = whole(stored, prepared, assembly, mesh)
+        for weight, kept in assembly.executor.optimizer.state.items():
+            seen.extend((value.stride(), weight.stride()) for value in kept.values() if value.dim())
+        return found
+
+    monkeypatch.setattr(loop, "load_tensors", noted)
+    again = resumed_config(config.out, {"epochs": 3})
+    Trainer(again, graph=small_graph(), resume=config.out).fit()
+    assert any(weight[0] == 1 and len(weight) == 2 for _, weight in seen)
+    assert all(kept == weight for kept, weight in seen)

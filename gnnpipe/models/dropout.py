@@ -191,7 +191,7 @@ class KeptMasks:
         for (width, probability), sites in shapes.items():
             per_hash, least, kept = _levels(probability)
             masks = self._together.get((width, probability))
-            if masks is None or len(masks) != len(sites):
+            if masks is None or len(masks) != len(sites):  # sites of a piece are the same each time
                 for site in sites:
                     del self._made[site, width, probability]  # first, so that it is not there twice
                 full = -(-width // per_hash) * per_hash

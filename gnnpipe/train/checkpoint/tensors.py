@@ -93,13 +93,20 @@ def load_tensors(
         values = stored.read([n for n in names if n.startswith(start)])
         executor.optimizer.state[parameter] = {
             # As torch has it: counters are on the CPU, unless one kernel is to do it all.
-            n.removeprefix(start): v.to(parameter.device) if v.dim() or is_fused else v
+            n.removeprefix(start): _like(parameter, v) if v.dim() or is_fused else v
             for n, v in values.items()
         }
     _load_histories(stored, prepared, assembly, mesh)
     best = {name for name in own if f"{BEST}/{name}" in stored.tensors}
     values = stored.read([f"{BEST}/{name}" for name in best])
     return {n.removeprefix(f"{BEST}/"): v.to(mesh.device) for n, v in values.items()}
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """On its device and, if it is as large, laid out as it is: torch's fused Adam asks for that."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _load_histories(
