@@ -6,7 +6,8 @@ python scripts/gpu_speed.py report     # writes docs/benchmarks/gpu_speed.md, .c
 The contenders of a cell are built in one process and take turns, an epoch each (forward, loss,
 backward, Adam; dropout 0.5), with the GPU waited for before and behind it. PyG runs with its
 default edge_index (normalised once), with a torch CSR adjacency and with its ``EdgeIndex``, sorted
-and with its caches filled; torch_sparse has no wheel for this torch.
+and with its caches filled; torch_sparse has no wheel for this torch. A
+machine that was sent a copy of the files is told their commit in GNNPIPE_COMMIT.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import peers  # noqa: E402
 from benchmark_files import bars, write_csv  # noqa: E402
+from fidelity import commit  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu_speed.md"
 DATA = Path(os.environ.get("GPU_DATA", ROOT / "docs" / "benchmarks" / "data" / "gpu_speed.jsonl"))
@@ -119,7 +120,8 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     DATA.parent.mkdir(parents=True, exist_ok=True)
     about = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit(),
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "commit": os.environ.get("GNNPIPE_COMMIT") or commit(),
         "date": time.strftime("%Y-%m-%d"), "copy": copy_rate(),
     }  # fmt: skip
     for graph_name in args.graphs:
@@ -215,14 +217,6 @@ def report(args: argparse.Namespace) -> None:
             lines.append(f"| {graph} | {found['entries']:.0f} | {' | '.join(us)} | {rate:.0f} |")
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_csv("gpu_speed", table)
-
-
-def commit() -> str:
-    """Of the working tree; on a machine without git, what it was told."""
-    if told := os.environ.get("GNNPIPE_COMMIT"):
-        return told
-    line = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -84,9 +84,8 @@ def _torch_sparse(offsets: Tensor, indices: Tensor, values: Tensor, columns: int
 def _triton(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
     """Ours for GPUs."""
     del columns
-    products = importlib.import_module(
-        "gnnpipe.gpu.products"
-    )  # Triton is not there for every torch
+    # Triton is not there for every torch.
+    products = importlib.import_module("gnnpipe.gpu.products")
     made: Product = products.product(offsets, indices, values)
     return made
 
