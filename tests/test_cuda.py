@@ -8,6 +8,10 @@ from torch_geometric.nn import GATv2Conv, GraphSAGE
 
 from gnnpipe import Trainer
 from gnnpipe.graph.kernels import KERNELS
+from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.train.assemble import assemble
+from gnnpipe.train.metrics import train_epoch
+from gnnpipe.train.prepare import chunk_order, prepare
 from gnnpipe.train.resume import resumed_config
 
 GPU = "cuda"
@@ -41,6 +45,36 @@ def assert_same(rel=1e-9, **settings):
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
 def test_built_in_models(model, shape, sparse):
     assert_same(model=model, sparse=sparse, **shape)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "wanted"),
+    [(m, {}, True) for m in ("gcn", "sage", "gcnii", "resgcn")]
+    + [("gcn", {"recompute": True, "dropout": 0.0}, True), ("gat", {}, None),
+       ("gcn", {"recompute": True}, None), ("gcn", {"chunks": 5}, None)],
+)  # fmt: skip
+def test_epochs_of_one_chunk_are_recorded(model, settings, wanted):
+    """And not only done as before, which gives the same numbers."""
+    given = {"model": model, "layers": 3, "hidden": 8, "dropout": 0.5} | settings
+    config = quick_config(device=GPU, out="off", **given)
+    mesh = Mesh.join(1, 1, GPU)
+    prepared = prepare(config, mesh, small_graph())
+    assembly = assemble(prepared, mesh)
+    for epoch in range(6):
+        order = chunk_order(prepared.config, epoch)
+        train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+    assert getattr(assembly.executor, "is_recorded", None) == wanted
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_gpu_is_the_one_that_is_used():
+    wanted = losses("cpu")
+    torch.cuda.set_device(1)
+    try:
+        assert Mesh.join(1, 1, GPU).device.index == 1
+        assert losses(GPU) == pytest.approx(wanted, rel=1e-9)
+    finally:
+        torch.cuda.set_device(0)
 
 
 @pytest.mark.parametrize("chunks", [1, 5])

@@ -3,6 +3,8 @@
 The real one is in test_cuda.py, where there is one.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,8 @@ def made(monkeypatch):
     """Graphs in the order they were made; ``work`` runs while one is made, as on a GPU."""
     graphs = []
 
-    def captured(work):
+    def captured(work, device):
+        assert device.type == "cuda"
         found = work()
         graphs.append(Graph())
         return graphs[-1], found
@@ -34,6 +37,8 @@ def made(monkeypatch):
     monkeypatch.setattr(gpu, "captured", captured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 200))
+    clock = itertools.cycle([0.0, 0.9, 1.0])  # the GPU is soon done with what was started
+    monkeypatch.setattr("gnnpipe.runtime.replay.time.perf_counter", lambda: next(clock))
     stats = {"allocated_bytes.all.allocated": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: dict(stats))
     return graphs, stats
@@ -117,8 +122,12 @@ def test_who_may_be_repeated():
         assert kind(1, spec).is_repeatable
 
         class Other(kind):
-            def after(self, received, values, rows):
-                return super().after(received, values, rows)
+            def dropout_mask(self, rows, width):
+                return None if rows.epoch < 50 else super().dropout_mask(rows, width)
+
+        class SaysSo(Other):
+            repeats = True
 
         assert not Other(1, spec).is_repeatable
+        assert SaysSo(1, spec).is_repeatable
     assert not MODELS["gat"](1, spec).is_repeatable

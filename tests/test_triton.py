@@ -7,9 +7,12 @@ from helpers import quick_config, small_graph
 pytest.importorskip("triton")
 
 from gnnpipe import Trainer, gpu
+from gnnpipe.errors import InputError
+from gnnpipe.gpu import products
 from gnnpipe.gpu.masks import fill_masks
 from gnnpipe.gpu.products import product
 from gnnpipe.gpu.tails import tail_backward, tail_forward
+from gnnpipe.graph.kernels import default_kernel, kernel_named
 from gnnpipe.models import dropout
 from gnnpipe.models.dropout import KeptMasks, Mask, keyed_mask, row_keys
 from gnnpipe.models.tail import Tail, TailBackward, keep
@@ -54,6 +57,29 @@ def test_products(kind, width, longest):
     found = times(rows.to(HERE))
     near(found, dense @ rows.double(), kind)
     assert torch.equal(found, times(rows.to(HERE)))
+
+
+def test_pieces_grow_with_the_matrix(monkeypatch):
+    """So that few sums lie apart, however many entries there are."""
+    dense, parts = matrix(torch.float64)
+    assert len(parts[1]) > 200
+    monkeypatch.setattr(products, "SHORTEST", 4)
+    for most, longest in ((1 << 20, 4), (20, len(parts[1]) // 20)):
+        monkeypatch.setattr(products, "MOST_PIECES", most)
+        sizes = []
+        cut = products._cut
+        with monkeypatch.context() as seen:
+            seen.setattr(products, "_cut", lambda o, n, c=cut, s=sizes: s.append(n) or c(o, n))
+            near(product(*parts)(draw(45, 7).to(HERE)), dense @ draw(45, 7), torch.float64)
+        assert sizes == [longest]
+        pieces, _ = cut(parts[0], longest)
+        assert int((pieces.stops - pieces.starts).max()) == longest
+        assert pieces.num_apart <= max(2 * most, 2 * len(parts[1]) // 4)
+
+
+def test_rows_of_no_features():
+    _, parts = matrix(torch.float32)
+    assert product(*parts)(torch.empty(45, 0, device=HERE)).shape == (40, 0)
 
 
 def test_products_with_wide_indices_and_other_strides():
@@ -140,6 +166,15 @@ def on_triton(monkeypatch):
     monkeypatch.setattr(gpu, "works_on", lambda device: True)
 
 
+def test_a_mask_is_made_where_one_was(on_triton):
+    keys = row_keys(torch.arange(9)).to(HERE)
+    first, _ = dropout._keep_mask(keys, 6, 0.5, 1)
+    wanted, _ = dropout._keep_mask(keys, 6, 0.5, 2)
+    again, _ = dropout._keep_mask(keys, 6, 0.5, 2, room=first)
+    assert again.data_ptr() == first.data_ptr()
+    assert torch.equal(again, wanted)
+
+
 def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
     """So that a recorded epoch finds the next one's."""
     keys = row_keys(torch.arange(9)).to(HERE)
@@ -159,6 +194,50 @@ def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
             ]
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
     assert places[1] == places[2] == places[3]
+
+
+@pytest.fixture
+def asked_anew():
+    """Whether Triton works is found out once a process, but not here."""
+    gpu.fault_on.cache_clear()
+    yield
+    gpu.fault_on.cache_clear()
+
+
+def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
+    """It may be installed where no C compiler is: that shows when the first kernel is run."""
+
+    def fails(device):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+
+    monkeypatch.setattr(products, "try_out", fails)
+    there = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match=r"cuda:0 \(Failed to find C compiler\.\): torch's own"):
+        assert not gpu.works_on(there)
+    assert default_kernel(there) is default_kernel(torch.device("cuda", 0))  # and no second warning
+    assert default_kernel(there).__name__ == "_torch_csr"
+    with pytest.raises(InputError, match=r"--kernel triton: .*Failed to find C compiler.*; try"):
+        kernel_named("triton", torch.float32, there)
+
+
+def test_a_triton_that_works_is_tried_out_once(monkeypatch, asked_anew):
+    tried = []
+    monkeypatch.setattr(products, "try_out", tried.append)
+    there = torch.device("cuda", 0)
+    assert gpu.works_on(there)
+    assert default_kernel(there).__name__ == "_triton"
+    assert tried == [there]
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    gpu.fault_on.cache_clear()
+    assert gpu.fault_on(there) == "the package triton is not installed"
+
+
+def test_what_is_tried_out():
+    products.try_out(HERE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "product", lambda *_: lambda rows: 2 * rows - 1)
+        with pytest.raises(RuntimeError, match="2 x 3 is 5"):
+            products.try_out(HERE)
 
 
 def losses(**settings):

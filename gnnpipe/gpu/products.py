@@ -3,7 +3,7 @@
 A warp sums one row, and asks for eight neighbours' rows of 128 numbers before the first is there. A
 row of many entries (a hub) would be one warp's work for longer than all others take together, so
 such rows are cut into pieces; their sums go to rows of their own and are added up afterwards, in a
-fixed order: the bits are the same in every run. R rows, T columns, E entries, F features.
+fixed order: the bits are the same in every run. R rows, T columns, E entries, F features, P pieces.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["product"]
+__all__ = ["product", "try_out"]
 
-LONGEST = 256
-"""Entries of a piece."""
+SHORTEST = 256
+"""Entries of a piece, at least."""
+MOST_PIECES = 16384
+"""Twice the warps that a large GPU has at a time. No piece is a larger part of all entries than one
+in so many, and so at most twice as many sums lie apart: 16 MiB of them for F = 128."""
 WIDEST = 256
 """Features that a warp sums at a time."""
 ASKED_FOR = 1024
@@ -70,7 +73,9 @@ class _Pieces:
     """Runs of entries, each of one row."""
 
     starts: Tensor
+    """[P], the first entry of each."""
     stops: Tensor
+    """[P], the one behind its last."""
     targets: Tensor | None = None
     """[P], the row that each is of; none: they are the rows."""
     num_apart: int = 0
@@ -122,18 +127,24 @@ def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
 
 
 def product(
-    offsets: Tensor, indices: Tensor, values: Tensor, longest: int = LONGEST
+    offsets: Tensor, indices: Tensor, values: Tensor, longest: int | None = None
 ) -> Callable[[Tensor], Tensor]:
     """Rows [T, F] to [R, F], for offsets [R + 1], indices [E] and values [E]; R is not 0.
 
-    Sums are made in float32, of float64 in float64. Rows of more than ``longest`` entries are cut.
+    Sums are made in float32, of float64 in float64. Rows of more than ``longest`` entries are cut,
+    of ``max(SHORTEST, E / MOST_PIECES)`` if that is not given. To know whether there are any, the
+    GPU is waited for.
     """
-    pieces, runs = _cut(offsets, longest)
+    if len(indices) > 2**31 - 64:
+        offsets = offsets.long()  # an entry behind the last is counted, too
+    pieces, runs = _cut(offsets, longest or max(SHORTEST, len(indices) // MOST_PIECES))
     count = len(offsets) - 1
 
     def times(dense: Tensor) -> Tensor:
         dense = dense.contiguous()
         out = dense.new_empty(count, dense.shape[1])
+        if not dense.shape[1]:
+            return out
         if runs is None:
             pieces.sum((indices, values), dense, out)
             return out
@@ -144,3 +155,12 @@ def product(
         return out
 
     return times
+
+
+def try_out(device: torch.device) -> None:
+    """Multiply 2 by 3 on ``device``. ``RuntimeError`` and others if that is not 6 there."""
+    index = torch.arange(2, dtype=torch.int32, device=device)
+    numbers = torch.tensor([2.0, 3.0], device=device)
+    found = product(index, index[:1], numbers[:1])(numbers[1:, None]).item()
+    if found != 6.0:
+        raise RuntimeError(f"2 x 3 is {found} there")

@@ -28,6 +28,7 @@ _PROGRAMS = 528
 def _forward(total, scale, shift, kept, out, means, rstds, num_rows, width, kept_stride,
              EPS: tl.constexpr, FACTOR: tl.constexpr, HAS_MASK: tl.constexpr,
              WIDTH: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """``ROWS`` whole rows, of ``width`` padded to ``WIDTH``: see ``tail_forward``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -52,6 +53,7 @@ def _forward(total, scale, shift, kept, out, means, rstds, num_rows, width, kept
 def _backward(grad, out, total, scale, means, rstds, found, sums, num_rows, width,
               FACTOR: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               TYPE: tl.constexpr):  # fmt: skip
+    """Every P-th block of rows, and the program's own part of ``sums`` [3, P, F] over them."""
     column = tl.arange(0, WIDTH)
     within = column < width
     by = tl.load(scale + column, mask=within, other=0.0).to(TYPE)

@@ -97,7 +97,8 @@ class RowCSR:
             before.index_select(0, offsets), indices.index_select(0, entries),
             values.index_select(0, entries), self.num_columns, self.kernel,
         )  # fmt: skip
-        # Known without a look at the numbers, which a GPU would have to be waited for.
+        # Known without a look at the numbers, for which a GPU would have to be waited for (its own
+        # kernel does so, to see which rows are long).
         part._ranges[0, stop - start] = part.indices, part.indptr, part.values
         return part
 

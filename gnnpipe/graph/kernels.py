@@ -1,10 +1,10 @@
 """The kernels that multiply rows of a sparse matrix with dense rows, by name.
 
 Which is fastest depends on the device: on CPUs ``embedding-bag`` is, by 3 to 4 times
-(docs/adr/0007-embedding-bag-is-the-product.md), and on GPUs ``triton``. They are taken without
-asking, so that a run gives the same bits each time; on the run's own matrix they are timed only if
-that is asked for. A kernel is given the matrix once, and makes what it needs of it. R rows, T
-columns, E entries, F features.
+(docs/adr/0007-embedding-bag-is-the-product.md), and on GPUs ``triton`` (0031). They are taken
+without asking, so that a run gives the same bits each time; on the run's own matrix they are timed
+only if that is asked for. A kernel is given the matrix once, and makes what it needs of it. R rows,
+T columns, E entries, F features.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ KERNELS.add("triton", _triton)
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """Of ``--kernel auto``: the fastest wherever it was measured (docs/adr/0007, 0031)."""
+    """Of ``--kernel auto``: mostly the fastest where it was measured (docs/adr/0007, 0031)."""
     if device.type != "cuda":
         return embedding_bag
     return _triton if gpu.works_on(device) else _torch_csr
@@ -115,7 +115,7 @@ def kernel_named(name: str, dtype: torch.dtype, device: torch.device) -> Kernel:
         if name == "torch-sparse":
             importlib.import_module("torch_sparse")  # registers the operator
         if name == "triton" and not gpu.works_on(device):
-            raise RuntimeError("it is for GPUs")
+            raise RuntimeError(gpu.fault_on(device))
         one = torch.ones(1, 1, dtype=dtype, device=device)
         index = torch.arange(2, device=device, dtype=index_type(kernel) or torch.int32)
         kernel(index, index[:1], one[0], 1)(one)
@@ -162,7 +162,7 @@ def _seconds(times: Product, dense: Tensor) -> float:
     times(dense)
     run: Callable[[], object]
     try:
-        run = gpu.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)])[0].replay
+        run = gpu.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)], dense.device)[0].replay
     except RuntimeError:  # it looks at numbers
 
         def run() -> object:

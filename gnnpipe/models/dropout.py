@@ -97,10 +97,13 @@ def _keep_mask(
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the mask of one epoch would be that of all that repeat it")
     if gpu.works_on(keys.device):
-        full = -(-width // per_hash) * per_hash
-        made = keys.new_empty(1, len(keys), full, dtype=torch.int8)
-        _fill(keys, [key], made, per_hash, least)
-        return made[0, :, :width], kept
+        size = len(keys), -(-width // per_hash) * per_hash
+        if room is None:
+            made = keys.new_empty(size, dtype=torch.int8)
+        else:
+            made = room.as_strided(size, (size[1], 1))
+        _fill(keys, [key], made[None], per_hash, least)
+        return made[:, :width], kept
     unit = torch.uint8 if per_hash == 4 else torch.int16
     columns = _column_keys(-(-width // per_hash), keys.device)
     rows = _mix(keys ^ key)

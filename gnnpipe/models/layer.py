@@ -165,13 +165,13 @@ class Layer(nn.Module, ABC):
     say so anew; one with another ``begin`` is not asked, for that may read them, too."""
 
     repeats: ClassVar[bool] = False
-    """``before`` and ``after`` of this very class start the same kernels in each epoch of training,
-    but for dropout masks, which ``rows`` has. A subclass with another one has to say so anew."""
+    """This very class starts the same kernels in each epoch of training, but for dropout masks,
+    which ``rows`` has. A subclass has to say so anew, whatever it changes."""
 
     @property
     def is_repeatable(self) -> bool:
         """Epochs with it can be repeated as one (``runtime.replay``)."""
-        return self._begins_by_after and all(self._says("repeats", m) for m in ("before", "after"))
+        return bool(vars(type(self)).get("repeats", False))
 
     @property
     def _begins_by_after(self) -> bool:

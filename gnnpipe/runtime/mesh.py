@@ -69,7 +69,7 @@ class Mesh:
                 f"make stages x shards {world}, or type: {torchrun_line(stages * shards)}"
             )
         if world == 1:
-            place = _device(device, 0)
+            place = _device(device, None)
             return cls(stages, shards, 0, place, None, None, recorder=_recorder(place))
         owns_group = False
         if not dist.is_initialized():
@@ -240,16 +240,20 @@ def _recorder(device: torch.device) -> Recorder:
     return Recorder(is_on=device.type == "cpu")
 
 
-def _device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: its own GPU where there is one, else the CPU."""
+def _device(name: str, local_rank: int | None) -> torch.device:
+    """The device of this rank: its own GPU where there is one, else the CPU.
+
+    By its number among the ranks of this machine; without one the GPU that is torch's current one,
+    which all is started on that does not name another.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU; try --device cpu")
-    if local_rank >= torch.cuda.device_count():
+    if (local_rank or 0) >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}: rank {local_rank} has no GPU of its own "
             f"({torch.cuda.device_count()} here); start one rank per GPU or try --device cpu"
         )
     torch.cuda.init()  # type: ignore[no-untyped-call]  # not every question about its memory does
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else local_rank)

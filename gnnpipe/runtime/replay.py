@@ -1,11 +1,11 @@
 """Epochs of one GPU as a CUDA graph, where starting the kernels is what takes the time.
 
 On some ten thousand vertices a GPU is done with a kernel before the next one is started: Python,
-autograd and the driver take 10 to 30 microseconds for each, and an epoch has two hundred. So
-forward and backward are gone through once, recorded, and from then on repeated as a whole: the
-kernels are the same, and so are the numbers. What changes from epoch to epoch stays outside:
-dropout masks are made in front of it, where a pass begins (``models.dropout``), and the optimizer's
-step comes behind.
+autograd and the driver take their time for each, and an epoch has a hundred and more. So forward
+and backward are gone through once, recorded, and from then on repeated as a whole: the kernels are
+the same, and so are the numbers. What changes from epoch to epoch stays outside: dropout masks are
+made in front of it, where a pass begins (``models.dropout``), and the optimizer's step comes
+behind.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Replay(Generic[T]):
     def _record(self, work: Callable[[], T]) -> bool:
         """Whether it could be: not if something looks at numbers, which takes a wait."""
         try:
-            self._graph, self._found = gpu.captured(work)
+            self._graph, self._found = gpu.captured(work, self._device)
         except Exception:  # what is wrong with the work itself comes up again without a graph
             self._is_off = True
             for parameter in self._parameters:
@@ -109,6 +109,11 @@ class ReplayExecutor(Executor):
         self._replay: Replay[dict[int, dict[str, Tensor]]] = Replay(
             self.stage.piece.parameters(), self.mesh.device
         )
+
+    @property
+    def is_recorded(self) -> bool:
+        """Epochs are repeated by now."""
+        return self._replay.is_recorded
 
     def _walk(
         self, actions: Sequence[Action], epoch: int,

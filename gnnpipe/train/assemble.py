@@ -142,7 +142,9 @@ def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
     steps = gradient_steps(prepared.model_graph, first, last)
     trained = [(p, steps.get(name, 0)) for name, p in piece.named_parameters() if p.requires_grad]
     is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
-    repeats = is_alone and piece.is_repeatable and prepared.loss_fn is None
+    # To recompute, masks are made anew in the midst of backward.
+    makes_masks = config.recompute and config.dropout > 0
+    repeats = is_alone and piece.is_repeatable and prepared.loss_fn is None and not makes_masks
     executor = (ReplayExecutor if repeats else Executor)(
         prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
         GradientSum(trained, mesh), optimizer, (dtype, prepared.row_dtype),
