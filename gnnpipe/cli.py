@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import os
 import sys
-import time
 import traceback
 import typing
 import warnings
@@ -20,13 +19,14 @@ from typing import Any, TextIO
 from gnnpipe import __version__
 from gnnpipe.config import TrainConfig
 from gnnpipe.contradictions import check_stages, check_verifiable
-from gnnpipe.errors import FailedError, InputError, StoppedError
+from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
 from gnnpipe.page.command import add_flags, report
 from gnnpipe.page.compare import add_compare_flags, compare
 from gnnpipe.settings import flag
 from gnnpipe.train.doctor import add_flags as add_doctor_flags
 from gnnpipe.train.doctor import doctor
 from gnnpipe.train.flags import add_profile_flags, add_simulate_flags
+from gnnpipe.train.stopping import until_told_to_end
 from gnnpipe.words import Words, may_speak, one_line, reader
 
 __all__ = ["main"]
@@ -41,7 +41,7 @@ VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
 """Where ``verify`` differs from ``train``."""
 
 PATIENCE_S = 10.0
-"""How long a rank that lost another one keeps silent."""
+"""How long a rank that lost another one keeps silent, if it is not told to end."""
 
 
 def _parser() -> tuple[Words, dict[str, Words]]:
@@ -243,6 +243,13 @@ def _main(arguments: Sequence[str] | None) -> int:
             "report": report, "compare": compare, "doctor": doctor, "simulate": _simulate,
         }  # fmt: skip
         return run[options.command](options)
+    except LostRankError as error:
+        sys.last_value = error
+        # The rank at fault speaks first; then torchrun ends the others, which wait here for that.
+        if not error.was_told:
+            until_told_to_end(PATIENCE_S)
+        print(f"gnnpipe: {error}", file=sys.stderr, flush=True)
+        return 1
     except (InputError, FloatingPointError, FailedError) as error:
         # Every rank stands before the same fault; one line is enough.
         if may_speak():
@@ -252,22 +259,24 @@ def _main(arguments: Sequence[str] | None) -> int:
         if may_speak():
             print(f"gnnpipe: {stop}", file=sys.stderr, flush=True)
         return 75
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        sys.last_value = error
         # Whoever read our output has gone (`| head`); nothing more can be said to them.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as stop:
+        sys.last_value = stop
         if may_speak():
             where = str(stop) or "nothing had begun"
             print(f"gnnpipe: interrupted; {where}", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
-        # Another rank's fault reaches this one as a broken connection. The rank at fault speaks
-        # first: torchrun ends the others while they wait here.
+        sys.last_value = error
+        # Another rank's fault reaches this one as a broken connection.
         from gnnpipe.train.rank_log import is_lost_peer
 
         if is_lost_peer(error):
-            time.sleep(PATIENCE_S)
+            until_told_to_end(PATIENCE_S)
             print(f"gnnpipe: rank {rank} lost another rank: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()

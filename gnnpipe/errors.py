@@ -6,7 +6,7 @@ line prints it as one line and exits with code 2; Python callers catch it as a `
 
 from __future__ import annotations
 
-__all__ = ["FailedError", "InputError", "StoppedError"]
+__all__ = ["FailedError", "InputError", "LostRankError", "StoppedError"]
 
 
 class InputError(ValueError):
@@ -19,3 +19,10 @@ class StoppedError(Exception):
 
 class FailedError(RuntimeError):
     """The run cannot go on for a reason outside of it (a full disk), told in one line."""
+
+
+class LostRankError(RuntimeError):
+    """Another rank has gone, and the run with it; the text says what there is to go on from."""
+
+    was_told = False
+    """This rank was told to end, too: whoever started the ranks knows already."""

@@ -308,6 +308,38 @@ def test_ranks_part_where_a_script_does_not_say_so(tmp_path, is_raising):
         assert "still met: False" not in done.stdout
 
 
+REFUSED = """
+import atexit, os, sys
+import torch.distributed as dist
+from gnnpipe.cli import main
+atexit.register(lambda: os.write(1, f"still met: {dist.is_initialized()}\\n".encode()))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--metric", "r2"], "--metric"), (["--device", "cuda"], "--device cuda: torch sees no GPU")],
+)
+def test_ranks_that_refuse_their_input_part_first(tmp_path, words, said):
+    """The same, with the exit code 2 that was meant."""
+    if words[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    done = torchrun(2, str(script), "train", *SMALL, "--shards", "2", *words)
+    assert done.stderr.count("gnnpipe: error: ") == 1
+    assert said in done.stderr
+    assert done.stdout.count("still met: False") == 2
+    assert "exitcode  : 2 " in done.stderr
+
+
+def test_what_a_run_on_a_gpu_takes_is_told_without_one(capsys):
+    words = ["--device", "cuda", "--kernel", "triton"]
+    assert main(["info", *SMALL, *words]) == 0
+    assert "memory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("epochs", "told"), [("23", True), ("24", False)])
 def test_a_run_too_short_for_its_snapshots_is_told_so(epochs, told, capsys):
     words = ["--chunks", "4", "--staleness", "paper", "--epochs", epochs]

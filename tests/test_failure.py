@@ -18,6 +18,7 @@ from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mesh import Mesh
 from gnnpipe.train import loop
+from gnnpipe.train.rank_log import lost_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,7 +63,7 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
     out = tmp_path / "run"
     script = tmp_path / "slow.py"
     script.write_text(LEAVING_SLOWLY)
-    process = launch(out, "--timeout", "32", script=script)
+    process = launch(out, "--timeout", "32", "--checkpoint-every", "2", script=script)
     ranks = begun(process, out)
     os.kill(ranks[1], number)
     start = time.monotonic()
@@ -75,6 +76,24 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
         assert "The others: rank 0 (stage 0, shard 0)" in said
         assert "silent" in (out / "logs" / "rank-0.txt").read_text()
         assert "has been silent" in said[said.index("Root Cause") :]
+    else:
+        assert time.monotonic() - start < 8, "it needs not wait any longer than for torchrun"
+        assert "gnnpipe: rank 0 lost another rank (" in said
+        assert f"; go on with --resume {out} (the newest checkpoint is epoch-00" in said
+        assert "pair.cc" not in said.replace((out / "logs" / "rank-0.txt").read_text(), "")
+
+
+def test_what_gloo_says_of_a_rank_that_is_gone():
+    plain = RuntimeError(
+        "[/__w/pytorch/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
+        "closed by peer [127.0.0.1]:22411. This means that the remote process\ndied. GLHF!"
+    )
+    told = lost_rank(plain, 3, None, was_told=True)
+    assert str(told) == (
+        "rank 3 lost another rank (Connection closed by peer [127.0.0.1]:22411); nothing was "
+        "written (--out off)"
+    )
+    assert told.was_told
 
 
 def test_sigterm_to_torchrun_leaves_a_checkpoint(tmp_path):

@@ -65,8 +65,8 @@ class Mesh:
         world = launched_world_size()
         if world != stages * shards:
             raise InputError(
-                f"--stages {stages} --shards {shards}: need {stages * shards} ranks, not {world}; "
-                f"make stages x shards {world}, or type: {torchrun_line(stages * shards)}"
+                f"--stages {stages} --shards {shards}: need {_ranks(stages * shards)}, not "
+                f"{world}; make stages x shards {world}, or type: {torchrun_line(stages * shards)}"
             )
         if world == 1:
             place = _device(device, None)
@@ -80,7 +80,11 @@ class Mesh:
             owns_group = True
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
-        mesh = cls(stages, shards, dist.get_rank(), torch.device("cpu"), None, control)
+        mesh = cls(
+            stages, shards, dist.get_rank(), torch.device("cpu"), None, control,
+            owns_group=owns_group,
+        )  # fmt: skip
+        atexit.register(_leave, mesh)
         try:
             place, fault = _device(device, launched_local_rank()), None
         except InputError as error:
@@ -90,10 +94,12 @@ class Mesh:
             torch.cuda.set_device(place)
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
-        return cls(
+        whole = cls(
             stages, shards, mesh.rank, place, group, control, saving, owns_group, _recorder(place),
             Courier(has_thread=place.type == "cpu"), _once_more(stages, shards, place, timeout_s),
         )  # fmt: skip
+        atexit.register(_leave, whole)
+        return whole
 
     @classmethod
     def alone(cls) -> Mesh:
@@ -169,15 +175,6 @@ class Mesh:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def leave_at_exit(self) -> None:
-        """``leave`` when the process ends, if it does not end by an error.
-
-        Connections that are still there when the interpreter has gone may abort the process, behind
-        all that it had to do. After an error something may be on its way, and would be waited for.
-        """
-        if self.world_size > 1:
-            atexit.register(_leave, self)
-
     @contextmanager
     def on_own_cores(self) -> Iterator[frozenset[int]]:
         """Within, ranks on CPUs stay on cores of their own (every rank must enter).
@@ -193,7 +190,14 @@ class Mesh:
 
 
 def _leave(mesh: Mesh) -> None:
-    if getattr(sys, "last_value", None) is None:  # what nobody has caught
+    """Part when the process ends, if it does not end by a fault of its own.
+
+    Connections that are still there when the interpreter has gone may abort the process, behind all
+    that it had to do. After a fault something may be on its way, and would be waited for. What was
+    wrong with the input is wrong on every rank.
+    """
+    fault = getattr(sys, "last_value", None)  # what nobody has caught
+    if fault is None or isinstance(fault, InputError):
         mesh.leave()
 
 
@@ -224,6 +228,10 @@ def _meet(backend: str, timeout: timedelta) -> None:
         backend, timeout=timeout, store=PrefixStore(f"gnnpipe/group-{times}", store),
         rank=rank, world_size=world_size,
     )  # fmt: skip
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def torchrun_line(world_size: int) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-__all__ = ["STOPPED", "Stopping"]
+__all__ = ["STOPPED", "Stopping", "until_told_to_end"]
 
 STOPPED = 75
 """Exit code of a run that was told to stop: EX_TEMPFAIL, try again."""
@@ -91,6 +91,13 @@ class Stopping:
         if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
             self.reason = self.reason or f"--time-limit {self._limit:g}"
         return bool(self.reason)
+
+
+def until_told_to_end(limit_s: float) -> None:
+    """Wait for SIGTERM, at most so long; from now on it ends nothing."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    told.wait(limit_s)
 
 
 def _leave() -> None:

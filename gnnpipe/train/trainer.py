@@ -33,7 +33,7 @@ from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
 from gnnpipe.train.predict import Predictor, check_profile_file
 from gnnpipe.train.prepare import Prepared, prepare
 from gnnpipe.train.progress import Progress
-from gnnpipe.train.rank_log import RankLog
+from gnnpipe.train.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.train.record import RunFolder, claim_folder
 from gnnpipe.train.report import head_lines, result_lines
 from gnnpipe.train.restart import restarted, seconds_so_far
@@ -120,7 +120,8 @@ class Trainer:
         """Train for ``epochs`` epochs and write the run's folder (``out="off"`` writes none).
 
         Raises ``InputError`` before any work if something in the config, the data or the folder
-        cannot be used, ``FloatingPointError`` when the loss is no longer a number.
+        cannot be used, ``FloatingPointError`` when the loss is no longer a number,
+        ``LostRankError`` when another rank has gone.
         """
         config = self.config
         check_can_fit(self._fitted, self._model)
@@ -143,6 +144,8 @@ class Trainer:
             raise
         except BaseException as error:
             log.failed(error)
+            if is_lost_peer(error):
+                raise lost_rank(error, mesh.rank, path, bool(self._stopping.reason)) from error
             raise
         finally:
             if folder is not None:
@@ -201,6 +204,7 @@ class Trainer:
             if start is not None:
                 folder.rewrite(start.rows)
             progress.say(f"run folder: {folder.path}")
+        mesh.share(None)  # now there is a folder for what a rank logs
         link_bytes_per_s = receive_bandwidth(mesh)
         log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")
         silence_s = config.timeout_s * SILENCE_SHARE
@@ -217,7 +221,6 @@ class Trainer:
             mesh, prepared, assembly, loop.rows, loop.best, path, link_bytes_per_s,
             loop.sent_bytes, predictor,
         )  # fmt: skip
-        mesh.leave_at_exit()
         if folder is not None:
             if result.timeline or result.predicted_timeline:
                 trace = Trace(result.timeline, result.predicted_timeline)
