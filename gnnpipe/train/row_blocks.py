@@ -26,9 +26,10 @@ KEPT_BYTES = 32 << 20
 BLOCK_BYTES = 8 << 20
 """Of a block's rows at the model's width."""
 
-JOINED_BYTES = 8 << 20
+JOINED_BYTES = KEPT_BYTES
 """What small chunks are joined up to: all that an op writes of their rows or edges, going forward.
-With runs of that size the time hardly goes with their number any more (docs/adr/0029)."""
+With runs of that size the time hardly goes with their number any more, and a graph that is smaller
+is walked as if it had no chunks (docs/adr/0029)."""
 
 MESSAGE_BYTES = 16 << 20
 """Of a block's edges, where the aggregation is no product: their messages, or one number a head.
