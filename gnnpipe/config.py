@@ -296,4 +296,5 @@ def parse_split(split: str) -> tuple[float, float, float] | None:
         parts = [float(g) for g in match.groups()]
         if parts[0] > 0 and math.isclose(sum(parts), 100):
             return parts[0] / 100, parts[1] / 100, parts[2] / 100
-    raise InputError(f"--split {split!r}: try 'given' or three percentages like 60/20/20")
+    hint = "try 'given' or three percentages that add up to 100, like 60/20/20"
+    raise InputError(f"--split {split!r}: {hint}")

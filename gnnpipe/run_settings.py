@@ -31,7 +31,8 @@ class RunSettings:
     profile: str = setting(
         "", "predict from this file of `gnnpipe profile --save` instead", group="output"
     )
-    device: str = setting("auto", "auto, cpu or cuda", group="ranks",
+    device: str = setting("auto", "auto, cpu or cuda (one GPU a rank, of those that "
+                           "CUDA_VISIBLE_DEVICES names)", group="ranks",
                            choices=("auto", "cpu", "cuda"))  # fmt: skip
     kernel: str = setting(
         "auto",

@@ -133,7 +133,7 @@ KINDS = {
     "null byte in a path": (lambda f: ["--data-dir", "a\0b"], ["--data-dir 'a\\x00b'"]),
     # contradictions
     "split to nobody": (words("--split 0/50/50"), ["--split '0/50/50'", "60/20/20"]),
-    "split past 100": (words("--split 60/20/30"), ["--split '60/20/30'", "60/20/20"]),
+    "split past 100": (words("--split 60/20/30"), ["'60/20/30'", "add up to 100", "60/20/20"]),
     "split of words": (words("--split nan/50/50"), ["--split 'nan/50/50'", "60/20/20"]),
     "split too small": (words("--split 0.1/50/49.9"), ["train_mask", "--split 60/20/20"]),
     "heads do not divide": (words("--model gat --heads 3"), ["--heads 3", "--hidden 9"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gnnpipe.cli import _parser
+from gnnpipe.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "datasets" / "README.md"]
@@ -167,3 +167,12 @@ def test_the_reference_page_is_up_to_date():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
+
+
+def test_what_the_guide_prints_of_info_is_what_is_printed(capsys):
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    ((words, shown),) = re.findall(r"    gnnpipe (info .*)\n\n```\n(.*?)```", text, re.DOTALL)
+    assert main([*words.split(), "--cache-dir", "off"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in shown.splitlines():
+        assert line in lines or line.strip() == "..."

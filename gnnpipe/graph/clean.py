@@ -91,7 +91,7 @@ def clean(
     if not has_label.any():
         none, some = ("NaN", "numbers") if is_regression else ("-1", "classes 0..C-1")
         fail(name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
-    features = clean_features(x, name, n)
+    features = clean_features(x, name, n, "" if num_vertices else " (y has one entry for each)")
     fractions = parse_split(split)
     if fractions is not None:
         train, val, test = split_masks(has_label, fractions, seed)
@@ -140,8 +140,11 @@ def _num_classes(labels: Labels, given: int | None) -> int:
     return int(labels.max()) + 1 if given is None else given
 
 
-def clean_features(x: Any, name: str, n: int) -> Features:
-    """Features [N, F] as float32, dense or CSR; ``InputError`` for what is none."""
+def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
+    """Features [N, F] as float32, dense or CSR; ``InputError`` for what is none.
+
+    ``counted``: how N is known, for the error.
+    """
     if x is None:
         fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
     if sp.issparse(x):
@@ -162,7 +165,10 @@ def clean_features(x: Any, name: str, n: int) -> Features:
         with np.errstate(over="ignore"):
             features = np.asarray(raw, dtype=np.float32)
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
-        fail(name, f"x has shape {list(features.shape)} for {n} vertices", f"[{n}, F] with F >= 1")
+        fail(
+            name, f"x has shape {list(features.shape)} for {n} vertices{counted}",
+            f"[{n}, F] with F >= 1",
+        )  # fmt: skip
     if sp.issparse(features):
         bad = _first_not_finite(features.data[:, None])
         if bad is not None:

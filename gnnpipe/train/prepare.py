@@ -144,7 +144,8 @@ def prepare(
     check_parts(config, graph, model, plan)
     error: InputError | None = None
     try:
-        if config.kernel not in ("auto", "measured"):
+        is_elsewhere = config.device == "cuda" and mesh.device.type == "cpu"  # as `info` is asked
+        if config.kernel not in ("auto", "measured") and not is_elsewhere:
             kernel_named(config.kernel, row_dtype(config), mesh.device)  # that it works here
         if graph is None:
             graph = load_graph(

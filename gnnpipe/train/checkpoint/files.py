@@ -157,6 +157,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 size *= n
             held = (path / entry["file"]).stat().st_size if entry["file"] in files else -1
             # torch.save adds to the numbers, and takes nothing away.
+            if plain and 0 <= held < entry["offset"] + entry["length"]:
+                raise InputError(f"{path / entry['file']}: is cut short, {name!r} is not in it")
             if not plain or not size <= entry["length"] <= held - entry["offset"]:
                 raise InputError(f"{path / MANIFEST}: {name!r} is not described as it should be")
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OSError) as error:
