@@ -1,5 +1,8 @@
 """All-to-alls between real shards, small ones and large ones: what arrives, and over what."""
 
+import os
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,3 +63,23 @@ def test_a_courier_hands_a_fault_to_who_waits():
     courier.close()
     courier.start(list).wait()
     courier.close()
+
+
+def recorded(setting):
+    if setting is not None:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = setting
+    mesh = Mesh.join(1, 2, "cpu", timeout_s=30.0)
+    sum_over_shards(torch.arange(7.0), mesh)
+    kept = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
+    return len(kept.get("entries", ())), os.environ["TORCH_FR_BUFFER_SIZE"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="this torch cannot tell"
+)
+@pytest.mark.parametrize("setting", [None, "50"])
+def test_torch_keeps_no_record_of_exchanges_unless_it_is_asked_to(setting):
+    """Its records lie in the heap between the rows of many epochs."""
+    for entries, size in run_ranks(recorded, 2, setting):
+        assert (entries > 0) == (setting is not None)
+        assert size == (setting or "0")

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 
 from gnnpipe.errors import InputError
 
-__all__ = ["check_meeting", "launched_local_rank", "launched_world_size", "stay_on_loopback"]
+__all__ = [
+    "check_meeting", "keep_no_record", "launched_local_rank", "launched_world_size",
+    "stay_on_loopback",
+]  # fmt: skip
 
 MOST_RANKS = 1 << 20
 HINT = "torchrun sets it; unset it to train in one process"
@@ -59,6 +62,16 @@ def stay_on_loopback() -> None:
         names = [name for _, name in socket.if_nameindex()]
         if "lo" in names:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def keep_no_record() -> None:
+    """Let torch not keep a record of the last 2,000 collectives, which nothing here asks for.
+
+    On CPUs, before the first one. The record of each is a few dozen bytes that outlive many epochs;
+    they come to lie between the rows of an epoch, and what was one hole in the heap is two from
+    then on, both too small (docs/adr/0018). Whoever sets ``TORCH_FR_BUFFER_SIZE`` has chosen.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
 def _whole(

@@ -26,6 +26,7 @@ from gnnpipe.runtime.cores import on_own_cores, usable_cores
 from gnnpipe.runtime.courier import Courier
 from gnnpipe.runtime.launch import (
     check_meeting,
+    keep_no_record,
     launched_local_rank,
     launched_world_size,
     stay_on_loopback,
@@ -72,10 +73,12 @@ class Mesh:
             place = _device(device, None)
             return cls(stages, shards, 0, place, None, None, recorder=_recorder(place))
         owns_group = False
+        gpus = device != "cpu" and torch.cuda.is_available()
+        if not gpus:
+            keep_no_record()
         if not dist.is_initialized():
             check_meeting()
             stay_on_loopback()
-            gpus = device != "cpu" and torch.cuda.is_available()
             _meet("cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout_s))
             owns_group = True
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
