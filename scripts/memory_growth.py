@@ -1,6 +1,6 @@
 """How much memory ranks take beside the estimate: GCN, SAGE, GCNII on four shapes.
 
-    python scripts/memory_growth.py [--graphs coauthor_physics debian] [--repeats 3]
+    python scripts/memory_growth.py [--graphs coauthor_physics debian] [--layers 4 16] [--repeats 3]
 
 Over a run of 6 epochs the growth of each rank, from before its part is allocated to its peak, over
 what ``gnnpipe info`` says: of what is in use on the heap (``in_use.py``), and of resident memory,
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,9 @@ PAGE = ROOT / "docs" / "benchmarks" / "memory_growth.md"
 BOUND = 0.1
 
 
-def grown(graph: str, model: str, shape: tuple[int, int, int]) -> list[tuple[float, float]]:
+def grown(
+    graph: str, model: str, layers: int, shape: tuple[int, int, int]
+) -> list[tuple[float, float]]:
     """By rank, growth in use and resident, over the estimate."""
     stages, shards, chunks = shape
     ranks = stages * shards
@@ -43,7 +46,7 @@ def grown(graph: str, model: str, shape: tuple[int, int, int]) -> list[tuple[flo
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += [str(ROOT / "scripts" / "in_use.py"), f"{place}/in_use"]
-        command += ["train", *GRAPHS[graph], "--model", model, "--layers", "4"]
+        command += ["train", *GRAPHS[graph], "--model", model, "--layers", str(layers)]
         command += ["--hidden", "64", "--epochs", "6", "--eval-every", "0", "--device", "cpu"]
         command += ["--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks)]
         command += ["--out", f"{place}/run", "--quiet", "--no-predict"]
@@ -61,13 +64,14 @@ def grown(graph: str, model: str, shape: tuple[int, int, int]) -> list[tuple[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     table, medians = [], ([], [])
     for graph in args.graphs:
-        for model in MODELS:
+        for model, layers in product(MODELS, args.layers):
             for shape in SHAPES:
-                runs = [grown(graph, model, shape) for _ in range(args.repeats)]
+                runs = [grown(graph, model, layers, shape) for _ in range(args.repeats)]
                 cells = []
                 for kind in range(2):
                     ranks = [sorted(run[r][kind] for run in runs) for r in range(len(runs[0]))]
@@ -79,7 +83,7 @@ def main() -> None:
                         )
                     )
                 shown = ", ".join(map(str, shape))
-                table.append(f"| {graph} | {model} | {shown} | {cells[0]} | {cells[1]} |")
+                table.append(f"| {graph} | {model} {layers} | {shown} | {cells[0]} | {cells[1]} |")
                 print(table[-1], flush=True)
     said = []
     for name, found in zip(("In use", "Resident"), medians, strict=True):
@@ -90,12 +94,12 @@ def main() -> None:
         )
     lines = [
         "# Memory beside its estimate", "",
-        f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 4 layers of "
-        f"64, 6 epochs on CPUs: growth over the estimate of each rank, median of {args.repeats} "
+        f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 64 wide, "
+        f"6 epochs on CPUs: growth over the estimate of each rank, median of {args.repeats} "
         "runs (least to most). *In use*: blocks of the heap that are allocated. *Resident*: all "
         "that the process has of the machine, the holes between those blocks as well "
         "([adr 0018](../adr/0018-settings-of-the-heap.md)).", "", " ".join(said), "",
-        "| graph | model | S, G, K | in use | resident |", "|---|---|---|---|---|", *table,
+        "| graph | model, layers | S, G, K | in use | resident |", "|---|---|---|---|---|", *table,
     ]  # fmt: skip
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,12 +1,14 @@
 """Dropout is a function of (seed, epoch, site, vertex, feature) and of nothing else."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe import Trainer
+from gnnpipe.models import dropout
 from gnnpipe.models import layer as layer_module
 from gnnpipe.models.dropout import KeptMasks, keyed_mask, row_keys
 from gnnpipe.models.dropout import keyed_dropout as drop_kept
@@ -69,6 +71,14 @@ def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
     drop = KEY | {"epoch": 0, "masks": masks}
     for site, p in ((0, 0.5), (1, 0.3)):
         keyed_dropout(x, keys, p, **drop | {"site": site})
+    first = [weakref.ref(made[1]) for made in masks._made.values()]
+    made, left = dropout._keep_mask, []
+    with monkeypatch.context() as seen:
+        seen.setattr(
+            dropout, "_keep_mask", lambda *a: left.append([r() for r in first]) or made(*a)
+        )
+        masks.begin(KEY["seed"], 6)
+    assert left == [[None, None]] * 2, "what lay between rows goes before they come to lie together"
     rooms = [made[1].data_ptr() for made in masks._made.values()]
     masks.begin(KEY["seed"], 7)
     assert [made[1].data_ptr() for made in masks._made.values()] == rooms

@@ -158,6 +158,8 @@ class KeptMasks:
         """``keys`` [n] from ``row_keys``."""
         self._keys = keys
         self._made: dict[tuple[int, int, float], tuple[int, Tensor, float]] = {}
+        self._lying: list[tuple[int, int, float]] = []
+        """Those that a pass has begun with, in their order."""
         self._together: dict[tuple[int, float], Tensor] = {}
         """By width and probability, where a GPU has the masks of all sites."""
 
@@ -177,7 +179,13 @@ class KeptMasks:
         if gpu.works_on(self._keys.device):
             self._make_together(seed, epoch)
             return
-        for what in self._made:
+        made = list(self._made)
+        if made != self._lying:
+            # Those of the first pass were made between the rows of its layers, and would keep the
+            # heap in pieces when those have gone (docs/adr/0018). Now they come to lie together.
+            self._made.clear()
+            self._lying = made
+        for what in made:
             self._make(what, seed, epoch)
 
     def _make(self, what: tuple[int, int, float], seed: int, epoch: int) -> None:
