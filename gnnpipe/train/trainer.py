@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.heap import give_back
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.mesh import Mesh
@@ -215,6 +216,7 @@ class Trainer:
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(loop.interrupted()) from None
         log.say(f"{len(loop.rows)} epochs are done")
+        give_back()  # or what follows comes on top of what an epoch takes
         loop.best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
