@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
-    from gnnpipe.errors import FailedError, InputError, StoppedError
+    from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
     from gnnpipe.train.info import Info, info
     from gnnpipe.train.result import RunResult
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
-    "FailedError", "Graph", "Info", "InputError", "RunResult", "SeedsResult", "StoppedError",
-    "TrainConfig", "Trainer", "__version__", "fit_seeds", "info", "resumed_config",
+    "FailedError", "Graph", "Info", "InputError", "LostRankError", "RunResult", "SeedsResult",
+    "StoppedError", "TrainConfig", "Trainer", "__version__", "fit_seeds", "info", "resumed_config",
 ]  # fmt: skip
 
 _HOME = {
     "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
-    "InputError": "gnnpipe.errors", "StoppedError": "gnnpipe.errors",
+    "InputError": "gnnpipe.errors", "LostRankError": "gnnpipe.errors",
+    "StoppedError": "gnnpipe.errors",
     "Info": "gnnpipe.train.info", "info": "gnnpipe.train.info",
     "RunResult": "gnnpipe.train.result", "SeedsResult": "gnnpipe.train.seeds",
     "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 import traceback
 import typing
 import warnings
@@ -26,7 +27,6 @@ from gnnpipe.settings import flag
 from gnnpipe.train.doctor import add_flags as add_doctor_flags
 from gnnpipe.train.doctor import doctor
 from gnnpipe.train.flags import add_profile_flags, add_simulate_flags
-from gnnpipe.train.stopping import until_told_to_end
 from gnnpipe.words import Words, may_speak, one_line, reader
 
 __all__ = ["main"]
@@ -39,9 +39,6 @@ GROUPS = (
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
 """Where ``verify`` differs from ``train``."""
-
-PATIENCE_S = 10.0
-"""How long a rank that lost another one keeps silent, if it is not told to end."""
 
 
 def _parser() -> tuple[Words, dict[str, Words]]:
@@ -244,10 +241,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         }  # fmt: skip
         return run[options.command](options)
     except LostRankError as error:
-        sys.last_value = error
-        # The rank at fault speaks first; then torchrun ends the others, which wait here for that.
-        if not error.was_told:
-            until_told_to_end(PATIENCE_S)
+        _stay()
         print(f"gnnpipe: {error}", file=sys.stderr, flush=True)
         return 1
     except (InputError, FloatingPointError, FailedError) as error:
@@ -259,29 +253,38 @@ def _main(arguments: Sequence[str] | None) -> int:
         if may_speak():
             print(f"gnnpipe: {stop}", file=sys.stderr, flush=True)
         return 75
-    except BrokenPipeError as error:
-        sys.last_value = error
+    except BrokenPipeError:
+        _stay()
         # Whoever read our output has gone (`| head`); nothing more can be said to them.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as stop:
-        sys.last_value = stop
+        _stay()
         if may_speak():
             where = str(stop) or "nothing had begun"
             print(f"gnnpipe: interrupted; {where}", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
-        sys.last_value = error
-        # Another rank's fault reaches this one as a broken connection.
+        _stay()
+        # Another rank's fault reaches this one as a broken connection. The rank at fault speaks
+        # first: torchrun ends the others while they wait here.
         from gnnpipe.train.rank_log import is_lost_peer
+        from gnnpipe.train.stopping import PATIENCE_S
 
         if is_lost_peer(error):
-            until_told_to_end(PATIENCE_S)
+            time.sleep(PATIENCE_S)
             print(f"gnnpipe: rank {rank} lost another rank: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
             sys.stderr.flush()
         return 1
+
+
+def _stay() -> None:
+    """After a fault something may be on its way between ranks, and would be waited for at exit."""
+    mesh = sys.modules.get("gnnpipe.runtime.mesh")  # or nobody has met
+    if mesh is not None:
+        mesh.stay_at_exit()
 
 
 def _show_warning(

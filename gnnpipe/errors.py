@@ -23,6 +23,3 @@ class FailedError(RuntimeError):
 
 class LostRankError(RuntimeError):
     """Another rank has gone, and the run with it; the text says what there is to go on from."""
-
-    was_told = False
-    """This rank was told to end, too: whoever started the ranks knows already."""

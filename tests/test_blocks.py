@@ -80,12 +80,12 @@ def test_stale_walks_are_left_as_they_are(monkeypatch):
     assert trainer.plan.chunks == 2
 
 
-def join(monkeypatch, prepared, runs=3):
-    """The chunks of 200 rows in so many runs, by what the largest op makes."""
+def join(monkeypatch, prepared, together=2):
+    """So many of 8 chunks of 200 rows in a run, by what the largest op makes."""
     ops = prepared.model_graph.ops
     of_rows = [200 * max(op.push_width, op.written_per_row) for op in ops]
     of_edges = [graph().num_edges * op.kept_per_edge for op in ops]
-    monkeypatch.setattr(row_blocks, "JOINED_BYTES", -(-max(of_rows + of_edges) * 8 // runs))
+    monkeypatch.setattr(row_blocks, "JOINED_BYTES", max(of_rows + of_edges) * together)
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat", "with messages"])
@@ -106,7 +106,7 @@ def test_exact_chunks_walked_together_give_the_same(model, recompute, monkeypatc
     join(monkeypatch, prepare(settings, Mesh.alone(), graph(), copy.deepcopy(mine)))
     trainer = trainer_of()
     together = trainer.fit()
-    assert trainer.plan.chunks == 3
+    assert trainer.plan.chunks == 4
     assert together.exact
     assert together.chunks == 8
     for a, b in zip(one_by_one.history, together.history, strict=True):
@@ -122,7 +122,7 @@ def test_only_one_rank_walks_exact_chunks_together(monkeypatch):
     def prepared_of(**settings):
         return prepare(config(dtype="float64", chunks=8, **settings), Mesh.alone(), graph())
 
-    join(monkeypatch, prepared_of(), runs=1)
+    join(monkeypatch, prepared_of(), together=8)
     assert prepared_of(staleness="exact").plan.chunks == 1
     # A run of exact epochs alone is one.
     assert prepared_of(exact_epochs=3).plan.chunks == 1
@@ -139,6 +139,21 @@ def test_only_one_rank_walks_exact_chunks_together(monkeypatch):
     assert cut_of(stages=2) == cut_of(shards=2) == cut_of("cuda") == 8
     shown = head_lines(prepared_of(staleness="exact"))
     assert any("x 8 chunks (in 1 block of rows) on 1 rank" in line for line in shown)
+
+
+def test_no_run_is_larger_than_it_may_be(monkeypatch):
+    """But for a single chunk; a run of two in place of one would be twice as large."""
+    settings = config(model="gcn", chunks=17, staleness="exact")
+    stale = prepare(config(model="gcn", chunks=17), Mesh.alone(), graph())
+    sizes = graph().num_vertices, graph().num_edges
+    largest = 200 * 4 * max(max(op.push_width, op.written_per_row) for op in stale.model_graph.ops)
+    for share in (0.01, 0.05, 0.06, 0.1, 0.12, 0.3, 0.5, 0.51, 0.99, 1.0, 2.0):
+        monkeypatch.setattr(row_blocks, "JOINED_BYTES", int(largest * share) + 1)
+        of = settings, stale.model_graph, sizes, stale.chunking, None, "cpu", True
+        runs = row_blocks.walked(*of)[0].chunks
+        longest = -(-17 // runs)
+        assert longest <= max(1, 17 * share + 0.1)
+        assert runs == 1 or -(-17 // (runs - 1)) > 17 * share, "as few as that allows"
 
 
 def test_runs_of_chunks_end_where_chunks_do():

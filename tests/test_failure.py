@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from gnnpipe.errors import FailedError, InputError
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.runtime.guard import Guard
 from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import loop
-from gnnpipe.train.rank_log import lost_rank
+from gnnpipe.train import loop, stopping
+from gnnpipe.train.rank_log import is_lost_peer, lost_rank
+from gnnpipe.train.stopping import Stopping
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,14 +88,43 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
 def test_what_gloo_says_of_a_rank_that_is_gone():
     plain = RuntimeError(
         "[/__w/pytorch/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
-        "closed by peer [127.0.0.1]:22411. This means that the remote process\ndied. GLHF!"
+        "closed by peer [127.0.0.1]:22411. This is typically caused by a remote worker crashing. "
+        "Check the logs of the\nremote process. GLHF!"
     )
-    told = lost_rank(plain, 3, None, was_told=True)
-    assert str(told) == (
+    assert is_lost_peer(plain)
+    assert str(lost_rank(plain, 3, None)) == (
         "rank 3 lost another rank (Connection closed by peer [127.0.0.1]:22411); nothing was "
         "written (--out off)"
     )
-    assert told.was_told
+
+
+@pytest.mark.parametrize(
+    "own",
+    [KeyboardInterrupt("go on with --resume gloo_runs/a"), ValueError("no /data/gloo/w.pt"),
+     OSError(28, "No space left", "/scratch/gloo/transport/x"), SystemExit(1),
+     FailedError("runs/gloo/transport/a: cannot be written"), RuntimeError("of gloo/w.pt")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_error_of_its_own_is_none_of_a_lost_rank(own):
+    assert not is_lost_peer(own)
+
+
+def test_a_rank_that_lost_another_waits_for_sigterm_which_ends_nothing_meanwhile(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stopping(0)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection closed"), stop:
+        raise RuntimeError("Connection closed by peer")
+    assert 0.2 < time.monotonic() - start < stopping.PATIENCE_S
+    assert signal.getsignal(signal.SIGTERM) == before
+    # Told by nobody, it waits its time, and once.
+    monkeypatch.setattr(stopping, "PATIENCE_S", 0.3)
+    other = Stopping(0)
+    start = time.monotonic()
+    other.hear_out()
+    other.hear_out()
+    assert 0.3 <= time.monotonic() - start < 0.55
 
 
 def test_sigterm_to_torchrun_leaves_a_checkpoint(tmp_path):

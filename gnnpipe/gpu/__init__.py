@@ -30,7 +30,7 @@ def works_on(device: torch.device) -> bool:
 def fault_on(device: torch.device) -> str | None:
     """Why kernels in Triton do not run there, on a line; None: they do.
 
-    A ``UserWarning`` says so, once a process, where a GPU has to do without a Triton that is there.
+    A ``UserWarning`` says so, once, of a GPU that has to do without a Triton that is there.
     """
     if device.type != "cuda":
         return "it is for GPUs"

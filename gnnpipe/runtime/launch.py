@@ -69,9 +69,10 @@ def keep_no_record() -> None:
 
     On CPUs, before the first one. The record of each is a few dozen bytes that outlive many epochs;
     they come to lie between the rows of an epoch, and what was one hole in the heap is two from
-    then on, both too small (docs/adr/0018). Whoever sets ``TORCH_FR_BUFFER_SIZE`` has chosen.
+    then on, both too small (docs/adr/0018). Whoever sets one of the two has chosen.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(os.environ):
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 
 def _whole(

@@ -7,6 +7,7 @@ needs no process group at all, and then nothing in here talks to anybody.
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from gnnpipe.runtime.launch import (
 )
 from gnnpipe.runtime.recorder import Recorder
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "stay_at_exit"]
 
 SETUP_TIMEOUT_S = 7200.0
 """How long ranks wait for one another outside epochs; a rank that dies ends it at once."""
@@ -53,8 +54,8 @@ class Mesh:
     """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
     saving_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for the thread that writes checkpoints."""
-    owns_group: bool = False
-    """The ranks met here, and not before in the user's own script."""
+    own_group: dist.ProcessGroup | None = None
+    """All ranks, if they met here, and not before in the user's own script."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
     courier: Courier = field(default_factory=Courier, compare=False)
     down_group: dist.ProcessGroup | None = None
@@ -72,7 +73,7 @@ class Mesh:
         if world == 1:
             place = _device(device, None)
             return cls(stages, shards, 0, place, None, None, recorder=_recorder(place))
-        owns_group = False
+        own_group = None
         gpus = device != "cpu" and torch.cuda.is_available()
         if not gpus:
             keep_no_record()
@@ -80,12 +81,12 @@ class Mesh:
             check_meeting()
             stay_on_loopback()
             _meet("cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout_s))
-            owns_group = True
+            own_group = dist.group.WORLD
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         mesh = cls(
             stages, shards, dist.get_rank(), torch.device("cpu"), None, control,
-            owns_group=owns_group,
+            own_group=own_group,
         )  # fmt: skip
         atexit.register(_leave, mesh)
         try:
@@ -98,7 +99,7 @@ class Mesh:
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
         whole = cls(
-            stages, shards, mesh.rank, place, group, control, saving, owns_group, _recorder(place),
+            stages, shards, mesh.rank, place, group, control, saving, own_group, _recorder(place),
             Courier(has_thread=place.type == "cpu"), _once_more(stages, shards, place, timeout_s),
         )  # fmt: skip
         atexit.register(_leave, whole)
@@ -175,7 +176,7 @@ class Mesh:
     def leave(self) -> None:
         """Part from the other ranks in good order; a process group of the user's own remains."""
         self.courier.close()
-        if self.owns_group and dist.is_initialized():
+        if self.own_group is not None and self.own_group is dist.group.WORLD:
             dist.destroy_process_group()
 
     @contextmanager
@@ -185,11 +186,16 @@ class Mesh:
         Gives the cores that were this process's before. Ranks that met in the user's own script
         are left where they are.
         """
-        if not self.owns_group or self.device.type != "cpu":
+        if self.own_group is None or self.device.type != "cpu":
             yield usable_cores()
             return
         with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
             yield before
+
+
+def stay_at_exit() -> None:
+    """Of a process that ends by a fault which it has caught: see ``_leave``."""
+    atexit.unregister(_leave)
 
 
 def _leave(mesh: Mesh) -> None:
@@ -202,6 +208,8 @@ def _leave(mesh: Mesh) -> None:
     fault = getattr(sys, "last_value", None)  # what nobody has caught
     if fault is None or isinstance(fault, InputError):
         mesh.leave()
+        # An error that was caught may hold groups in a circle with the frames that it went through.
+        gc.collect()
 
 
 def _once_more(

@@ -143,9 +143,9 @@ def prepare(
     """
     check_parts(config, graph, model, plan)
     error: InputError | None = None
+    device = "cuda" if config.device == "cuda" else mesh.device.type  # or as `info` is asked for
     try:
-        is_elsewhere = config.device == "cuda" and mesh.device.type == "cpu"  # as `info` is asked
-        if config.kernel not in ("auto", "measured") and not is_elsewhere:
+        if config.kernel not in ("auto", "measured") and device == mesh.device.type:
             kernel_named(config.kernel, row_dtype(config), mesh.device)  # that it works here
         if graph is None:
             graph = load_graph(
@@ -170,7 +170,7 @@ def prepare(
     graph = renumber(graph, cut)
     described = describe(chosen, graph)
     sizes = graph.num_vertices, graph.num_edges
-    chunking, config = walked(config, described, sizes, cut, plan, mesh.device.type, joins)
+    chunking, config = walked(config, described, sizes, cut, plan, device, joins)
     if plan is None:
         plan = plan_uniform(
             described, stages=config.stages, shards=config.shards, chunks=config.chunks,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gnnpipe.errors import LostRankError
+from gnnpipe.errors import FailedError, LostRankError
 from gnnpipe.train.checkpoint.folder import again_with
 
 __all__ = ["RankError", "RankLog", "is_lost_peer", "lost_rank"]
@@ -59,19 +59,19 @@ class RankLog:
 
 def is_lost_peer(error: BaseException) -> bool:
     """The error came out of torch.distributed rather than out of this rank's own work."""
+    if not isinstance(error, RuntimeError) or isinstance(error, FailedError):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     told = "torch/distributed" in frames[-1].filename.replace(os.sep, "/") if frames else False
-    return told or "gloo" in str(error) or "Connection closed by peer" in str(error)
+    return told or "/gloo/transport/" in str(error) or "Connection closed by peer" in str(error)
 
 
-def lost_rank(error: BaseException, rank: int, run: Path | None, was_told: bool) -> LostRankError:
+def lost_rank(error: BaseException, rank: int, run: Path | None) -> LostRankError:
     """``error`` as ``rank`` tells of it, with what there is to go on from in the folder ``run``."""
-    # gloo begins with the place in its own source, and ends with a farewell.
-    text = re.sub(r"^\[\S+:\d+\] |\. This means .*|\n.*", "", str(error), flags=re.DOTALL)
+    # gloo begins with the place in its own source, and guesses at reasons behind the first point.
+    text = re.sub(r"^\[\S+:\d+\] |\.\s.*|\n.*", "", str(error), flags=re.DOTALL)
     where = "nothing was written (--out off)" if run is None else again_with(run)
-    found = LostRankError(f"rank {rank} lost another rank ({text[:120].strip()}); {where}")
-    found.was_told = was_told
-    return found
+    return LostRankError(f"rank {rank} lost another rank ({text[:120].strip()}); {where}")
 
 
 def _tell_torchrun(text: str, cause: BaseException | None) -> None:

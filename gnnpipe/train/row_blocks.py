@@ -102,7 +102,8 @@ def _joined(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> i
         if op.aggregates and _is_on_blocks(op):
             numbers = max(numbers, num_edges * (op.kept_per_edge or op.push_width))
         largest = max(largest, numbers * _number_bytes(config))
-    return min(-(-largest // JOINED_BYTES), config.chunks)
+    together = max(1, config.chunks * JOINED_BYTES // largest)  # in the longest run
+    return -(-config.chunks // together)
 
 
 def _is_on_blocks(op: Op) -> bool:

@@ -14,10 +14,18 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-__all__ = ["STOPPED", "Stopping", "until_told_to_end"]
+from gnnpipe.train.rank_log import is_lost_peer
+
+__all__ = ["PATIENCE_S", "STOPPED", "Stopping"]
+
+SIGTERM = "SIGTERM"
+"""As a reason."""
 
 STOPPED = 75
 """Exit code of a run that was told to stop: EX_TEMPFAIL, try again."""
+
+PATIENCE_S = 10.0
+"""How long a rank that lost another one keeps silent."""
 
 GRACE_S = 25.0
 """Most wait 30 s from SIGTERM to SIGKILL; some of it is left for leaving."""
@@ -32,6 +40,7 @@ class Stopping:
         self._before: object = None
         self._fd_before = -1
         self._timer: threading.Timer | None = None
+        self._patient_until = 0.0
         self.reason = ""
         """Why, once it is so."""
 
@@ -54,6 +63,8 @@ class Stopping:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and is_lost_peer(error):
+            self.hear_out()  # while SIGTERM ends nothing
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._fd_before)
             before = self._before if callable(self._before) else signal.SIG_DFL
@@ -67,7 +78,7 @@ class Stopping:
             self._timer.cancel()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.reason = "SIGTERM"
+        self.reason = SIGTERM
 
     def _listen(self) -> None:
         with self._heard as heard:
@@ -76,11 +87,21 @@ class Stopping:
                     self._note()
 
     def _note(self) -> None:
-        self.reason = "SIGTERM"
+        self.reason = SIGTERM
         if self._timer is None:
             self._timer = threading.Timer(GRACE_S, _leave)
             self._timer.daemon = True
             self._timer.start()
+
+    def hear_out(self) -> None:
+        """Of a rank that lost another one: wait for SIGTERM, but not for long, and once.
+
+        The rank at fault speaks first; then torchrun ends the others.
+        """
+        self._patient_until = self._patient_until or time.monotonic() + PATIENCE_S
+        # No event, which a handler that comes while it is looked at would wait for without end.
+        while self.reason != SIGTERM and time.monotonic() < self._patient_until:
+            time.sleep(0.02)
 
     def began(self, ago_s: float) -> None:
         """The run is older than this process."""
@@ -91,13 +112,6 @@ class Stopping:
         if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
             self.reason = self.reason or f"--time-limit {self._limit:g}"
         return bool(self.reason)
-
-
-def until_told_to_end(limit_s: float) -> None:
-    """Wait for SIGTERM, at most so long; from now on it ends nothing."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
-    told.wait(limit_s)
 
 
 def _leave() -> None:

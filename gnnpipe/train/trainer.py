@@ -145,8 +145,9 @@ class Trainer:
             raise
         except BaseException as error:
             log.failed(error)
-            if is_lost_peer(error):
-                raise lost_rank(error, mesh.rank, path, bool(self._stopping.reason)) from error
+            if is_lost_peer(error) and mesh.world_size > 1:
+                self._stopping.hear_out()
+                raise lost_rank(error, mesh.rank, path) from error
             raise
         finally:
             if folder is not None:
