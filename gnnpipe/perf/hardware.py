@@ -86,8 +86,8 @@ def _sheets(name: str) -> tuple[Sheet, Wire]:
     for word, known in ((device, DEVICES), (link, LINKS)):
         if word not in known:
             raise InputError(
-                f"--hardware {name!r}: {nearest(word, list(known))}; give a device "
-                f"({', '.join(DEVICES)}) and a link ({', '.join(LINKS)}), like h100:100gbe"
+                f"--hardware {name!r}: {nearest(word, list(known))}; give a device and a link, "
+                "like h100:100gbe"
             )
     return DEVICES[device], LINKS[link]
 
