@@ -1,4 +1,4 @@
-"""Builds ``gnnpipe/graph/data/debian.npz`` from the package index of a Debian release.
+"""Builds ``gnnpipe/data/files/debian.npz`` from the package index of a Debian release.
 
 A training graph that everybody can rebuild from a public source, large enough to be cut, and with
 a hub (libc6) that no balanced cut likes. The card, ``debian.md``, says what it is.
@@ -111,7 +111,7 @@ def word_bags(packages: dict[str, Stanza]) -> tuple[list[str], list[list[int]]]:
 
 
 def pack(text: str, source: str) -> dict[str, np.ndarray]:
-    """The arrays of the file; ``gnnpipe/graph/embedded.py`` unpacks them."""
+    """The arrays of the file; ``gnnpipe/data/embedded.py`` unpacks them."""
     packages = main_packages(text)
     sections = sorted({p["Section"] for p in packages.values()})
     pairs = dependency_pairs(packages)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
-    from gnnpipe.train.info import Info, info
-    from gnnpipe.train.result import RunResult
-    from gnnpipe.train.resume import resumed_config
-    from gnnpipe.train.seeds import SeedsResult, fit_seeds
+    from gnnpipe.setup.info import Info, info
+    from gnnpipe.run.result import RunResult
+    from gnnpipe.run.resume import resumed_config
+    from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
@@ -28,10 +28,10 @@ _HOME = {
     "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
     "InputError": "gnnpipe.errors", "LostRankError": "gnnpipe.errors",
     "StoppedError": "gnnpipe.errors",
-    "Info": "gnnpipe.train.info", "info": "gnnpipe.train.info",
-    "RunResult": "gnnpipe.train.result", "SeedsResult": "gnnpipe.train.seeds",
+    "Info": "gnnpipe.setup.info", "info": "gnnpipe.setup.info",
+    "RunResult": "gnnpipe.run.result", "SeedsResult": "gnnpipe.train.multi_seed",
     "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
-    "fit_seeds": "gnnpipe.train.seeds", "resumed_config": "gnnpipe.train.resume",
+    "fit_seeds": "gnnpipe.train.multi_seed", "resumed_config": "gnnpipe.run.resume",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 from gnnpipe.heap import settle_heap
 
 __all__ = ["run"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gnnpipe.settings import setting
+from gnnpipe.config.fields import setting
 
 __all__ = ["RunSettings"]
 

@@ -41,11 +41,11 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     import torch
 
     from gnnpipe.config import TrainConfig
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.assemble import assemble
-    from gnnpipe.train.exact_epochs import ExactEpochs
-    from gnnpipe.train.metrics import evaluate, train_epoch
-    from gnnpipe.train.prepare import chunk_order, prepare
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.build import assemble
+    from gnnpipe.run.exact_epochs import ExactEpochs
+    from gnnpipe.train.evaluate import evaluate, train_epoch
+    from gnnpipe.setup.prepare import chunk_order, prepare
     from gnnpipe.train.staleness import measure_staleness
 
     torch.set_num_threads(1)

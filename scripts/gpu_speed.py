@@ -100,7 +100,7 @@ def measure(
 
 def products(graph: Any, width: int) -> dict[str, float]:
     """Seconds of one product with the graph's matrix by kernel, and bytes that it must move."""
-    from gnnpipe.graph.kernels import time_kernels
+    from gnnpipe.ops.spmm import time_kernels
 
     histories = peers.ours(graph, "gcn", 3, width)[1].executor.stage.histories
     matrix = next(iter(histories.values())).operator.forward

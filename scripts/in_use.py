@@ -20,8 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from gnnpipe.cli import main  # noqa: E402
-from gnnpipe.train import assemble  # noqa: E402
+from gnnpipe.cli.main import main  # noqa: E402
+from gnnpipe.setup import build
 
 EVERY_S = 0.001
 
@@ -40,7 +40,7 @@ class _Info(ctypes.Structure):
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = _Info
-held = assemble.held_bytes
+held = build.held_bytes
 before = peak = 0
 
 
@@ -67,7 +67,7 @@ def watch() -> None:
 
 
 if __name__ == "__main__":
-    assemble.held_bytes = begin
+    build.held_bytes = begin
     threading.Thread(target=watch, daemon=True).start()
     file = sys.argv.pop(1)
     try:

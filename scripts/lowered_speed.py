@@ -33,11 +33,11 @@ from torch import nn  # noqa: E402
 from torch_geometric import nn as pyg  # noqa: E402
 
 from gnnpipe import Graph, TrainConfig  # noqa: E402
-from gnnpipe.graph.load import load_graph  # noqa: E402
-from gnnpipe.runtime.mesh import Mesh  # noqa: E402
-from gnnpipe.train.assemble import assemble  # noqa: E402
-from gnnpipe.train.metrics import train_epoch  # noqa: E402
-from gnnpipe.train.prepare import prepare  # noqa: E402
+from gnnpipe.data.load import load_graph  # noqa: E402
+from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
+from gnnpipe.setup.build import assemble  # noqa: E402
+from gnnpipe.train.evaluate import train_epoch  # noqa: E402
+from gnnpipe.setup.prepare import prepare  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "lowered_speed.md"
 WIDTH, LAYERS, REPEATS = 128, 4, 7

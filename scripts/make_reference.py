@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 sys.path.insert(0, str(ROOT))
 
-from gnnpipe.cli import VERIFY_DEFAULTS  # noqa: E402
+from gnnpipe.cli.main import VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
-from gnnpipe.settings import flag  # noqa: E402
-from gnnpipe.train.epoch_row import EpochRow  # noqa: E402
-from gnnpipe.train.result import RunResult  # noqa: E402
-from gnnpipe.train.verify import TOLERANCE  # noqa: E402
+from gnnpipe.config.fields import flag  # noqa: E402
+from gnnpipe.run.metrics_csv import EpochRow  # noqa: E402
+from gnnpipe.run.result import RunResult  # noqa: E402
+from gnnpipe.verify.verify import TOLERANCE  # noqa: E402
 
 HEAD = """# Reference
 

@@ -29,13 +29,13 @@ def main() -> None:
 
     from gnnpipe import TrainConfig
     from gnnpipe.perf import time_shares
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.probe import receive_bandwidth
-    from gnnpipe.train.assemble import assemble
-    from gnnpipe.train.memory_use import count_peaks_anew, peak_bytes
-    from gnnpipe.train.metrics import train_epoch
-    from gnnpipe.train.prepare import chunk_order, prepare
-    from gnnpipe.train.timing import gather_epoch
+    from gnnpipe.setup.build import assemble
+    from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
+    from gnnpipe.train.evaluate import train_epoch
+    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.run.epoch_times import gather_epoch
 
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])

@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> None:
 def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     from gnnpipe import TrainConfig
     from gnnpipe.perf.profile import op_kind
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.profiling import take_profile
-    from gnnpipe.train.sizes import chunk_sizes
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.profile.profile import take_profile
+    from gnnpipe.setup.chunk_sizes import chunk_sizes
 
     mesh = Mesh.alone()
     config = TrainConfig(

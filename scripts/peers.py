@@ -39,7 +39,7 @@ def load(dataset: str) -> Any:
     from torch_geometric.data import Data
 
     from gnnpipe import Graph
-    from gnnpipe.graph.load import load_graph
+    from gnnpipe.data.load import load_graph
 
     if ":" in dataset or dataset == "debian":
         return load_graph(dataset)
@@ -71,10 +71,10 @@ def ours(
 ) -> tuple[Epoch, Any]:
     """An epoch as ``Trainer`` runs it, and what it runs on."""
     from gnnpipe import TrainConfig
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.assemble import assemble
-    from gnnpipe.train.metrics import train_epoch
-    from gnnpipe.train.prepare import chunk_order, prepare
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.build import assemble
+    from gnnpipe.train.evaluate import train_epoch
+    from gnnpipe.setup.prepare import chunk_order, prepare
 
     config = TrainConfig(
         model=model, layers=layers, hidden=width, heads=HEADS, dropout=DROPOUT, lr=0.001,
@@ -97,7 +97,7 @@ def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
     """Our epoch without its aggregations, plus the reads of every neighbour's row they need."""
     import torch
 
-    from gnnpipe.runtime.linear_history import LinearHistory
+    from gnnpipe.runtime.history.linear import LinearHistory
 
     epoch, assembly = ours(graph, model, layers, width)
     histories = list(assembly.executor.stage.histories.values())
@@ -270,7 +270,7 @@ def build(contender: str, dataset: str, model: str, layers: int, width: int) -> 
         staleness = "exact" if name == "exact" else "auto"
         return ours(graph, model, layers, width, int(form or 1), staleness=staleness)[0]
     if name == "whole":
-        from gnnpipe.train import row_blocks
+        from gnnpipe.setup import row_blocks
 
         row_blocks.KEPT_BYTES = 1 << 60
         return ours(graph, model, layers, width)[0]

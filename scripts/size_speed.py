@@ -102,7 +102,7 @@ def start(args: argparse.Namespace) -> None:
             subprocess.run(words, check=True, cwd=ROOT, capture_output=True)
             times.append(time.perf_counter() - begin)
         code = (
-            "import time; from gnnpipe.graph.load import load_graph\n"
+            "import time; from gnnpipe.data.load import load_graph\n"
             "from gnnpipe.graph.chunking import make_chunking\n"
             "s = time.perf_counter()\n"
             f"g = load_graph({dataset!r}, split='60/20/20', symmetrize=True)\n"

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
-from gnnpipe.train import row_blocks
+from gnnpipe.setup import row_blocks
 
 # Of graphs as small as those of the tests all chunks would be walked as one (tests/test_blocks.py).
 row_blocks.JOINED_BYTES = 1
-PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.train.verify"]
+PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.verify.verify"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -103,9 +103,9 @@ def differences_of_shapes(shapes, names, epochs, parts, **settings):
     same chunks; runs on every rank. ``parts``: of a name, the rank and K, the graph, the model and
     further settings.
     """
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     found = []
     for stages, shards, chunks in shapes:

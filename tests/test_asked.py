@@ -13,20 +13,20 @@ from torch_geometric.nn import GCNConv, SAGEConv
 from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.layout import shard_layout
-from gnnpipe.graph.links import split_links
+from gnnpipe.data.links import split_links
 from gnnpipe.graph.operators import weighted_rows
-from gnnpipe.models.bridge.cut import Cut
-from gnnpipe.models.bridge.step import _may_choose
+from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.stage.codegen import _may_choose
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.plan import ALL_ROWS, asked_of
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import asked_rows
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.metrics import evaluate, train_epoch
-from gnnpipe.train.prepare import chunk_order, prepare
-from gnnpipe.train.rank_memory import memory_by_rank
-from gnnpipe.train.sizes import chunk_sizes
-from gnnpipe.train.verify import verify
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup import loss_rows
+from gnnpipe.setup.build import assemble
+from gnnpipe.train.evaluate import evaluate, train_epoch
+from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.verify.verify import verify
 
 LAYERS = ("gcn", "sage", "gcnii", "resgcn")
 
@@ -110,7 +110,7 @@ def trained(name, graph, epochs=3, **settings):
 def test_the_same_as_with_all_rows(name, settings, monkeypatch):
     graph = sparse_graph()
     few = trained(name, graph, **settings)
-    monkeypatch.setattr(asked_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    monkeypatch.setattr(loss_rows, "asked_of", lambda *_, **__: ALL_ROWS)
     every = trained(name, graph, **settings)
     assert few[3].asked.ops
     assert not every[3].asked.ops
@@ -350,7 +350,7 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], "after")
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
     few = memory_by_rank(prepared)
-    monkeypatch.setattr(asked_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    monkeypatch.setattr(loss_rows, "asked_of", lambda *_, **__: ALL_ROWS)
     every = memory_by_rank(prepare(quick_config(**settings), Mesh.alone(), sparse_graph()))
     spared = graph.num_vertices - train.sum()
     held = sum(last.kept_widths.values())

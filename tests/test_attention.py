@@ -15,9 +15,9 @@ from torch_geometric.nn import GAT, GATConv, GATv2Conv, Linear, TransformerConv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.blocks import Block
-from gnnpipe.models.attention import attend, is_additive
-from gnnpipe.models.bridge import capture
-from gnnpipe.train.describe import describe
+from gnnpipe.models.gat_attention import attend, is_additive
+from gnnpipe.capture import capture
+from gnnpipe.setup.model_graph import describe
 
 
 def block(edges, size):
@@ -154,7 +154,7 @@ def test_a_users_model_trains_as_with_messages(monkeypatch):
     losses = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr("gnnpipe.models.bridge.blocks.is_additive", lambda conv: False)
+            monkeypatch.setattr("gnnpipe.capture.stage.block_conv.is_additive", lambda conv: False)
         torch.manual_seed(0)
         config = TrainConfig(epochs=4, chunks=3, dtype="float64", out="off", quiet=True)
         trainer = Trainer(config, graph=small_graph(n=60, features=8), model=Attentive())

@@ -39,7 +39,7 @@ from bad_files import (
 
 import gnnpipe.train.trainer  # noqa: F401, so that no case waits for torch
 from gnnpipe import TrainConfig, Trainer
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 from gnnpipe.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]

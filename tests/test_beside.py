@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gnnpipe import TrainConfig, Trainer
-from gnnpipe.train.checkpoint import beside as module
-from gnnpipe.train.checkpoint.beside import Beside
-from gnnpipe.train.checkpoint.files import StoredCheckpoint
-from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.checkpoint.staged import StagedTensors
-from gnnpipe.train.checkpoint.write import write_checkpoint
+from gnnpipe.checkpoint import writer_process as module
+from gnnpipe.checkpoint.writer_process import Beside
+from gnnpipe.checkpoint.reader import StoredCheckpoint
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.staging import StagedTensors
+from gnnpipe.checkpoint.writer import write_checkpoint
 
 TENSORS = {
     "weight/a": torch.arange(12.0).view(3, 4).t(),  # not contiguous
@@ -137,7 +137,7 @@ def test_one_that_is_stopped_holds_nobody_up(
 
 def test_it_is_killed_with_its_rank(tmp_path: Path) -> None:
     code = f"import sys, time; sys.path[:] = {sys.path!r}\n" + (
-        "from gnnpipe.train.checkpoint import beside, staged\n"
+        "from gnnpipe.checkpoint import beside, staged\n"
         "beside.WORTH_BYTES = 0; s = staged.StagedTensors(); s.take({}); b = beside.Beside(s)\n"
         "b.start(); b._comes_up(); print(b._process.pid, flush=True); time.sleep(60)"
     )

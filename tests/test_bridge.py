@@ -254,8 +254,8 @@ class TwoNames(Tied):
 
 @pytest.mark.parametrize("kind", [Tied, TwoNames])
 def test_shared_weights_are_one_weight_on_one_stage(kind):
-    from gnnpipe.models.bridge import capture
-    from gnnpipe.train.describe import describe
+    from gnnpipe.capture import capture
+    from gnnpipe.setup.model_graph import describe
 
     torch.manual_seed(0)
     model, graph = kind(), small_graph()

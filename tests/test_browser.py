@@ -9,7 +9,7 @@ import pytest
 from browser import Browser, find_browser
 from page_runs import hostile_words, trained_run
 
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium (apt-get install chromium-headless-shell)"

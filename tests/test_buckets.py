@@ -8,7 +8,7 @@ from helpers import quick_config, run_ranks, small_graph
 from gnnpipe import Trainer
 from gnnpipe.plan import Plan, buckets, gradient_buckets, gradient_steps
 from gnnpipe.plan.model_graph import ModelGraph, Op
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 
 
 def layer(index, weights, parameters=100):

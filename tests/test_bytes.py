@@ -100,7 +100,7 @@ def test_counted_equals_closed_form_on_real_graphs(name, ranks, shapes):
 )
 def test_crossings_of_metis_8_are_those_of_the_paper(name, low, high):
     """GNNPipe's logs give M/N = 2.22 on Squirrel and 0.99 on Physics (papers.md)."""
-    from gnnpipe.graph.load import load_graph
+    from gnnpipe.data.load import load_graph
 
     graph = load_graph(str(SHARED / f"{name}.npz"), split="60/20/20", symmetrize=True)
     chunking = make_chunking(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import free_port
 
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--dataset", "karate", "--hidden", "8", "--epochs", "3", "--cache-dir", "off"]
@@ -260,7 +260,7 @@ def backward(self, chunk, steps, following=None):
         raise RuntimeError("a fault made on purpose")
     return plain(self, chunk, steps, following)
 Stage.backward = backward
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -311,7 +311,7 @@ def test_ranks_part_where_a_script_does_not_say_so(tmp_path, is_raising):
 REFUSED = """
 import atexit, os, sys
 import torch.distributed as dist
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 atexit.register(lambda: os.write(1, f"still met: {dist.is_initialized()}\\n".encode()))
 sys.exit(main(sys.argv[1:]))
 """
@@ -335,7 +335,7 @@ def test_ranks_that_refuse_their_input_part_first(tmp_path, words, said):
 
 
 def test_what_a_run_on_a_gpu_takes_is_told_without_one(capsys, monkeypatch):
-    monkeypatch.setattr("gnnpipe.train.row_blocks.JOINED_BYTES", 1 << 40)
+    monkeypatch.setattr("gnnpipe.setup.row_blocks.JOINED_BYTES", 1 << 40)
     shape = ["--chunks", "8", "--staleness", "exact"]
     words = ["--device", "cuda", "--kernel", "triton"]
     assert main(["info", *SMALL, *shape]) == 0

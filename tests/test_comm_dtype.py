@@ -4,7 +4,7 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 
 MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import small_graph
 
 from gnnpipe import TrainConfig, fit_seeds
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 
 
 def config(out, **settings):

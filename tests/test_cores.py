@@ -11,9 +11,9 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
-from gnnpipe.runtime import cores
-from gnnpipe.runtime.cores import crowding, on_own_cores, own_cores, usable_cores
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm import cpu_affinity
+from gnnpipe.runtime.comm.cpu_affinity import crowding, on_own_cores, own_cores, usable_cores
+from gnnpipe.runtime.comm.mesh import Mesh
 
 
 def shares(monkeypatch, places, threads):
@@ -21,8 +21,8 @@ def shares(monkeypatch, places, threads):
     everyone = [((host, frozenset(mine)), threads, True) for host, mine in places]
     found = []
     for rank, (host, mine) in enumerate(places):
-        monkeypatch.setattr(cores, "usable_cores", lambda mine=mine: frozenset(mine))
-        monkeypatch.setattr(cores, "machine_key", lambda host=host: host)
+        monkeypatch.setattr(cpu_affinity, "usable_cores", lambda mine=mine: frozenset(mine))
+        monkeypatch.setattr(cpu_affinity, "machine_key", lambda host=host: host)
         found.append(set(own_cores(rank, threads, lambda said: everyone)))
     return found
 
@@ -106,7 +106,7 @@ BOUND = """
 import json, os, sys
 import torch
 sys.path.insert(0, sys.argv[1])
-from gnnpipe.runtime.cores import on_own_cores, usable_cores
+from gnnpipe.runtime.comm.cpu_affinity import on_own_cores, usable_cores
 def places():
     return sorted(sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task"))
 torch.ones(500, 500) @ torch.ones(500, 500)
@@ -120,7 +120,7 @@ print(json.dumps([before, within, places()]))
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
 def test_threads_that_were_given_places_stay_there():
     run = subprocess.run(
-        [sys.executable, "-c", BOUND, str(Path(cores.__file__).parents[2])],
+        [sys.executable, "-c", BOUND, str(Path(cpu_affinity.__file__).parents[2])],
         env=os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"},
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip

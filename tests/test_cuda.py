@@ -7,12 +7,12 @@ from torch import nn
 from torch_geometric.nn import GATv2Conv, GraphSAGE
 
 from gnnpipe import Trainer
-from gnnpipe.graph.kernels import KERNELS
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.metrics import train_epoch
-from gnnpipe.train.prepare import chunk_order, prepare
-from gnnpipe.train.resume import resumed_config
+from gnnpipe.ops.spmm import KERNELS
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import assemble
+from gnnpipe.train.evaluate import train_epoch
+from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.run.resume import resumed_config
 
 GPU = "cuda"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gnnpipe.cli import _parser, main
+from gnnpipe.cli.main import _parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "datasets" / "README.md"]

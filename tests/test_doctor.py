@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnpipe.cli import main
-from gnnpipe.runtime.round_trip import round_trip
-from gnnpipe.train import doctor
+from gnnpipe.cli.main import main
+from gnnpipe.tools.collective_check import round_trip
+from gnnpipe.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,11 +8,11 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe import Trainer
-from gnnpipe.models import dropout
+from gnnpipe.ops import hashed_dropout
 from gnnpipe.models import layer as layer_module
-from gnnpipe.models.dropout import KeptMasks, keyed_mask, row_keys
-from gnnpipe.models.dropout import keyed_dropout as drop_kept
-from gnnpipe.models.gnn import GNN
+from gnnpipe.ops.hashed_dropout import KeptMasks, keyed_mask, row_keys
+from gnnpipe.ops.hashed_dropout import keyed_dropout as drop_kept
+from gnnpipe.models.layer_stack import GNN
 from gnnpipe.models.layer import MODELS, LayerSpec
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
@@ -72,10 +72,10 @@ def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
     for site, p in ((0, 0.5), (1, 0.3)):
         keyed_dropout(x, keys, p, **drop | {"site": site})
     first = [weakref.ref(made[1]) for made in masks._made.values()]
-    made, left = dropout._keep_mask, []
+    made, left = hashed_dropout._keep_mask, []
     with monkeypatch.context() as seen:
         seen.setattr(
-            dropout, "_keep_mask", lambda *a: left.append([r() for r in first]) or made(*a)
+            hashed_dropout, "_keep_mask", lambda *a: left.append([r() for r in first]) or made(*a)
         )
         masks.begin(KEY["seed"], 6)
     assert left == [[None, None]] * 2, "what lay between rows goes before they come to lie together"

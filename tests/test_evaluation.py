@@ -12,8 +12,8 @@ import torch
 from helpers import run_ranks, small_graph
 
 from gnnpipe import InputError, TrainConfig, Trainer, fit_seeds, resumed_config
-from gnnpipe.page.run import read_run
-from gnnpipe.train.metrics import Scores
+from gnnpipe.report.run import read_run
+from gnnpipe.train.evaluate import Scores
 
 
 def several_labels(n=60, labels=5):
@@ -102,9 +102,9 @@ def test_every_shape_gives_the_same_scores(on_four_ranks):
 
 
 def compare_several(shape, staleness):
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     mesh = Mesh.join(*shape)
     settings = config(stages=shape[0], shards=shape[1], staleness=staleness, dropout=0.5)
@@ -202,9 +202,9 @@ def test_learning_rates(tmp_path, monkeypatch):
 
 
 def test_parity_holds_on_a_schedule():
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     settings = config(lr_schedule="cosine", warmup_epochs=2, lr=0.1)
     prepared = prepare(settings, Mesh.alone(), small_graph())

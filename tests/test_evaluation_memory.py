@@ -6,11 +6,11 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.perf.evaluation_memory import evaluation_bytes
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.metrics import evaluate
-from gnnpipe.train.prepare import prepare
+from gnnpipe.setup.build import assemble
+from gnnpipe.train.evaluate import evaluate
+from gnnpipe.setup.prepare import prepare
 
 N, HIDDEN = 400, 32
 

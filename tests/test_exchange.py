@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from gnnpipe.runtime import exchange
-from gnnpipe.runtime.exchange import Arrival, sum_over_shards
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm import halo_exchange
+from gnnpipe.runtime.comm.halo_exchange import Arrival, sum_over_shards
+from gnnpipe.runtime.comm.mesh import Mesh
 
 COUNTS = [[1, 2, 0], [0, 3, 4], [0, 5, 0]]
 """Rows that shard a (first) sends to shard b."""
 
 
 def exchanged(large):
-    exchange.LARGE = large
+    halo_exchange.LARGE = large
     mesh = Mesh.join(1, 3, "cpu", timeout_s=30.0)
     rank, groups = mesh.rank, []
     plain = dist.all_to_all_single

@@ -16,11 +16,12 @@ from test_resume import config, table
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.runtime.guard import Guard
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import loop, stopping
-from gnnpipe.train.rank_log import is_lost_peer, lost_rank
-from gnnpipe.train.stopping import Stopping
+from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.train import loop
+from gnnpipe.run import signals
+from gnnpipe.run.rank_log import is_lost_peer, lost_rank
+from gnnpipe.run.signals import Stopping
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +51,7 @@ def begun(process, out, epochs=3):
 
 LEAVING_SLOWLY = """
 import os, sys, time
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 end = os._exit
 def end_late(code):
     time.sleep(1.0)
@@ -116,10 +117,10 @@ def test_a_rank_that_lost_another_waits_for_sigterm_which_ends_nothing_meanwhile
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Connection closed"), stop:
         raise RuntimeError("Connection closed by peer")
-    assert 0.2 < time.monotonic() - start < stopping.PATIENCE_S
+    assert 0.2 < time.monotonic() - start < signals.PATIENCE_S
     assert signal.getsignal(signal.SIGTERM) == before
     # Told by nobody, it waits its time, and once.
-    monkeypatch.setattr(stopping, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.3)
     other = Stopping(0)
     start = time.monotonic()
     other.hear_out()
@@ -148,7 +149,7 @@ def backward(self, chunk, steps, following=None):
         raise MemoryError("made on purpose")
     return plain(self, chunk, steps, following)
 Stage.backward = backward
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

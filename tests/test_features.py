@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from gnnpipe.models.feature_linear import FeatureTable, feature_linear
+from gnnpipe.models.sparse_input_linear import FeatureTable, feature_linear
 
 ROWS, FEATURES, WIDTH = 13, 9, 4
 CUTS = [0, 5, 5, 11, ROWS]

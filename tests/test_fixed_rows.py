@@ -8,13 +8,13 @@ from torch import nn
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, SAGEConv, SimpleConv
 
 from gnnpipe import Trainer
-from gnnpipe.models.bridge import Captured
+from gnnpipe.capture import Captured
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.measure import measure_steps
-from gnnpipe.train.prepare import prepare
-from gnnpipe.train.verify import verify
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.profile.steps import measure_steps
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.verify.verify import verify
 
 FEATURES, HIDDEN = 30, 4
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck
 
-from gnnpipe.models import tail
-from gnnpipe.models.dropout import Mask
-from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.ops.hashed_dropout import Mask
+from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 
 ROWS, WIDTH = 7, 5
 
@@ -15,7 +15,7 @@ ROWS, WIDTH = 7, 5
 @pytest.fixture(params=[1, 3, 7, 100], ids="{} rows".format, autouse=True)
 def _block(request, monkeypatch):
     """Rows that are walked at a time: one, some with a rest, all, and room for more."""
-    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: request.param)
+    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: request.param)
 
 
 @pytest.fixture(params=[False, True], ids=["", "dropout"])
@@ -127,6 +127,6 @@ def test_blocks_stay_in_the_cache_of_their_threads(monkeypatch):
     monkeypatch.undo()
     x = torch.empty(0, 4)
     threads = torch.get_num_threads()
-    assert tail.rows_at_once(x, 128) == threads * 2048
-    assert tail.rows_at_once(x.double(), 128) == threads * 1024
-    assert tail.rows_at_once(x, 10**9) == threads * 512
+    assert norm_relu_blocks.rows_at_once(x, 128) == threads * 2048
+    assert norm_relu_blocks.rows_at_once(x.double(), 128) == threads * 1024
+    assert norm_relu_blocks.rows_at_once(x, 10**9) == threads * 512

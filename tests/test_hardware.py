@@ -8,7 +8,7 @@ from gnnpipe.perf.hardware import DEVICES, LINKS, hardware_profile
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.train.predict import run_costs
+from gnnpipe.profile.predict import run_costs
 
 SETTINGS = {"dtype": "float32", "comm_dtype": "same", "matmul_dtype": "same", "recompute": False}
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from gnnpipe import Trainer
 from gnnpipe.heap import HEAP_SETTINGS
-from gnnpipe.train import memory_use
+from gnnpipe.runtime import memory_use
 
 SCRIPT = """
 import os

@@ -109,7 +109,7 @@ def test_recomputed(name):
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_large_graphs_are_cut_into_blocks_only_where_that_works(name, monkeypatch):
-    from gnnpipe.train import row_blocks
+    from gnnpipe.setup import row_blocks
 
     losses = []
     for kept in (1 << 40, 0):

@@ -11,10 +11,10 @@ LAYERS = 4
 
 def frozen_run(model, stages, shards, epochs, **settings):
     """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.assemble import assemble
-    from gnnpipe.train.metrics import train_epoch
-    from gnnpipe.train.prepare import chunk_order, prepare
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.build import assemble
+    from gnnpipe.train.evaluate import train_epoch
+    from gnnpipe.setup.prepare import chunk_order, prepare
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(
@@ -38,9 +38,9 @@ def frozen_run(model, stages, shards, epochs, **settings):
 
 def exact_tables(model):
     """The tables of one forward pass over the whole graph, in the graph's own order."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.reference import Reference
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.reference import Reference
 
     config = TrainConfig(
         model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64",

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from gnnpipe.files import how_to_write
-from gnnpipe.runtime.round_trip import round_trip
-from gnnpipe.train.checkpoint.folder import checkpoint_path
-from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.stopping import Stopping
+from gnnpipe.tools.collective_check import round_trip
+from gnnpipe.checkpoint.retention import checkpoint_path
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.run.signals import Stopping
 
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 

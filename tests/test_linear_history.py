@@ -9,15 +9,15 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.kernels import KERNELS, embedding_bag
+from gnnpipe.ops.spmm import KERNELS, embedding_bag
 from gnnpipe.graph.operators import LinearOperator
-from gnnpipe.runtime.linear_history import LinearHistory
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.metrics import evaluate, train_epoch
-from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.runtime.history.linear import LinearHistory
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import assemble
+from gnnpipe.train.evaluate import evaluate, train_epoch
+from gnnpipe.setup.prepare import chunk_order, prepare
 from gnnpipe.train.shared import shared_of
-from gnnpipe.train.sizes import chunk_sizes
+from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 
 def trained(epochs=3, **settings):

@@ -15,9 +15,9 @@ from torch_geometric.transforms import RandomLinkSplit
 
 from gnnpipe import Graph, TrainConfig, Trainer
 from gnnpipe.errors import InputError
-from gnnpipe.graph.links import split_links
-from gnnpipe.models.bridge.recording import called
-from gnnpipe.train.scoring import roc_auc
+from gnnpipe.data.links import split_links
+from gnnpipe.capture.fx_names import called
+from gnnpipe.tasks.scoring import roc_auc
 
 EPOCHS = 3
 
@@ -305,7 +305,7 @@ def test_no_layer_is_taken_for_a_method():
 
 
 def other_graphs():
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
 
     seed = Mesh.join(2, 1).rank
     with pytest.raises(InputError, match=r"another on every rank.*seed_everything"):
@@ -470,9 +470,9 @@ def test_a_file_needs_no_labels(tmp_path):
 
 def test_memory_is_estimated_with_its_pairs():
     """What ``decode`` keeps of a pair counts."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.rank_memory import memory_by_rank
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.setup.memory_estimate import memory_by_rank
 
     sizes, kept = [], []
     for name in ("attends", "net", "predictor"):

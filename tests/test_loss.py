@@ -15,9 +15,9 @@ def weighted(logits, y):
 
 
 def own_loss(shapes):
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     found = []
     for stages, shards, chunks in shapes:

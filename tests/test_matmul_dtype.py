@@ -10,12 +10,14 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv, SimpleConv
 
 from gnnpipe import InputError, Trainer
-from gnnpipe.cli import main
-from gnnpipe.models import GNN, LayerSpec, products, tail
-from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.cli.main import main
+from gnnpipe.models import GNN, LayerSpec
+from gnnpipe.ops import bf16_matmul
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.report import head_lines
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.run.summary import head_lines
 
 LOW = torch.bfloat16
 
@@ -37,7 +39,7 @@ def test_a_rounded_linear_map_and_its_gradients_are_products_of_rounded_factors(
     torch.manual_seed(0)
     x, weight, bias, grad = (torch.randn(s) for s in ((*leading, 33), (17, 33), (17,), (17,)))
     x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    found = products.linear(x, weight, bias, is_rounded=True)
+    found = bf16_matmul.linear(x, weight, bias, is_rounded=True)
     assert found.dtype == torch.float32
     assert torch.equal(found, rounded(rounded(x) @ rounded(weight).t()) + bias)
     found.backward(grad.expand_as(found))
@@ -58,7 +60,7 @@ def norm_of(width):
 @pytest.mark.parametrize("kind", ["norm_relu", "gcnii_mix"])
 def test_fused_work_differs_by_the_rounding_alone(kind, rows_at_once, monkeypatch):
     """Where nothing is lost by rounding, values and gradients are those of float32."""
-    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: rows_at_once)
+    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows_at_once)
     torch.manual_seed(0)
     norm = norm_of(8)
     x, first = drawn(40, 8).requires_grad_(), drawn(40, 8).requires_grad_()
@@ -153,7 +155,7 @@ def test_losses_are_near_and_do_not_depend_on_the_stages(chunks):
 
 def rounded_maps(module, sparse=True):
     """Shapes of the weights that are rounded in a training pass."""
-    found, real = set(), products.rounded
+    found, real = set(), bf16_matmul.rounded
     graph = small_graph(sparse=sparse)
 
     def note(x, is_rounded):
@@ -162,8 +164,8 @@ def rounded_maps(module, sparse=True):
         return real(x, is_rounded)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(products, "rounded", note)
-        patched.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: True)
+        patched.setattr(bf16_matmul, "rounded", note)
+        patched.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: True)
         config = quick_config(dtype="float32", matmul_dtype="bf16", epochs=1, eval_every=0)
         Trainer(config, graph=graph, model=module).fit()
     return {shape for shape in found if graph.num_vertices not in shape}
@@ -233,8 +235,8 @@ def test_a_model_without_a_map_to_round_is_told():
 def test_a_built_in_model_tells_whether_it_rounds_anything(
     model, layers, sparse, is_any, monkeypatch
 ):
-    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: True)
-    counted, real = [], products.rounded
+    monkeypatch.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: True)
+    counted, real = [], bf16_matmul.rounded
 
     def note(x, is_rounded):
         counted.append(is_rounded)
@@ -305,7 +307,7 @@ def test_a_linear_map_with_a_hook_runs_as_it_is():
 
 
 def test_a_processor_without_bf16_is_told(monkeypatch):
-    monkeypatch.setattr("gnnpipe.train.choose.is_worth_rounding", lambda *_: False)
+    monkeypatch.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: False)
     config = quick_config(dtype="float32", matmul_dtype="bf16")
     with pytest.warns(UserWarning, match="--matmul-dtype bf16: no faster here"):
         Trainer(config, graph=small_graph()).fit()

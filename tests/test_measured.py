@@ -84,7 +84,7 @@ def test_the_last_shard_to_come_is_on_the_path():
 def timeline_of(shape, slow):
     """The timeline of a run in which one rank naps in every forward action."""
     from gnnpipe import Trainer
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.stage import Stage
 
     stages, shards, chunks = shape

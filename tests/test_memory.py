@@ -11,14 +11,14 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.graph.quality import copied_rows
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.describe import describe
-from gnnpipe.train.metrics import train_epoch
-from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.setup.build import assemble
+from gnnpipe.setup.model_graph import describe
+from gnnpipe.train.evaluate import train_epoch
+from gnnpipe.setup.prepare import chunk_order, prepare
 from gnnpipe.train.shared import shared_of
-from gnnpipe.train.task import kept_by_loss, labels_of, loss_sum
+from gnnpipe.tasks.loss import kept_by_loss, labels_of, loss_sum
 
 N, HIDDEN = 400, 32
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gnnpipe.models import tail
-from gnnpipe.models.bridge import norm_rows
-from gnnpipe.models.bridge.norm_rows import normalise, squares
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.capture.stage import norm_rows
+from gnnpipe.capture.stage.norm_rows import normalise, squares
 
 C, F = 300, 7
 
@@ -37,8 +37,8 @@ def both(function, given):
 
 @pytest.fixture(params=[1 << 20, 1000])
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr(tail, "_AT_ONCE", request.param)
-    monkeypatch.setattr(tail, "_LEAST", 1)
+    monkeypatch.setattr(norm_relu_blocks, "_AT_ONCE", request.param)
+    monkeypatch.setattr(norm_relu_blocks, "_LEAST", 1)
 
 
 @pytest.mark.parametrize("is_affine", [True, False])

@@ -11,23 +11,23 @@ from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
 
 from gnnpipe import Trainer
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.links import split_links
+from gnnpipe.data.links import split_links
 from gnnpipe.models import GNN, LayerSpec
-from gnnpipe.models.feature_linear import FeatureLinear
+from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.sage import SAGELayer
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import made_once
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import row_blocks
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.measure import measure_steps
-from gnnpipe.train.prepare import Prepared, prepare
-from gnnpipe.train.profiling import take_profile
-from gnnpipe.train.resume import resumed_config
-from gnnpipe.train.sizes import chunk_sizes
-from gnnpipe.train.verify import verify
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup import row_blocks
+from gnnpipe.setup.build import assemble
+from gnnpipe.profile.steps import measure_steps
+from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.profile.profile import take_profile
+from gnnpipe.run.resume import resumed_config
+from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.verify.verify import verify
 
 
 class Dropped(nn.Module):
@@ -261,7 +261,7 @@ def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
         seen.append(prepared)
         return real(prepared, *args)
 
-    monkeypatch.setattr("gnnpipe.train.profiling.measure_steps", watched)
+    monkeypatch.setattr("gnnpipe.profile.profile.measure_steps", watched)
     take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
     assert len(seen) > 0
     assert all(prepared.report.exact and not prepared.once for prepared in seen)

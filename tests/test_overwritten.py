@@ -6,19 +6,20 @@ from helpers import quick_config, small_graph
 from torch import nn
 
 from gnnpipe.errors import InputError
-from gnnpipe.models import GNN, Layer, LayerSpec, tail
-from gnnpipe.models.dropout import Mask
-from gnnpipe.models.fused import gcnii_mix, norm_relu
+from gnnpipe.models import GNN, Layer, LayerSpec
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.ops.hashed_dropout import Mask
+from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.models.sage import SAGELayer
-from gnnpipe.runtime.linear_history import LinearHistory
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import assemble
-from gnnpipe.train.describe import describe
-from gnnpipe.train.metrics import evaluate, train_epoch
-from gnnpipe.train.prepare import chunk_order, prepare
+from gnnpipe.runtime.history.linear import LinearHistory
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import assemble
+from gnnpipe.setup.model_graph import describe
+from gnnpipe.train.evaluate import evaluate, train_epoch
+from gnnpipe.setup.prepare import chunk_order, prepare
 
 ROWS, WIDTH, CHUNKS, EPOCHS = 7, 5, 5, 3
 
@@ -57,7 +58,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", [*PAIRS, "mix"])
 def test_the_same_numbers_in_the_rows_themselves(name, has_bias, is_dropped, rows, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: rows)
+    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows)
     layer = nn.LayerNorm(WIDTH).double()
     kept = (torch.rand(ROWS, WIDTH) < 0.6).to(torch.int8)
     mask = Mask(kept, 1 / 0.6) if is_dropped else None

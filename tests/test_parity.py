@@ -4,7 +4,7 @@ import pytest
 from helpers import one_way_graph, run_ranks, small_graph, two_islands
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.models import tail
+from gnnpipe.ops import norm_relu_blocks
 from gnnpipe.plan import buckets
 
 MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat")
@@ -18,9 +18,9 @@ def compare(
 
     The gradients of every step are summed in a bucket of their own.
     """
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     buckets.BUCKET_BYTES = 1
     found = []
@@ -69,7 +69,7 @@ def test_one_process(chunks, settings, dtype):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_chunk_of_several_blocks_of_rows(recompute, monkeypatch):
     """As a large graph has them; the reference walks all of its rows in one."""
-    monkeypatch.setattr(tail, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7)
+    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7)
     found = compare([(1, 1, 3)], "float64", epochs=5, recompute=recompute)
     assert_equal(found, "float64")
 

@@ -11,20 +11,21 @@ from helpers import quick_config, run_ranks, small_graph
 from test_profile import prepared_of, profile_of
 
 from gnnpipe import Trainer
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 from gnnpipe.perf import read_trace
 from gnnpipe.runtime.executor import Executor
-from gnnpipe.runtime.forecast import Forecaster
-from gnnpipe.runtime.history import History
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train import short_profile, timing
-from gnnpipe.train.predict import LEAST_EPOCHS
-from gnnpipe.train.prepare import prepare
-from gnnpipe.train.rehearsal import rehearsal
-from gnnpipe.train.report import human_bytes
-from gnnpipe.train.resume import resumed_config
-from gnnpipe.train.short_profile import take_short_profile
-from gnnpipe.train.sizes import chunk_sizes
+from gnnpipe.runtime.staleness.forecast import Forecaster
+from gnnpipe.runtime.history.base import History
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.profile import before_run
+from gnnpipe.run import epoch_times
+from gnnpipe.profile.predict import LEAST_EPOCHS
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.profile.dry_run import rehearsal
+from gnnpipe.run.summary import human_bytes
+from gnnpipe.run.resume import resumed_config
+from gnnpipe.profile.before_run import take_short_profile
+from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 PARTS = ("compute_s", "exposed_pipeline_s", "exposed_graph_s", "bubble_s", "imbalance_s")
 
@@ -179,9 +180,9 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
 def test_a_busy_machine_is_told_of_where_a_prediction_is_far_off(
     predicted_s, load, is_told, monkeypatch
 ):
-    monkeypatch.setattr(timing.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
-    line = timing.prediction_line(predicted_s, 1.0, [], [])
+    monkeypatch.setattr(epoch_times.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(epoch_times.os, "cpu_count", lambda: 2)
+    line = epoch_times.prediction_line(predicted_s, 1.0, [], [])
     assert ("the machine is busy, with a load of 9.5 on 2 cores" in line) == is_told
 
 
@@ -197,8 +198,8 @@ def test_nothing_is_predicted_where_nothing_is_asked_or_worth_it(words, tmp_path
 
 
 def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(short_profile, "LEAST_S", 0.0)
-    monkeypatch.setattr(short_profile, "RUN_SHARE", 0.0)
+    monkeypatch.setattr(before_run, "LEAST_S", 0.0)
+    monkeypatch.setattr(before_run, "RUN_SHARE", 0.0)
     result, _ = trained(tmp_path, "--epochs", "12")
     assert result["predicted_epoch_time_s"] is None
     assert math.isfinite(result["epoch_time_s"])

@@ -16,12 +16,12 @@ from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Sample, Work, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, op_kind
 from gnnpipe.perf.profiled_costs import ProfiledCosts
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import PILOTS
-from gnnpipe.train.measure import measure_steps
-from gnnpipe.train.predict import run_costs
-from gnnpipe.train.prepare import prepare
-from gnnpipe.train.sizes import chunk_sizes
+from gnnpipe.profile.steps import measure_steps
+from gnnpipe.profile.predict import run_costs
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 LINK = LinkTimes(1e-4, 1e9, 0.1)
 
@@ -340,7 +340,7 @@ def test_a_profile_without_links_is_refused_where_there_are_stages():
 
 def test_stale_rows_are_counted_as_they_are_read():
     """Their mean over orders is near what the orders give."""
-    from gnnpipe.train.assemble import assemble
+    from gnnpipe.setup.build import assemble
 
     prepared = prepared_of(graph=small_graph(400, 4), model="gcn", layers=2, chunks=6)
     forecaster = assemble(prepared, Mesh.alone()).executor.forecaster

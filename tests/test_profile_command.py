@@ -3,7 +3,7 @@
 import pytest
 from helpers import run_ranks
 
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 from gnnpipe.perf import Profile
 
 SMALL = [

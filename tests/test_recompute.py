@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe import Trainer
-from gnnpipe.models import tail
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 
 OURS = ("gcn", "sage", "gcnii", "resgcn", "gat")
@@ -43,7 +43,7 @@ def assert_same(shape, model, mesh=None, **more):
 )
 def test_same_bits(model, chunks, staleness, dropout, rows_at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tail, "rows_at_once", lambda x, width: rows_at_once)
+        patch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows_at_once)
         assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
 
 

@@ -14,8 +14,8 @@ from torch_geometric.data import Data
 
 from gnnpipe import Graph, Trainer
 from gnnpipe.errors import InputError
-from gnnpipe.graph.load import load_graph
-from gnnpipe.train.scoring import error_sums, regression_score
+from gnnpipe.data.load import load_graph
+from gnnpipe.tasks.scoring import error_sums, regression_score
 
 
 def graph_of_numbers(targets=3, missing=True, seed=1):
@@ -86,9 +86,9 @@ def test_the_same_on_ranks(shape):
 
 
 def test_the_reference_agrees():
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.verify import verify
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import verify
 
     mesh = Mesh.join(1, 1)
     prepared = prepare(quick_config(epochs=4, chunks=6, model="sage"), mesh, graph_of_numbers())

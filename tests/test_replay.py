@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gnnpipe import gpu
+from gnnpipe.ops import triton
 from gnnpipe.models import MODELS, LayerSpec
-from gnnpipe.runtime.replay import Replay
+from gnnpipe.runtime.cuda_graph import Replay
 
 
 class Graph:
@@ -34,11 +34,11 @@ def made(monkeypatch):
         graphs.append(Graph())
         return graphs[-1], found
 
-    monkeypatch.setattr(gpu, "captured", captured)
+    monkeypatch.setattr(triton, "captured", captured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 200))
     clock = itertools.cycle([0.0, 0.9, 1.0])  # the GPU is soon done with what was started
-    monkeypatch.setattr("gnnpipe.runtime.replay.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gnnpipe.runtime.cuda_graph.time.perf_counter", lambda: next(clock))
     stats = {"allocated_bytes.all.allocated": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: dict(stats))
     return graphs, stats
@@ -100,7 +100,7 @@ def test_not_where_memory_is_short(made):
 def test_not_where_the_gpu_is_what_takes_the_time(made, monkeypatch):
     graphs, stats = made
     clock = iter([0.0, 0.4, 1.0])
-    monkeypatch.setattr("gnnpipe.runtime.replay.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("gnnpipe.runtime.cuda_graph.time.perf_counter", lambda: next(clock))
     replay, work = begin(stats)
     assert epochs(replay, work, 6)[-1] == (6, 6)
     assert not graphs

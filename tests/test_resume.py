@@ -18,9 +18,9 @@ from torch_geometric import nn as pyg
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.train import loop
-from gnnpipe.train.checkpoint.files import StoredCheckpoint
-from gnnpipe.train.checkpoint.folder import newest_whole
-from gnnpipe.train.resume import resumed_config
+from gnnpipe.checkpoint.reader import StoredCheckpoint
+from gnnpipe.checkpoint.retention import newest_whole
+from gnnpipe.run.resume import resumed_config
 
 EPOCHS, STOP = 9, 4
 ROOT = Path(__file__).resolve().parents[1]
@@ -236,17 +236,17 @@ def test_what_cannot_be_gone_on_with(name, tmp_path):
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
-    from gnnpipe.train.checkpoint import write
+    from gnnpipe.checkpoint import writer
 
     out = tmp_path / "run"
-    real = write._write_whole
+    real = writer._write_whole
 
     def full(path, content):
         if "epoch-000004" in str(path):
             raise OSError(28, "No space left on device")
         real(path, content)
 
-    monkeypatch.setattr(write, "_write_whole", full)
+    monkeypatch.setattr(writer, "_write_whole", full)
     with pytest.raises(FailedError, match=r"epoch 4 .* No space left on device; .* of epoch 2;"):
         Trainer(config(out, checkpoint_every=2), small_graph()).fit()
     stored, _ = newest_whole(out)

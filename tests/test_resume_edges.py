@@ -11,9 +11,10 @@ from test_resume import EPOCHS, config, damage, outcome, stop_after, table
 
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError, StoppedError
-from gnnpipe.train import loop, row_blocks, trainer
-from gnnpipe.train.checkpoint import write
-from gnnpipe.train.resume import resumed_config
+from gnnpipe.train import loop, trainer
+from gnnpipe.setup import row_blocks
+from gnnpipe.checkpoint import writer
+from gnnpipe.run.resume import resumed_config
 
 
 def again(out, **changes):
@@ -131,13 +132,13 @@ def test_another_model_with_fewer_weights_is_refused(tmp_path):
 
 
 def test_a_disk_that_ranks_do_not_share_is_found(tmp_path, monkeypatch):
-    real = write._finish
+    real = writer._finish
 
     def lost(path, aside, parts, texts):
         (aside / "__0_0.distcp").unlink()
         real(path, aside, parts, texts)
 
-    monkeypatch.setattr(write, "_finish", lost)
+    monkeypatch.setattr(writer, "_finish", lost)
     with pytest.raises(FailedError, match="--out must be on a disk that all ranks share"):
         Trainer(config(tmp_path / "run", checkpoint_every=2), small_graph()).fit()
 
@@ -188,7 +189,7 @@ def test_a_forged_state_is_one_line(name, tmp_path):
 def test_a_skipped_step_leaves_moving_statistics_alone(tmp_path, monkeypatch):
     from test_resume import normed
 
-    from gnnpipe.runtime.guard import Guard
+    from gnnpipe.runtime.grad_clip import Guard
 
     real = Guard.passes
     seen = []

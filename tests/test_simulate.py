@@ -348,7 +348,7 @@ def test_a_thousand_shards_in_stages():
 def notes_of(shape, bucket_bytes):
     """What a real rank noted in its last epoch, and what its program makes of stated costs."""
     from gnnpipe import Trainer
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
 
     stages, shards, chunks = shape
     buckets.BUCKET_BYTES = bucket_bytes

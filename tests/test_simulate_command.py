@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_profile import prepared_of, profile_of
 
-from gnnpipe.cli import main
+from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf import simulate
@@ -17,14 +17,14 @@ from gnnpipe.perf.critical import critical_shares
 from gnnpipe.perf.sensitivity import sensitivity
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.cluster import Cluster, Device, Link
-from gnnpipe.train.predict import run_costs
-from gnnpipe.train.scenario import (
+from gnnpipe.profile.predict import run_costs
+from gnnpipe.profile.scenario import (
     GraphShape,
     memory_of_shape,
     scenario_of,
     scenario_of_shape,
 )
-from gnnpipe.train.simulate_command import simulated
+from gnnpipe.profile.simulate import simulated
 
 SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
 MADE_UP = ["--shape", SHAPE, "--layers", "4", "--hidden", "8", "--hardware", "h100:10gbe"]

@@ -11,10 +11,10 @@ from helpers import run_ranks, small_graph
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.chunking import make_chunking, renumber
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.load import load_graph
 from gnnpipe.graph.quality import chunk_edges, stale_share
-from gnnpipe.runtime.affine_map import fit_affine, moments
-from gnnpipe.runtime.forecast import Forecaster
+from gnnpipe.runtime.staleness.affine_map import fit_affine, moments
+from gnnpipe.runtime.staleness.forecast import Forecaster
 
 EPOCHS = 4
 
@@ -37,9 +37,9 @@ def measured(shape, **settings):
 
 def truth(**settings):
     """Per epoch the drift by layer, from the tables of the one-device reference."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.reference import Reference
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.reference import Reference
 
     reference = Reference(prepare(config(**settings), Mesh.alone(), small_graph()))
     seen = []
@@ -93,9 +93,9 @@ def test_what_is_measured_does_not_depend_on_the_shape():
 def distance_to_exact(**settings):
     """By layer, how far the rows that stale readers see are from a forward pass with the same
     weights, on rows that are no pilots, in the last of some epochs."""
-    from gnnpipe.runtime.mesh import Mesh
-    from gnnpipe.train.prepare import prepare
-    from gnnpipe.train.reference import Reference
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.reference import Reference
 
     graph = load_graph("synthetic:planted:n=2000,features=16")
     # A small learning rate: the two runs must be near each other in all but the stale rows.

@@ -77,7 +77,7 @@ def slow_rank(shape, slow, staleness="none"):
     rank in every action."""
     from gnnpipe import Trainer
     from gnnpipe.runtime import stage
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.stage import Stage
 
     stages, shards, chunks = shape

@@ -6,16 +6,17 @@ from helpers import quick_config, small_graph
 
 pytest.importorskip("triton")
 
-from gnnpipe import Trainer, gpu
+from gnnpipe import Trainer
+from gnnpipe.ops import triton
 from gnnpipe.errors import InputError
-from gnnpipe.gpu import products
-from gnnpipe.gpu.masks import fill_masks
-from gnnpipe.gpu.products import product
-from gnnpipe.gpu.tails import tail_backward, tail_forward
-from gnnpipe.graph.kernels import default_kernel, kernel_named
-from gnnpipe.models import dropout
-from gnnpipe.models.dropout import KeptMasks, Mask, keyed_mask, row_keys
-from gnnpipe.models.tail import Tail, TailBackward, keep
+from gnnpipe.ops.triton import spmm
+from gnnpipe.ops.triton.dropout import fill_masks
+from gnnpipe.ops.triton.spmm import product
+from gnnpipe.ops.triton.norm_relu import tail_backward, tail_forward
+from gnnpipe.ops.spmm import default_kernel, kernel_named
+from gnnpipe.ops import hashed_dropout
+from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_mask, row_keys
+from gnnpipe.ops.norm_relu_blocks import Tail, TailBackward, keep
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -63,13 +64,13 @@ def test_pieces_grow_with_the_matrix(monkeypatch):
     """So that few sums lie apart, however many entries there are."""
     dense, parts = matrix(torch.float64)
     assert len(parts[1]) > 200
-    monkeypatch.setattr(products, "SHORTEST", 4)
+    monkeypatch.setattr(spmm, "SHORTEST", 4)
     for most, longest in ((1 << 20, 4), (20, len(parts[1]) // 20)):
-        monkeypatch.setattr(products, "MOST_PIECES", most)
+        monkeypatch.setattr(spmm, "MOST_PIECES", most)
         sizes = []
-        cut = products._cut
+        cut = spmm._cut
         with monkeypatch.context() as seen:
-            seen.setattr(products, "_cut", lambda o, n, c=cut, s=sizes: s.append(n) or c(o, n))
+            seen.setattr(spmm, "_cut", lambda o, n, c=cut, s=sizes: s.append(n) or c(o, n))
             near(product(*parts)(draw(45, 7).to(HERE)), dense @ draw(45, 7), torch.float64)
         assert sizes == [longest]
         pieces, _ = cut(parts[0], longest)
@@ -148,29 +149,29 @@ def test_what_is_no_number_stays_none():
 @pytest.mark.parametrize("width", [5, 128, 300])
 def test_masks_are_those_of_the_cpu(width, probability):
     keys = row_keys(torch.arange(2**33, 2**33 + 77))
-    sites = [dropout._scalar_key(3, 4, site) for site in range(3)]
-    per_hash, least, _ = dropout._levels(probability)
+    sites = [hashed_dropout._scalar_key(3, 4, site) for site in range(3)]
+    per_hash, least, _ = hashed_dropout._levels(probability)
     full = -(-width // per_hash) * per_hash
     masks = torch.full((3, 77, full), 9, dtype=torch.int8, device=HERE)
     fill_masks(
         keys.to(HERE), torch.tensor(sites, dtype=torch.int32).to(HERE), masks, least, per_hash
     )
     for site, mask in zip(sites, masks, strict=True):
-        wanted, _ = dropout._keep_mask(keys, width, probability, site)
+        wanted, _ = hashed_dropout._keep_mask(keys, width, probability, site)
         assert torch.equal(mask[:, :width].cpu(), wanted)
 
 
 @pytest.fixture
 def on_triton(monkeypatch):
     """Everything that asks is told that Triton works here."""
-    monkeypatch.setattr(gpu, "works_on", lambda device: True)
+    monkeypatch.setattr(triton, "works_on", lambda device: True)
 
 
 def test_a_mask_is_made_where_one_was(on_triton):
     keys = row_keys(torch.arange(9)).to(HERE)
-    first, _ = dropout._keep_mask(keys, 6, 0.5, 1)
-    wanted, _ = dropout._keep_mask(keys, 6, 0.5, 2)
-    again, _ = dropout._keep_mask(keys, 6, 0.5, 2, room=first)
+    first, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 1)
+    wanted, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 2)
+    again, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 2, room=first)
     assert again.data_ptr() == first.data_ptr()
     assert torch.equal(again, wanted)
 
@@ -188,7 +189,7 @@ def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
         ]
         places.append([mask.data_ptr() for mask in found])
         with monkeypatch.context() as plain:
-            plain.setattr(gpu, "works_on", lambda device: False)
+            plain.setattr(triton, "works_on", lambda device: False)
             wanted = [
                 keyed_mask(keys.cpu(), w, p, seed=7, epoch=epoch, site=s).kept for w, p, s in what
             ]
@@ -199,9 +200,9 @@ def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
 @pytest.fixture
 def asked_anew():
     """Whether Triton works is found out once a process, but not here."""
-    gpu.fault_on.cache_clear()
+    triton.fault_on.cache_clear()
     yield
-    gpu.fault_on.cache_clear()
+    triton.fault_on.cache_clear()
 
 
 def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
@@ -210,10 +211,10 @@ def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
     def fails(device):
         raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
 
-    monkeypatch.setattr(products, "try_out", fails)
+    monkeypatch.setattr(spmm, "try_out", fails)
     there = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"cuda:0 \(Failed to find C compiler\.\): torch's own"):
-        assert not gpu.works_on(there)
+        assert not triton.works_on(there)
     assert default_kernel(there) is default_kernel(torch.device("cuda", 0))  # and no second warning
     assert default_kernel(there).__name__ == "_torch_csr"
     with pytest.raises(InputError, match=r"--kernel triton: .*Failed to find C compiler.*; try"):
@@ -222,22 +223,22 @@ def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
 
 def test_a_triton_that_works_is_tried_out_once(monkeypatch, asked_anew):
     tried = []
-    monkeypatch.setattr(products, "try_out", tried.append)
+    monkeypatch.setattr(spmm, "try_out", tried.append)
     there = torch.device("cuda", 0)
-    assert gpu.works_on(there)
+    assert triton.works_on(there)
     assert default_kernel(there).__name__ == "_triton"
     assert tried == [there]
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    gpu.fault_on.cache_clear()
-    assert gpu.fault_on(there) == "the package triton is not installed"
+    monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
+    triton.fault_on.cache_clear()
+    assert triton.fault_on(there) == "the package triton is not installed"
 
 
 def test_what_is_tried_out():
-    products.try_out(HERE)
+    spmm.try_out(HERE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "product", lambda *_: lambda rows: 2 * rows - 1)
+        patch.setattr(spmm, "product", lambda *_: lambda rows: 2 * rows - 1)
         with pytest.raises(RuntimeError, match="2 x 3 is 5"):
-            products.try_out(HERE)
+            spmm.try_out(HERE)
 
 
 def losses(**settings):
@@ -250,7 +251,7 @@ def losses(**settings):
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
 def test_training(model, settings, monkeypatch):
     with monkeypatch.context() as plain:
-        plain.setattr(gpu, "works_on", lambda device: False)
+        plain.setattr(triton, "works_on", lambda device: False)
         wanted = losses(model=model, **(settings | {"kernel": "embedding-bag"}))
-    monkeypatch.setattr(gpu, "works_on", lambda device: True)
+    monkeypatch.setattr(triton, "works_on", lambda device: True)
     assert losses(model=model, **settings) == pytest.approx(wanted, rel=1e-9)

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.kernels import Kernel, Product, embedding_bag, index_type
+from gnnpipe.ops.spmm import Kernel, Product, embedding_bag, index_type
 
 __all__ = ["RowCSR"]
 

@@ -231,7 +231,7 @@ class Graph:
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
         ``InputError`` naming the attribute that is missing or wrong.
         """
-        from gnnpipe.graph.labels import TASKS
+        from gnnpipe.data.labels import TASKS
 
         if task not in (*TASKS, "links"):
             raise InputError(f"dataset {name!r}: task {task!r}; try {', '.join(TASKS)} or links")
@@ -240,7 +240,7 @@ class Graph:
                 f"dataset {name!r}: target {target!r} has no meaning for links; leave it out"
             )
         if task == "links":
-            from gnnpipe.graph.links import graph_of_links
+            from gnnpipe.data.links import graph_of_links
 
             return graph_of_links(data, name=name, split=split, seed=seed, symmetrize=symmetrize)
         if isinstance(data, list | tuple):
@@ -249,7 +249,7 @@ class Graph:
                 "of RandomLinkSplit"
             )
         if hasattr(data, "edge_types") and hasattr(data, "node_types"):
-            from gnnpipe.graph.hetero import graph_from_hetero
+            from gnnpipe.data.hetero import graph_from_hetero
 
             if symmetrize:
                 raise InputError(
@@ -259,7 +259,7 @@ class Graph:
             return graph_from_hetero(
                 data, name=name, target=target, split=split, seed=seed, task=task
             )
-        from gnnpipe.graph.pyg import graph_from_data
+        from gnnpipe.data.pyg import graph_from_data
 
         if target:
             raise InputError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.kernels import Kernel, embedding_bag
+from gnnpipe.ops.spmm import Kernel, embedding_bag
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation

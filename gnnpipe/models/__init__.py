@@ -4,9 +4,9 @@ Importing this folder registers every model by name.
 """
 
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
-from gnnpipe.models.gnn import GNN
+from gnnpipe.models.layer_stack import GNN
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
-from gnnpipe.models.piece import Aggregation, Model, Piece, Received
+from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
 
 __all__ = [
     "GNN", "MODELS", "Aggregation", "Layer", "LayerSpec", "Model", "Piece", "Received", "Rows",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.fused import gcnii_mix
+from gnnpipe.ops.norm_relu import gcnii_mix
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 
 __all__ = ["GCNIILayer"]

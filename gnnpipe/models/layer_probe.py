@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gnnpipe.errors import InputError
-from gnnpipe.models.dropout import row_keys
-from gnnpipe.models.feature_linear import FeatureTable
+from gnnpipe.ops.hashed_dropout import row_keys
+from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.models.layer import Layer, Rows, Values
 
 __all__ = ["check_layers"]

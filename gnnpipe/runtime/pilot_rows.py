@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from gnnpipe.models import Values
-from gnnpipe.runtime.forecast import Forecaster
+from gnnpipe.runtime.staleness.forecast import Forecaster
 
 __all__ = ["PilotRows"]
 

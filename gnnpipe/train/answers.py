@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Blocks, EdgeData
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
-from gnnpipe.train.task import LossFn, labels_of, loss_sum
+from gnnpipe.tasks.loss import LossFn, labels_of, loss_sum
 
 __all__ = ["PARTS", "Answers", "Loss", "data_of_pairs"]
 

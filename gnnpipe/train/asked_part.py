@@ -15,7 +15,7 @@ from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.models import Piece
 from gnnpipe.runtime.stage import AskedRows
 from gnnpipe.train.chunk_rows import ChunkRows
-from gnnpipe.train.prepare import Prepared
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["AskedPart", "asked_part"]
 

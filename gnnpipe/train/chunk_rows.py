@@ -11,9 +11,9 @@ import torch
 
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Rows
-from gnnpipe.models.dropout import KeptMasks, row_keys
-from gnnpipe.models.feature_linear import FeatureTable
-from gnnpipe.train.prepare import Prepared
+from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
+from gnnpipe.models.sparse_input_linear import FeatureTable
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["ChunkRows"]
 

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = ["agreed_digest"]
 

@@ -17,21 +17,21 @@ from torch import Tensor
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
 from gnnpipe.files import how_to_write
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import Assembly
-from gnnpipe.train.best import BestEpoch
-from gnnpipe.train.checkpoint.folder import again_with
-from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.checkpoint.tensors import load_tensors, set_draw_states, tensors_of
-from gnnpipe.train.diagnose import find_fault
-from gnnpipe.train.epoch_row import EpochRow
-from gnnpipe.train.exact_epochs import ExactEpochs
-from gnnpipe.train.learning_rate import LearningRate
-from gnnpipe.train.metrics import evaluate, train_epoch
-from gnnpipe.train.prepare import Prepared, chunk_order
-from gnnpipe.train.progress import Progress
-from gnnpipe.train.record import RunFolder
-from gnnpipe.train.resume import (
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
+from gnnpipe.run.early_stopping import BestEpoch
+from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.state import load_tensors, set_draw_states, tensors_of
+from gnnpipe.run.diagnose import find_fault
+from gnnpipe.run.metrics_csv import EpochRow
+from gnnpipe.run.exact_epochs import ExactEpochs
+from gnnpipe.optim.lr_schedule import LearningRate
+from gnnpipe.train.evaluate import evaluate, train_epoch
+from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.run.progress import Progress
+from gnnpipe.run.folder import RunFolder
+from gnnpipe.run.resume import (
     METRICS,
     STATE,
     Start,
@@ -42,8 +42,8 @@ from gnnpipe.train.resume import (
 )
 from gnnpipe.train.same_weights import check_same_weights
 from gnnpipe.train.staleness import measure_staleness
-from gnnpipe.train.stopping import Stopping
-from gnnpipe.train.task import ERRORS
+from gnnpipe.run.signals import Stopping
+from gnnpipe.tasks.loss import ERRORS
 
 __all__ = ["Loop"]
 

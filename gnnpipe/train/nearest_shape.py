@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from gnnpipe.errors import InputError
-from gnnpipe.train.scenario import Scenario, memory_of_shape
+from gnnpipe.profile.scenario import Scenario, memory_of_shape
 
 __all__ = ["nearest_that_fits"]
 

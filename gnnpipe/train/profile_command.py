@@ -10,10 +10,10 @@ from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import LinkTimes
-from gnnpipe.runtime.launch import launched_world_size
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.prepare import prepare
-from gnnpipe.train.profiling import take_profile
+from gnnpipe.runtime.comm.launch import launched_world_size
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.profile.profile import take_profile
 
 __all__ = ["profile_command", "profile_lines"]
 

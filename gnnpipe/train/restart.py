@@ -15,7 +15,7 @@ from pathlib import Path
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = ["note_launch", "restarted", "seconds_so_far"]
 

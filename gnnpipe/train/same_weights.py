@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 
 from gnnpipe.errors import FailedError
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import Assembly
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
 
 __all__ = ["check_same_weights"]
 

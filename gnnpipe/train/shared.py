@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gnnpipe.plan import shared_tables
-from gnnpipe.train.prepare import Prepared
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["shared_of"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnnpipe.graph.quality import stale_share
-from gnnpipe.runtime.mesh import Mesh
-from gnnpipe.train.assemble import Assembly
-from gnnpipe.train.prepare import Prepared
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["Staleness", "measure_staleness"]
 

@@ -21,27 +21,27 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
-from gnnpipe.runtime.mesh import Mesh
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.probe import receive_bandwidth
-from gnnpipe.runtime.watchdog import SILENCE_SHARE, Watchdog
-from gnnpipe.train.assemble import Assembly, assemble
-from gnnpipe.train.checkpoint.folder import sweep
-from gnnpipe.train.checkpoint.saver import Saver
-from gnnpipe.train.choose import check_can_fit, check_parts, warn_of_vain_rounding
+from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Watchdog
+from gnnpipe.setup.build import Assembly, assemble
+from gnnpipe.checkpoint.retention import sweep
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
 from gnnpipe.train.loop import Loop
-from gnnpipe.train.memory_use import count_peaks_anew, held_bytes, held_memory
-from gnnpipe.train.metrics import Scores, evaluate, results_by_chunk
-from gnnpipe.train.predict import Predictor, check_profile_file
-from gnnpipe.train.prepare import Prepared, prepare
-from gnnpipe.train.progress import Progress
-from gnnpipe.train.rank_log import RankLog, is_lost_peer, lost_rank
-from gnnpipe.train.record import RunFolder, claim_folder
-from gnnpipe.train.report import head_lines, result_lines
+from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
+from gnnpipe.train.evaluate import Scores, evaluate, results_by_chunk
+from gnnpipe.profile.predict import Predictor, check_profile_file
+from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.run.progress import Progress
+from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
+from gnnpipe.run.folder import RunFolder, claim_folder
+from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.train.restart import restarted, seconds_so_far
-from gnnpipe.train.result import RunResult, gather_result
-from gnnpipe.train.resume import Start, find_start, identity_of
-from gnnpipe.train.stopping import Stopping
-from gnnpipe.train.task import LossFn
+from gnnpipe.run.result import RunResult, gather_result
+from gnnpipe.run.resume import Start, find_start, identity_of
+from gnnpipe.run.signals import Stopping
+from gnnpipe.tasks.loss import LossFn
 
 __all__ = ["Trainer"]
 

@@ -72,7 +72,7 @@ def run_case(model: str, shape: tuple[int, int, int], staleness: str, mesh: Any 
 
 def run_cases(cases: list[tuple[str, tuple[int, int, int], str]]) -> dict[str, Any]:
     """``run_case`` for cases of one shape of several ranks, called on every rank."""
-    from gnnpipe.runtime.mesh import Mesh
+    from gnnpipe.runtime.comm.mesh import Mesh
 
     stages, shards, _ = cases[0][1]
     mesh = Mesh.join(stages, shards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.load import load_graph
 
 
 def refused(message, dataset, **arguments):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.clean import clean
-from gnnpipe.graph.split import split_masks
+from gnnpipe.data.clean import clean
+from gnnpipe.data.split import split_masks
 
 N = 6
 EDGES = np.array([[0, 1, 2, 3, 3, 1], [1, 0, 2, 4, 4, 5]])

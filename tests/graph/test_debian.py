@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from gnnpipe.graph.embedded import debian_class_names
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.embedded import debian_class_names
+from gnnpipe.data.load import load_graph
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "datasets" / "build_debian.py"
@@ -151,7 +151,7 @@ def test_built_file_loads_and_is_the_same_each_time(script, tmp_path, monkeypatc
     folder = tmp_path / "data"
     folder.mkdir()
     outs[0].rename(folder / "debian.npz")
-    monkeypatch.setattr("gnnpipe.graph.embedded.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("gnnpipe.data.embedded.resources.files", lambda _: tmp_path)
     g = load_graph("debian")
     assert g.edge_index.tolist() == [[1, 3, 0, 3, 3, 0, 1, 2], [0, 0, 1, 1, 2, 3, 3, 3]]
     assert debian_class_names() == ["doc", "libs", "utils"]

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from gnnpipe import Graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking, renumber
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.load import load_graph
 from gnnpipe.graph.operators import weighted_rows
 
 N = 5

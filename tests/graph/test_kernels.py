@@ -11,12 +11,12 @@ from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.errors import InputError
-from gnnpipe.graph import kernels
+from gnnpipe.ops import spmm
 from gnnpipe.graph.csr import RowCSR
 
 CPU = torch.device("cpu")
 HERE = [
-    name for name in kernels.KERNELS
+    name for name in spmm.KERNELS
     if name != "triton"  # tests/test_triton.py
     and (name != "torch-sparse" or importlib.util.find_spec("torch_sparse"))
 ]  # fmt: skip
@@ -34,7 +34,7 @@ def matrix(seed=0, rows=50, columns=40):
 @pytest.mark.parametrize("name", HERE)
 def test_products(name, dtype):
     a = matrix()
-    rows = RowCSR.from_scipy(a, dtype, CPU, kernels.kernel_named(name, dtype, CPU))
+    rows = RowCSR.from_scipy(a, dtype, CPU, spmm.kernel_named(name, dtype, CPU))
     dense = torch.randn(40, 6, dtype=dtype)
     truth = torch.from_numpy(a.toarray()).to(dtype) @ dense
     for start, stop in ((0, 50), (0, 1), (5, 23), (23, 23), (49, 50)):
@@ -63,12 +63,12 @@ def fastest_is_csr(shape):
     """Each rank would measure another kernel; rank 0's holds for all."""
     import torch.distributed as dist
 
-    from gnnpipe.train import assemble
+    from gnnpipe.setup import build
 
     used = []
-    csr = kernels.KERNELS["csr"]
-    assemble.kernel_named = lambda name, *_: used.append(name) or csr
-    assemble.time_kernels = lambda *_: (
+    csr = spmm.KERNELS["csr"]
+    build.kernel_named = lambda name, *_: used.append(name) or csr
+    build.time_kernels = lambda *_: (
         {"csr": 1.0, "embedding-bag": 2.0} if dist.get_rank() == 0 else {"embedding-bag": 1.0}
     )
     losses("measured", shape)
@@ -82,7 +82,7 @@ def test_all_ranks_take_what_rank_0_measures():
 def test_one_that_fails_is_not_taken():
     a = matrix()
     args = [torch.from_numpy(x) for x in (a.indptr, a.indices)]
-    times = kernels.time_kernels(*args, torch.from_numpy(a.data).to(torch.bfloat16), 40, 8)
+    times = spmm.time_kernels(*args, torch.from_numpy(a.data).to(torch.bfloat16), 40, 8)
     assert "embedding-bag" in times
     assert "csr" not in times  # torch 2.13 on a CPU has none for bf16
 

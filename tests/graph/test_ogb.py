@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from refuse import refused
 
-from gnnpipe.graph import ogb
-from gnnpipe.graph.fetch import FetchError, data_root, fetch_zip, tidied
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data import ogb
+from gnnpipe.data.download import FetchError, data_root, fetch_zip, tidied
+from gnnpipe.data.load import load_graph
 
 
 def write_csv(path, rows):
@@ -176,7 +176,7 @@ def test_archive_larger_than_the_disk_is_refused(tmp_path, mirror, monkeypatch):
     folder, url = mirror
     (folder / "arxiv.zip").write_bytes(b"x" * 1000)
     usage = type("Usage", (), {"free": 100})
-    monkeypatch.setattr("gnnpipe.graph.fetch.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("gnnpipe.data.download.shutil.disk_usage", lambda _: usage)
     with pytest.raises(FetchError, match=r"has 0\.0 GB free"):
         fetch_zip(url + "arxiv.zip", tmp_path / "data" / "ogbn_arxiv", "arxiv")
 

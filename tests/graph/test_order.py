@@ -8,7 +8,7 @@ from helpers import assert_all_within, differences_of_shapes, quick_config, run_
 from gnnpipe import Trainer
 from gnnpipe.graph import order
 from gnnpipe.graph.chunking import make_chunking, renumber
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.load import load_graph
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch
 
 from gnnpipe import Graph
 from gnnpipe.errors import InputError
-from gnnpipe.graph.load import load_graph
-from gnnpipe.graph.pyg import PYG_FAMILIES, find_pyg, graph_from_data
+from gnnpipe.data.load import load_graph
+from gnnpipe.data.pyg import PYG_FAMILIES, find_pyg, graph_from_data
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses

@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse as sp
 from refuse import refused
 
-from gnnpipe.graph.load import dataset_names, load_graph
+from gnnpipe.data.load import dataset_names, load_graph
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -43,7 +43,7 @@ def test_unknown_names(dataset, message):
 
 def test_reading_does_not_import_pyg():
     code = (
-        "import sys; from gnnpipe.graph.load import load_graph; load_graph('karate');"
+        "import sys; from gnnpipe.data.load import load_graph; load_graph('karate');"
         "assert 'torch' not in sys.modules and 'torch_geometric' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -7,7 +7,7 @@ import torch
 from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.layout import shard_layout
-from gnnpipe.graph.load import load_graph
+from gnnpipe.data.load import load_graph
 from gnnpipe.graph.operators import LinearOperator, weighted_rows
 from gnnpipe.graph.stale_rows import StaleRows
 

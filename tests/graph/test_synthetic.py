@@ -7,8 +7,8 @@ import pytest
 import scipy.sparse as sp
 from refuse import refused
 
-from gnnpipe.graph.load import load_graph
-from gnnpipe.graph.synthetic import parse_synthetic
+from gnnpipe.data.load import load_graph
+from gnnpipe.data.synthetic import parse_synthetic
 
 
 def homophily(g):

@@ -15,10 +15,10 @@ import torch
 from bad_files import Evil
 from refuse import refused
 
-from gnnpipe.graph import unpickle
+from gnnpipe.data import safe_unpickle
 from gnnpipe.graph.cache import keep, recall
-from gnnpipe.graph.load import load_graph
-from gnnpipe.graph.unpickle import only_data
+from gnnpipe.data.load import load_graph
+from gnnpipe.data.safe_unpickle import only_data
 
 
 def raw_planetoid(folder, **changes):
@@ -71,7 +71,7 @@ def test_a_hostile_file_beside_sound_ones(tmp_path, name, save):
 def test_the_attempts_would_work_without_the_guard(tmp_path, monkeypatch):
     evil = tmp_path / "evil"
     raw_planetoid(tmp_path / "planetoid" / "Cora" / "raw", graph=Evil(evil))
-    monkeypatch.setattr(unpickle, "HARMLESS", unpickle.HARMLESS | {("posix", "mkdir")})
+    monkeypatch.setattr(safe_unpickle, "HARMLESS", safe_unpickle.HARMLESS | {("posix", "mkdir")})
     refused("cannot be read", "cora", data_dir=str(tmp_path))
     assert evil.is_dir()
 

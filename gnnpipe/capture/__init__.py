@@ -1,0 +1,10 @@
+"""The bridge: takes a user's unmodified ``torch_geometric`` model and makes a ``Model`` of it.
+
+``trace`` records the model's forward as a graph of calls, with every convolution that can be
+lowered (``rules``) already taken apart; ``probe`` finds out on a small sample what each call does
+to rows, and that the recording computes what the model computes; ``captured`` and ``piece`` cut it.
+"""
+
+from gnnpipe.capture.captured import Captured, capture
+
+__all__ = ["Captured", "capture"]

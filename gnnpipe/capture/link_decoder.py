@@ -1,0 +1,286 @@
+"""Link prediction: behind a model's last op, one more that scores pairs of vertices.
+
+The model gives every vertex its final row; they are pushed into a table of their own, and each
+chunk scores the pairs whose targets it owns, reading the other ends as a layer reads neighbours. So
+all that holds for layers (what is stale, which gradient goes where, what a shard is sent) holds for
+the pairs, and under a layer-by-layer walk the scores are exact. Final rows are d wide; P pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
+from gnnpipe.capture.fx_names import first_line
+from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
+
+__all__ = ["PAIR_SCORES", "PairModel", "PairPiece"]
+
+PAIR_SCORES = "pair_scores"
+"""The op that scores; its table holds the final rows."""
+
+
+class PairModel(Model):
+    """A model whose final rows are scored in pairs."""
+
+    def __init__(self, inner: Model, num_ops: int, width: int) -> None:
+        """``inner`` has ``num_ops`` ops and gives rows of ``width``.
+
+        Its module's ``decode(z, edge_label_index)`` scores them, if there is one; else the inner
+        product of both ends. ``InputError`` if that does not score each pair by its ends alone.
+        """
+        self.inner, self.num_ops, self.width = inner, num_ops, width
+        self.name = inner.name
+        decode = _try_out(inner.module, width)
+        self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
+        """Of ``decode``: what each dropout drops, the names of its weights, and the numbers that
+        autograd keeps of a pair."""
+        whole = inner.piece(0, num_ops)
+        told = {name for name, _ in whole.named_state()} | set(self.decode_weights)
+        state = inner.module.state_dict(keep_vars=True).items()
+        self.decode_buffers = tuple(
+            name for name, v in state if name not in told and not isinstance(v, nn.Parameter)
+        )
+        """Names of the buffers that no op reads, so ``decode`` may."""
+
+    @property
+    def edge_inputs(self) -> frozenset[str]:
+        """Those of the inner model."""
+        return self.inner.edge_inputs
+
+    def rounds(self, dense: Collection[str]) -> bool:
+        """What the inner model does; the scores are not rounded."""
+        return self.inner.rounds(dense)
+
+    @property
+    def size_text(self) -> str:
+        """That of the inner model."""
+        return f"{self.inner.size_text}, pairs by {'decode' if self.has_decode else 'product'}"
+
+    @property
+    def has_decode(self) -> bool:
+        """The model itself says how pairs are scored."""
+        return _has_decode(self.module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The inner model's."""
+        return self.inner.module
+
+    def piece(self, first: int, last: int) -> Piece:
+        """The inner model's ops, and behind them the scores."""
+        inner = self.inner.piece(first, min(last, self.num_ops))
+        return PairPiece(self, inner) if last > self.num_ops else inner
+
+
+class PairPiece(Piece):
+    """The last stage: its ops of the inner model, then the scores.
+
+    What leaves it is ``x`` [P_c, 1], the scores of a chunk's pairs, and ``rows`` [C, d].
+    """
+
+    def __init__(self, model: PairModel, inner: Piece) -> None:
+        self._model, self._inner = model, inner
+        scores = Aggregation(PAIR_SCORES, PAIRS, model.width, PAIRS, "")
+        self.rounds = [*inner.rounds, (scores,)]
+
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Run one step (see ``Piece``)."""
+        if index < self._inner.num_steps:
+            pushed, values = self._inner.step(index, values, received, rows)
+            if index < self._inner.num_steps - 1:
+                return pushed, values
+            return {PAIR_SCORES: values["x"]}, {"rows": values["x"]}
+        if rows.pilot:
+            return {}, {}  # A forecast ends with the last table.
+        found = received[PAIR_SCORES]
+        assert found.block is not None
+        source, target = found.block.edge_index
+        own = values["rows"]
+        if self._model.has_decode:
+            every = torch.cat([own, found.rows])
+            ends = torch.stack([source + len(own), target])
+            with KeyedDropout(self._model.drops, found.block, rows, _SITE):
+                decode: Any = self._model.module.decode
+                scores = decode(every, ends)
+        else:
+            scores = _Products.apply(found.rows, own, source, target)  # type: ignore[no-untyped-call]
+        return {}, {"x": scores.reshape(-1, 1), "rows": own}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PairPiece:
+        """The inner piece first: it knows which weights are another stage's, and not copied."""
+        inner = copy.deepcopy(self._inner, memo)
+        return PairPiece(copy.deepcopy(self._model, memo), inner)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the inner ops, then those of ``decode``."""
+        inner = dict(self._inner.named_parameters())
+        yield from inner.items()
+        own = dict(self._model.module.named_parameters())
+        yield from ((name, own[name]) for name in self._model.decode_weights if name not in inner)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers, of the inner ops and of ``decode``."""
+        state = self._model.module.state_dict(keep_vars=True)
+        yield from (
+            dict(self._inner.named_state())
+            | dict(self.named_parameters())
+            | {name: state[name] for name in self._model.decode_buffers}
+        ).items()
+
+    def makes_in_place(self, index: int) -> bool:
+        """What the inner piece pushes."""
+        return index < self._inner.num_steps - 1 and self._inner.makes_in_place(index)
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """As the inner piece."""
+        self._inner.begin_aggregated(names)
+
+    @property
+    def needs_features(self) -> bool:
+        """As the inner piece."""
+        return self._inner.needs_features
+
+    def observe(self, name: str, mean: Tensor, count: int) -> None:
+        """As the inner piece."""
+        self._inner.observe(name, mean, count)
+
+    def to(self, device: torch.device) -> None:
+        """Move the inner ops, and the weights and buffers of ``decode``."""
+        self._inner.to(device)
+        for _, kept in self.named_state():
+            kept.data = kept.data.to(device)
+
+
+_SITE = 0x7FFF0000
+"""Of the dropout in ``decode``; behind that of all convolutions."""
+
+_AT_ONCE = 1 << 13
+"""Pairs whose rows are gathered at a time: both ends of all pairs may be larger than the model."""
+
+
+class _Products(torch.autograd.Function):
+    """Inner products of pairs, keeping neither end's gathered rows for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, read: Tensor, own: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        ctx.save_for_backward(read, own, source, target)
+        pieces = zip(_split(source), _split(target), strict=True)
+        found = [(read[s] * own[t]).sum(1) for s, t in pieces]
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        read, own, source, target = ctx.saved_tensors
+        to_read, to_own = torch.zeros_like(read), torch.zeros_like(own)
+        for g, s, t in zip(_split(grad), _split(source), _split(target), strict=True):
+            to_read.index_add_(0, s, own[t] * g[:, None])
+            to_own.index_add_(0, t, read[s] * g[:, None])
+        return to_read, to_own, None, None
+
+
+def _split(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x, _AT_ONCE)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """What a sample tells of a model's ``decode``."""
+
+    drops: tuple[str, ...] = ()
+    """What each of its dropouts drops."""
+    weights: tuple[str, ...] = ()
+    """The names of its weights."""
+    kept: int = 0
+    """Numbers that autograd keeps of a pair until backward."""
+
+
+def _has_decode(module: nn.Module) -> bool:
+    return inspect.ismethod(getattr(module, "decode", None))
+
+
+def _try_out(module: nn.Module, width: int) -> _Decode:
+    """Run ``decode`` on some rows, and on others; ``InputError`` for what pairs cannot be given."""
+    if not _has_decode(module):
+        return _Decode()
+    name = f"{type(module).__name__}.decode"
+    own: Any = module.decode
+    given = list(inspect.signature(own).parameters.values())
+    if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
+        raise InputError(f"model: {name} should take (z, edge_label_index) and nothing more")
+    # A copy, in which frozen weights can be asked for, and none is zero.
+    tried = copy.deepcopy(module).double().train().requires_grad_(True)
+    stir(tried, names_of_weights(tried, tried))
+    decode: Any = tried.decode
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator, requires_grad=True)
+    ends = torch.randint(0, _ROWS // 2, (2, _PAIRS), generator=generator)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() if tensor.shape[:1] == (_PAIRS,) else 0)
+        return tensor
+
+    with DropoutKinds(0, _ROWS, _PAIRS) as kinds, saved_tensors_hooks(keep, lambda t: t):
+        whole = _decoded(decode, z, ends, name)
+    if not whole.requires_grad:
+        raise InputError(f"model: {name} gives scores that do not depend on z")
+    named = list(tried.named_parameters())
+    grads = torch.autograd.grad(whole.sum(), [z, *(p for _, p in named)], allow_unused=True)
+    if grads[0] is None:
+        raise InputError(f"model: {name} gives scores that do not depend on z")
+    # Other rows beside those of the pairs, other pairs, and the mode of an evaluation.
+    others = torch.cat([z.detach()[: _ROWS // 2].flip(0), torch.ones(3, width).double()])
+    moved = _ROWS // 2 - 1 - ends[:, 3:]
+    with torch.no_grad():
+        with DropoutKinds(0, len(others), _PAIRS - 3):
+            part = _decoded(decode, others, moved, name)
+        tried.eval()
+        still = _decoded(decode, z, ends, name)
+    if set(kinds.found) - {"edges"}:
+        raise InputError(f"model: {name} drops rows of vertices; do that in forward")
+    if not torch.allclose(part, whole[3:], 1e-9, 1e-12):
+        raise InputError(
+            f"model: {name} does not score each pair by its two ends alone (a norm over all "
+            "pairs or rows?); chunks could not tell what it gives"
+        )
+    if not torch.allclose(still, whole, 1e-9, 1e-12):
+        raise InputError(f"model: {name} gives other scores in training, beside its dropout")
+    if ((whole >= 0) & (whole <= 1)).all():
+        raise InputError(
+            f"model: {name} gives numbers from 0 to 1, where scores are logits; leave its sigmoid "
+            "out (of GAE, pass a decoder of your own)"
+        )
+    used = tuple(n for (n, _), g in zip(named, grads[1:], strict=True) if g is not None)
+    return _Decode(tuple(kinds.found), used, sum(kept) // _PAIRS)
+
+
+_ROWS, _PAIRS = 22, 29
+
+
+def _decoded(decode: Any, z: Tensor, ends: Tensor, name: str) -> Tensor:
+    try:
+        found = decode(z, ends)
+    except (InputError, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(
+            f"model: {name}(z, edge_label_index) fails on a sample: {first_line(error)}"
+        ) from None
+    count = ends.shape[1]
+    if not isinstance(found, Tensor) or found.shape not in ((count,), (count, 1)):
+        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise InputError(f"model: {name} should give a score for each pair, [P], not {what}")
+    return found.reshape(-1)

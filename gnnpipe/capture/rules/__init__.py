@@ -1,0 +1,1 @@
+"""Rules that rewrite PyG modules into ops."""

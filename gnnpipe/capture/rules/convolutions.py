@@ -1,0 +1,298 @@
+"""How convolutions with fixed edge weights are taken apart: one short rule each.
+
+A rule is written as the convolution's own ``forward``, with ``aggregate`` in the place of
+``propagate``. It is run while the model is traced, so what it calls is recorded under the user's
+own names, and the weights stay where they are. ``None``, or ``OtherKindError``, means that this
+instance is another (its reduction, its norm); it then runs unchanged on blocks.
+
+Where the algebra lets one choose, rows are transformed first if that makes them narrower, and
+aggregated first otherwise: the narrower rows are those that are pushed, sent and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch_geometric import nn as pyg
+from torch_geometric.nn.models.linkx import SparseLinear
+
+from gnnpipe.graph.operators import RELATION
+from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.capture.fx_names import FEATURES, is_input
+
+__all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
+
+Rule = Callable[..., Any]
+"""(convolution, its arguments by name, edges left out) to its result; ``edge_weight`` is none, or
+the recording's input of that name."""
+
+RULES: dict[type[nn.Module], Rule] = {}
+
+
+def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register the rule of a convolution."""
+
+    def add(rule: Rule) -> Rule:
+        RULES[kind] = rule
+        return rule
+
+    return add
+
+
+class OtherKindError(Exception):
+    """This instance is not what its rule is for, and runs unchanged."""
+
+
+TAKES_PAIRS = (pyg.SAGEConv, pyg.GraphConv, pyg.GINConv)
+"""Convolutions whose rule takes rows to read and rows that read: of two types, for instance."""
+
+
+def _pair(x: Any) -> tuple[Any, Any]:
+    """Rows to read, and rows that read; the same unless given as a pair."""
+    source, target = x if isinstance(x, tuple | list) else (x, x)
+    return source, target
+
+
+def _plus_bias(conv: Any, out: Any) -> Any:
+    return out if conv.bias is None else out + conv.bias
+
+
+def _gcn_structure(conv: Any, edge_weight: Any) -> str:
+    """What ``gcn_norm`` makes of the edges; PyG's loops weigh 1 where edges have no weights."""
+    if not getattr(conv, "normalize", True):
+        return "sum"
+    if not conv.add_self_loops:
+        return "gcn-loopless"
+    is_improved = getattr(conv, "improved", False) and edge_weight is not None
+    return "gcn-improved" if is_improved else "gcn"
+
+
+def _reduction(conv: Any) -> str:
+    """'sum' or 'mean'; ``OtherKindError`` if the convolution reduces otherwise."""
+    name = conv.aggr if isinstance(conv.aggr, str) else ""
+    if name not in ("mean", "add", "sum"):
+        raise OtherKindError
+    return "mean" if name == "mean" else "sum"
+
+
+def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = None) -> Any:
+    """``lin(A x)``; or ``A (x W) + b``, if W makes the rows narrower."""
+    over = {"structure": structure, "edge_weight": edge_weight}
+    if lin.in_channels <= lin.out_channels:
+        return lin(aggregate(x, **over))
+    out = aggregate(nn.functional.linear(x, lin.weight), **over)
+    return out if lin.bias is None else out + lin.bias
+
+
+@lowers(pyg.GCNConv)
+def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A (x W) + b``."""
+    structure = _gcn_structure(conv, edge_weight)
+    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure, edge_weight))
+
+
+@lowers(pyg.SAGEConv)
+def sage(conv: Any, x: Any) -> Any:
+    """``A x W_l + b + x W_r``."""
+    structure = _reduction(conv)
+    x, own = _pair(x)
+    if conv.project:
+        x = conv.lin(x).relu()
+    out = _linear_of_aggregate(conv.lin_l, x, structure)
+    if conv.root_weight and own is not None:
+        out = out + conv.lin_r(own)
+    return nn.functional.normalize(out, p=2.0, dim=-1) if conv.normalize else out
+
+
+@lowers(pyg.GraphConv)
+def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A x W + b + x W_root``."""
+    structure = _reduction(conv)
+    x, own = _pair(x)
+    out = _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight)
+    return out if own is None else out + conv.lin_root(own)
+
+
+@lowers(pyg.GINConv)
+def gin(conv: Any, x: Any) -> Any:
+    """``nn(A x + (1 + eps) x)``."""
+    structure = _reduction(conv)
+    x, own = _pair(x)
+    out = aggregate(x, structure=structure)
+    return conv.nn(out if own is None else out + (1 + conv.eps) * own)
+
+
+@lowers(pyg.GCN2Conv)
+def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
+    """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
+    structure = _gcn_structure(conv, edge_weight)
+    m = aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
+    first = conv.alpha * x_0
+    if conv.weight2 is None:
+        m = m + first
+        return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta)
+    return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta) + torch.lerp(
+        first, nn.functional.linear(first, conv.weight2.t()), conv.beta
+    )
+
+
+@lowers(pyg.SGConv)
+def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A^K x W + b``: K aggregations."""
+    structure = _gcn_structure(conv, edge_weight)
+    # It keeps the aggregate of the first rows that it sees.
+    if conv.cached and not is_input(x.node, FEATURES):
+        return None
+    for _ in range(conv.K - 1):
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+    return _linear_of_aggregate(conv.lin, x, structure, edge_weight) if conv.K else conv.lin(x)
+
+
+@lowers(pyg.SSGConv)
+def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
+    structure = _gcn_structure(conv, edge_weight)
+    if conv.cached and not is_input(x.node, FEATURES):
+        return None
+    h = x * conv.alpha
+    for _ in range(conv.K):
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        h = h + (1 - conv.alpha) / conv.K * x
+    return conv.lin(h)
+
+
+@lowers(pyg.APPNP)
+def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """K times ``x = (1 - alpha) A x + alpha h``."""
+    structure = _gcn_structure(conv, edge_weight)
+    if conv.dropout > 0 or conv.cached:
+        return None
+    h = x
+    for _ in range(conv.K):
+        x = (
+            aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
+            + conv.alpha * h
+        )
+    return x
+
+
+@lowers(pyg.TAGConv)
+def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``sum A^k x W_k + b``, A without loops."""
+    structure = "gcn-loopless" if conv.normalize else "sum"
+    out = conv.lins[0](x)
+    for lin in list(conv.lins)[1:]:
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        out = out + lin(x)
+    return _plus_bias(conv, out)
+
+
+@lowers(pyg.MixHopConv)
+def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``[A^p x W_p]`` side by side, p in ``powers``."""
+    structure = _gcn_structure(conv, edge_weight)
+    powers = [int(p) for p in conv.powers]
+    outs = {0: conv.lins[0](x)} if 0 in powers else {}
+    for j in range(1, max(powers) + 1):
+        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        if j in powers:
+            outs[j] = conv.lins[j](x)
+    return _plus_bias(conv, torch.cat([outs[p] for p in powers], dim=-1))
+
+
+@lowers(pyg.LEConv)
+def le(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``sum (x_j W_1 + b - x_i W_2) + x_i W_3``: A (x W_1 + b) - degree * (x W_2) + x W_3."""
+    degree = aggregate(torch.ones_like(x[:, :1]), structure="sum", edge_weight=edge_weight)
+    return (
+        aggregate(conv.lin1(x), structure="sum", edge_weight=edge_weight)
+        - degree * conv.lin2(x)
+        + conv.lin3(x)
+    )
+
+
+@lowers(pyg.ClusterGCNConv)
+def cluster_gcn(conv: Any, x: Any) -> Any:
+    """``(D^-1 (A + I) + lambda diag) x W_out + x W_root``."""
+    if not conv.add_self_loops or conv.diag_lambda != 0.0:
+        return None
+    return conv.lin_out(aggregate(x, structure="mean-looped")) + conv.lin_root(x)
+
+
+@lowers(pyg.ChebConv)
+def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``sum T_k(L) x W_k + b``; L is -A here, as PyG has it for lambda_max = 2."""
+    if conv.normalization != "sym":
+        return None
+    before, now = x, x
+    out = conv.lins[0](x)
+    for k, lin in enumerate(list(conv.lins)[1:]):
+        spread = -aggregate(now, structure="gcn-outgoing", edge_weight=edge_weight)
+        before, now = now, spread if k == 0 else 2.0 * spread - before
+        out = out + lin(now)
+    return _plus_bias(conv, out)
+
+
+@lowers(pyg.SimpleConv)
+def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A x``, with x itself added or beside it."""
+    structure = _reduction(conv)
+    if conv.combine_root == "self_loop":
+        return None
+    out = aggregate(x, structure=structure, edge_weight=edge_weight)
+    if conv.combine_root is None:
+        return out
+    return out + x if conv.combine_root == "sum" else torch.cat([x, out], dim=-1)
+
+
+@lowers(pyg.LGConv)
+def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A x``, A without loops."""
+    return aggregate(
+        x, structure="gcn-loopless" if conv.normalize else "sum", edge_weight=edge_weight
+    )
+
+
+@lowers(SparseLinear)
+def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
+    """``A W + b``: LINKX's map of the adjacency itself, W with a row for each vertex."""
+    rows = of_vertices(conv.weight)
+    return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
+
+
+@lowers(pyg.FastRGCNConv)
+@lowers(pyg.RGCNConv)
+def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
+    """``sum_r A_r (x W_r) + x W_root + b``, while that pushes little more than ``x`` itself."""
+    structure, count = _reduction(conv), conv.num_relations
+    pushed = count * conv.out_channels
+    if edge_type is None or conv.num_blocks is not None or pushed > 2 * conv.in_channels_l:
+        return None
+    weight = conv.weight
+    if conv.num_bases is not None:
+        weight = (conv.comp @ weight.view(conv.num_bases, -1)).view(
+            count, conv.in_channels_l, conv.out_channels
+        )
+    out: Any = None
+    for r in range(count):
+        # Transformed first: as a linear map of x, which may be sparse features.
+        rows = nn.functional.linear(x, weight[r].t())
+        part = aggregate(rows, structure=f"{structure}{RELATION}{r}")
+        out = part if out is None else out + part
+    if conv.root is not None:
+        out = out + nn.functional.linear(x, conv.root.t())
+    return _plus_bias(conv, out)
+
+
+@lowers(pyg.GatedGraphConv)
+def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``x = GRU(A x W_i, x)``, as often as it has layers."""
+    structure = _reduction(conv)
+    # As wide as the states, from the left; the width of x is known when it runs.
+    x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
+    for i in range(conv.num_layers):
+        x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure, edge_weight=edge_weight), x)
+    return x

@@ -1,0 +1,1 @@
+"""Splits a recorded model into the steps of a stage."""

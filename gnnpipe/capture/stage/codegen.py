@@ -1,0 +1,268 @@
+"""One step of a stage as one generated function.
+
+It takes the chunk's ``Rows``, the values that were handed on and what was aggregated, and returns
+the rows to push and the values that go on. Inside a stage values keep their shape; between stages,
+and where they are pushed, a row is flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.stage.linear import (
+    LinearOfFeatures,
+    RoundedLinear,
+    is_linear,
+    linear_of_features,
+    rounded_linear,
+)
+from gnnpipe.capture.markers import in_training, is_mean
+from gnnpipe.capture.stage.norm_rows import normalise, squares
+from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.stage.step_calls import (
+    OF_ROWS,
+    dense_features,
+    edge_data_of,
+    first_row,
+    flattened,
+    for_all,
+    shaped,
+)
+from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.stage_module import Received
+
+__all__ = ["StepFunction"]
+
+
+class StepFunction:
+    """One step as a function; the stage's modules are its submodules."""
+
+    def __init__(self, cut: Cut, step: int) -> None:
+        before = cut.entering if step == 0 else cut.carried(step - 1)
+        arrived = [op for op in cut.running(step) if cut.model.aggregates(op)]
+        pushing, leaving = cut.pushing(step), cut.carried(step)
+        ends = step == cut.num_steps - 1
+        writer = _Writer(cut)
+        writer.take(before, flat=step == 0, has_means=step > 0 and not _may_choose(cut, step))
+        writer.arrive(arrived)
+        for op in cut.running(step):
+            writer.make(op)
+        pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
+        self.function = writer.finish(
+            pushed, leaving, flat=ends, has_means=not ends and not _may_choose(cut, step + 1)
+        )
+        self._before = [v.name for v in before]
+        self._arrived = [op.name for op in arrived]
+        self._pushing = [op.name for op in pushing]
+        result = cut.model.result
+        self._leaving = ["x" if ends and v is result else v.name for v in leaving]
+
+    def __call__(
+        self, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """The rows to push, by aggregation, and the values that go on."""
+        given: list[Any] = [rows, *(values[name] for name in self._before)]
+        for name in self._arrived:
+            given += [received[name].rows, received[name].block]
+        pushed, handed = self.function(*given)
+        return (
+            dict(zip(self._pushing, pushed, strict=True)),
+            dict(zip(self._leaving, handed, strict=True)),
+        )
+
+
+def _may_choose(cut: Cut, step: int) -> bool:
+    """Whether a step may make fewer rows (``plan.asked``), chosen of all that it is handed."""
+    is_last = step == cut.num_steps - 1
+    return is_last and not all(is_mean(op) for op in cut.running(step) if cut.model.aggregates(op))
+
+
+class _Writer:
+    """Writes a step's function call by call, out of the calls of the whole recording."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._blocks, self._facts = cut.blocks, cut.model.facts
+        self._recording = cut.model.recording
+        self._model = cut.model
+        self._graph = fx.Graph()
+        self._modules: dict[str, Any] = {}
+        self._rows = self._graph.placeholder("rows")
+        self._parts: dict[str, fx.Node] = {"": self._rows}
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._means: dict[fx.Node, fx.Node] = {}
+        """Of values that are the same for all rows the single row; ``_made`` has them as rows."""
+
+    def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
+        """Values that were handed on; ``flat`` if they come from another stage.
+
+        With ``has_means``, of those that are the same for all rows a single one was.
+        """
+        for value in values:
+            held = self._graph.placeholder(value.name)
+            if has_means and is_mean(value):
+                self._means[value] = held
+            else:
+                self._made[value] = self._shaped(held, value) if flat else held
+
+    def arrive(self, ops: list[fx.Node]) -> None:
+        """What was aggregated: for each op its rows and its block."""
+        inputs = [
+            (
+                self._graph.placeholder(f"{op.name}_rows"),
+                self._graph.placeholder(f"{op.name}_block"),
+            )
+            for op in ops
+        ]
+        for op, (found, block) in zip(ops, inputs, strict=True):
+            if is_mean(op):
+                self._means[op] = self._shaped(self._call(first_row, found), op)
+            else:
+                self._made[op] = self._arrive(op, found, block)
+
+    def make(self, call: fx.Node) -> None:
+        """See to it that the value of a call is there in this step."""
+        if call in self._made or call in self._means or call.op == "placeholder":
+            return
+        if call.op == "get_attr":
+            self._modules[str(call.target)] = attribute(self._recording, str(call.target))
+            self._made[call] = self._graph.get_attr(str(call.target))
+        elif self._model.maps_features(call):
+            self._made[call] = self._linear_of_features(call)
+        elif self._is_rounded(call):
+            self._made[call] = self._rounded_linear(call)
+        elif is_mean(call):
+            self._means[call] = self._copy(call)
+        else:
+            self._made[call] = self._copy(call)
+
+    def side_by_side(self, values: list[fx.Node]) -> fx.Node:
+        """The rows [C, F] of several values as one."""
+        for value in values:
+            self.make(value)
+        flat = [self._call(flattened, self._value(value)) for value in values]
+        return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
+
+    def finish(
+        self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool, has_means: bool
+    ) -> fx.GraphModule:
+        """The function; ``flat`` if its values go to another stage; ``has_means`` as ``take``."""
+        handed = [
+            self._means[v] if has_means and v in self._means else self._value(v) for v in leaving
+        ]
+        self._graph.output(
+            (pushed, tuple(self._call(flattened, value) if flat else value for value in handed))
+        )
+        return fx.GraphModule(self._modules, self._graph)
+
+    def _rows_of(self, call: fx.Node) -> fx.Node:
+        """The ``Rows`` of the type that a call's value has rows of."""
+        name = self._facts[call].vertex_type
+        if name not in self._parts:
+            self._parts[name] = self._graph.call_method("part", (self._rows, name))
+        return self._parts[name]
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._graph.call_function(function, args, kwargs)
+
+    def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
+        shape = self._facts[value].shape
+        return held if len(shape) == 1 else self._call(shaped, held, shape)
+
+    def _arrive(self, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
+        if op not in self._blocks:
+            return self._shaped(found, op)
+        path = f"{op.name}_on_block"
+        self._modules[path] = self._blocks[op]
+        conv = self._blocks[op]
+        own = None if conv.own is None else self._value(conv.own)
+        made: dict[fx.Node, fx.Node] = {}
+        carried = tuple(self._of_edges(value, block, made) for value in conv.carried)
+        return self._graph.call_module(path, (found, block, self._rows_of(op), own, carried))
+
+    def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A value of the edges of an op's block; what is ``made`` for the op is made once."""
+        if call not in made:
+            if call.op == "placeholder":
+                made[call] = self._call(edge_data_of, block, str(call.target))
+                return made[call]
+            sources = {}
+            for source in call.all_input_nodes:
+                if self._facts[source].of_edges:
+                    sources[source] = self._of_edges(source, block, made)
+                else:
+                    self.make(source)
+                    sources[source] = self._value(source)
+            if call.op == "call_module":
+                self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+            made[call] = self._graph.node_copy(call, sources.__getitem__)
+        return made[call]
+
+    def _value(self, call: fx.Node) -> fx.Node:
+        """A value that is there already, as rows; features as a dense tensor."""
+        if call.op == "placeholder":
+            return self._call(dense_features, self._rows_of(call))
+        if call not in self._made:
+            self._made[call] = self._call(for_all, self._means[call], self._rows_of(call))
+        return self._made[call]
+
+    def _copy(self, call: fx.Node) -> fx.Node:
+        """The call itself, with its sources made."""
+        for source in call.all_input_nodes:
+            if source.op != "placeholder":
+                self.make(source)
+        if call.op == "call_module":
+            self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+        rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
+        # x itself they take as rows, also if those are all the same.
+        x = call.args[0] if call.target in (squares, normalise) else None
+        takes_means = call.target in (squares, normalise, in_training)
+        copied = self._graph.node_copy(
+            call,
+            lambda v: (
+                self._means[v]
+                if takes_means and v is not x and v in self._means
+                else self._value(v)
+            ),
+        )
+        if call.target in OF_ROWS:
+            target: Any = OF_ROWS[call.target]
+            copied.target = target
+            copied.args = (rows, *copied.args)
+            copied.kwargs = {k: v for k, v in copied.kwargs.items() if k != "vertex_type"}
+        return copied
+
+    def _linear_of_features(self, call: fx.Node) -> fx.Node:
+        if call.op == "call_module":
+            path = f"{call.target}_of_features"
+            linear = self._recording.get_submodule(str(call.target))
+            self._modules[path] = LinearOfFeatures(linear, self._is_rounded(call))
+            return self._graph.call_module(path, (self._rows_of(call),))
+        for source in call.all_input_nodes[1:]:
+            self.make(source)
+        rest = fx.node.map_arg(call.args[1:], self._value)
+        kwargs = fx.node.map_arg(call.kwargs, self._value)
+        kwargs = {**kwargs, "is_rounded": self._is_rounded(call)}
+        return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
+
+    def _is_rounded(self, call: fx.Node) -> bool:
+        """A linear map whose product is made in bf16."""
+        model = self._model
+        if not model.is_rounded or call in model.scoring:
+            return False
+        return is_linear(self._recording, call)
+
+    def _rounded_linear(self, call: fx.Node) -> fx.Node:
+        """The same map, its product made in bf16."""
+        copied = self._copy(call)
+        if call.op == "call_module":
+            path = f"{call.target}_rounded"
+            self._modules[path] = RoundedLinear(self._modules[str(call.target)])
+            copied.target = path
+        else:
+            copied.target = rounded_linear
+        return copied

@@ -1,0 +1,68 @@
+"""A user's linear maps where they are more than a call: of sparse features, or rounded to bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch_geometric.nn.dense.linear import Linear
+
+from gnnpipe.models.sparse_input_linear import feature_linear
+from gnnpipe.models.layer import Rows
+from gnnpipe.ops.bf16_matmul import linear
+
+__all__ = [
+    "LinearOfFeatures", "RoundedLinear", "is_linear", "linear_of_features", "rounded_linear",
+]  # fmt: skip
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
+    """The call is a linear map of one value's rows, as torch or PyG ship it, without hooks."""
+    if call.op == "call_module":
+        module = recording.get_submodule(str(call.target))
+        hooks = any(getattr(module, name) for name in HOOKS)
+        return isinstance(module, nn.Linear | Linear) and len(call.args) == 1 and not hooks
+    return call.target is F.linear
+
+
+class LinearOfFeatures(nn.Module):
+    """The user's linear layer on the input features."""
+
+    def __init__(self, linear: Any, is_rounded: bool) -> None:
+        super().__init__()
+        self.linear, self.is_rounded = linear, is_rounded
+
+    def forward(self, rows: Rows) -> Tensor:
+        """[C, out]."""
+        weight, bias = self.linear.weight, self.linear.bias
+        return linear_of_features(rows, weight, bias, is_rounded=self.is_rounded)
+
+
+class RoundedLinear(nn.Module):
+    """The user's linear layer, its product in bf16."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., out] of [..., in]."""
+        return rounded_linear(input, self.linear.weight, self.linear.bias)
+
+
+def linear_of_features(
+    rows: Rows, weight: Tensor, bias: Tensor | None = None, *, is_rounded: bool
+) -> Tensor:
+    """``torch.nn.functional.linear`` of the features of ``rows``, which may be sparse."""
+    assert rows.features is not None
+    if weight.dim() != 2:
+        return F.linear(rows.features.dense(), weight, bias)
+    return feature_linear(rows.features, weight, bias, is_rounded)
+
+
+def rounded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``, its product in bf16."""
+    return linear(input, weight, bias, is_rounded=True)

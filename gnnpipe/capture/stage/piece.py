@@ -1,0 +1,89 @@
+"""The ops of one stage of a captured model: its steps, its weights and its moving statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.rules.norms import move_statistics
+from gnnpipe.capture.stage.codegen import StepFunction
+from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.stage_module import Piece, Received
+
+if TYPE_CHECKING:
+    from gnnpipe.capture.captured import Captured
+
+__all__ = ["CapturedPiece"]
+
+
+class CapturedPiece(Piece):
+    """Ops first..last-1 of a captured model."""
+
+    def __init__(self, model: Captured, first: int, last: int) -> None:
+        cut = Cut(model, first, last)
+        self._model, self._ops = model, (first, last)
+        self.rounds = cut.rounds
+        self._weights: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+        for op in model.ops[first:last]:
+            self._weights |= dict(model.weights(op))
+            self._buffers |= dict(model.buffers(op))
+        self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
+        self._observers = {
+            op.name: (model.module.get_submodule(path.removeprefix("model.")), what)
+            for op in model.ops[first:last]
+            for path, _, what in [str(op.kwargs.get("observed_by", "")).partition(":")]
+            if path
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedPiece:
+        """With weights of its own for its ops; those of other stages are shared.
+
+        The recording is not copied: its calls are linked, and a deep model has thousands.
+        """
+        own = {id(value) for _, value in self.named_state()}
+        for value in self._model.module.state_dict(keep_vars=True).values():
+            if id(value) not in own:
+                memo[id(value)] = value
+        return CapturedPiece(copy.deepcopy(self._model, memo), *self._ops)
+
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Run one step (see ``Piece``)."""
+        return self._steps[index](values, received, rows)
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """What these push are the features themselves: A x is what they receive anyway."""
+
+    @property
+    def needs_features(self) -> bool:
+        """The recorded calls may read them elsewhere."""
+        return True
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights and buffers of these ops."""
+        for kept in self._buffers.values():
+            # In place, as torch moves weights: the user's module and the steps share them.
+            kept.data = kept.data.to(device)
+        for step in self._steps:
+            step.function.to(device)
+
+    def observe(self, name: str, mean: Tensor, count: int) -> None:
+        """Move the statistics of a normalisation (see ``Piece``)."""
+        if name in self._observers:
+            move_statistics(*self._observers[name], mean, count)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers, by the user's names."""
+        yield from self._weights.items()
+        yield from self._buffers.items()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the user's names."""
+        yield from self._weights.items()

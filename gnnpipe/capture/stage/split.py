@@ -1,0 +1,103 @@
+"""Which step each op of a stage runs in, and which values pass from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from gnnpipe.capture.stage.block_conv import BlockConv
+from gnnpipe.models.stage_module import Aggregation
+
+if TYPE_CHECKING:
+    from gnnpipe.capture.captured import Captured
+
+__all__ = ["Cut"]
+
+
+class Cut:
+    """Ops first..last-1 of a captured model, laid out in steps."""
+
+    def __init__(self, model: Captured, first: int, last: int) -> None:
+        self.model = model
+        self.ops = model.ops[first:last]
+        self.depth: dict[fx.Node, int] = {}
+        for op in self.ops:
+            reached = max((self.depth.get(s, 0) for s in model.inputs(op)), default=0)
+            self.depth[op] = reached + model.aggregates(op)
+        self.num_steps = max(self.depth.values()) + 1
+        self.blocks = {op: self._block(op) for op in self.ops if model.facts[op].form}
+        self.rounds = [
+            tuple(self._aggregation(op) for op in self.pushing(step))
+            for step in range(self.num_steps - 1)
+        ]
+        used: dict[fx.Node, int] = {}
+        for op in self.ops:
+            for source, when in self._uses(op):
+                used[source] = max(used.get(source, 0), when)
+        self._used = used
+        later = {s for op in model.ops[last:] for s in model.inputs(op)}
+        self.leaving = [op for op in self.ops if op in later or op is model.result]
+        self.entering = [s for s in used if s not in self.depth]
+
+    def pushing(self, step: int) -> list[fx.Node]:
+        """Aggregations whose rows are pushed at the end of a step."""
+        aggregates = self.model.aggregates
+        return [op for op in self.ops if aggregates(op) and self.depth[op] == step + 1]
+
+    def running(self, step: int) -> list[fx.Node]:
+        """Ops whose value is made in a step."""
+        return [op for op in self.ops if self.depth[op] == step]
+
+    def carried(self, step: int) -> list[fx.Node]:
+        """Values handed on from a step to the next; behind the last one, out of the stage."""
+        if step == self.num_steps - 1:
+            return self.leaving
+        made = [*self.entering, *(op for op in self.ops if self.depth[op] <= step)]
+        return [v for v in made if self._used.get(v, -1) > step or v in self.leaving]
+
+    def pushed(self, op: fx.Node) -> list[fx.Node]:
+        """The values whose rows an aggregation pushes."""
+        return self.blocks[op].pushed if op in self.blocks else [op.all_input_nodes[0]]
+
+    def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
+        """The values that an op reads, and the step in which it does."""
+        if not self.model.aggregates(op):
+            for source in self.model.inputs(op):
+                yield source, self.depth[op]
+            return
+        for source in self.pushed(op):
+            if source.op != "placeholder":
+                yield source, self.depth[op] - 1
+        own = self.blocks[op].own if op in self.blocks else None
+        if own is not None and own.op != "placeholder":
+            yield own, self.depth[op]
+
+    def _block(self, op: fx.Node) -> BlockConv:
+        facts, conv = self.model.facts, self.model.recording.get_submodule(str(op.target))
+        of_edges = {call for call, fact in facts.items() if fact.of_edges}
+        shapes = {call: fact.shape for call, fact in facts.items() if fact.is_rows}
+        # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
+        site = (self.model.ops.index(op) + 1) << 16
+        return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
+
+    def _aggregation(self, op: fx.Node) -> Aggregation:
+        structure, pushed_type, vertex_type = self.model.over(op)
+        block = self.blocks.get(op)
+        width = self.model.facts[op].width if block is None else block.width
+        moves = not all(self.model.is_fixed(value) for value in self.pushed(op))
+        of_features = all(value.op == "placeholder" for value in self.pushed(op))
+        found = Aggregation(
+            op.name, structure, width, pushed_type, vertex_type, moves=moves,
+            of_features=of_features,
+        )  # fmt: skip
+        if block is None:
+            return found
+        facts = self.model.facts[op]
+        of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
+        return replace(
+            found, kept_per_row=of_row, kept_per_edge=of_edge, kept_per_read_row=of_read,
+            structure_per_edge=block.structure_per_edge,
+        )  # fmt: skip

@@ -1,0 +1,276 @@
+"""Records a PyG model's forward as a graph of calls, without running it on data.
+
+torch.fx does the tracing. Convolutions are taken apart by their rule (``rules``) or kept whole, and
+whatever else PyG or torch ship as one module is kept whole, too; the user's own modules are walked
+through. Everything that would make the recording compute something else than the model is refused
+with the user's own line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch_geometric import nn as pyg
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.operators import RELATION
+from gnnpipe.graph.types import VertexTypes
+from gnnpipe.capture.rules.attention import ATTENTION_RULES
+from gnnpipe.capture.rules.edge_conv import EDGE_RULES
+from gnnpipe.capture.pyg_patches import escapes_closed
+from gnnpipe.capture.rules.hetero import HETERO_RULES
+from gnnpipe.capture.markers import drop
+from gnnpipe.capture.rules.norms import NORMS
+from gnnpipe.capture.fx_names import (
+    BY_HAND,
+    EDGES,
+    FEATURES,
+    called,
+    first_line,
+    input_name,
+    input_number,
+    is_input,
+    is_own,
+)
+from gnnpipe.capture.rewrite import compare, make_out_of_place, replace_dropout
+from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
+from gnnpipe.capture.vertex_parameters import (
+    check_vertex_weights,
+    mark_vertex_weights,
+    vertex_weights,
+)
+
+__all__ = ["trace"]
+
+_RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
+
+
+class _Root(nn.Module):
+    """Calls the model with features, edges and what edges carry; the rest keeps its defaults."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        self.model, self._method = model, method
+
+    def forward(self, x: Any, edges: Any, carried: Any) -> Any:
+        return called(self.model, self._method)(x, edges, **carried)
+
+
+def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
+    """The recording of a method, over the model's own modules under the prefix ``model.``.
+
+    ``names``: what edges carry and forward is to be given (``edge_inputs``); an input of the
+    recording that nothing reads is left out. If ``graph`` has several types of vertices, forward
+    gets dicts of features and edges. Weights with a row for each vertex are taken for rows.
+    """
+    was = {name: module.training for name, module in model.named_modules()}
+    try:
+        model.train()
+        training = _record(model, method, names, graph)
+        model.eval()
+        evaluation = _record(model, method, names, graph)
+    finally:
+        for name, module in model.named_modules():
+            module.training = was[name]
+    replace_dropout(training, evaluation)
+    compare(training, evaluation)
+    make_out_of_place(training)
+    mark_vertex_weights(training, model, graph.vertex_counts)
+    check_vertex_weights(training, vertex_weights(training), graph.vertex_counts)
+    observed = _observed(training)
+    training.graph.eliminate_dead_code()
+    for path in sorted(observed - _observed(training)):
+        warnings.warn(
+            f"model: what {path.removeprefix('model.')} gives in one of its calls is read by "
+            "nobody; its moving statistics are those of its other calls alone, where plain PyG "
+            "counts all",
+            UserWarning,
+            stacklevel=2,
+        )
+    for call in list(training.graph.nodes):
+        if call.op == "placeholder" and not call.users:
+            training.graph.erase_node(call)
+    for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
+        call.kwargs = {**call.kwargs, "site": site}
+    training.recompile()
+    return training
+
+
+def _observed(recording: fx.GraphModule) -> Counter[str]:
+    """How often a module's moving statistics take part, by its path."""
+    marks = (str(call.kwargs.get("observed_by") or "") for call in recording.graph.nodes)
+    return Counter(mark.partition(":")[0] for mark in marks if mark)
+
+
+class _Tracer(fx.Tracer):
+    record_stack_traces = True
+    proxy_buffer_attributes = True
+    relation = ""
+    """Behind the name of a structure: the type of the edges of the rule that is being run."""
+
+    def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
+        super().__init__()
+        self._names, self._types, self._made = names, types, 0
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """The recording's inputs, in dicts where there are several types of vertices."""
+
+        def make(name: str) -> Any:
+            return self.create_proxy("placeholder", name, (), {})
+
+        types = self._types
+        if types is None:
+            arguments = [make(FEATURES), make(EDGES), {name: make(name) for name in self._names}]
+        else:
+            places = {name: i for i, name in enumerate(types.names) if name in types.features}
+            arguments = [
+                {name: make(input_name(FEATURES, i)) for name, i in places.items()},
+                {r: make(input_name(EDGES, i)) for i, r in enumerate(types.relations)},
+                {},
+            ]
+        return root_fn, [self.root, *arguments]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whole: convolutions, and what torch and PyG ship but for models of several layers."""
+        kind = type(m).__module__
+        if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge):
+            return True
+        # Some of PyG's convolutions are made of others, and pass messages through them alone.
+        several = ("torch_geometric.nn.models", "torch_geometric.nn.conv")
+        if kind.startswith(several) or isinstance(m, pyg.Sequential | pyg.HeteroDictLinear):
+            return False
+        return kind.startswith("torch_geometric.nn") or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Convolutions by their rule; dropout as a mark; the rest as fx does."""
+        if isinstance(m, nn.Dropout):
+            return drop(args[0] if args else kwargs["input"], probability=m.p)
+        if type(m) in NORMS and not any(a is not None for a in (*args[1:], *kwargs.values())):
+            found = NORMS[type(m)](m, args[0], self.path_of_module(m))
+            if found is not None:
+                return found
+        if isinstance(m, pyg.Aggregation):
+            raise InputError(
+                f"model: {self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, "
+                "which a chunk cannot; only vertex-wise outputs can be trained"
+            )
+        if type(m) in HETERO_RULES and self._types is not None:
+            given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
+            if set(given) == {"x_dict", "edge_index_dict"}:
+                x = {k: v for k, v in given["x_dict"].items() if v is not None}
+                return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], partial(self._make, m))
+        if isinstance(m, pyg.MessagePassing) and type(m) in _RULES:
+            found = self._lower(m, args, kwargs)
+            if found is not None:
+                return found
+        return super().call_module(m, forward, args, kwargs)
+
+    def _make(self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
+        """Record the call of a convolution that the rule ``of`` another has made.
+
+        ``reading``: rows that read, None where they are those that are read.
+        """
+        path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
+        name = f"part_{self._made}_of_{path}"
+        self._made += 1
+        self.root.add_module(name, conv)
+        self.submodule_paths = {**(self.submodule_paths or {}), conv: name}
+        return conv(read if reading is None else (read, reading), edges)
+
+    def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The rule's result, or None where the convolution must run unchanged."""
+        given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
+        others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
+        edges = given.get(EDGES, given.get("adj_t"))
+        if not isinstance(edges, fx.Proxy) or not is_input(edges.node, EDGES):
+            return None
+        rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
+        if rows and not (type(m) in TAKES_PAIRS and len(rows) == 1 and rows[0] is others["x"]):
+            return None
+        carried = {k: v for k, v in others.items() if k in EDGE_DATA}
+        if not all(is_input(v.node, k) for k, v in carried.items()):
+            return None
+        if getattr(m, "flow", "source_to_target") != "source_to_target":
+            return None
+        takes = inspect.signature(_RULES[type(m)]).parameters
+        needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
+        if set(others) - set(takes) or needed - set(others):
+            return None
+        if "make" in takes:
+            others["make"] = partial(self._make, m, edges=edges)
+        number = input_number(edges.node)
+        self.relation = "" if number is None else f"{RELATION}{number}"
+        try:
+            return _RULES[type(m)](m, **others)
+        except OtherKindError:
+            return None
+        finally:
+            self.relation = ""
+
+
+def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
+    root, tracer = _Root(model, method), _Tracer(names, graph.types)
+    before = _random_state()
+    try:
+        with escapes_closed():
+            recording = fx.GraphModule(root, tracer.trace(root))
+            _choose_target(recording, graph.target)
+        if _random_state() != before:
+            raise InputError(
+                f"model: {type(model).__name__}.forward decides by random numbers what it calls "
+                "(stochastic depth?); a recording holds one decision for ever"
+            )
+        return recording
+    except InputError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
+        frames = [f for f in frames if "gnnpipe" not in f.filename] or frames
+        where = "in PyG's own code"
+        if frames:
+            where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+        if isinstance(error, KeyError) and graph.types is not None:
+            relations = ", ".join(map(str, graph.relations))
+            raise InputError(
+                f"model: {type(model).__name__} asks for {error} ({where}), which the graph has "
+                f"not: its types with features are {', '.join(graph.types.features) or 'none'}, "
+                f"its relations {relations}"
+            ) from None
+        raise InputError(
+            f"model: {type(model).__name__} cannot be traced: {first_line(error)} ({where}). Make "
+            f"that line independent of the data, {BY_HAND}"
+        ) from None
+
+
+def _choose_target(recording: fx.GraphModule, target: str) -> None:
+    """Of results by the type of the vertices, that of the type which has labels."""
+    output = next(n for n in recording.graph.nodes if n.op == "output")
+    result = output.args[0]
+    if target and isinstance(result, Mapping):
+        if not isinstance(result.get(target), fx.Node):
+            raise InputError(
+                f"model: forward gives results for {', '.join(map(str, result)) or 'nothing'}, "
+                f"but {target!r} has the labels"
+            )
+        output.args = (result[target],)
+        recording.graph.eliminate_dead_code()
+
+
+def _random_state() -> tuple[bytes, str, str]:
+    state = torch.random.get_rng_state().numpy().tobytes()
+    return state, str(random.getstate()), str(np.random.get_state())

@@ -1,0 +1,1 @@
+"""Runs a recorded model eagerly and compares."""

@@ -1,0 +1,169 @@
+"""What each recorded call does to rows, found out on a small random graph.
+
+The recording is run three times: on all rows of the sample, and on either half of them, where an
+aggregation hands each half its rows of the whole. A call that works row by row gives the same rows
+all three times; one that mixes rows, counts them or draws random numbers does not, and is refused
+by name and line. At last the whole is compared with the model itself, run by plain PyG: a recording
+or a rule that is wrong cannot get past this.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA
+from gnnpipe.graph.operators import EVERYONE, relation_ends
+from gnnpipe.capture.trial.compare import check_likeness
+from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.fx_names import EDGES, FEATURES, input_number, is_input, line_of
+from gnnpipe.capture.trial.rowwise import name_of
+from gnnpipe.capture.trial.run import SampleRun
+from gnnpipe.capture.trial.sample_graph import Sample
+from gnnpipe.capture.trial.saved_tensors import saved_by_calls
+from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
+
+__all__ = ["Facts", "probe"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one recorded call."""
+
+    is_rows: bool
+    """Its value has a row for each vertex, of floating numbers: it can be handed on and sent."""
+    shape: tuple[int, ...]
+    """Of one row."""
+    depends: bool
+    """It depends on vertices or edges at all, and not on weights alone."""
+    of_edges: bool = False
+    """It has a row for each edge, made of what edges carry; whoever needs it makes it anew."""
+    form: str = ""
+    """Of a convolution that runs unchanged: 'pair' or 'square' (``blocks``)."""
+    drops: tuple[str, ...] = ()
+    """What each dropout of such a convolution drops."""
+    vertex_type: str = ""
+    """The type of the vertices that it has rows of, '' if there is but one."""
+    is_saved: bool = field(default=False, repr=False)
+    """Autograd keeps its value until backward, for itself or for others."""
+    saved: int = field(default=0, repr=False)
+    """Numbers that autograd keeps of a row beside its value."""
+    saved_per_edge: int = field(default=0, repr=False)
+    """And of an edge, of a convolution that runs unchanged."""
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return torch.Size(self.shape).numel() if self.is_rows else 0
+
+
+def probe(
+    model: nn.Module, method: str, recording: fx.GraphModule, sample: Sample
+) -> dict[fx.Node, Facts]:
+    """What every call does of a model's recorded ``method``.
+
+    ``InputError`` for what cannot run chunk by chunk.
+    """
+    was_in_inference = torch.is_inference_mode_enabled()
+    # In inference mode nothing would be kept for backward, and nothing counted.
+    with torch.inference_mode(False), torch.no_grad():
+        module = copy.deepcopy(recording).double().train()
+        cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+        names = names_of_weights(model, recording)
+        stir(module, names)
+        run = SampleRun(module, sample)
+        found: dict[fx.Node, Facts] = {}
+        for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
+            if call.op == "output":
+                _check_output(call, run)
+                with torch.inference_mode(was_in_inference):
+                    check_likeness(model, method, call, run, names)
+                continue
+            sources = [found[source] for source in own.all_input_nodes]
+            is_source = call.op == "placeholder" or call.target is of_vertices
+            depends = is_source or any(s.depends for s in sources)
+            of_edges = _is_of_edges(call, sources)
+            if call.target is drop and not depends:
+                raise InputError(
+                    f"model: dropout of a weight{line_of(call)}; only that of vertices has a mask "
+                    "that belongs to what is dropped"
+                )
+            vertex_type = _type_of(own, call, found, sample) if depends and not of_edges else ""
+            are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
+            value = run.whole[call]
+            is_rows = (
+                isinstance(value, Tensor)
+                and (depends and are_first and not of_edges)
+                and value.is_floating_point()
+            )
+            shape = tuple(value.shape[1:]) if is_rows else ()
+            found[own] = Facts(is_rows, shape, depends, of_edges, form, drops, vertex_type)
+        saved = saved_by_calls(run)
+    for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
+        if call in saved and found[own].depends:
+            # What is no op belongs to the op that needs it, value and all.
+            is_kept = saved[call].is_kept
+            value = saved[call].value if is_kept and not found[own].is_rows else 0
+            found[own] = replace(
+                found[own], is_saved=is_kept, saved=saved[call].beside + value,
+                saved_per_edge=saved[call].per_edge,
+            )  # fmt: skip
+    return found
+
+
+def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: Sample) -> str:
+    """The type of the vertices that a call's value has rows of."""
+    if call.target is of_vertices:
+        return str(call.kwargs["vertex_type"])
+    if call.target is aggregate and call.kwargs["structure"] != EVERYONE:
+        return relation_ends(sample.graph.relations, str(call.kwargs["structure"]))[1]
+    if is_input(call, FEATURES):
+        number = input_number(call)
+        types = sample.graph.types
+        return "" if number is None or types is None else types.names[number]
+    edges = [source for source in (call, *call.all_input_nodes) if is_input(source, EDGES)]
+    if edges:
+        return sample.ends[str(edges[0].target)][1]
+    sources = [found[s] for s in own.all_input_nodes if found[s].depends]
+    kinds = sorted({s.vertex_type for s in sources if not s.of_edges})
+    if len(kinds) > 1:
+        raise InputError(
+            f"model: {name_of(call)} mixes rows of {' and '.join(kinds)}{line_of(call)}; only a "
+            "convolution leads from one type of vertices to another"
+        )
+    return kinds[0] if kinds else ""
+
+
+def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
+    """Whether its value has a row for each edge; ``InputError`` for what mixes kinds of rows."""
+    if is_input(call, *EDGE_DATA):
+        return True
+    if not any(s.of_edges for s in sources) or any(
+        is_input(source, EDGES) for source in call.all_input_nodes
+    ):
+        return False
+    if any(s.depends and not s.of_edges for s in sources) or call.target in (drop, aggregate):
+        what = "dropout or normalisation" if call.target in (drop, aggregate) else name_of(call)
+        raise InputError(
+            f"model: {what} works on the edges outside of a convolution{line_of(call)}; "
+            "put this into a MessagePassing, or prepare the edges before the graph is made"
+        )
+    return True
+
+
+def _check_output(call: fx.Node, run: SampleRun) -> None:
+    result: Any = call.args[0]
+    value = run.whole.get(result) if isinstance(result, fx.Node) else None
+    n = run.sample.counts[run.sample.graph.target]
+    if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != n:
+        what = list(value.shape) if isinstance(value, Tensor) else type(result).__name__
+        raise InputError(
+            f"model: forward must return one tensor [N, classes], not {what}; wrap it in a module "
+            "that returns the logits"
+        )

@@ -1,0 +1,236 @@
+"""A recording run on the sample: on all rows of it, and on either half of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch_geometric import nn as pyg
+from torch_geometric.nn import MessagePassing
+
+from gnnpipe.errors import InputError
+from gnnpipe.graph.blocks import Block
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
+from gnnpipe.capture.stage.block_conv import FORMS, BlockConv
+from gnnpipe.capture.stage.conv_dropout import DropoutKinds, NoDropout
+from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.capture.fx_names import EDGES, attribute, first_line, is_input, line_of
+from gnnpipe.capture.trial.rowwise import check_rows, name_of
+from gnnpipe.capture.rules.convolutions import RULES
+from gnnpipe.capture.trial.sample_graph import Sample
+from gnnpipe.models.layer import Rows
+
+__all__ = ["SampleRun"]
+
+Found = dict[fx.Node, Any]
+"""Values by the call that made them."""
+
+
+class SampleRun:
+    """The three runs of a recording side by side."""
+
+    def __init__(self, module: fx.GraphModule, sample: Sample) -> None:
+        self.module, self.sample = module, sample
+        self.whole: Found = {}
+        self.parts: tuple[Found, Found] = ({}, {})
+        self.of_edges: list[fx.Node] = []
+        """Calls whose values have a row for each edge."""
+        self.types: dict[fx.Node, str] = {}
+        """Of the vertices that a call's value has rows of."""
+
+    def make(
+        self, call: fx.Node, depends: bool, of_edges: bool, vertex_type: str
+    ) -> tuple[bool, str, tuple[str, ...]]:
+        """Find a call's value in all runs.
+
+        Whether its rows come first; form and dropouts if it is an unchanged convolution.
+        ``of_edges``: it is made of what edges carry.
+        """
+        sample = self.sample
+        self.types[call] = vertex_type
+        if of_edges:
+            self.of_edges.append(call)
+        form = ""
+        drops: tuple[str, ...] = ()
+        value: Any
+        if call.op == "placeholder":
+            value = sample.inputs[str(call.target)]
+        elif any(is_input(source, EDGES) for source in call.all_input_nodes):
+            value, form, drops = self._convolve(call)
+        elif call.target is aggregate:
+            value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        elif call.target is of_vertices:
+            value = self.whole[call.all_input_nodes[0]]
+        else:
+            value = self.call(call, self.whole)
+            pieces = [self.call(call, part) for part in self.parts]
+            are_first = True
+            if depends:
+                count = sample.num_edges if of_edges else sample.counts[vertex_type]
+                are_first = check_rows(call, value, pieces, count, of_edges)
+            self._keep(call, value, pieces)
+            return are_first, form, drops
+        if is_input(call, EDGES):
+            self._keep(call, value, [None, None])
+        else:
+            halves = sample.edge_halves if of_edges else sample.halves(vertex_type)
+            self._keep(call, value, [value[half] for half in halves])
+        return True, form, drops
+
+    def follow(self, call: fx.Node) -> None:
+        """Find a call's value in the run on all rows alone; unchanged convolutions run whole."""
+        if call.op == "placeholder":
+            self.whole[call] = self.sample.inputs[str(call.target)]
+        elif call.target is aggregate:
+            self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        else:
+            with NoDropout():
+                self.whole[call] = self.call(call, self.whole)
+
+    def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
+        kind = str(call.kwargs["structure"])
+        if kind == EVERYONE:
+            return x.mean(0, keepdim=True).expand_as(x)
+        graph = self.sample.graph
+        if kind.startswith(BY_EDGES):
+            name = relation_ends(graph.relations, kind)[1]
+            weights = torch.from_numpy(edges_into(graph, kind)[graph.row_types[name]])
+            return ((weights @ x) / weights.sum()).expand_as(x)
+        rows = weighted_rows(graph, kind)
+        source, target = relation_ends(graph.relations, kind)
+        chosen = graph.row_types
+        matrix = torch.from_numpy(rows[chosen[target]][:, chosen[source]].toarray())
+        if len(x) != matrix.shape[1]:
+            raise InputError(
+                f"model: {name_of(call)} is given rows of "
+                f"{self.types.get(call.all_input_nodes[0], '') or 'another type'}, but the edges "
+                f"lead from {source} to {target}{line_of(call)}"
+            )
+        found = matrix @ x.flatten(1)
+        return found.reshape(len(found), *x.shape[1:])
+
+    def _keep(self, call: fx.Node, value: Any, pieces: list[Any]) -> None:
+        self.whole[call] = value
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part[call] = piece
+
+    def call(self, call: fx.Node, values: Found) -> Any:
+        """A call's value, of those that it reads."""
+        args: Any = fx.node.map_arg(call.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
+        target: Any = call.target
+        try:
+            if call.op == "call_function":
+                return target(*args, **kwargs)
+            if call.op == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            if call.op == "call_module":
+                return self.module.get_submodule(target)(*args, **kwargs)
+            return attribute(self.module, target)
+        except Exception as error:
+            raise InputError(
+                f"model: {name_of(call)} fails on a sample: {first_line(error)}{line_of(call)}"
+            ) from None
+
+    def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:
+        """The result, the form in which blocks give the same rows of it, and its dropouts."""
+        is_module = call.op == "call_module"
+        conv = self.module.get_submodule(str(call.target)) if is_module else None
+        if not isinstance(conv, MessagePassing):
+            raise InputError(
+                f"model: {name_of(call)} works on the edges outside of a convolution{line_of(call)}"
+                "; prepare the edges before the graph is made, or put this into a MessagePassing"
+            )
+        index = next(source for source in call.all_input_nodes if is_input(source, EDGES))
+        source, target = self.sample.ends[str(index.target)]
+        counts, num_edges = self.sample.counts, self.sample.edges[str(index.target)].shape[1]
+        with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
+            whole = self.call(call, self.whole)
+        if not isinstance(whole, Tensor):
+            raise InputError(
+                f"model: {name_of(call)} returns more than its rows{line_of(call)}; have it return "
+                "the rows alone (attention's weights: ask for them outside of training)"
+            )
+        rows = {
+            k: v
+            for k, v in self.whole.items()
+            if isinstance(v, Tensor)
+            and k not in self.of_edges
+            and self.types[k] in (source, target)
+            and v.shape[:1] == (counts[self.types[k]],)
+        }
+        shapes = {k: tuple(v.shape[1:]) for k, v in rows.items()}
+        reason = ""
+        for form in FORMS:
+            try:
+                block_conv = BlockConv(
+                    conv, call, shapes, form, kinds.found, of_edges=self.of_edges
+                )
+                if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
+                    return whole, form, tuple(kinds.found)
+                reason = "its rows come out otherwise"
+            except Exception as error:
+                reason = reason or str(error)
+        raise InputError(
+            f"model: {name_of(call)} ({type(conv).__name__}) does not give the same rows when it "
+            f"is shown only the edges into them: {reason}{line_of(call)}. {_advice(conv)}"
+        )
+
+    def _agrees(
+        self,
+        block_conv: BlockConv,
+        index: fx.Node,
+        rows: dict[fx.Node, Tensor],
+        whole: Tensor,
+        half: int,
+    ) -> bool:
+        """Run on one half of the vertices, and on no other rows than those that it reads."""
+        sample, name = self.sample, str(index.target)
+        source, target = sample.ends[name]
+        halves = sample.halves(target)
+        own = torch.arange(sample.counts[target])[halves[half]]
+        edges = sample.edges[name]
+        into = torch.isin(edges[1], own)
+        order = torch.unique(edges[0, into])
+        if source == target:
+            order = torch.cat([own, order[~torch.isin(order, own)]])
+        edges = torch.stack([_places(order)[edges[0, into]], _places(own)[edges[1, into]]])
+        nothing = torch.empty(0, dtype=torch.int64)
+        size = len(order), len(own)
+        block = Block(edges, nothing, nothing.bool()[:, None], size, is_fused=True)
+        received = torch.cat([rows[k][order].flatten(1) for k in block_conv.pushed], dim=1)
+        mine = rows[block_conv.own][own] if block_conv.own is not None else None
+        carried = tuple(self.whole[value][into] for value in block_conv.carried)
+        found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)
+        return torch.allclose(found, whole[own], 1e-9, 1e-12)
+
+
+def _advice(conv: MessagePassing) -> str:
+    if getattr(conv, "flow", "source_to_target") != "source_to_target":
+        return "It sends from target to source: turn the edges round (edge_index.flip(0)) instead"
+    norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and isinstance(conv, pyg.EdgeConv):
+        return (
+            "It holds a BatchNorm1d that cannot be taken apart: let there be one, right behind the "
+            "first linear layer of its nn, and read x, not a pair"
+        )
+    if norms and not isinstance(conv, pyg.GINConv):
+        return (
+            f"It holds a {type(norms[0]).__name__}, whose statistics would be those of what it is "
+            "shown: put the norm behind the convolution, or use LayerNorm inside"
+        )
+    if type(conv) in RULES:
+        return (
+            "It normalises over the whole graph, and is taken apart for that only with its plain "
+            "settings and with edge_weight as the graph has it: compute the weights "
+            "before the graph is made"
+        )
+    return "It may read degrees or statistics of the whole graph, or draw random numbers"
+
+
+def _places(order: Tensor) -> Tensor:
+    """Where each number stands in ``order``."""
+    found = torch.full((int(order.max()) + 1,), -1)
+    found[order] = torch.arange(len(order))
+    return found

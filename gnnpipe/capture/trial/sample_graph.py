@@ -1,0 +1,196 @@
+"""A small random graph on which a recording is tried out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.types import VertexTypes
+from gnnpipe.capture.fx_names import EDGES, FEATURES, input_name
+
+__all__ = ["Sample", "make_sample"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Its numbers of vertices are no width of the model, so that rows can be told from columns.
+
+    By the type of the vertices, '' if there is but one; n vertices of a type.
+    """
+
+    x: Mapping[str, Tensor]
+    """[n, F] float64, of the types that have features."""
+    edges: Mapping[str, Tensor]
+    """By the recording's input: [2, E], by target and then by source, numbered within the types."""
+    ends: Mapping[str, tuple[str, str]]
+    """The types of their sources and of their targets."""
+    graph: Graph
+    """The same edges."""
+    edge_data: Mapping[str, Tensor]
+    """[E, ...] what the edges carry, by the field of ``Graph``, float64 or int64."""
+
+    @property
+    def arguments(self) -> tuple[Any, Any]:
+        """What the model itself is called with: features and edges, in dicts if they have types."""
+        types = self.graph.types
+        if types is None:
+            return self.x[""], self.edges[EDGES]
+        edges = {r: self.edges[input_name(EDGES, i)] for i, r in enumerate(types.relations)}
+        return dict(self.x), edges
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the recording is called with, by name."""
+        types = self.graph.types
+        if types is None:
+            return {FEATURES: self.x[""], **self.edges, **self.edge_data}
+        names = {t: input_name(FEATURES, i) for i, t in enumerate(types.names)}
+        return {names[t]: x for t, x in self.x.items()} | dict(self.edges)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Vertices n."""
+        return self.graph.vertex_counts
+
+    @property
+    def num_edges(self) -> int:
+        """E of all edges together."""
+        return self.graph.num_edges
+
+    def halves(self, vertex_type: str) -> tuple[slice, slice]:
+        """Two parts of the vertices, of different size."""
+        n = self.counts[vertex_type]
+        return slice(0, n // 2), slice(n // 2, n)
+
+    @property
+    def edge_halves(self) -> tuple[slice, slice]:
+        """The edges into either half of vertices of one type."""
+        split = int(self.graph.indptr[self.counts[""] // 2])
+        return slice(0, split), slice(split, self.num_edges)
+
+
+def make_sample(model: nn.Module, of: Graph) -> Sample:
+    """For a model to be trained on the graph ``of``, with as many features and like edges.
+
+    Directed; in every relation vertex 0 is isolated, vertex 1 reads nearly all and nearly all read
+    vertex 2.
+    """
+    rng = np.random.default_rng(0)
+    types = of.types
+    widths = {"": of.num_features} if types is None else {
+        t: int(x.shape[1]) for t, x in types.features.items()
+    }  # fmt: skip
+    counts = _counts(model, tuple(of.row_types), set(widths.values()))
+    if types is None:
+        relations = {EDGES: ("", "")}
+    else:
+        relations = {
+            input_name(EDGES, i): (source, target)
+            for i, (source, _, target) in enumerate(types.relations)
+        }
+    edges = {
+        name: _random_edges(counts[source], counts[target], source == target, rng)
+        for name, (source, target) in relations.items()
+    }
+    x = {t: _features(of.features(t), counts[t], rng) for t in widths}
+    graph = _joined(counts, relations, edges)
+    if types is None:
+        data: dict[str, Any] = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
+        bare: dict[str, Any] = {"edge_type": None}
+        graph = replace(graph, **(bare | data))
+    else:
+        typed = VertexTypes(
+            types.names, np.repeat(np.arange(len(counts)), list(counts.values())),
+            np.concatenate([np.arange(n) for n in counts.values()]), {}, types.relations,
+            types.target,
+        )  # fmt: skip
+        graph = replace(graph, types=typed)
+    carried = {} if types is not None else graph.edge_data
+    found = {k: torch.from_numpy(v) for k, v in carried.items()}
+    return Sample(
+        {t: torch.from_numpy(v) for t, v in x.items()},
+        {name: torch.from_numpy(v) for name, v in edges.items()},
+        relations,
+        graph,
+        {k: v.double() if v.is_floating_point() else v for k, v in found.items()},
+    )
+
+
+def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[str, int]:
+    """A number of vertices for each type, none of them a width, nor its halves."""
+    taken = set(widths) | {size for p in model.parameters() for size in _sizes(p)}
+    found = {}
+    for name in types:
+        n = next(n for n in itertools.count(23, 2) if not taken & {n, n // 2, n - n // 2})
+        taken |= {n, n // 2, n - n // 2}
+        found[name] = n
+    return found
+
+
+def _random_edges(
+    num_source: int, num_target: int, is_square: bool, rng: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    dense = rng.random((num_target, num_source)) < 4 / num_source
+    dense[1, 2:] = True
+    dense[3:, 2] = True
+    if is_square:
+        np.fill_diagonal(dense, False)
+    dense[0] = dense[:, 0] = False
+    target, source = np.nonzero(dense)
+    return np.stack([source, target])
+
+
+def _joined(
+    counts: Mapping[str, int],
+    relations: Mapping[str, tuple[str, str]],
+    edges: Mapping[str, npt.NDArray[np.int64]],
+) -> Graph:
+    """All types and relations in one numbering."""
+    n = sum(counts.values())
+    first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
+    source = np.concatenate([edges[k][0] + first[s] for k, (s, _) in relations.items()])
+    target = np.concatenate([edges[k][1] + first[t] for k, (_, t) in relations.items()])
+    kind = np.repeat(np.arange(len(relations)), [edges[k].shape[1] for k in relations])
+    order = np.lexsort((source, target))
+    mask = np.ones(n, dtype=bool)
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=n))])
+    return Graph(
+        "sample", indptr.astype(np.int64), source[order].astype(np.int32),
+        np.zeros((n, 1), dtype=np.float32), np.zeros(n, dtype=np.int64), mask, mask, mask, 1,
+        edge_type=kind[order],
+    )  # fmt: skip
+
+
+def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Random rows; where a column holds categories (whole numbers), numbers of its range."""
+    found = rng.standard_normal((count, x.shape[1]))
+    if isinstance(x, np.ndarray):
+        first = np.asarray(x[:_LOOKED_AT], dtype=np.float64)
+        largest = first.max(axis=0, initial=0)
+        for column in np.flatnonzero((first == np.floor(first)).all(axis=0) & (largest > 1)):
+            if first[:, column].min() >= 0:
+                found[:, column] = rng.integers(0, int(largest[column]) + 1, count)
+    return found
+
+
+_LOOKED_AT = 4096
+"""Rows of the features that tell what a column holds; there may be too many to read them all."""
+
+
+def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:
+    """As many rows of the same kind: types of the same range, or positive numbers."""
+    if values.dtype.kind in "iu":
+        return rng.integers(0, int(values.max(initial=0)) + 1, count)
+    return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
+
+
+def _sizes(parameter: Tensor) -> tuple[int, ...]:
+    return () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)

@@ -1,0 +1,96 @@
+"""Weights that have a row for each vertex: LINKX's first map, an embedding that is learned.
+
+In a recording they are rows like any other, made by a mark of their own. Every rank of a stage
+keeps the whole weight; a chunk takes its vertices' rows of it, and leaves its gradient there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.capture.markers import of_vertices
+from gnnpipe.capture.fx_names import attribute
+
+__all__ = [
+    "check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights",
+]  # fmt: skip
+
+
+def mark_vertex_weights(
+    recording: fx.GraphModule, model: nn.Module, counts: Mapping[str, int]
+) -> None:
+    """A weight of the user's own, or of an ``nn.Embedding``, with a row for each vertex is rows.
+
+    ``counts``: of the vertices of each type. Rules mark theirs by themselves.
+    """
+    for call in list(recording.graph.nodes):
+        if call.op != "get_attr":
+            continue
+        path = str(call.target)
+        weight = attribute(recording, path)
+        if (
+            not isinstance(weight, nn.Parameter)
+            or weight.dim() < 2
+            or len(weight) not in counts.values()
+        ):
+            continue
+        # The recording has plain modules in the place of those that it only reads a weight of.
+        owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
+        is_library = type(owner).__module__.startswith(("torch.", "torch_geometric."))
+        if is_library and not isinstance(owner, nn.Embedding):
+            continue
+        with recording.graph.inserting_after(call):
+            rows = recording.graph.call_function(
+                of_vertices, (call,), {"vertex_type": _type_of(path, len(weight), counts)}
+            )
+        rows.stack_trace = call.stack_trace
+        call.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
+
+
+def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
+    """The type that has so many vertices; of several the one whose name is in the path."""
+    types = [name for name, found in counts.items() if found == count]
+    named = [name for name in types if name in path.split(".")]
+    if len(types) > 1 and len(named) != 1:
+        raise InputError(
+            f"model: {path.removeprefix('model.')} has {count} rows, and {' and '.join(types)} "
+            "have as many vertices; keep it in a ModuleDict or ParameterDict under the type's name"
+        )
+    return (named or types)[0]
+
+
+def check_vertex_weights(
+    recording: fx.GraphModule, paths: Mapping[str, str], counts: Mapping[str, int]
+) -> None:
+    """``InputError`` for a weight that has not as many rows as there are vertices."""
+    for path, vertex_type in paths.items():
+        found = len(attribute(recording, path))
+        if found != counts[vertex_type]:
+            raise InputError(
+                f"model: {path.removeprefix('model.')} has {found} rows, but the graph has "
+                f"{counts[vertex_type]} {vertex_type} vertices".replace("  ", " ")
+            )
+
+
+def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
+    """Paths of the weights that have a row for each vertex, and the type of these."""
+    marks = (c for c in recording.graph.nodes if c.target is of_vertices)
+    return {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
+
+
+def cut_vertex_weights(
+    module: nn.Module, paths: Mapping[str, str], counts: Mapping[str, int]
+) -> None:
+    """Leave as many rows of these weights as ``counts`` says of the type of their vertices.
+
+    The sample may have more vertices than the graph; rows then repeat.
+    """
+    for path, vertex_type in paths.items():
+        owner = module.get_submodule(path.rpartition(".")[0])
+        weight = owner.get_parameter(path.rpartition(".")[2])
+        chosen = torch.arange(counts[vertex_type]) % len(weight)
+        setattr(owner, path.rpartition(".")[2], nn.Parameter(weight.detach()[chosen]))

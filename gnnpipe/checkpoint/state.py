@@ -1,0 +1,208 @@
+"""The tensors of a run, by names that hold under every shape.
+
+Weights and what belongs to them go by their names in the whole model; rows of history tables by
+aggregation, each beside the vertices (numbers of the graph as it was given) that they are of. So
+any number of stages, shards and chunks can take what it needs. A table that is written anew before
+it is read (one chunk, or exact order) is not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.errors import InputError
+from gnnpipe.models import Piece
+from gnnpipe.runtime.history.base import History
+from gnnpipe.runtime.history.mean import MeanHistory
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
+from gnnpipe.checkpoint.reader import StoredCheckpoint
+from gnnpipe.setup.prepare import Prepared
+
+__all__ = ["draw_states", "load_tensors", "set_draw_states", "tensors_of"]
+
+WEIGHT, OPTIMIZER, BEFORE, BEST = "weight", "optimizer", "before", "best"
+VERTICES, ROWS, MEAN, DRAWS = "vertices", "rows", "mean", "draws"
+
+
+def tensors_of(
+    prepared: Prepared,
+    assembly: Assembly,
+    mesh: Mesh,
+    kept: Mapping[str, Tensor],
+    with_tables: bool,
+) -> dict[str, Tensor]:
+    """What this rank gives to a checkpoint: the tensors that training goes on to change.
+
+    ``kept``: weights of the best epoch, by name; ``with_tables``: the history's, too.
+    """
+    executor = assembly.executor
+    found: dict[str, Tensor] = {}
+    if mesh.shard == 0:  # the shards of a stage hold the same weights
+        piece = executor.stage.piece
+        found |= {f"{WEIGHT}/{n}": t for n, t in piece.named_state()}
+        found |= {f"{BEST}/{n}": t for n, t in kept.items()}
+        if executor.forecaster is not None:
+            before = executor.forecaster.before
+            found |= {f"{BEFORE}/{n}": t for n, t in before.named_state()}
+        assert executor.optimizer is not None
+        for name, parameter in _trained(piece):
+            for key, value in executor.optimizer.state[parameter].items():
+                found[f"{OPTIMIZER}/{name}/{key}"] = value
+    for name, history, kind in _histories(prepared, assembly) if with_tables else ():
+        if isinstance(history, MeanHistory):
+            if mesh.shard == 0:
+                found[f"{MEAN}/{name}"] = history.lasting
+            continue
+        own = history.layout.num_own
+        found[f"{ROWS}/{name}/{mesh.rank}"] = history.lasting[:own]
+        vertices = torch.from_numpy(prepared.chunking.perm[history.layout.own])
+        found[f"{VERTICES}/{kind}/{mesh.rank}"] = vertices
+    found[f"{DRAWS}/{mesh.rank}"] = draw_states()
+    return found
+
+
+def load_tensors(
+    stored: StoredCheckpoint, prepared: Prepared, assembly: Assembly, mesh: Mesh
+) -> dict[str, Tensor]:
+    """Take what this rank needs of a checkpoint; the weights of its best epoch, by name.
+
+    Raises ``InputError`` where the checkpoint does not fit the run.
+    """
+    executor = assembly.executor
+    piece = executor.stage.piece
+    own = dict(piece.named_state())
+    _copy(stored, WEIGHT, own)
+    if executor.forecaster is not None:
+        # A run that has forecast nothing so far starts from weights that have not moved.
+        source = BEFORE if _has(stored, BEFORE) else WEIGHT
+        _copy(stored, source, dict(executor.forecaster.before.named_state()))
+        executor.forecaster.forget()
+    assert executor.optimizer is not None
+    is_fused = executor.optimizer.param_groups[0]["fused"]
+    names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]
+    for name, parameter in _trained(piece):
+        start = f"{OPTIMIZER}/{name}/"
+        values = stored.read([n for n in names if n.startswith(start)])
+        executor.optimizer.state[parameter] = {
+            # As torch has it: counters are on the CPU, unless one kernel is to do it all.
+            n.removeprefix(start): _like(parameter, v) if v.dim() or is_fused else v
+            for n, v in values.items()
+        }
+    _load_histories(stored, prepared, assembly, mesh)
+    best = {name for name in own if f"{BEST}/{name}" in stored.tensors}
+    values = stored.read([f"{BEST}/{name}" for name in best])
+    return {n.removeprefix(f"{BEST}/"): v.to(mesh.device) for n, v in values.items()}
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """On its device and, if it is as large, laid out as it is: torch's fused Adam asks for that."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _load_histories(
+    stored: StoredCheckpoint, prepared: Prepared, assembly: Assembly, mesh: Mesh
+) -> None:
+    """Fill the tables, halo rows and all, from the rows of whatever ranks there were."""
+    if not _has(stored, ROWS) and not _has(stored, MEAN):
+        return  # It was left out, or the run so far had none: the tables stay as they are, zero.
+    for name, history, kind in _histories(prepared, assembly):
+        if isinstance(history, MeanHistory):
+            history.settle_at(stored.read([f"{MEAN}/{name}"])[f"{MEAN}/{name}"].to(mesh.device))
+            continue
+        local = np.concatenate([history.layout.own, history.layout.halo])
+        vertices = prepared.chunking.perm[local]
+        place = np.full(prepared.graph.num_vertices, -1, dtype=np.int64)
+        place[vertices] = np.arange(len(vertices))
+        start = f"{ROWS}/{name}/"
+        filled = 0
+        for part in [n for n in stored.tensors if n.startswith(start)]:
+            which = f"{VERTICES}/{kind}/{part.removeprefix(start)}"
+            both = stored.read([part, which])
+            rows, numbers = both[part], both[which]
+            is_known = len(numbers) == len(rows) and rows.shape[1:] == history.lasting.shape[1:]
+            if not is_known or (len(numbers) and not 0 <= int(numbers.min())
+                                <= int(numbers.max()) < len(place)):  # fmt: skip
+                raise InputError(f"{stored.path}: {part!r} is of another model or graph")
+            to = torch.from_numpy(place)[numbers]
+            chosen = to >= 0
+            history.lasting[to[chosen].to(mesh.device)] = rows[chosen].to(history.lasting)
+            filled += int(chosen.sum())
+        if filled != len(vertices):
+            raise InputError(
+                f"{stored.path}: of {name!r} only {filled} of {len(vertices)} rows are there"
+            )
+
+
+def _histories(prepared: Prepared, assembly: Assembly) -> Iterator[tuple[str, History, str]]:
+    """Those whose rows outlast an epoch: name, history, type of what is pushed."""
+    if prepared.report.exact:
+        return
+    kinds = {op.name: op.pushed_type for op in prepared.model_graph.aggregations}
+    for name, history in assembly.executor.stage.histories.items():
+        yield name, history, kinds[name]
+
+
+def _trained(piece: Piece) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in piece.named_parameters() if p.requires_grad]
+
+
+def _has(stored: StoredCheckpoint, kind: str) -> bool:
+    return any(name.startswith(f"{kind}/") for name in stored.tensors)
+
+
+@torch.no_grad()
+def _copy(stored: StoredCheckpoint, kind: str, into: Mapping[str, Tensor]) -> None:
+    values = stored.read([f"{kind}/{name}" for name in into])
+    for name, tensor in into.items():
+        value = values[f"{kind}/{name}"]
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise InputError(
+                f"{stored.path}: {name} is {_shape(value)} there and {_shape(tensor)} here; go on "
+                "with the model that was trained"
+            )
+        tensor.copy_(value)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def draw_states() -> Tensor:
+    """[B] uint8: the state of every generator that a user's own code may draw from."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": [str(kind), np.asarray(keys).tolist(), *rest],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8).clone()
+
+
+def set_draw_states(stored: StoredCheckpoint, rank: int, world_size: int) -> None:
+    """Put the generators back, where there are as many ranks as there were."""
+    names = [name for name in stored.tensors if name.startswith(f"{DRAWS}/")]
+    if len(names) != world_size:
+        return
+    name = f"{DRAWS}/{rank}"
+    try:
+        state = json.loads(bytes(stored.read([name])[name].tolist()))
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(tuple(state["numpy"]))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise InputError(f"{stored.path}: {name!r} is no state of generators ({error})") from None

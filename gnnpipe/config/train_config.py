@@ -1,0 +1,300 @@
+"""Every setting of a run, defined once.
+
+A field here is a Python argument (``TrainConfig(layers=16)``), a TOML key (``layers = 16``) and a
+flag (``--layers 16``): the command line is built from the metadata below, and the checks here hold
+for all three. Nothing in this file needs the graph or the device; what depends on those is checked
+where they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gnnpipe.config.validate import check_together
+from gnnpipe.errors import InputError
+from gnnpipe.files import read_text
+from gnnpipe.registry import nearest
+from gnnpipe.run_settings import RunSettings
+from gnnpipe.config.fields import check_border, setting, typed
+from gnnpipe.techniques import PRESETS, Techniques
+
+__all__ = ["Techniques", "TrainConfig", "parse_split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunSettings):
+    """The settings of one training run; see ``gnnpipe train --help`` for the same in words.
+
+    Raises ``InputError`` naming the field, the value and what to try.
+    """
+
+    dataset: str = setting(
+        "debian", "graph to train on: a name (see `gnnpipe info --list`) or a path to an .npz file",
+        group="data",
+    )  # fmt: skip
+    data_dir: str = setting("", "folder that holds downloaded datasets", group="data")
+    split: str = setting(
+        "given",
+        "train/val/test split: 'given' (the dataset's own) or percentages like 60/20/20, seeded",
+        group="data",
+    )
+    symmetrize: bool = setting(
+        False, "add the reverse of every edge of a directed graph", group="data"
+    )
+    task: str = setting(
+        "labels",
+        "what is learned: labels of the vertices, or links: which pairs of vertices are joined by "
+        "an edge (--split is then that of the edges; 'given' is 85/5/10)",
+        group="data", choices=("labels", "links"),
+    )  # fmt: skip
+
+    model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
+    layers: int = setting(2, "number of GNN layers L", group="model", low=1, high=10_000)
+    hidden: int = setting(64, "hidden width H", group="model", low=1, high=1_000_000)
+    heads: int = setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
+    dropout: float = setting(0.5, "dropout probability", group="model", low=0, below=1)
+    alpha: float = setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
+    theta: float = setting(
+        0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
+        group="model", above=0,
+    )  # fmt: skip
+
+    epochs: int = setting(200, "epochs to train", group="training", low=1)
+    lr: float = setting(0.01, "learning rate (Adam)", group="training", above=0)
+    weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
+    seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
+                         group="training", low=0, high=2**32 - 1)  # fmt: skip
+    dtype: str = setting("float32", "number type of weights and rows (features: of float32)",
+                         group="training", choices=("float32", "float64"))  # fmt: skip
+    matmul_dtype: str = setting(
+        "same", "number type of products with weights, but for the last: same (as --dtype), or "
+        "bf16 (8 bits of precision; faster where the processor computes in bf16)",
+        group="training", choices=("same", "bf16"))  # fmt: skip
+    comm_dtype: str = setting(
+        "same",
+        "number type of the rows on the wire and in the tables: same (as --dtype), or bf16 (half "
+        "the bytes, 8 bits of precision, of edge weights and aggregated rows too)",
+        group="training", choices=("same", "bf16"),
+    )  # fmt: skip
+    lr_schedule: str = setting(
+        "constant",
+        "learning rate over the epochs: constant, cosine (half a cosine down, 0 after the last "
+        "epoch) or plateau (halved when the validation metric is no better for --lr-patience "
+        "epochs)",
+        group="training", choices=("constant", "cosine", "plateau"),
+    )  # fmt: skip
+    warmup_epochs: int = setting(
+        0, "epochs at the start in which the learning rate rises in equal steps",
+        group="training", low=0,
+    )  # fmt: skip
+    lr_patience: int = setting(50, "see --lr-schedule plateau", group="training", low=1)
+    clip_norm: float = setting(
+        0.0, "gradients longer than this, over all weights, are made so long (0: never)",
+        group="training", low=0,
+    )  # fmt: skip
+    on_nan: str = setting(
+        "stop",
+        "when loss or gradients are no numbers: stop, skip (leave out the step) or restore (go on "
+        "from the last checkpoint with half the learning rate)",
+        group="training", choices=("stop", "skip", "restore"),
+    )  # fmt: skip
+
+    eval_every: int = setting(
+        10, "evaluate every n-th epoch and the last (0: only the last)", group="evaluation", low=0
+    )
+    metric: str = setting(
+        "auto",
+        "what is reported beside accuracy, and chooses the best epoch: accuracy, rocauc, f1-micro "
+        "or f1-macro; of numbers r2, mae or rmse; auto: f1-micro for several labels, rocauc for "
+        "links and for two classes with one below 30 %, r2 for numbers, else accuracy",
+        group="evaluation",
+        choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
+    )  # fmt: skip
+    patience: int = setting(
+        0, "stop after so many epochs without a better validation metric (0: never)",
+        group="evaluation", low=0,
+    )  # fmt: skip
+    keep_weights: str | None = setting(
+        None,
+        "weights at the end: those of the last epoch or of the best by the validation metric "
+        "(default: best with --patience, else last)",
+        group="evaluation", choices=("last", "best"),
+    )  # fmt: skip
+
+    stages: int = setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
+    shards: int = setting(1, "shards G: ranks that share one stage", group="shape", low=1)
+    chunks: int = setting(1, "chunks K of the vertices, walked one by one (exact: or together)",
+                           group="shape", low=1)  # fmt: skip
+    partitioner: str = setting("metis", "how vertices are cut: metis, range or random",
+                                group="shape")  # fmt: skip
+    order: str = setting(
+        "auto",
+        "order of the vertices inside a chunk: metis (neighbours together: faster out of cache), "
+        "given, or auto (metis from 16,384 vertices on, if they are cut by it)",
+        group="shape", choices=("auto", "metis", "given"),
+    )  # fmt: skip
+    cache_dir: str = setting(
+        "", "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
+        group="shape",
+    )  # fmt: skip
+
+    recompute: bool = setting(
+        False,
+        "keep only what each layer reads until backward, and make the rest again there, dropout "
+        "and all: less memory, the same results, one more forward pass of the dense work",
+        group="shape",
+    )  # fmt: skip
+
+    staleness: str = setting(
+        "auto",
+        "auto: stale rows are forecast; none: no technique; paper: all three of GNNPipe; exact: "
+        "layer by layer, no stale read. Without effect when K = 1",
+        group="staleness",
+        choices=("auto", "none", "paper", "exact"),
+    )
+    shuffle_chunks: bool | None = setting(
+        None, "walk the chunks in a new order every epoch (default: by --staleness)",
+        group="staleness",
+    )  # fmt: skip
+    snapshot_every: int | None = setting(
+        None,
+        "stale reads come from a snapshot refreshed every n epochs; 1: from the last epoch "
+        "(default: by --staleness)",
+        group="staleness",
+        low=1,
+    )
+    scale_live_gradients: float | None = setting(
+        None, "factor on gradients that arrive from other chunks (default: by --staleness)",
+        group="staleness", above=0,
+    )  # fmt: skip
+    pilots_per_column: int | None = setting(
+        None,
+        "vertices that pass ahead each epoch to forecast the stale rows of all others, for each "
+        "column of a row; 0: no forecast (default: by --staleness)",
+        group="staleness", low=0,
+    )  # fmt: skip
+    exact_epochs: int | None = setting(
+        None,
+        "epochs at the start that are walked layer by layer, without stale reads "
+        "(default: by --staleness)",
+        group="staleness", low=0,
+    )  # fmt: skip
+    exact_above: float | None = setting(
+        None,
+        "where the gradients of an epoch were longer than this times the median of the last 20, "
+        "walk the next one layer by layer; and cut gradients to twice that median; 0: neither "
+        "(default: by --staleness)",
+        group="staleness", low=0,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(TrainConfig)
+        for f in fields(self):
+            value = typed(f.name, getattr(self, f.name), hints[f.name])
+            object.__setattr__(self, f.name, value)
+            check_border(f.name, value, f.metadata)
+        parse_split(self.split)
+        check_together(self)
+
+    @property
+    def kept_epoch(self) -> str:
+        """Whose weights remain: 'last' or 'best'."""
+        return self.keep_weights or ("best" if self.patience else "last")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the shape needs: S * G."""
+        return self.stages * self.shards
+
+    @property
+    def techniques(self) -> Techniques:
+        """The preset of ``staleness`` with what was set one by one; a single chunk needs none."""
+        if self.chunks == 1:
+            return PRESETS["none"]
+        given = {
+            name: getattr(self, name)
+            for name in (
+                "shuffle_chunks",
+                "snapshot_every",
+                "scale_live_gradients",
+                "pilots_per_column",
+                "exact_epochs",
+                "exact_above",
+            )
+            if getattr(self, name) is not None
+        }
+        found = dataclasses.replace(PRESETS[self.staleness], **given)
+        # A run of exact epochs alone is an exact run.
+        return PRESETS["exact"] if found.exact_epochs >= self.epochs else found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:
+        """A config from plain values, refusing names that are not fields."""
+        cls._refuse_unknown(values, source)
+        return cls(**{k.replace("-", "_"): v for k, v in values.items()})
+
+    @classmethod
+    def _refuse_unknown(cls, values: Mapping[str, Any], source: str) -> None:
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            name = key.replace("-", "_")
+            if name not in known:
+                raise InputError(f"{source}: unknown key {key!r}; {nearest(key, known)}")
+            if name != key and name in values:
+                raise InputError(f"{source}: both {key!r} and {name!r}; leave one out")
+
+    @classmethod
+    def read_toml(cls, path: str | Path) -> dict[str, Any]:
+        """The keys that a TOML file sets, checked to be fields (values are checked on use)."""
+        source = f"--config {str(path)!r}"
+        try:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
+        try:
+            values = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:  # int() has a limit on digits of its own
+            raise InputError(
+                f"{source}: not valid TOML ({error}); try lines like layers = 4"
+            ) from None
+        cls._refuse_unknown(values, source)
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, ``None`` where the default follows from another field."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """The config as TOML; fields that are ``None`` are left out, for they mean the default."""
+        lines = []
+        for name, value in ((k, v) for k, v in self.to_dict().items() if v is not None):
+            if isinstance(value, bool):
+                text = "true" if value else "false"
+            elif isinstance(value, str):
+                text = json.dumps(value)  # a JSON string is a TOML string
+            else:
+                text = repr(value)
+            lines.append(f"{name} = {text}")
+        return "\n".join(lines) + "\n"
+
+
+def parse_split(split: str) -> tuple[float, float, float] | None:
+    """Fractions of a split such as '60/20/20', or ``None`` for 'given'."""
+    if split == "given":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", split)
+    if match:
+        parts = [float(g) for g in match.groups()]
+        if parts[0] > 0 and math.isclose(sum(parts), 100):
+            return parts[0] / 100, parts[1] / 100, parts[2] / 100
+    hint = "try 'given' or three percentages that add up to 100, like 60/20/20"
+    raise InputError(f"--split {split!r}: {hint}")

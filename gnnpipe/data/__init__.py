@@ -1,0 +1,1 @@
+"""Readers of graphs and data sets."""

@@ -1,0 +1,176 @@
+"""Reads a graph from an .npz file by its path.
+
+The plainest way in: anyone can write such a file with ``numpy.savez``, and nothing in it can run
+code (see ``archive``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.errors import InputError
+from gnnpipe.files import open_plain
+from gnnpipe.data.npz_archive import UNREADABLE, read_arrays
+from gnnpipe.data.clean import clean
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.data.split import SPLIT_NAMES
+from gnnpipe.registry import nearest
+
+__all__ = ["read_npz"]
+
+Arrays = dict[str, Any]
+
+MAX_CLASSES = 10**6
+"""Each class is a row of the last weight matrix; a larger number is a mistake."""
+
+
+def read_npz(
+    path: str | Path,
+    *,
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+    labelled: bool = True,
+) -> Graph:
+    """The graph in an .npz file, named after the file; ``labelled``: it must have ``y``.
+
+    Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
+    ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
+    ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
+    rows or columns: that of number ``seed`` modulo T is taken), not needed if ``split`` gives
+    percentages; ``num_classes`` if some class has no vertex; ``edge_weight`` [E], ``edge_attr``
+    [E, D], ``edge_type`` [E] if the edges carry such; ``task`` = 'regression' if y holds numbers,
+    [N] or [N, T], and not classes.
+
+    Warns:
+        UserWarning: loops or duplicate edges, which are removed; masks that overlap.
+
+    Raises:
+        InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
+    """
+    path = Path(os.path.expanduser(path))
+    arrays = _load(path)
+    if not labelled:
+        # Of links nothing but edges and features is asked for.
+        arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
+    for key in ("edge_index", "y"):
+        if key not in arrays:
+            raise InputError(
+                f"--dataset {str(path)!r}: no key {key!r}; {_nearest(key, arrays)} "
+                "Training needs edge_index, x, y and the masks."
+            )
+    return clean(
+        arrays["edge_index"], name=path.stem, x=_features(arrays, path), y=arrays["y"],
+        masks=_masks(arrays), num_classes=_num_classes(arrays, path),
+        split=split, seed=seed, symmetrize=symmetrize, report=True,
+        edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
+        task=str(arrays["task"]) if "task" in arrays else "classification",
+    )  # fmt: skip
+
+
+def _count(arrays: Arrays) -> int:
+    """N by the features; 1 if there are none, which ``clean`` then tells."""
+    if arrays.get("x_shape") is not None:
+        return int(np.asarray(arrays["x_shape"]).ravel()[0])
+    return len(np.atleast_1d(arrays["x"])) if arrays.get("x") is not None else 1
+
+
+def _load(path: Path) -> Arrays:
+    wanted = {
+        "edge_index",
+        "x",
+        "x_data",
+        "x_indices",
+        "x_indptr",
+        "x_shape",
+        "y",
+        "num_classes",
+        "task",
+    }
+    wanted |= {*EDGE_DATA} | {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
+    try:
+        with open_plain(path) as file:
+            if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
+                raise ValueError("a single array, not an .npz file")
+            return dict(read_arrays(file, wanted))
+    except FileNotFoundError:
+        raise InputError(
+            f"--dataset {str(path)!r}: no such file; give the path of an .npz file or a name "
+            "from `gnnpipe info --list`"
+        ) from None
+    except UNREADABLE as error:
+        why = " ".join(str(error).split())
+        raise InputError(
+            f"--dataset {str(path)!r}: not a readable .npz file ({why}); write it with "
+            "numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
+        ) from None
+
+
+def _nearest(key: str, arrays: Arrays) -> str:
+    """``nearest`` as a whole sentence."""
+    hint = nearest(key, arrays)
+    return hint if hint.endswith("?") else f"{hint}."
+
+
+def _num_classes(arrays: Arrays, path: Path) -> int | None:
+    """``num_classes`` of the file; that the labels stay below it is for ``clean`` to see."""
+    if "num_classes" not in arrays:
+        return None
+    given = arrays["num_classes"]
+    count = given.item() if given.size == 1 and given.dtype.kind in "iuf" else math.nan
+    if not (1 <= count <= MAX_CLASSES and count == int(count)):
+        raise InputError(
+            f"--dataset {str(path)!r}: num_classes = {' '.join(repr(given.tolist()).split())[:40]} "
+            f"is not one whole number in 1..{MAX_CLASSES}; try the largest label + 1, or leave it "
+            "out"
+        )
+    return int(count)
+
+
+def _features(arrays: Arrays, path: Path) -> Any:
+    if "x" in arrays:
+        return arrays["x"]
+    keys = ("x_data", "x_indices", "x_indptr", "x_shape")
+    missing = [k for k in keys if k not in arrays]
+    if len(missing) == len(keys):
+        raise InputError(
+            f"--dataset {str(path)!r}: no features, neither key 'x' nor 'x_data'; for a graph "
+            "without features try the identity as CSR: x_data ones(N), x_indices arange(N), "
+            "x_indptr arange(N + 1), x_shape [N, N]"
+        )
+    if missing:
+        raise InputError(
+            f"--dataset {str(path)!r}: no key {missing[0]!r}; sparse features need all of "
+            + ", ".join(keys)
+        )
+    for key, kinds, wanted in (
+        ("x_data", "fiub", "real numbers such as float32"),
+        ("x_indices", "iu", "whole numbers such as int64"),
+        ("x_indptr", "iu", "whole numbers such as int64"),
+    ):
+        if arrays[key].dtype.kind not in kinds:
+            raise InputError(
+                f"--dataset {str(path)!r}: {key} is of type {arrays[key].dtype}; try {wanted}"
+            )
+    data, indices, indptr, shape = (arrays[k] for k in keys)
+    try:
+        x = sp.csr_array((data, indices, indptr), shape=tuple(int(s) for s in shape))
+        x.check_format(full_check=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(
+            f"--dataset {str(path)!r}: x_data, x_indices, x_indptr and x_shape are no CSR matrix "
+            f"({error}); try the attributes of scipy.sparse.csr_array(x)"
+        ) from None
+    return x
+
+
+def _masks(arrays: Arrays) -> list[Any] | None:
+    """The three masks, some of them ``None``; ``None`` if the file has no split at all."""
+    masks = [arrays.get(field, arrays.get(field + "s")) for field in SPLIT_NAMES]
+    return None if all(m is None for m in masks) else masks

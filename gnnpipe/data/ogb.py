@@ -1,0 +1,180 @@
+"""Reads OGB's vertex datasets from OGB's own layout on disk.
+
+``ogb``'s loader keeps its cache as pickled objects, which torch >= 2.6 refuses to load, and it
+needs three times the memory. The files underneath are plain: numbers as csv.gz, or one npz for
+the largest graph. So they are read directly, from the folder that ``ogb`` itself made or from the
+official archive.
+
+    ogbn_arxiv/raw/        edge.csv.gz  node-feat.csv.gz  node-label.csv.gz  num-node-list.csv.gz
+    ogbn_arxiv/split/time/ train.csv.gz  valid.csv.gz  test.csv.gz
+    ogbn_papers100M/raw/   data.npz (edge_index, node_feat, num_nodes_list)  node-label.npz
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gnnpipe.errors import InputError
+from gnnpipe.files import open_plain
+from gnnpipe.data.npz_archive import UNREADABLE, opened, read_arrays
+from gnnpipe.data.clean import clean
+from gnnpipe.data.download import FetchError, data_root, fetch_zip, locked, tidied
+from gnnpipe.graph.graph import Graph
+from gnnpipe.registry import nearest
+
+__all__ = ["OGB_DATASETS", "read_ogb"]
+
+URL = "http://snap.stanford.edu/ogb/data/nodeproppred/"
+
+MAPPED_BYTES = 4 << 30
+"""Features above this size are unpacked to a file and memory-mapped, not read."""
+
+
+@dataclass(frozen=True)
+class _Ogb:
+    archive: str
+    size: str
+    scheme: str
+    classes: int
+    one_direction: bool
+    """The files hold each undirected edge once."""
+
+
+OGB_DATASETS = {
+    "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 40, one_direction=False),
+    "ogbn-products": _Ogb("products", "1.4 GB", "sales_ranking", 47, one_direction=True),
+    "ogbn-papers100M": _Ogb("papers100M-bin", "56 GB", "time", 172, one_direction=False),
+}
+
+
+def read_ogb(
+    name: str,
+    *,
+    data_dir: str = "",
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+) -> Graph:
+    """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
+
+    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as OGB has them; ``symmetrize`` adds the
+    reverse edges.
+
+    Raises:
+        InputError: unknown name; absent with no network; a file missing or damaged.
+    """
+    if name not in OGB_DATASETS:
+        raise InputError(f"--dataset {name!r}: {nearest(name, OGB_DATASETS)}")
+    facts = OGB_DATASETS[name]
+    folder = _folder(name, facts, data_root(data_dir))
+    raw = folder / "raw"
+    # The small files first: what is wrong with them shows before minutes of reading.
+    masks = _split(folder / "split", facts.scheme) if split == "given" else None
+    binary = (raw / "data.npz").exists()
+    if binary:
+        edge_index = _member(raw / "data.npz", "edge_index")
+        x = _large_member(raw / "data.npz", "node_feat", folder / "gnnpipe" / "node_feat.npy")
+        y = _member(raw / "node-label.npz", "node_label")
+        counts = _member(raw / "data.npz", "num_nodes_list")
+    else:
+        edge_index = _csv(raw / "edge.csv.gz", np.int64).T
+        x = _csv(raw / "node-feat.csv.gz", np.float32)
+        y = _csv(raw / "node-label.csv.gz", np.float64)
+        counts = _csv(raw / "num-node-list.csv.gz", np.int64)
+    if counts.size != 1 or counts.dtype.kind not in "iu":
+        raise InputError(
+            f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
+            "not one whole number; unpack OGB's archive anew"
+        )
+    n = int(counts.item())
+    return clean(
+        edge_index, name=name, x=x, y=y, masks=masks, num_vertices=n, num_classes=facts.classes,
+        split=split, seed=seed, symmetrize=symmetrize or facts.one_direction,
+    )  # fmt: skip
+
+
+def _folder(name: str, facts: _Ogb, root: Path) -> Path:
+    """Where the dataset lies: as ``ogb`` names it, or the archive unpacked by hand; else fetch."""
+    own = name.replace("-", "_")
+    places = [root / own, root / f"{own}_pyg", root / facts.archive]
+    with locked(root / own):
+        for place in places:
+            if (place / "raw").is_dir():
+                return place
+        url = f"{URL}{facts.archive}.zip"
+        try:
+            fetch_zip(url, places[0], facts.archive)
+        except FetchError as error:
+            raise InputError(
+                f"--dataset {name!r}: not in --data-dir {str(root)!r} and not to be had from the "
+                f"network ({error}); put there the unpacked {url} ({facts.size}) as "
+                f"{str(places[0])!r} with its folders raw/ and split/"
+            ) from None
+    return places[0]
+
+
+def _split(folder: Path, scheme: str) -> list[Any]:
+    """The indices of the train, val and test vertices."""
+    place = folder / scheme
+    if not place.is_dir():
+        others = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        if len(others) != 1:
+            raise InputError(
+                f"--data-dir: no folder {str(place)!r}; it must hold train.csv.gz, valid.csv.gz "
+                "and test.csv.gz, or use --split 60/20/20"
+            )
+        place = folder / others[0]
+    return [_csv(place / f"{part}.csv.gz", np.int64)[:, 0] for part in ("train", "valid", "test")]
+
+
+def _csv(path: Path, dtype: Any) -> Any:
+    """[rows, columns] of a csv.gz file without a header."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an empty file: val may be empty
+            return np.loadtxt(path, delimiter=",", dtype=dtype, ndmin=2)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
+
+
+def _member(path: Path, key: str) -> Any:
+    try:
+        with open_plain(path) as file:
+            return read_arrays(file, {key})[key]
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
+
+
+def _large_member(path: Path, key: str, unpacked: Path) -> Any:
+    """Like ``_member``, but memory-mapped from the file ``unpacked`` if it is large.
+
+    The features of papers100M are 57 GB: reading them through zip would hold them in memory in
+    every rank, while a mapped file is read where it is needed and shared by the ranks.
+    """
+    try:
+        with open_plain(path) as file, opened(file) as entries:
+            if entries.size_bytes(key) < MAPPED_BYTES:
+                return entries.read({key})[key]
+            with locked(unpacked), tidied(unpacked.parent):
+                if not unpacked.exists():
+                    unpacked.parent.mkdir(exist_ok=True)
+                    part = unpacked.with_suffix(".part")
+                    with open(part, "wb") as out:
+                        entries.unpack(key, out)
+                    os.replace(part, unpacked)
+        return np.load(unpacked, mmap_mode="r", allow_pickle=False)
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"--data-dir: no file {str(path)!r}; unpack OGB's archive anew")
+    why = " ".join(str(error).split())
+    return InputError(f"--data-dir: cannot read {str(path)!r} ({why}); unpack OGB's archive anew")

@@ -1,0 +1,200 @@
+"""A chain of hand-made layers as a model: every layer is one op with one aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gnnpipe.errors import InputError
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
+
+__all__ = ["GNN", "LayerPiece", "layer_name"]
+
+
+def layer_name(layer: Layer) -> str:
+    """Name of a layer's op: 'gcn0'."""
+    names = {MODELS[name]: name for name in MODELS}
+    return f"{names.get(type(layer), type(layer).__name__)}{layer.index}"
+
+
+class GNN(nn.Module, Model):
+    """A stack of layers; the first reads the features, the last gives the logits."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        """``InputError`` unless ``layers`` are numbered from 0 and each finds what it reads."""
+        super().__init__()
+        _check(layers)
+        self.layers = nn.ModuleList(layers)
+        self.name = layer_name(layers[0])[:-1]
+
+    @classmethod
+    def build(cls, name: str, spec: LayerSpec, seed: int, dtype: torch.dtype) -> GNN:
+        """The model ``name`` with weights drawn from ``seed``, the same on every rank."""
+        kind = MODELS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = cls([kind(i, spec) for i in range(spec.num_layers)])
+        return model.to(dtype)
+
+    @staticmethod
+    def count_weights(name: str, spec: LayerSpec) -> int:
+        """Numbers in the weights of the model ``name``, none of which is allocated for it."""
+        kind, count = MODELS[name], spec.num_layers
+        # All layers but the first and the last are alike.
+        several = {0: 1, min(1, count - 1): max(1, count - 2), count - 1: 1}
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return sum(
+                many * sum(p.numel() for p in kind(i, spec).parameters())
+                for i, many in several.items()
+            )
+
+    @property
+    def size_text(self) -> str:
+        """Depth and width."""
+        return f"{len(self.layers)} layers x {self.stack()[0].spec.hidden}"
+
+    @property
+    def module(self) -> nn.Module:
+        """Itself."""
+        return self
+
+    def rounds(self, dense: Collection[str]) -> bool:
+        """Features that are dense, or rows of some layer (see ``Model``)."""
+        return bool(dense) or any(layer.rounds for layer in self.stack())
+
+    def stack(self) -> list[Layer]:
+        """The layers in order, typed."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def piece(self, first: int, last: int) -> LayerPiece:
+        """Layers first..last-1."""
+        return LayerPiece(self.stack()[first:last])
+
+
+def _check(layers: Sequence[Layer]) -> None:
+    if not layers:
+        raise InputError("GNN: no layers; try GNN([GCNLayer(0, spec)])")
+    made: Mapping[str, int] = {}
+    for i, layer in enumerate(layers):
+        kind = type(layer).__name__
+        if not isinstance(layer, Layer):
+            raise InputError(f"GNN: layer {i} is a {kind}, not a gnnpipe.models.Layer")
+        count = layer.spec.num_layers
+        if layer.index != i or count != len(layers):
+            raise InputError(
+                f"GNN: layer {i} of {len(layers)} was made as number {layer.index} of {count}; try "
+                f"{kind}({i}, spec) with LayerSpec(num_layers={len(layers)})"
+            )
+        missing = [name for name in layer.reads if i and name not in made]
+        if missing:
+            raise InputError(
+                f"GNN: layer {i}, {kind}, reads {missing[0]}, which {type(layers[i - 1]).__name__} "
+                f"does not make; try {kind} in front of it, too, or another kind here"
+            )
+        is_pushed = i > 0 and layer.push_maker(layers[i - 1]) is layers[i - 1]
+        if is_pushed and made["x"] != layer.push_width:
+            raise InputError(
+                f"GNN: layer {i}, {kind}, pushes rows of {layer.push_width}, but layer {i - 1} "
+                f"makes rows of {made['x']}; give both the same hidden"
+            )
+        made = layer.out_widths
+
+
+class LayerPiece(Piece):
+    """Consecutive layers: step j is what layer j - 1 makes of its aggregate, and j's push.
+
+    Between stages a value is known as 'gcnii7.h0'; inside, as the layers call it.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = list(layers)
+        self._names = [layer_name(layer) for layer in layers]
+        self.rounds = [
+            (
+                Aggregation(
+                    name,
+                    layer.aggregation,
+                    layer.push_width,
+                    kept_per_edge=layer.kept_per_edge,
+                    of_features=layer.can_begin,
+                ),
+            )
+            for name, layer in zip(self._names, layers, strict=True)
+        ]
+        self._makers = [
+            layer.push_maker(before)
+            for layer, before in zip(self.layers, [None, *self.layers], strict=False)
+        ]
+        self._may_overwrite = [layer.may_overwrite for layer in self.layers]
+        self._is_aggregated = False
+
+    def begin_aggregated(self, names: Collection[str]) -> None:
+        """See ``Piece``."""
+        self._is_aggregated = self._names[0] in names
+
+    @property
+    def needs_features(self) -> bool:
+        """See ``Piece``."""
+        return not self._is_aggregated or self.layers[0].keeps_features
+
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Run one step (see ``Piece``)."""
+        if index == 0:
+            values = {name.rpartition(".")[2]: value for name, value in values.items()}
+            if self._is_aggregated:
+                return {}, values
+        elif index == 1 and self._is_aggregated:
+            layer = self.layers[0]
+            values = layer.begin(received[self._names[0]].rows, self._for_after(index, rows))
+        else:
+            layer, found = self.layers[index - 1], received[self._names[index - 1]]
+            read = self._for_after(index, rows)
+            read = read if found.block is None else replace(read, block=found.block)
+            values = layer.after(found.rows, values, read)
+        if index < len(self.layers):
+            layer = self.layers[index]
+            # It receives nothing that could be written over.
+            rows = replace(rows, may_overwrite=False) if rows.may_overwrite else rows
+            pushed, values = layer.before(values, rows)
+            return {self._names[index]: pushed}, values
+        if not layer.is_last:
+            values = {f"{self._names[-1]}.{name}": value for name, value in values.items()}
+        return {}, values
+
+    def _for_after(self, index: int, rows: Rows) -> Rows:
+        """``rows`` without their place, where that is for the next layer's ``before``.
+
+        The other way round ``before`` pushes what it is given. And to write over what it received
+        is only for a layer that says that it does.
+        """
+        if rows.place is not None and self._makers[index] is self.layers[index]:
+            rows = replace(rows, place=None)
+        if rows.may_overwrite and not self._may_overwrite[index - 1]:
+            rows = replace(rows, may_overwrite=False)
+        return rows
+
+    @property
+    def is_repeatable(self) -> bool:
+        """See ``Piece``."""
+        return all(layer.is_repeatable for layer in self.layers)
+
+    def makes_in_place(self, index: int) -> bool:
+        """See ``Piece``."""
+        return index < len(self.layers) and self._makers[index] is not None
+
+    def to(self, device: torch.device) -> None:
+        """Move the layers."""
+        for layer in self.layers:
+            layer.to(device)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the whole model names them."""
+        for layer in self.layers:
+            for name, parameter in layer.named_parameters():
+                yield f"layers.{layer.index}.{name}", parameter

@@ -1,0 +1,1 @@
+"""Measures costs on this machine and predicts the time of an epoch."""

@@ -1,0 +1,249 @@
+"""What a simulation is made of: a plan, what its chunks hold, what its ranks keep in memory.
+
+Of a dataset these are counted, after it has been read and cut as for a run. Of a mere shape (N
+vertices, E edges, F features, C classes) they are shared out evenly; then nothing is read or cut,
+and a shape may be larger than this machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import scipy.sparse as sp
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, made_once
+from gnnpipe.planner import plan_uniform
+from gnnpipe.registry import nearest
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.schedule import Program, training_program
+from gnnpipe.setup.inputs import check_parts, choose_model
+from gnnpipe.setup.model_graph import describe
+from gnnpipe.train.number_types import number_dtype, row_dtype
+from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.chunk_sizes import chunk_sizes
+
+__all__ = ["GraphShape", "Scenario", "memory_of_shape", "scenario_of", "scenario_of_shape"]
+
+STALE_SHARE = 0.5
+"""Of the rows of a shape, those that a forecast carries over: an assumption."""
+
+MOST = {"features": 1e6, "classes": 1e6, "halo": 1e5}
+"""More are a slip of the keyboard."""
+
+MOST_NUMBERS = 10**18
+"""Of all vertices' features: what int64 can count."""
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """A graph in numbers."""
+
+    vertices: int
+    edges: int
+    features: int
+    classes: int
+    halo: float = 1.0
+    """Rows of other shards that are read, for each own row (M / N in a run's report)."""
+    stored: int = 0
+    """Numbers that sparse features hold; 0: they are dense."""
+
+    @classmethod
+    def parse(cls, text: str) -> GraphShape:
+        """From words like 'vertices=1000,edges=5000,features=16,classes=4'."""
+        known = {f.name: float if f.name == "halo" else int for f in fields(cls)}
+        values: dict[str, float] = {}
+        for word in text.split(","):
+            name, _, number = word.strip().partition("=")
+            if name not in known:
+                raise InputError(f"--shape {text!r}: {name!r}: {nearest(name, known)}")
+            if name in values:
+                raise InputError(f"--shape {text!r}: {name} is given twice; drop one of the two")
+            try:
+                values[name] = _number(known[name], number)
+            except (ValueError, OverflowError):
+                raise InputError(
+                    f"--shape {text!r}: {name} {number!r} is no "
+                    f"{'whole ' * (known[name] is int)}number"
+                ) from None
+            least = 0 if name in ("halo", "stored", "edges") else 1
+            most = MOST.get(name, 1e15)
+            if not least <= values[name] <= most:
+                raise InputError(f"--shape {text!r}: {name} must be {least} to {most:,.0f}")
+        missing = [f for f in ("vertices", "edges", "features", "classes") if f not in values]
+        if missing:
+            raise InputError(
+                f"--shape {text!r}: {' and '.join(missing)} missing; write it like "
+                "vertices=1e6,edges=1e7,features=128,classes=40"
+            )
+        numbers = values["vertices"] * values["features"]
+        if numbers > MOST_NUMBERS:
+            raise InputError(
+                f"--shape {text!r}: vertices times features must be at most {MOST_NUMBERS:,}"
+            )
+        if values.get("stored", 0) > numbers:
+            raise InputError(
+                f"--shape {text!r}: stored must be at most vertices times features, {numbers:,.0f}"
+            )
+        pairs = values["vertices"] ** 2
+        if values["edges"] > pairs:
+            raise InputError(
+                f"--shape {text!r}: edges must be at most vertices times vertices, {pairs:,.0f}"
+            )
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """One plan, ready to be given costs."""
+
+    config: TrainConfig
+    plan: Plan
+    model: ModelGraph
+    program: Program
+    order: Sequence[int]
+    sizes: ChunkSizes
+    volume: CommVolume
+    memory_bytes: list[int]
+    """By rank, estimated."""
+    shape: GraphShape
+    forecasts: bool
+
+
+def scenario_of(prepared: Prepared) -> Scenario:
+    """Of a dataset that was read and cut."""
+    graph, config = prepared.graph, prepared.config
+    x = graph.x
+    stored = int(x.nnz) if isinstance(x, sp.csr_array) else 0
+    halo = prepared.quality.crossings_per_vertex if prepared.plan.shards > 1 else 1.0
+    return Scenario(
+        config, prepared.plan, prepared.model_graph, prepared.program,
+        chunk_order(config, prepared.exact_epochs), chunk_sizes(prepared), prepared.volume,
+        [m.total for m in memory_by_rank(prepared)],
+        GraphShape(
+            graph.num_vertices, graph.num_edges, graph.num_features, graph.num_classes, halo, stored
+        ),
+        len(prepared.pilots) > 0,
+    )  # fmt: skip
+
+
+def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
+    """Of a graph in numbers."""
+    shards, chunks = config.shards, config.chunks
+    model = _described(config, shape)
+    plan = _plan_of_shape(config, shape, model)
+    stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
+    pilots = _pilots(config, shape, model, plan)
+    rows = _shared_out(shape.vertices, shards, chunks)
+    crossing = np.round(rows * halo).astype(np.int64)
+    stale = STALE_SHARE * (1 + halo) * rows.sum(1) if pilots else 0 * rows.sum(1)
+    sizes = ChunkSizes(
+        rows={"": rows}, edges={"": _shared_out(shape.edges, shards, chunks)},
+        entries={"": _shared_out(stored, shards, chunks)}, boundary={"": crossing},
+        halo={"": crossing}, stale={"": np.round(stale).astype(np.int64)},
+        pilots={"": _shared_out(pilots, shards, 1)[:, 0]},
+        once=made_once(model, plan, row_dtype(config) != number_dtype(config)),
+    )  # fmt: skip
+    volume = closed_form_volume(
+        plan, model, num_vertices={"": shape.vertices}, crossings={"": int(crossing.sum())},
+        pilots={"": pilots}, number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
+    )  # fmt: skip
+    memory = [size for size in memory_of_shape(config, shape, model, plan) for _ in range(shards)]
+    return Scenario(
+        config, plan, model,
+        training_program(
+            plan, pilots > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
+        ),
+        chunk_order(config, config.techniques.exact_epochs), sizes, volume, memory, shape,
+        pilots > 0,
+    )  # fmt: skip
+
+
+def memory_of_shape(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan | None = None
+) -> list[int]:
+    """Bytes of a rank, by stage; ``InputError`` where the shape cannot be planned."""
+    plan = plan or _plan_of_shape(config, shape, model)
+    shards, pilots = config.shards, _pilots(config, shape, model, plan)
+    stored = shape.stored or shape.vertices * shape.features
+    own = math.ceil(shape.vertices / shards)
+    return [
+        estimate_memory(
+            plan, model, stage, own_rows={"": own},
+            halo_rows={"": math.ceil(own * _halo(config, shape))},
+            own_edges=math.ceil(shape.edges / shards), own_pairs=0,
+            # How many lead from one chunk to another is not known: the most it can be.
+            live_share=float(plan.reads_stale),
+            feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
+            symmetric=True, snapshot=config.techniques.snapshot_every > 1,
+            pilot_rows={"": math.ceil(pilots / shards)},
+            pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
+            pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
+            extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
+            recompute=config.recompute, copied_share=shape.halo,
+            # Which vertices are trained on is not known either: all of them, with cross entropy.
+            loss_numbers=own * shape.classes, asked=ALL_ROWS,
+            number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+        ).total
+        for stage in range(plan.num_stages)
+    ]  # fmt: skip
+
+
+def _halo(config: TrainConfig, shape: GraphShape) -> float:
+    return shape.halo if config.shards > 1 else 0.0
+
+
+def _pilots(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
+    if not plan.reads_stale:
+        return 0
+    widest = max((op.push_width for op in model.aggregations), default=0)
+    return min(config.techniques.pilots_per_column * (widest + 1), shape.vertices)
+
+
+def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
+    shards, chunks = config.shards, config.chunks
+    if shape.vertices < shards * chunks:
+        raise InputError(
+            f"--chunks {chunks}: with --shards {shards} more pieces than the {shape.vertices:,} "
+            "vertices; try fewer"
+        )
+    return plan_uniform(
+        model, stages=config.stages, shards=shards, chunks=chunks, exact=config.techniques.exact,
+        num_vertices={"": shape.vertices}, num_edges={"": shape.edges},
+        feature_entries={"": shape.stored or shape.vertices * shape.features},
+    )  # fmt: skip
+
+
+def _shared_out(total: int, shards: int, chunks: int) -> np.ndarray:
+    """[G, K] whole numbers that add up, at most one apart."""
+    cells = np.arange(shards * chunks + 1, dtype=object) * total // (shards * chunks)
+    return np.diff(cells).astype(np.int64).reshape(shards, chunks)
+
+
+def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
+    """The config's model, on a graph of one vertex."""
+    nobody = np.zeros(1, dtype=bool)
+    stand_in = Graph(
+        "shape", np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int32),
+        np.zeros((1, shape.features), dtype=np.float32), np.zeros(1, dtype=np.int64),
+        ~nobody, nobody, nobody, shape.classes,
+    )  # fmt: skip
+    check_parts(config, None, None)
+    model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config))
+    return describe(model, stand_in)
+
+
+def _number(kind: type[int] | type[float], text: str) -> float:
+    """A whole number may be written as 1e7, too."""
+    value = float(text)
+    if kind is int and value != int(value):
+        raise ValueError
+    return kind(value)

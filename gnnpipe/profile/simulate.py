@@ -1,0 +1,257 @@
+"""``gnnpipe simulate``: an epoch of any shape on any cluster, in one process, nothing trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.files import NewFile
+from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
+from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
+from gnnpipe.perf.costs import Costs
+from gnnpipe.perf.critical import critical_shares, kind_of, place_of
+from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
+from gnnpipe.perf.memory import ON_TOP
+from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.sensitivity import LESS, sensitivity
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import what_ifs
+from gnnpipe.plan.cluster import Cluster
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.train.nearest_shape import nearest_that_fits
+from gnnpipe.train.number_types import number_dtype, row_dtype
+from gnnpipe.profile.predict import check_profile, read_profile
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.run.summary import human_bytes
+from gnnpipe.profile.scenario import GraphShape, Scenario, scenario_of, scenario_of_shape
+
+__all__ = ["Simulation", "simulate_command", "simulated"]
+
+VERSION = 1
+MOST_RANKS = 1024
+"""Among which a shape is sought that fits devices of a data sheet, whose number nobody has said."""
+
+SHOWN_RANKS = 8
+"""Ranks that have a line each. Of more, the critical path is told by what, not also by where."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out; times in seconds, of one epoch."""
+
+    stages: int
+    shards: int
+    chunks: int
+    schedule: str
+    profile: str
+    """Machine and source of the profile."""
+    predicted_epoch_time_s: float
+    predicted_time_shares: list[TimeShares]
+    """By rank."""
+    memory_bytes: list[int]
+    """By rank, estimated."""
+    device_memory_bytes: list[int]
+    """By rank, of the cluster; empty without one."""
+    comm_bytes_per_epoch: dict[str, int]
+    critical_path: dict[str, float]
+    """Share of the epoch by what and where, the largest first; by what alone, of many ranks."""
+    what_if_s: dict[str, float]
+    """The epoch by what is changed."""
+    sensitivity: dict[str, float]
+    """Change of the epoch by what takes a tenth less time, relative."""
+
+    def to_json(self) -> str:
+        """As text, with a version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def lines(self) -> Iterator[str]:
+        """For a person."""
+        epoch_s = self.predicted_epoch_time_s
+        yield (
+            f"shape: {self.stages} x {self.shards} x {self.chunks} (stages x shards x chunks) on "
+            f"{_ranks(len(self.memory_bytes))}, schedule {self.schedule}"
+        )
+        yield f"profile: {self.profile}"
+        yield f"predicted: {epoch_s:.4g} s an epoch"
+        parts = {
+            "compute": ("compute_s",), "exposed communication":
+            ("exposed_pipeline_s", "exposed_graph_s"), "bubble": ("bubble_s",),
+            "imbalance": ("imbalance_s",),
+        }  # fmt: skip
+        shares = [asdict(share) for share in self.predicted_time_shares]
+        means = {
+            name: statistics.mean(sum(share[key] for key in keys) for share in shares) / epoch_s
+            for name, keys in parts.items()
+        }
+        yield "mean of the ranks: " + ", ".join(f"{k} {v:.0%}" for k, v in means.items())
+        yield from self._memory_lines()
+        yield f"(estimated; {ON_TOP})"
+        sent = self.comm_bytes_per_epoch
+        axes = ", ".join(f"{k} {v:,}" for k, v in sent.items() if k != "total")
+        yield f"sent per epoch over all ranks: {human_bytes(sent['total'])} ({axes} bytes)"
+        path = ", ".join(f"{v:.0%} {k}" for k, v in list(self.critical_path.items())[:6])
+        yield f"critical path: {path}"
+        yield "(one longest path; others may be as long, so what shortens the epoch is below)"
+        for words, time_s in self.what_if_s.items():
+            yield f"what if {words}: {time_s:.4g} s ({time_s / epoch_s - 1:+.1%})"
+        for words, change in self.sensitivity.items():
+            yield f"if {words} took {LESS:.0%} less time: {change:+.1%}"
+
+    def _memory_lines(self) -> Iterator[str]:
+        of = [f" of {human_bytes(b)}" for b in self.device_memory_bytes]
+        if len(self.memory_bytes) <= SHOWN_RANKS:
+            for rank, size in enumerate(self.memory_bytes):
+                yield f"memory of rank {rank}: {human_bytes(size)}{of[rank] if of else ''}"
+            return
+        worst = max(range(len(self.memory_bytes)), key=lambda rank: self.memory_bytes[rank])
+        middle = statistics.median(self.memory_bytes)
+        yield (
+            f"memory: rank {worst} takes most, {human_bytes(self.memory_bytes[worst])}"
+            f"{of[worst] if of else ''}; the median is {human_bytes(middle)}"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
+    """Simulate, print, and write the file; ``options``: what was given of the flags."""
+    hardware = options.hardware
+    if (hardware is None) == (config.profile == ""):
+        raise InputError(
+            "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
+            "DEVICE:LINK, like h100:100gbe"
+        )
+    # One that stands in a file of settings is for other commands.
+    if options.shape is not None and hasattr(options, "dataset"):
+        raise InputError(
+            f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
+            "one out"
+        )
+    file = NewFile("--json", options.json, "simulated.json")
+    found = simulated(
+        config, None if options.shape is None else GraphShape.parse(options.shape), hardware,
+        None if options.cluster is None else Cluster.read(options.cluster),
+    )  # fmt: skip
+    print("\n".join(found.lines()), flush=True)
+    file.write(found.to_json())
+    return 0
+
+
+def simulated(
+    config: TrainConfig, shape: GraphShape | None, hardware: str | None, cluster: Cluster | None
+) -> Simulation:
+    """Of the config's dataset, or of a ``shape``; by ``hardware`` or the config's profile.
+
+    ``InputError`` if the plan does not fit the cluster, with the nearest shape that does.
+    """
+    ranks = config.world_size
+    if cluster is not None and ranks > len(cluster.devices):
+        raise InputError(
+            f"--stages {config.stages} --shards {config.shards}: need {ranks} devices, and the "
+            f"cluster has {len(cluster.devices)}; try fewer"
+        )
+    profile = None if hardware is not None else read_profile(config.profile)
+    room_bytes: list[int] = []
+    if cluster is not None:
+        room_bytes = [device.memory_bytes for device in cluster.devices]
+    elif hardware is not None:
+        room_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MOST_RANKS)
+    scenario = _scenario(config, shape)
+    if room_bytes:
+        _check_memory(scenario, room_bytes, cluster is None)
+    if profile is None:
+        profile = hardware_profile(
+            hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
+            matmul_dtype=config.matmul_dtype, recompute=config.recompute,
+        )  # fmt: skip
+        config = replace(config, kernel=profile.kernel)
+    if cluster is not None:
+        profile = with_links(profile, cluster, config.shards)
+    costs = _costs(scenario, config, profile, cluster)
+    timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
+    notes = simulated_notes(timeline, config.shards)
+    link = float("inf") if profile.message is None else profile.message.bandwidth_bytes_per_s
+    changed = what_ifs(timeline, scenario.program, costs, scenario.order)
+    doubled = _with_twice_the_chunks(scenario, shape)
+    if doubled is not None:
+        twice = _costs(doubled, config, profile, cluster)
+        tasks = program_tasks(doubled.program, twice, doubled.order)
+        changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
+    name = kind_of if ranks > SHOWN_RANKS else place_of
+    return Simulation(
+        stages=config.stages, shards=config.shards, chunks=scenario.plan.chunks,
+        schedule=scenario.plan.schedule,
+        profile=f"{profile.machine}, {profile.source}; {profile.note}",
+        predicted_epoch_time_s=timeline.makespan_s,
+        predicted_time_shares=time_shares(notes, config.shards, [link] * ranks),
+        memory_bytes=scenario.memory_bytes,
+        device_memory_bytes=room_bytes[:ranks],
+        comm_bytes_per_epoch=scenario.volume.to_dict(),
+        critical_path=critical_shares(timeline, name), what_if_s=changed,
+        sensitivity=sensitivity(timeline, name),
+    )  # fmt: skip
+
+
+def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
+    if shape is not None:
+        return scenario_of_shape(config, shape)
+    # Chunk by chunk: other devices than a CPU do so, and so does ``scenario_of_shape``.
+    return scenario_of(prepare(config, Mesh.alone(), joins=False))
+
+
+def _costs(
+    scenario: Scenario, config: TrainConfig, profile: Profile, cluster: Cluster | None
+) -> Costs:
+    # As many ranks share a machine as the profile was taken with.
+    together = min(max(times.ranks for times in profile.compute), config.world_size)
+    check_profile(config, profile, together, scenario.forecasts)
+    costs = ProfiledCosts(
+        profile, scenario.plan, scenario.model, scenario.sizes,
+        number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+        ranks_at_once=together,
+    )  # fmt: skip
+    if cluster is None:
+        return costs
+    return ClusterCosts(costs, config.shards, config.world_size, cluster)
+
+
+def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
+    """Where the graph can be cut once more, and the walk is a pipeline's."""
+    config = scenario.config
+    if scenario.plan.chunks != config.chunks or config.chunks == 1:
+        return None
+    try:
+        return _scenario(replace(config, chunks=2 * config.chunks), shape)
+    except InputError:
+        return None
+
+
+def _check_memory(scenario: Scenario, room_bytes: Sequence[int], is_open: bool) -> None:
+    """``InputError`` if a rank's part is larger than its device; ``room_bytes`` by device.
+
+    ``is_open``: nobody has said how many devices there are.
+    """
+    over = [r for r, size in enumerate(scenario.memory_bytes) if size > room_bytes[r]]
+    if not over:
+        return
+    worst = max(over, key=lambda r: scenario.memory_bytes[r] / room_bytes[r])
+    config, nearest = scenario.config, nearest_that_fits(scenario, room_bytes)
+    if nearest is None:
+        where = f"on up to {len(room_bytes):,} such" if is_open else f"on these {len(room_bytes)}"
+        hint = f"nor does any shape {where} devices; try --recompute or a smaller --hidden"
+    else:
+        stages, shards, chunks = nearest
+        hint = f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
+    raise InputError(
+        f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
+        f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
+        f"{human_bytes(room_bytes[worst])}; {hint}"
+    )

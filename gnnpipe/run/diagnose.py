@@ -1,0 +1,63 @@
+"""Where numbers went wrong: looked for only once they have."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from gnnpipe.models import Values
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
+from gnnpipe.train.evaluate import results_by_chunk
+
+__all__ = ["find_fault"]
+
+
+def find_fault(assembly: Assembly, mesh: Mesh, epoch: int, loss: float) -> str:
+    """Epoch (from 1), stage, layer and chunk of the first values that are no numbers, in a line.
+
+    A forward pass with the weights as they are, dropout off, tells where rows go wrong first. Where
+    none do, it was dropout's doing or that of backward: then the weights whose gradients are no
+    numbers are named. The same on every rank.
+    """
+    stage = assembly.executor.stage
+    found: list[tuple[int, int, int]] = []
+
+    def watch(chunk: int, step: int, made: Values) -> None:
+        if not all(map(_is_finite, made.values())):
+            found.append((mesh.stage, step, chunk))
+
+    stage.watch = watch
+    try:
+        results_by_chunk(assembly)
+    finally:
+        stage.watch = None
+    names = [[a.name for a in one] for one in stage.piece.rounds]
+    first = min(found, default=None)
+    mine: tuple[tuple[int, int, int], str] | None = None
+    if first is not None:
+        # A step ends with the push of its layer; the last one with what the last layer makes.
+        layer = names[min(first[1], len(names) - 1)] if names else ["no layer"]
+        mine = first, f"stage {first[0]}, layer {', '.join(layer)}, chunk {first[2]}"
+    executor = assembly.executor
+    everyone = mesh.gather((mine, executor.guard.faulty, executor.faulty_chunks))
+    rows = [place for place, _, _ in everyone if place is not None]
+    grads = [(rank, name) for rank, (_, names, _) in enumerate(everyone) for name in names]
+    chunks = [chunk for _, _, found in everyone for chunk in found]
+    what = f"the loss is {loss}" if not math.isfinite(loss) else "gradients are no numbers"
+    where = ""
+    if rows:
+        where = f", first in {min(rows)[1]}"
+    elif grads:
+        # Backward comes from the last weights.
+        rank, name = grads[-1]
+        at = f", loss of chunk {chunks[0]}" if chunks else ""
+        where = f", first in the gradient of {name} (stage {rank // mesh.shards}{at})"
+    elif chunks:
+        where = f", first in the loss of chunk {chunks[0]}"
+    return f"epoch {epoch + 1}: {what}{where}"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())

@@ -1,0 +1,265 @@
+"""The folder of a run: everything that it was and became, enough to repeat it.
+
+config.toml, plan.json and program.txt are written before the first epoch, metrics.csv grows a row
+an epoch, result.json and model.pt come last. A folder that holds another run is never touched.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy
+import torch
+import torch_geometric
+
+from gnnpipe import __version__
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import FailedError, InputError
+from gnnpipe.files import how_to_write, seed_runs
+from gnnpipe.plan import Plan
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.run.metrics_csv import EpochRow
+from gnnpipe.train.restart import note_launch
+
+__all__ = [
+    "RunFolder", "claim_folder", "plain", "run_path", "versions",
+]  # fmt: skip
+
+
+def run_path(config: TrainConfig) -> Path:
+    """Where the run goes: ``--out``, or a new folder below runs/."""
+    if config.out:
+        return Path(config.out)
+    dataset = "".join(c if c.isalnum() else "-" for c in Path(config.dataset).stem.lower())
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    base = Path("runs") / f"{dataset[:40]}-{config.model}-{stamp}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+class RunFolder:
+    """Writes one run's folder; only rank 0 has one."""
+
+    def __init__(self, path: Path, goes_on: bool = False) -> None:
+        """Check the place before any work: ``InputError`` if it is taken or cannot be written.
+
+        ``goes_on``: the run in it is the one to be gone on with.
+        """
+        self.path, self.goes_on = path, goes_on
+        self._columns: list[str] = []
+        self._lock: int | None = None
+        if os.path.lexists(path) and not path.is_dir():
+            raise InputError(f"--out {str(path)!r}: is a file; give a folder")
+        if path.is_dir() and any(path.iterdir()) and not goes_on:
+            raise InputError(
+                f"--out {str(path)!r}: holds another run (or other files); give a new folder, or "
+                f"go on with it by --resume {(seed_runs(path) or [path])[0]}"
+            )
+        existing = path
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        if not existing.is_dir() or not _writable(existing):
+            raise InputError(
+                f"--out {str(path)!r}: {str(existing)!r} cannot be written; give another folder"
+            )
+        if goes_on:
+            self._claim()
+
+    def _claim(self) -> None:
+        """Two processes must not write one run; the lock goes with the process, however it ends."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return  # a disk that has no locks
+            self.release()
+            raise InputError(
+                f"--out {str(self.path)!r}: another process is writing this run; wait for its end, "
+                "or give another folder"
+            ) from None
+
+    def release(self) -> None:
+        """Nothing more will be written."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """A disk that is full or has gone is told of in a line; what was written remains."""
+        try:
+            yield
+        except OSError as error:
+            raise FailedError(
+                f"--out {str(self.path)!r}: cannot be written any more ({error.strerror}); "
+                f"{how_to_write(error.errno)} and {again_with(self.path)}"
+            ) from error
+
+    def open(self, config: TrainConfig, plan: Plan, program: str) -> None:
+        """Make the folder and write what is known before the first epoch.
+
+        This and what follows raises ``FailedError`` when the disk takes no more.
+        """
+        with self._disk():
+            self._open(config, plan, program)
+
+    def _open(self, config: TrainConfig, plan: Plan, program: str) -> None:
+        text = config.to_toml()
+        if self.goes_on:
+            before = (self.path / "config.toml").read_text(encoding="utf-8")
+            if before != text:
+                number = 1 + sum(1 for _ in self.path.glob("config-before-*.toml"))
+                _replace(self.path / f"config-before-{number}.toml", before)
+            _replace(self.path / "config.toml", text)
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(self.path / "config.toml", "x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                raise InputError(
+                    f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
+                ) from None
+            self._claim()
+            note_launch(self.path)
+        _replace(self.path / "plan.json", plan.to_json())
+        _replace(self.path / "program.txt", program)
+
+    @property
+    def _metrics(self) -> Path:
+        return self.path / "metrics.csv"
+
+    def add(self, row: EpochRow) -> None:
+        """Append a row to metrics.csv; it is in the file when this returns."""
+        cells = row.cells()
+        with self._disk():
+            if not self._columns or not set(cells) <= set(self._columns):
+                self._widen(list(cells))
+            with open(self._metrics, "a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(cells)
+
+    def _widen(self, columns: list[str]) -> None:
+        """Make room for new columns: a run that goes on in another shape may know more."""
+        rows: list[dict[str, str]] = []
+        if self._columns:
+            with open(self._metrics, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+        self._columns += [name for name in columns if name not in self._columns]
+        self._write(rows)
+
+    def metrics_text(self, rows: Sequence[EpochRow]) -> str:
+        """metrics.csv as it stands; made again of ``rows`` if somebody has taken it away."""
+        with self._disk():
+            if not self._metrics.exists():
+                self.rewrite(rows)
+            return self._metrics.read_text(encoding="utf-8")
+
+    def rewrite(self, rows: Sequence[EpochRow]) -> None:
+        """Make metrics.csv what it was after these rows."""
+        cells = [row.cells() for row in rows]
+        self._columns = list(dict.fromkeys(name for row in cells for name in row))
+        with self._disk():
+            self._write(cells)
+
+    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        _replace(self._metrics, text.getvalue())
+
+    def close(self, result: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+        """Write result.json and the trained weights, model.pt (a ``state_dict``)."""
+        aside = self.path / ".aside-model.pt"
+        text = json.dumps(plain(result), indent=1, allow_nan=False)
+        with self._disk():
+            # Into memory first: torch's own writer hides what a full disk says.
+            held = io.BytesIO()
+            torch.save(dict(weights), held)
+            aside.write_bytes(held.getbuffer())
+            os.replace(aside, self.path / "model.pt")
+            _replace(self.path / "result.json", text + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    aside = path.with_name(f".aside-{path.name}")
+    with open(aside, "w", newline="", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def claim_folder(
+    config: TrainConfig, mesh: Mesh, resumed: Path | None = None
+) -> tuple[RunFolder | None, Path | None]:
+    """The run's folder on rank 0, checked, and its path on every rank; an error ends every rank.
+
+    ``resumed``: the folder of the run that is gone on with. Both ``None`` if nothing is written.
+    """
+    folder, error = None, None
+    if mesh.rank == 0 and config.out != "off":
+        try:
+            path = run_path(config)
+            goes_on = resumed is not None and path.resolve() == resumed.resolve()
+            folder = RunFolder(path, goes_on)
+        except InputError as fault:
+            error = str(fault)
+    failed, path = mesh.share((error, folder.path if folder else None))
+    if failed:
+        raise InputError(failed)
+    return folder, path
+
+
+def _writable(folder: Path) -> bool:
+    """Really try: permissions do not tell of read-only disks, nor stop root."""
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".gnnpipe-")
+        os.close(handle)
+        os.unlink(name)
+    except OSError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    return {
+        "gnnpipe": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_geometric": torch_geometric.__version__,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+    }

@@ -1,0 +1,85 @@
+"""What a person sees while it trains: a live line on a terminal, plain lines in a log.
+
+Only rank 0 speaks; the others hold a ``Progress`` that is silent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from gnnpipe.run.metrics_csv import EpochRow
+from gnnpipe.run.summary import score
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Shows epochs as they end; use as a context manager around the loop."""
+
+    def __init__(self, epochs: int, metric: str, speaks: bool) -> None:
+        self.epochs = epochs
+        self.metric = "" if metric == "accuracy" else f"{metric}: "
+        self.speaks = speaks
+        self.console = Console(highlight=False, soft_wrap=True)
+        self._done = 0
+        self._live: RichProgress | None = None
+        self._last = 0.0
+        self._scores = ""
+        self._update: Callable[[str], None] = lambda text: None
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self.speaks:
+            self.console.print(text, markup=False)
+
+    def start_at(self, epoch: int) -> None:
+        """So many epochs were done before."""
+        self._done = epoch
+
+    def __enter__(self) -> Progress:
+        if self.speaks and self.console.is_terminal:
+            live = RichProgress(
+                TextColumn("epoch"), MofNCompleteColumn(), BarColumn(bar_width=24),
+                TextColumn("{task.description}"), TimeRemainingColumn(),
+                console=self.console,
+            )  # fmt: skip
+            task = live.add_task("", total=self.epochs, completed=self._done)
+            self._update = lambda text: live.update(task, advance=1, description=text)
+            self._live = live
+            live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def epoch(self, row: EpochRow) -> None:
+        """Show an epoch; in a log only evaluated ones, or one every ten seconds."""
+        if not self.speaks:
+            return
+        text = f"loss {row.loss:.4f}"
+        if row.scores is not None:
+            s = row.scores
+            self._scores = (
+                f"  {self.metric}train {score(s.train_metric)}  val {score(s.val_metric)}  "
+                f"test {score(s.test_metric)}"
+            )
+        if self._live is not None:
+            self._update(text + self._scores)
+            return
+        now = time.monotonic()
+        if row.scores is not None or row.epoch in (1, self.epochs) or now - self._last > 10:
+            self._last = now
+            scores = self._scores if row.scores is not None else ""
+            self.say(f"epoch {row.epoch}/{self.epochs}  {text}{scores}  {row.epoch_time_s:.3f} s")

@@ -1,0 +1,195 @@
+"""A run in words: what is about to happen, what came out, what ``gnnpipe info`` says.
+
+Pure text from plain values; nothing is printed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
+from gnnpipe.setup.inputs import rounding_lines
+from gnnpipe.run.exact_epochs import LONGEST
+from gnnpipe.setup.prepare import Prepared
+from gnnpipe.tasks.loss import REGRESSION
+from gnnpipe.run.epoch_times import prediction_line, time_lines
+
+if TYPE_CHECKING:
+    from gnnpipe.run.result import RunResult
+    from gnnpipe.train.staleness import Staleness
+
+__all__ = [
+    "head_lines", "human_bytes", "info_lines", "result_lines", "score",
+]  # fmt: skip
+
+
+def human_bytes(size: float) -> str:
+    """A size in the unit that fits.
+
+    >>> human_bytes(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def score(value: float) -> str:
+    """Four digits, or '-' where there is none.
+
+    >>> score(0.5), score(math.nan)
+    ('0.5000', '-')
+    """
+    return "-" if math.isnan(value) else f"{value:.4f}"
+
+
+def head_lines(prepared: Prepared) -> list[str]:
+    """What is about to run: graph, model, shape, quality of the cut, exact or stale."""
+    graph, config, plan = prepared.graph, prepared.config, prepared.plan
+    if graph.pairs is None:
+        split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
+    else:
+        split = list(graph.pairs.counts)
+    chunks = _count(prepared.quality.chunks, "chunk")
+    if prepared.quality.chunks != plan.chunks:
+        chunks += f" (in {_count(plan.chunks, 'block')} of rows)"
+    lines = [
+        f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
+        f"{'edges' if graph.is_symmetric else 'directed edges'}, "
+        f"{graph.feature_text}, {graph.label_text}, "
+        f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
+        f"model {prepared.model.name}: {prepared.model.size_text}, "
+        f"{prepared.model_graph.num_parameters:,} weights",
+        f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
+        f"{chunks} on {_count(plan.world_size, 'rank')}, "
+        f"schedule {plan.schedule}, {prepared.report.text()}",
+    ]
+    if prepared.asked.ops:
+        lines.append(
+            f"behind the last aggregation training makes {prepared.asked.rows:,} rows of "
+            f"{graph.num_vertices:,}, those that the loss asks for"
+        )
+    lines += rounding_lines(config, prepared.model, graph)
+    if prepared.quality.chunks * plan.shards > 1:
+        lines += prepared.quality.lines()
+    if plan.chunks > 1 and not prepared.report.exact:
+        t = config.techniques
+        words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]
+        if t.snapshot_every > 1:
+            words.append(f"snapshot every {t.snapshot_every} epochs")
+        words.append(f"live gradients x {t.scale_live_gradients:g}")
+        if len(prepared.pilots):
+            words.append(f"stale rows forecast from {len(prepared.pilots):,} pilot rows")
+        if t.exact_epochs:
+            many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
+            words.append(f"the first {many} exact")
+        if t.exact_above:
+            words.append(
+                f"gradients cut to {LONGEST:g} x their median, and an epoch behind any over "
+                f"{t.exact_above:g} x exact"
+            )
+        lines.append(f"staleness {config.staleness}: {', '.join(words)}")
+        if t.snapshot_every >= config.epochs > 1 and not t.exact_epochs:
+            lines.append(
+                f"the run ends before its first snapshot: every stale row is zero; try "
+                f"--snapshot-every {max(1, config.epochs // 5)}"
+            )
+    return lines
+
+
+def result_lines(result: RunResult) -> list[str]:
+    """What came out, for a person."""
+    counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
+    scored = [("accuracy", result.train_acc, result.val_acc, result.test_acc)]
+    if result.metric in REGRESSION:
+        scored = []
+    if result.metric != "accuracy":
+        name = f"{result.metric}", result.train_metric, result.val_metric, result.test_metric
+        scored.insert(0, name)
+    lines = [f"last epoch: loss {result.loss:.4f}"]
+    for what, train, val, test in scored:
+        words = "" if what == "accuracy" and len(scored) == 1 else f"{what}: "
+        lines[0] += f"  {words}train {score(train)}  val {score(val)}  test {score(test)}"
+    if not math.isnan(result.best_val_metric):
+        lines.append(
+            f"best validation {score(result.best_val_metric)} at epoch {result.best_epoch}: "
+            f"test {score(result.test_metric_at_best_val)}"
+        )
+    before = zip(result.peak_memory_bytes, result.memory_before_bytes, strict=True)
+    grown = [max(peak - held, 0) for peak, held in before]
+    sizes = result.peak_memory_bytes, grown, [e.total for e in result.memory_estimate_bytes]
+    peak, growth, estimate = (", ".join(map(human_bytes, some)) for some in sizes)
+    lines.append(f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank {peak}")
+    lines.append(f"memory grew by {growth} in training, estimated {estimate}")
+    if result.predicted_epoch_time_s is not None:
+        lines.append(
+            prediction_line(
+                result.predicted_epoch_time_s, result.epoch_time_s, result.predicted_time_shares,
+                result.time_shares,
+            )
+        )  # fmt: skip
+    if result.drift:
+        measured = [row.staleness for row in result.history if row.staleness is not None]
+        # In an exact one nothing was stale that could be measured.
+        stale = [found for found in measured if not found.is_exact]
+        if stale:
+            lines.append(_staleness_line(result, stale[-1]))
+    if result.world_size > 1:
+        lines.append(
+            f"sent per epoch: {human_bytes(counted['total'])} "
+            f"(pipeline {counted['pipeline']:,}, graph {counted['graph']:,}, gradient "
+            f"{counted['gradient']:,}, control {counted['control']:,} bytes; closed "
+            f"form {formula['total']:,}"
+            f"{', equal' if counted == formula else ', NOT EQUAL'})"
+        )
+        lines += time_lines(result.time_shares)
+    if result.path is not None:
+        lines.append(f"weights (epoch {result.weights_of_epoch}) and result: {result.path}")
+    return lines
+
+
+def _staleness_line(result: RunResult, last: Staleness) -> str:
+    text = f"stale: {result.stale_reads:.0%} of the edges; "
+    if result.exact_epochs:
+        text += f"{result.exact_epochs} of {result.epochs} epochs exact; "
+    text += "in the last that was not " if result.exact_epochs else "in the last epoch "
+    if last.moved:
+        text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
+        return text + _span(last.missed)
+    return text + f"the rows drifted by {_span(last.drift)}, dropout's noise included"
+
+
+def _span(by_layer: Sequence[float]) -> str:
+    low, high = min(by_layer), max(by_layer)
+    return f"{low:.1%}" if low == high else f"{low:.1%} to {high:.1%}"
+
+
+def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:
+    """The report before any training: the head, ``memory`` by rank, bytes of an epoch."""
+    lines = head_lines(prepared)
+    lines.append(f"memory per rank, estimated ({ON_TOP}):")
+    for rank, m in enumerate(memory):
+        first, last = prepared.plan.stages[rank // prepared.plan.shards]
+        # Pairs are scored behind the last of them.
+        shown = last - 1 - prepared.model_graph.ops[last - 1].over_pairs
+        ops = f"{prepared.model_graph.unit}s {first}-{shown}"
+        lines.append(
+            f"  rank {rank} ({ops}): {human_bytes(m.total)} = structure "
+            f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
+            f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
+            f"{human_bytes(m.weights)}"
+        )
+    v = prepared.volume
+    lines.append(
+        f"sent per epoch over all ranks: {human_bytes(v.total)} (pipeline {v.pipeline:,}, graph "
+        f"{v.graph:,}, gradient {v.gradient:,}, control {v.control:,} bytes)"
+    )
+    return lines

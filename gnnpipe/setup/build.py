@@ -1,0 +1,256 @@
+"""From decisions to what runs on one rank: operators, histories, stage, executor, optimizer.
+
+A rank takes its piece of the whole model and its shard's rows from the whole graph; the rest of
+both can then be forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.ops.spmm import (
+    Kernel,
+    default_kernel,
+    embedding_bag,
+    kernel_named,
+    time_kernels,
+)
+from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
+from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
+from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.graph.pilots import choose_drift_rows
+from gnnpipe.models import Aggregation, Piece
+from gnnpipe.ops.hashed_dropout import row_keys
+from gnnpipe.models.sparse_input_linear import FeatureTable
+from gnnpipe.plan import gradient_steps
+from gnnpipe.runtime.comm.halo_exchange import Exchange, GradientSum
+from gnnpipe.runtime.executor import Executor
+from gnnpipe.runtime.staleness.forecast import Forecaster
+from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.history.base import History, HistorySpec
+from gnnpipe.runtime.history.mean import open_history
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.cuda_graph import ReplayExecutor
+from gnnpipe.runtime.stage import Stage
+from gnnpipe.schedule import Program, evaluation_program
+from gnnpipe.train.answers import Answers, Loss, data_of_pairs
+from gnnpipe.train.asked_part import asked_part
+from gnnpipe.train.chunk_rows import ChunkRows
+from gnnpipe.runtime.memory_use import held_bytes
+from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.memory_check import check_room
+from gnnpipe.train.shared import shared_of
+from gnnpipe.tasks.loss import num_targets
+
+__all__ = ["Assembly", "assemble"]
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """What runs on one rank."""
+
+    executor: Executor
+    target: ShardLayout
+    """Of the vertices that have labels."""
+    evaluation: Program
+    answers: Answers
+    """What is to be learned; empty but on the last stage."""
+    metric: str
+    """What ``evaluate`` gives beside accuracy."""
+    several_labels: bool
+    num_classes: int
+    """Numbers that are scored for a vertex, or a pair."""
+    memory_before_bytes: int
+    """What the rank held before any of this, pages of code aside."""
+
+
+def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
+    """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer.
+
+    ``InputError`` if that cannot fit into memory.
+    """
+    check_room(prepared, mesh)
+    config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
+    memory_before_bytes = held_bytes(mesh.device)
+    mesh.recorder.forget()
+    whole = shard_layout(graph, prepared.chunking, mesh.shard)
+    layouts = table_layouts(graph, prepared.chunking, whole)
+    first, last = prepared.plan.stages[mesh.stage]
+    piece = prepared.model.piece(first, last)
+    piece.to(mesh.device)
+    kernel = _kernel(prepared, layouts, mesh)
+    structures = {
+        a.over: _structure(a, prepared, layouts, mesh.device, kernel) for a in piece.aggregations
+    }
+    training = _history_specs(prepared, layouts, mesh)
+    evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
+    asked = asked_part(prepared, piece, layouts, structures, mesh.device)
+    shared = shared_of(prepared)
+
+    def history(aggregation: Aggregation, is_training: bool) -> History:
+        spec = (training if is_training else evaluation)[aggregation.pushed_type]
+        structure = structures[aggregation.over]
+        if is_training:
+            structure = asked.operators.get(aggregation.name, structure)
+        is_shared = is_training and aggregation.name in shared
+        return open_history(spec, aggregation.width, structure, is_shared)
+
+    reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
+    once = _once(prepared, piece, structures, mesh.device)
+    piece.begin_aggregated(once.keys())
+    rows = ChunkRows(prepared, reads_features and piece.needs_features, mesh.device)
+    target = layouts[graph.target]
+    is_last = mesh.stage == mesh.stages - 1
+    pairs = structures.get((PAIRS, PAIRS, ""))
+    if isinstance(pairs, Blocks):
+        answers = Answers.of_pairs(pairs)
+    else:
+        answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
+    made = None if asked.rows is None else asked.rows.places
+    criterion = Loss(answers, prepared.loss_fn, num_targets(graph), made)
+    stage = Stage(
+        piece, rows.chunks(layouts), history,
+        criterion if is_last else None, config.recompute, once, asked.rows,
+    )  # fmt: skip
+    forecaster = None
+    if len(prepared.pilots):
+        is_pilot = np.isin(np.arange(graph.num_vertices), prepared.pilots)
+        places = {
+            name: torch.from_numpy(np.flatnonzero(is_pilot[layout.own])).to(mesh.device)
+            for name, layout in layouts.items()
+        }
+        totals = {
+            name: (int(is_pilot[chosen].sum()), bool(is_pilot[chosen].all()))
+            for name, chosen in graph.table_rows.items()
+        }
+        forecaster = Forecaster(
+            piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
+            replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh, dtype,
+            bool(prepared.plan.sends(mesh.stage)),
+        )  # fmt: skip
+    # As a group, which may be empty: a stage need not have weights.
+    optimizer = torch.optim.Adam(
+        [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay,
+        fused=mesh.device.type == "cuda",
+    )  # fmt: skip
+    steps = gradient_steps(prepared.model_graph, first, last)
+    trained = [(p, steps.get(name, 0)) for name, p in piece.named_parameters() if p.requires_grad]
+    is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
+    # To recompute, masks are made anew in the midst of backward.
+    makes_masks = config.recompute and config.dropout > 0
+    repeats = is_alone and piece.is_repeatable and prepared.loss_fn is None and not makes_masks
+    executor = (ReplayExecutor if repeats else Executor)(
+        prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
+        GradientSum(trained, mesh), optimizer, (dtype, prepared.row_dtype),
+        Guard(piece.named_parameters(), mesh, config.clip_norm), forecaster,
+    )  # fmt: skip
+    return Assembly(
+        executor, target, evaluation_program(prepared.plan), answers, prepared.metric,
+        graph.is_multi_label or graph.pairs is not None, prepared.model_graph.num_classes,
+        memory_before_bytes,
+    )  # fmt: skip
+
+
+def _once(
+    prepared: Prepared,
+    piece: Piece,
+    structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
+    chosen = {a.name: a.over for a in piece.aggregations if a.name in prepared.once}
+    if not chosen:
+        return {}
+    table = FeatureTable(prepared.graph.x, prepared.dtype, device)
+    x = table.dense(0, table.num_rows)
+    found: dict[tuple[str, str, str], Tensor] = {}
+    for over in chosen.values():
+        operator = structures[over]
+        assert isinstance(operator, LinearOperator)
+        if over not in found:
+            found[over] = operator.forward.matmul(x)
+    return {name: found[over] for name, over in chosen.items()}
+
+
+def _history_specs(
+    prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh
+) -> dict[str, HistorySpec]:
+    """What the tables of each type have in common, for training."""
+    techniques = prepared.config.techniques
+    is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
+    if not prepared.report.exact:
+        is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
+    return {
+        name: HistorySpec(
+            layout,
+            Exchange(layout, mesh, prepared.row_dtype),
+            prepared.dtype,
+            techniques.snapshot_every,
+            techniques.scale_live_gradients,
+            None
+            if prepared.report.exact
+            else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),
+        )
+        for name, layout in layouts.items()
+    }
+
+
+def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) -> Kernel:
+    """What the config asks for; if that is to be measured, the fastest on rank 0, for all ranks."""
+    name = prepared.config.kernel
+    if name == "auto":
+        return default_kernel(mesh.device)
+    if name == "measured":
+        whole = prepared.model.piece(0, prepared.plan.num_ops)
+        linear = [a for a in whole.aggregations if a.is_linear]
+        name = "embedding-bag"
+        if linear and mesh.rank == 0:
+            widest = max(linear, key=lambda a: a.width)
+            operator = _structure(widest, prepared, layouts, mesh.device, embedding_bag)
+            assert isinstance(operator, LinearOperator)
+            m = operator.forward
+            times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
+            name = min(times, key=lambda kernel: times[kernel])
+        name = mesh.share(name)
+    return kernel_named(name, prepared.row_dtype, mesh.device)
+
+
+def _structure(
+    aggregation: Aggregation,
+    prepared: Prepared,
+    layouts: Mapping[str, ShardLayout],
+    device: torch.device,
+    kernel: Kernel,
+) -> LinearOperator | Blocks | Everyone:
+    graph, kind = prepared.graph, aggregation.structure
+    layout, into = layouts[aggregation.pushed_type], layouts[aggregation.vertex_type]
+    if aggregation.is_mean:
+        chosen = graph.row_types[aggregation.pushed_type]
+        chunk = prepared.chunking.chunk_of_row()[chosen]
+        weights = own = None
+        if kind != EVERYONE:
+            weights = edges_into(graph, kind)
+            own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
+        sizes = np.bincount(chunk, weights, layout.num_chunks)
+        count = round(float(sizes.sum()))
+        return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
+    rows = weighted_rows(graph, kind)
+    if aggregation.is_linear:
+        return LinearOperator.build(rows, layout, into, prepared.row_dtype, device, kernel)
+    data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
+    if kind == PAIRS:
+        data = data_of_pairs(graph)
+    elif kind == "edges":
+        data = edge_data_of(graph, prepared.dtype)
+    vertices = torch.from_numpy(prepared.chunking.perm)
+    keys = (
+        row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
+        row_keys(vertices[into.own]).to(device),
+    )
+    return Blocks.build(rows, layout, into, keys, data)

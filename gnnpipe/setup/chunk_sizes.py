@@ -1,0 +1,117 @@
+"""What the chunks of a prepared run hold, in numbers: what its costs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+
+from gnnpipe.graph.graph import BoolArray, Graph
+from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
+from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.graph.quality import crossing_degrees
+from gnnpipe.perf import ChunkSizes
+from gnnpipe.setup.prepare import Prepared
+from gnnpipe.train.shared import shared_of
+
+__all__ = ["chunk_sizes"]
+
+Numbers = npt.NDArray[np.int64]
+
+
+def chunk_sizes(prepared: Prepared) -> ChunkSizes:
+    """Of every chunk of every shard."""
+    graph, chunking = prepared.graph, prepared.chunking
+    layouts = [
+        table_layouts(graph, chunking, shard_layout(graph, chunking, shard))
+        for shard in range(chunking.shards)
+    ]
+    degrees = dict.fromkeys(graph.row_types, graph.degrees)
+    if graph.pairs is not None:
+        degrees[PAIRS] = graph.pairs.degrees
+    is_pilot = np.zeros(graph.num_vertices, dtype=np.int64)
+    is_pilot[prepared.pilots] = 1
+    entries = {name: _entries(graph, name) for name in graph.row_types}
+    names = list(layouts[0])
+
+    def stacked(of: Any) -> Mapping[str, Numbers]:
+        return {
+            name: np.array([of(name, by_type[name]) for by_type in layouts], dtype=np.int64)
+            for name in names
+        }
+
+    nothing = np.zeros(graph.num_vertices, dtype=np.int64)
+    asked = prepared.asked_mask
+    crossing = crossing_degrees(graph, chunking) if prepared.plan.reads_stale else nothing
+
+    def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
+        return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
+
+    return ChunkSizes(
+        rows=stacked(lambda _, of: np.diff(of.own_ptr)),
+        edges=summed(degrees),
+        entries=summed(entries),
+        boundary=stacked(lambda _, of: of.send_counts.sum(1)),
+        halo=stacked(lambda _, of: of.receive_counts.sum(1)),
+        stale=stacked(lambda name, of: _stale_rows(prepared, name, of)),
+        pilots=stacked(lambda _, of: is_pilot[of.own].sum()),
+        once=prepared.once,
+        asked=prepared.asked.ops,
+        asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
+        asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
+        asked_pulled=_pulled(prepared, asked),
+        shared=shared_of(prepared),
+        stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
+    )
+
+
+def _pulled(prepared: Prepared, asked: BoolArray) -> Numbers:
+    """[G, K], edges into the rows ``asked`` for of each shard, by the chunk that is read."""
+    graph, chunking = prepared.graph, prepared.chunking
+    is_into = np.repeat(asked, graph.degrees)
+    shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
+    chunk = chunking.chunk_of_row()[graph.indices[is_into]]
+    cells = np.bincount(
+        shard * chunking.chunks + chunk, minlength=chunking.shards * chunking.chunks
+    )
+    return cells.astype(np.int64).reshape(chunking.shards, chunking.chunks)
+
+
+def _by_chunk(values: Numbers, layout: ShardLayout) -> Numbers:
+    """[K], sums of the values [n] of own rows."""
+    total = np.concatenate([[0], np.cumsum(values)])
+    return np.asarray(np.diff(total[layout.own_ptr]))
+
+
+def _entries(graph: Graph, name: str) -> Numbers:
+    """[N], stored numbers of the features of every vertex of a type, 0 of the others."""
+    found = np.zeros(graph.num_vertices, dtype=np.int64)
+    if graph.types is None or name in graph.types.features:
+        x = graph.features(name)
+        found[graph.row_types[name]] = (
+            np.diff(x.indptr) if isinstance(x, sp.csr_array) else x.shape[1]
+        )
+    return found
+
+
+def _stale_rows(prepared: Prepared, name: str, layout: ShardLayout) -> int:
+    """Own and halo rows of a table that are read stale, the mean over all orders of the chunks.
+
+    A row that m other chunks read is stale in m of m + 1 orders: unless its own chunk comes first.
+    """
+    graph, chunking = prepared.graph, prepared.chunking
+    structure = graph.pairs if name == PAIRS else graph
+    if prepared.report.exact or structure is None:
+        return 0
+    chunk = chunking.chunk_of_row().astype(np.int64)
+    reading = chunking.shard_of_row() == layout.shard
+    reader = np.repeat(np.where(reading, chunk, -1), structure.degrees)
+    read = structure.indices.astype(np.int64)
+    others = (reader >= 0) & (reader != chunk[read])
+    pairs = np.unique(read[others] * chunking.chunks + reader[others])
+    times = np.bincount(pairs // chunking.chunks, minlength=graph.num_vertices)
+    times = times[np.concatenate([layout.own, layout.halo])]
+    return round(float((times / (times + 1)).sum()))

@@ -1,0 +1,272 @@
+"""The model and graph of a run: those of the config or those passed in, and whether they fit."""
+
+from __future__ import annotations
+
+import warnings
+
+import scipy.sparse as sp
+import torch
+from torch import nn
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.config.validate import check_stages
+from gnnpipe.errors import InputError
+from gnnpipe.graph.cache import check_cache_dir
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.partition import PARTITIONERS
+from gnnpipe.models import GNN, MODELS, LayerSpec, Model
+from gnnpipe.capture import capture
+from gnnpipe.models.layer_probe import check_layers
+from gnnpipe.capture.link_decoder import PairModel
+from gnnpipe.ops.bf16_matmul import is_worth_rounding
+from gnnpipe.plan import Plan
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.memory_check import check_weights
+from gnnpipe.tasks.loss import has_both, validation_labels
+
+__all__ = [
+    "check_can_fit", "check_parts", "check_validation", "choose_model", "rounding_lines",
+    "warn_of_vain_rounding", "without_unread",
+]  # fmt: skip
+
+
+def check_parts(
+    config: TrainConfig, graph: Graph | None, model: nn.Module | None, plan: Plan | None = None
+) -> None:
+    """What can be told without reading anything."""
+    if not isinstance(config, TrainConfig):
+        kind = type(config).__name__
+        raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan: is a {type(plan).__name__}; try Plan.from_json(text)")
+    PARTITIONERS[config.partitioner]
+    check_cache_dir(config.cache_dir)
+    if model is None:
+        if config.model.startswith("passed-in:"):
+            raise InputError(
+                f"--model {config.model!r}: this run's model was passed in from Python; pass it "
+                "again: Trainer(config, model=model), to go on with a run with "
+                "config=resumed_config(run) and resume=run"
+            )
+        MODELS[config.model]
+        check_stages(config)
+    elif isinstance(model, type):
+        raise InputError(f"model: is the class {model.__name__}; make one of it, and pass that")
+    elif not isinstance(model, nn.Module):
+        raise InputError(
+            f"model: is a {type(model).__name__}, not a torch.nn.Module; or try --model with one "
+            f"of {', '.join(MODELS)}"
+        )
+    if graph is None:
+        return
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
+        )
+    given = [f"--{n}" for n in ("split", "symmetrize", "task") if _is_given(config, n)]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
+            "give it to Graph.from_pyg"
+        )
+
+
+def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
+    """``InputError`` for a second time, and where torch makes no gradients, whatever is asked."""
+    if was_fitted:
+        raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "Trainer: fit() was called under torch.inference_mode(), where nothing is learned; "
+            "call it outside (predict() and evaluate() work inside)"
+        )
+    for name, weight in () if model is None else model.named_parameters():
+        if not nn.parameter.is_lazy(weight) and weight.is_inference():
+            raise InputError(
+                f"model: its weight {name} was made under torch.inference_mode() and can have no "
+                "gradient; make the model outside"
+            )
+
+
+def _is_given(config: TrainConfig, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(TrainConfig, name))
+
+
+def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
+    """What is steered by the validation metric needs vertices that it can be measured on."""
+    known = validation_labels(graph)
+    if len(known) and (metric != "rocauc" or has_both(known)):
+        return
+    what = "vertices" if graph.pairs is None else "pairs"
+    for wish, is_wished in (
+        (f"--patience {config.patience}", config.patience > 0),
+        ("--keep-weights best", config.kept_epoch == "best"),
+        ("--lr-schedule plateau", config.lr_schedule == "plateau"),
+    ):
+        if is_wished and not len(known):
+            raise InputError(f"{wish}: {graph.name} has no validation {what}; try --split 60/20/20")
+        if is_wished:
+            raise InputError(
+                f"{wish}: ROC AUC needs positive and negative validation {what}, and "
+                f"{graph.name} has not both; try --metric accuracy"
+            )
+
+
+def choose_model(
+    model: nn.Module | None, config: TrainConfig, graph: Graph, mesh: Mesh, dtype: torch.dtype
+) -> Model:
+    """The model of the config, or the one given; with the same weights on every rank."""
+    if graph.types is not None and (model is None or isinstance(model, GNN)):
+        raise InputError(
+            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
+            "whose forward takes (x_dict, edge_index_dict)"
+        )
+    if model is None:
+        spec = _spec(config, graph)
+        check_weights(config, spec)
+        if mesh.rank == 0:
+            _warn_of_unread(config)
+        built = GNN.build(config.model, spec, config.seed, dtype)
+        return _scored(built, config.layers, config.hidden, graph)
+    if isinstance(model, GNN):
+        _check_model(model, config, graph)
+        width = model.stack()[-1].out_widths["x"]
+        check_layers(model.to(dtype).stack(), graph.num_vertices)
+        return _scored(model, config.layers, width, graph)
+    error: InputError | None = None
+    chosen: Model | None = None
+    _warn_of_other_type(model, dtype, mesh)
+    # Before it is recorded: this makes new buffers, which the recording must share.
+    model.to(dtype).train()
+    try:
+        found = capture(model, graph, config.matmul_dtype == "bf16")
+        width = found.facts[found.result].width
+        if graph.pairs is None and width != graph.num_classes:
+            raise InputError(
+                f"model: gives {width} numbers for each vertex, but the graph has "
+                f"{graph.label_text}"
+            )
+        digest = found.digest
+        chosen = _scored(found, len(found.ops), width, graph)
+    except InputError as fault:
+        error = fault
+    mesh.agree(error)
+    assert chosen is not None
+    if len(set(mesh.gather(digest))) > 1:
+        raise InputError("model: its forward is another on every rank; build it in the same way")
+    if mesh.world_size > 1:
+        model.load_state_dict(mesh.share(model.state_dict()))
+    return chosen
+
+
+def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> None:
+    """Weights that somebody chose a type for, and ``--dtype`` is another."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    other = kinds - {dtype, torch.get_default_dtype()}
+    if other and mesh.rank == 0:
+        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in other))
+        warnings.warn(
+            f"model: has weights in {found}, trained in --dtype {str(dtype).removeprefix('torch.')}"
+            "; float32 and float64 can be chosen",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
+    """The model, with its rows scored in pairs where links are learned."""
+    return model if graph.pairs is None else PairModel(model, num_ops, width)
+
+
+def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
+    """The graph without what its edges carry and the model does not read, which is told once."""
+    relations = {"edge_type"} if graph.types is not None else set()
+    unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
+    found = graph.reduced_to(model.edge_inputs)
+    if unread and mesh.rank == 0:
+        how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
+        merged = graph.num_edges - found.num_edges
+        counted = f", and {merged} parallel edges count once with the first" if merged else ""
+        warnings.warn(
+            f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}{counted};"
+            f" a PyG model whose {how} asks for it gets it",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
+    """What of a run is in bf16."""
+    kinds = {"rows in the tables and on the wire": config.comm_dtype}
+    if _rounds(model, graph):
+        kinds["products with weights, but for the last,"] = config.matmul_dtype
+    return [f"{what} are rounded to bf16" for what, kind in kinds.items() if kind == "bf16"]
+
+
+def _rounds(model: Model, graph: Graph) -> bool:
+    types = [""] if graph.types is None else list(graph.types.features)
+    return model.rounds([t for t in types if not sp.issparse(graph.features(t))])
+
+
+def warn_of_vain_rounding(config: TrainConfig, model: Model, graph: Graph, mesh: Mesh) -> None:
+    """Where nothing is rounded, or a chunk's products are no faster for it, tried on rank 0."""
+    if config.matmul_dtype != "bf16" or mesh.rank:
+        return
+    rows = max(1, graph.num_vertices // (config.chunks * config.shards))
+    found = ""
+    if not _rounds(model, graph):
+        found = (
+            f"{model.name} has no linear map of rows that it rounds here (maps of sparse features, "
+            "inside of convolutions that run as they are, and the last keep --dtype); leave it out"
+        )
+    elif not is_worth_rounding(mesh.device, rows, config.hidden):
+        found = (
+            f"no faster here than float32, for {rows} rows of {config.hidden}; leave it out, or "
+            "see the guide"
+        )
+    if found:
+        warnings.warn(f"--matmul-dtype bf16: {found}", UserWarning, stacklevel=2)
+
+
+def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
+    return LayerSpec(
+        num_features=graph.num_features,
+        # Where links are learned, the numbers of a final row.
+        num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
+        num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
+        heads=config.heads, alpha=config.alpha, theta=config.theta,
+        is_rounded=config.matmul_dtype == "bf16",
+    )  # fmt: skip
+
+
+def _warn_of_unread(config: TrainConfig) -> None:
+    """Settings of other models that have been given."""
+    read = MODELS[config.model].reads_settings
+    for other in MODELS:
+        for name in MODELS[other].reads_settings:
+            value = getattr(config, name)
+            if name not in read and _is_given(config, name):
+                warnings.warn(
+                    f"--{name} {value}: --model {config.model} does not read it, {other} does",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
+    spec = model.stack()[0].spec
+    for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
+        if getattr(spec, name) != want and (name == "num_features" or graph.pairs is None):
+            raise InputError(
+                f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
+            )
+    if spec.is_rounded != (config.matmul_dtype == "bf16"):
+        raise InputError(
+            f"--matmul-dtype {config.matmul_dtype}: the model was built with "
+            f"LayerSpec(is_rounded={spec.is_rounded}); make the two agree"
+        )
+    if spec.num_layers != config.layers:
+        raise InputError(
+            f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"
+        )

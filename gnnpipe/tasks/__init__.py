@@ -1,0 +1,1 @@
+"""Losses, labels and metrics."""

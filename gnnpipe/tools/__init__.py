@@ -1,0 +1,1 @@
+"""Commands that check the machine."""

@@ -1,0 +1,109 @@
+"""Two processes meet as the ranks of a run do, add up a number and part.
+
+What a network, a firewall or a half-installed library makes of ranks shows within seconds here, and
+after minutes of reading and cutting in a run. ``round_trip`` starts the processes; each runs this
+file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["round_trip"]
+
+
+def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
+    """Seconds that the ranks took once they had met, and what went wrong ('': nothing).
+
+    ``device``: 'cpu' for gloo, 'cuda' for NCCL with a GPU for each rank.
+    """
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shape = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "gnnpipe.tools.collective_check", device, str(limit_s)]
+    end = time.monotonic() + limit_s
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        processes = [
+            subprocess.Popen(
+                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                env=os.environ | shape | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        try:
+            codes = [p.wait(max(0.1, end - time.monotonic())) for p in processes]
+        except subprocess.TimeoutExpired:
+            return limit_s, f"no answer within {limit_s:g} s"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        out.seek(0)
+        err.seek(0)
+        if any(codes):
+            lines = [line for line in err.read().splitlines() if line.strip()]
+            return 0.0, lines[-1].strip()[:200] if lines else f"exit codes {codes}"
+        return max(float(line) for line in out.read().split()), ""
+
+
+def _be_a_rank(device: str, limit_s: float) -> None:
+    """Meet, add up, part; print the seconds of a sum."""
+    import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    from gnnpipe.runtime.comm.launch import launched_world_size
+    from gnnpipe.runtime.comm.mesh import Mesh
+
+    ranks = launched_world_size()
+    if ranks == 1:
+        # A mesh of one rank talks to nobody; the library itself can still be asked.
+        with tempfile.TemporaryDirectory() as folder:
+            store = FileStore(str(Path(folder) / "store"), 1)
+            dist.init_process_group(
+                "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
+            )
+            _sum_alone(device)
+            dist.destroy_process_group()
+        return
+    mesh = Mesh.join(ranks, 1, device, limit_s)
+    start = time.perf_counter()
+    total = mesh.sum([1.0])[0]
+    took_s = time.perf_counter() - start
+    if total != ranks or mesh.gather(mesh.rank) != list(range(ranks)):
+        raise RuntimeError(f"{ranks} ranks add up to {total}")
+    mesh.leave()
+    _tell(took_s)
+
+
+def _sum_alone(device: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    one = torch.ones(1, device=device)
+    start = time.perf_counter()
+    dist.all_reduce(one)
+    if one.item() != 1:
+        raise RuntimeError(f"one rank adds up to {one.item()}")
+    _tell(time.perf_counter() - start)
+
+
+def _tell(time_s: float) -> None:
+    """In one write: ranks share the file, and ``print`` without a buffer writes the line's end
+    for itself.
+    """
+    os.write(sys.stdout.fileno(), f"{time_s}\n".encode())
+
+
+if __name__ == "__main__":
+    _be_a_rank(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,243 @@
+"""``gnnpipe doctor``: is everything here that a run needs, and what to do where it is not.
+
+Each check does what a run would do, in small: it cuts a graph, lets two processes add up a number,
+writes a file. torch itself may be what is broken, so it is imported where a check needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gnnpipe import __version__
+from gnnpipe.errors import InputError
+from gnnpipe.files import check_folder
+from gnnpipe.machine import free_bytes, memory_bytes
+from gnnpipe.runtime.comm.cpu_affinity import usable_cores
+from gnnpipe.config.fields import check_text
+
+__all__ = ["Finding", "add_flags", "doctor", "examine"]
+
+NEEDED = {
+    "torch": "2.8", "torch_geometric": "2.6", "numpy": "1.26", "scipy": "1.11", "rich": "13",
+}  # fmt: skip
+"""Packages and their first versions that will do, as in pyproject.toml."""
+
+FOLDERS = {
+    "--out": ("runs are written", "runs"),
+    "--cache-dir": ("cuts are kept", "~/.cache/gnnpipe"),
+    "--data-dir": ("datasets lie", "~/.cache/gnnpipe/datasets"),
+}
+"""What each flag names, and where that is without it."""
+
+LIMIT_S = 60.0
+"""How long two processes may take to meet, the import of torch included."""
+
+LEAST_BYTES = 1 << 30
+"""Memory and disk under which nearly every run ends badly."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, and a remedy if it is a fault ('' if not)."""
+
+    what: str
+    found: str
+    remedy: str = ""
+
+    def text(self) -> str:
+        """A line for a person."""
+        if not self.remedy:
+            return f"ok     {self.what}: {self.found}"
+        return f"FAULT  {self.what}: {self.found}; try: {self.remedy}"
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """The words that ``gnnpipe doctor`` takes."""
+    for flag, (what, default) in FOLDERS.items():
+        command.add_argument(flag, metavar="DIR", help=f"where {what} (default {default})")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print every finding; 1 if one is a fault, else 0."""
+    folders = {}
+    for flag, (_, default) in FOLDERS.items():
+        given = getattr(options, flag.strip("-").replace("-", "_")) or default
+        check_text(flag, given)
+        folders[flag] = given
+    faults = 0
+    for finding in examine(folders):
+        print(finding.text(), flush=True)
+        faults += bool(finding.remedy)
+    print(f"{faults} fault{'s' * (faults != 1)}" if faults else "nothing is wrong", flush=True)
+    return 1 if faults else 0
+
+
+def examine(folders: dict[str, str]) -> Iterator[Finding]:
+    """All findings, one after the other; ``folders`` by the flag that names them."""
+    yield Finding("gnnpipe", f"{__version__}, Python {platform.python_version()}")
+    broken = False
+    for package, least in NEEDED.items():
+        finding = _package(package, least)
+        broken |= bool(finding.remedy)
+        yield finding
+    checks: list[Callable[[], Iterator[Finding]]] = [_environment, _memory]
+    if not broken:
+        checks += [_devices, _back_ends, _round_trips]
+    for check in checks:
+        yield from check()
+    for flag, folder in folders.items():
+        yield _disk(flag, folder)
+
+
+def _package(name: str, least: str) -> Finding:
+    remedy = f"pip install '{name}>={least}'"
+    try:
+        version = str(importlib.import_module(name).__dict__.get("__version__") or _metadata(name))
+    except Exception as error:  # a package that was built for another one fails in many ways
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        return Finding(name, f"cannot be imported ({why})", remedy)
+    if _numbers(version) < _numbers(least):
+        return Finding(name, f"{version} is too old", remedy)
+    return Finding(name, version)
+
+
+def _metadata(name: str) -> str:
+    from importlib.metadata import version
+
+    return version(name)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", version)[:2]]
+
+
+def _environment() -> Iterator[Finding]:
+    left = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if n in os.environ]
+    if left:
+        yield Finding(
+            "environment", f"{', '.join(left)} set, as if torchrun had started this",
+            f"unset {' '.join(left)}",
+        )  # fmt: skip
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and not (threads.isdecimal() and int(threads)):
+        yield Finding("OMP_NUM_THREADS", repr(threads), "export OMP_NUM_THREADS=1, or unset it")
+
+
+def _memory() -> Iterator[Finding]:
+    free, total = free_bytes(), memory_bytes()
+    found = f"{_gib(free)} free of {_gib(total)}"
+    short = free < LEAST_BYTES
+    yield Finding("memory", found, "end other programs, or take a larger machine" * short)
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    usable = len(usable_cores())
+    threads = torch.get_num_threads()
+    found = f"{usable} CPU{'s' * (usable != 1)}, torch runs {threads} thread{'s' * (threads != 1)}"
+    many = threads > usable
+    yield Finding("CPU", found, f"export OMP_NUM_THREADS={usable}" * many)
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(number)
+            yield Finding(f"GPU {number}", f"{facts.name}, {_gib(facts.total_memory)}")
+    elif Path("/proc/driver/nvidia").exists():
+        built = torch.version.cuda
+        found = f"torch {torch.__version__} sees none, though there is an NVIDIA driver"
+        remedy = (
+            f"a driver for CUDA {built}, or CUDA_VISIBLE_DEVICES that names a GPU"
+            if built
+            else "a torch built for CUDA (pytorch.org tells the command)"
+        )
+        yield Finding("GPU", found, remedy)
+    else:
+        yield Finding("GPU", "none here; runs take the CPU")
+
+
+def _back_ends() -> Iterator[Finding]:
+    import numpy as np
+    import scipy.sparse as sp
+    import torch
+
+    from gnnpipe.ops.spmm import kernel_named
+    from gnnpipe.graph.partition import PARTITIONERS, version_of
+
+    ring = np.arange(64)
+    ends = np.append(ring, (ring + 1) % 64), np.append((ring + 1) % 64, ring)
+    adjacency = sp.csr_array((np.ones(128), ends), shape=(64, 64))
+    try:
+        work = np.ones(64, dtype=np.int64)
+        cut = PARTITIONERS["metis"](adjacency, work, 4, least=1, seed=0, objective="edges")
+        yield Finding("METIS", f"{version_of('metis')} cuts a ring into {len(set(cut.tolist()))}")
+    except Exception as error:  # a library of C that does not fit raises whatever it likes
+        why = " ".join(str(error).split())[:120]
+        yield Finding(
+            "METIS", f"does not work ({why})", "pip install pymetis, or --partitioner range"
+        )
+    try:
+        kernel_named("torch-sparse", torch.float32, torch.device("cpu"))
+        yield Finding("torch_sparse", "works (--kernel torch-sparse)")
+    except InputError as error:
+        if "not installed" in str(error):
+            yield Finding("torch_sparse", "not installed; only --kernel torch-sparse needs it")
+        else:
+            yield Finding(
+                "torch_sparse", str(error).partition(": ")[2],
+                "pip uninstall torch_sparse, or one that is built for this torch",
+            )  # fmt: skip
+
+
+def _round_trips() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    from gnnpipe.tools.collective_check import round_trip
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        yield Finding("gloo", "not in this torch", "a torch from pytorch.org or PyPI")
+        return
+    took_s, fault = round_trip("cpu", 2, LIMIT_S)
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    remedy = (
+        f"unset GLOO_SOCKET_IFNAME (it is {name!r})"
+        if name
+        else "let processes of this machine talk over 127.0.0.1 (firewall, container settings)"
+    )
+    found = fault or f"2 processes add up a number in {1000 * took_s:.1f} ms"
+    yield Finding("gloo", found, remedy if fault else "")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        ranks = min(2, gpus)
+        took_s, fault = round_trip("cuda", ranks, LIMIT_S)
+        found = fault or f"{ranks} process{'es' * (ranks > 1)} in {1000 * took_s:.1f} ms"
+        remedy = "NCCL_DEBUG=INFO tells what it misses; --device cpu goes without it"
+        yield Finding("NCCL", found, remedy if fault else "")
+
+
+def _disk(flag: str, folder: str) -> Finding:
+    path = Path(os.path.expanduser(folder))
+    try:
+        check_folder(flag, folder, path)
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except InputError as error:
+        return Finding(flag, str(error).partition("; ")[0], "another folder")
+    except OSError as error:
+        return Finding(flag, f"{folder!r} cannot be written ({error.strerror})", "another folder")
+    short = free < LEAST_BYTES
+    return Finding(flag, f"{folder!r} has {_gib(free)} free", "another disk, or tidy up" * short)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,147 @@
+"""The same run with several seeds: mean and deviation in place of a lucky number."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.run.folder import claim_folder, plain
+from gnnpipe.run.summary import score
+from gnnpipe.run.result import RunResult
+from gnnpipe.tasks.loss import LossFn
+from gnnpipe.train.trainer import Trainer
+
+__all__ = ["SeedsResult", "fit_seeds"]
+
+SUMMARY = (
+    "loss", "train_acc", "val_acc", "test_acc", "best_val_acc", "test_acc_at_best_val",
+    "best_epoch", "train_metric", "val_metric", "test_metric", "best_val_metric",
+    "test_metric_at_best_val", "exact_epochs", "epoch_time_s",
+)  # fmt: skip
+"""Fields of a result that are averaged."""
+
+
+@dataclass(frozen=True)
+class SeedsResult:
+    """The runs, and by field the mean and the sample deviation (n - 1).
+
+    NaN where a run has no such figure, and the deviation of a single run.
+    """
+
+    results: tuple[RunResult, ...]
+    mean: dict[str, float]
+    deviation: dict[str, float]
+    path: Path | None = None
+    """The folder that holds seed-<n>/ of every run and summary.json."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in summary.json: mean, deviation, and each run's figures by seed."""
+        return {
+            "seeds": [r.seed for r in self.results],
+            "metric": self.results[0].metric,
+            "mean": self.mean,
+            "deviation": self.deviation,
+            "runs": {str(r.seed): {n: getattr(r, n) for n in SUMMARY} for r in self.results},
+        }
+
+    def lines(self) -> list[str]:
+        """For a person: the metric of every seed, then mean and deviation."""
+        metric = self.results[0].metric
+        out = []
+        for r in self.results:
+            out.append(f"seed {r.seed}: test {metric} {score(r.test_metric)}")
+            if not math.isnan(r.best_val_metric):
+                found = score(r.test_metric_at_best_val)
+                out[-1] += f", at best validation {found} (epoch {r.best_epoch})"
+        shown = [("test_metric", "last epoch")]
+        # No best epoch where the metric is not defined on the validation part.
+        if not any(math.isnan(r.best_val_metric) for r in self.results):
+            shown.append(("test_metric_at_best_val", "at best validation"))
+        for name, words in shown:
+            out.append(
+                f"{len(self.results)} seeds, {words}: test {metric} {score(self.mean[name])} "
+                f"± {score(self.deviation[name])}"
+            )
+        return out
+
+
+def fit_seeds(
+    config: TrainConfig,
+    count: int,
+    graph: Graph | None = None,
+    mesh: Mesh | None = None,
+    make_model: Callable[[], nn.Module] | None = None,
+    loss_fn: LossFn | None = None,
+) -> SeedsResult:
+    """Train ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
+
+    A seed decides weights, dropout, chunk order, a split by percentages and that of links, and
+    which of several given splits is taken. Every run has its own folder below ``config.out``, whose
+    summary.json holds what is returned. ``make_model`` makes a new model of your own for every
+    run, with torch seeded; ``loss_fn`` as for ``Trainer``.
+
+    Raises:
+        InputError: ``count`` < 1, a model that was trained before, and all that ``Trainer`` raises.
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InputError(f"--seeds {count!r}: must be a whole number")
+    if count < 1:
+        raise InputError(f"--seeds {count}: must be at least 1")
+    if config.seed + count > 2**32:
+        raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
+    met = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    folder, _ = claim_folder(config, met)
+    results: list[RunResult] = []
+    made: list[nn.Parameter] = []
+    for seed in range(config.seed, config.seed + count):
+        if met.rank == 0 and not config.quiet:
+            print(f"seed {seed} ({len(results) + 1} of {count})", flush=True)
+        # Only rank 0 writes, so only it needs the path.
+        out = str(folder.path / f"seed-{seed}") if folder else "off"
+        model = None
+        if make_model is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = make_model()
+            if any(p is q for p in model.parameters() for q in made):
+                raise InputError(
+                    f"make_model: gave the weights of an earlier seed for seed {seed}, which are "
+                    "trained already; make a new model in every call"
+                )
+            made += model.parameters()
+        run = replace(config, seed=seed, out=out)
+        results.append(Trainer(run, graph=graph, model=model, mesh=met, loss_fn=loss_fn).fit())
+        gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side
+        found = _summary(results, folder.path if folder else None)
+        if found.path is not None:
+            # After every run, so that a later one that fails loses nothing.
+            found.path.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(plain(found.to_dict()), indent=1, allow_nan=False)
+            (found.path / "summary.json").write_text(text + "\n", encoding="utf-8")
+    if mesh is None:
+        met.leave()
+    return found
+
+
+def _summary(results: list[RunResult], path: Path | None) -> SeedsResult:
+    mean, deviation = {}, {}
+    for name in SUMMARY:
+        values = [float(getattr(r, name)) for r in results]
+        mean[name] = statistics.fmean(values)
+        # A part of the split without vertices has no score, and no deviation either.
+        is_known = len(values) > 1 and all(map(math.isfinite, values))
+        deviation[name] = statistics.stdev(values) if is_known else math.nan
+    return SeedsResult(tuple(results), mean, deviation, path)
