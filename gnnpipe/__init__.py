@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
-    from gnnpipe.setup.info import Info, info
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
+    from gnnpipe.setup.info import Info, info
     from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 

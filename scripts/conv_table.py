@@ -25,11 +25,11 @@ from torch_geometric.nn import conv as convs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gnnpipe.capture import capture  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.graph.graph import Graph  # noqa: E402
 from gnnpipe.graph.types import VertexTypes  # noqa: E402
 from gnnpipe.models.gat_attention import is_additive  # noqa: E402
-from gnnpipe.capture import capture  # noqa: E402
 
 PAGE = ROOT / "docs" / "convolutions.md"
 WIDTH, DIM, TYPES = 8, 2, 3

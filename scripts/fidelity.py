@@ -41,12 +41,12 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     import torch
 
     from gnnpipe.config import TrainConfig
+    from gnnpipe.run.exact_epochs import ExactEpochs
+    from gnnpipe.run.metrics_csv import measure_staleness
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import assemble
-    from gnnpipe.run.exact_epochs import ExactEpochs
-    from gnnpipe.train.evaluate import evaluate, train_epoch
     from gnnpipe.setup.prepare import chunk_order, prepare
-    from gnnpipe.train.staleness import measure_staleness
+    from gnnpipe.train.evaluate import evaluate, train_epoch
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from gnnpipe.cli.main import main  # noqa: E402
-from gnnpipe.setup import build
+from gnnpipe.setup import build  # noqa: E402
 
 EVERY_S = 0.001
 

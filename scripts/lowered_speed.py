@@ -36,8 +36,8 @@ from gnnpipe import Graph, TrainConfig  # noqa: E402
 from gnnpipe.data.load import load_graph  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.setup.build import assemble  # noqa: E402
-from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 from gnnpipe.setup.prepare import prepare  # noqa: E402
+from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "lowered_speed.md"
 WIDTH, LAYERS, REPEATS = 128, 4, 7

@@ -29,13 +29,13 @@ def main() -> None:
 
     from gnnpipe import TrainConfig
     from gnnpipe.perf import time_shares
-    from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.runtime.probe import receive_bandwidth
-    from gnnpipe.setup.build import assemble
-    from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
-    from gnnpipe.train.evaluate import train_epoch
-    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.profile.comm_times import receive_bandwidth
     from gnnpipe.run.epoch_times import gather_epoch
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
+    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.train.evaluate import train_epoch
 
     torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])

@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> None:
 def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     from gnnpipe import TrainConfig
     from gnnpipe.perf.profile import op_kind
-    from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.prepare import prepare
     from gnnpipe.profile.profile import take_profile
+    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.chunk_sizes import chunk_sizes
+    from gnnpipe.setup.prepare import prepare
 
     mesh = Mesh.alone()
     config = TrainConfig(
@@ -106,7 +106,7 @@ def by_flops(row: Row) -> float:
 
 
 def by_planner(row: Row) -> float:
-    from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
+    from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 
     products = row["R"] * row["flops"] + row["EN"] * row["ff"]
     passes = KEPT_FLOPS * row["R"] * row["kept"]

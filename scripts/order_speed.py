@@ -28,8 +28,8 @@ from fidelity_cells import SHARED  # noqa: E402
 from scipy.sparse.csgraph import reverse_cuthill_mckee  # noqa: E402
 
 from gnnpipe import Graph  # noqa: E402
-from gnnpipe.graph.csr import RowCSR  # noqa: E402
 from gnnpipe.data.load import load_graph  # noqa: E402
+from gnnpipe.graph.csr import RowCSR  # noqa: E402
 from gnnpipe.graph.operators import weighted_rows  # noqa: E402
 from gnnpipe.graph.partition import PARTITIONERS, structure  # noqa: E402
 

@@ -73,8 +73,8 @@ def ours(
     from gnnpipe import TrainConfig
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import assemble
-    from gnnpipe.train.evaluate import train_epoch
     from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.train.evaluate import train_epoch
 
     config = TrainConfig(
         model=model, layers=layers, hidden=width, heads=HEADS, dropout=DROPOUT, lr=0.001,

@@ -23,13 +23,13 @@ from fidelity import commit  # noqa: E402
 from fidelity_cells import Cell  # noqa: E402
 
 from gnnpipe.config import TrainConfig  # noqa: E402
-from gnnpipe.runtime.drift import Drift  # noqa: E402
-from gnnpipe.runtime.staleness.forecast import Forecaster  # noqa: E402
+from gnnpipe.run.metrics_csv import measure_staleness  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
+from gnnpipe.runtime.history.base import Drift  # noqa: E402
+from gnnpipe.runtime.staleness.forecast import Forecaster  # noqa: E402
 from gnnpipe.setup.build import assemble  # noqa: E402
-from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 from gnnpipe.setup.prepare import chunk_order, prepare  # noqa: E402
-from gnnpipe.train.staleness import measure_staleness  # noqa: E402
+from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "staleness_cost.md"
 CELLS = [

@@ -25,18 +25,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gnnpipe import Graph
+from gnnpipe.checkpoint.reader import MANIFEST, StoredCheckpoint
 from gnnpipe.cli.main import _config, _parser, main
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError
-from gnnpipe.graph.cache import _checksum, keep, recall
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.synthetic import parse_synthetic
-from gnnpipe.report.html import page
-from gnnpipe.report.run import read_run
+from gnnpipe.errors import InputError
+from gnnpipe.graph.cache import _checksum, keep, recall
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, Profile
 from gnnpipe.plan import Plan
+from gnnpipe.report.html import page
+from gnnpipe.report.run import read_run
 from gnnpipe.runtime.comm.launch import check_meeting
-from gnnpipe.checkpoint.reader import MANIFEST, StoredCheckpoint
 
 __all__ = ["TARGETS", "Target", "attempt"]
 

@@ -10,22 +10,22 @@ from helpers import assert_all_within, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
+from gnnpipe.capture.stage.codegen import _may_choose
+from gnnpipe.capture.stage.split import Cut
+from gnnpipe.data.links import split_links
 from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.layout import shard_layout
-from gnnpipe.data.links import split_links
 from gnnpipe.graph.operators import weighted_rows
-from gnnpipe.capture.stage.split import Cut
-from gnnpipe.capture.stage.codegen import _may_choose
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.plan import ALL_ROWS, asked_of
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import loss_rows
 from gnnpipe.setup.build import assemble
-from gnnpipe.train.evaluate import evaluate, train_epoch
-from gnnpipe.setup.prepare import chunk_order, prepare
-from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.train.evaluate import evaluate, train_epoch
 from gnnpipe.verify.verify import verify
 
 LAYERS = ("gcn", "sage", "gcnii", "resgcn")

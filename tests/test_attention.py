@@ -14,9 +14,9 @@ from torch import nn
 from torch_geometric.nn import GAT, GATConv, GATv2Conv, Linear, TransformerConv
 
 from gnnpipe import TrainConfig, Trainer
+from gnnpipe.capture import capture
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
-from gnnpipe.capture import capture
 from gnnpipe.setup.model_graph import describe
 
 

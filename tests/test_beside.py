@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.checkpoint import writer_process as module
-from gnnpipe.checkpoint.writer_process import Beside
-from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.staging import StagedTensors
 from gnnpipe.checkpoint.writer import write_checkpoint
+from gnnpipe.checkpoint.writer_process import Beside
 
 TENSORS = {
     "weight/a": torch.arange(12.0).view(3, 4).t(),  # not contiguous

@@ -11,10 +11,10 @@ from torch_geometric.nn import GATv2Conv, GINConv, NNConv
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.graph.chunking import make_chunking
+from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import row_blocks
 from gnnpipe.setup.prepare import prepare
-from gnnpipe.run.summary import head_lines
 
 
 def config(**settings):

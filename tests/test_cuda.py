@@ -8,11 +8,11 @@ from torch_geometric.nn import GATv2Conv, GraphSAGE
 
 from gnnpipe import Trainer
 from gnnpipe.ops.spmm import KERNELS
+from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import assemble
-from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.setup.prepare import chunk_order, prepare
-from gnnpipe.run.resume import resumed_config
+from gnnpipe.train.evaluate import train_epoch
 
 GPU = "cuda"
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gnnpipe.cli.main import main
-from gnnpipe.tools.collective_check import round_trip
 from gnnpipe.tools import doctor
+from gnnpipe.tools.collective_check import round_trip
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,12 +8,12 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe import Trainer
-from gnnpipe.ops import hashed_dropout
 from gnnpipe.models import layer as layer_module
+from gnnpipe.models.layer import MODELS, LayerSpec
+from gnnpipe.models.layer_stack import GNN
+from gnnpipe.ops import hashed_dropout
 from gnnpipe.ops.hashed_dropout import KeptMasks, keyed_mask, row_keys
 from gnnpipe.ops.hashed_dropout import keyed_dropout as drop_kept
-from gnnpipe.models.layer_stack import GNN
-from gnnpipe.models.layer import MODELS, LayerSpec
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
 

@@ -9,8 +9,8 @@ from gnnpipe.perf.evaluation_memory import evaluation_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import assemble
-from gnnpipe.train.evaluate import evaluate
 from gnnpipe.setup.prepare import prepare
+from gnnpipe.train.evaluate import evaluate
 
 N, HIDDEN = 400, 32
 

@@ -15,16 +15,16 @@ from gnnpipe import Trainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.run.exact_epochs import ExactEpochs
+from gnnpipe.run.resume import find_start, resumed_config
+from gnnpipe.run.summary import result_lines
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.grad_clip import Guard
 from gnnpipe.schedule import check
 from gnnpipe.schedule.check import ProgramError
-from gnnpipe.train import trainer
-from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.setup.prepare import prepare
+from gnnpipe.train import trainer
 from gnnpipe.verify.reference import Reference
-from gnnpipe.run.summary import result_lines
-from gnnpipe.run.resume import find_start, resumed_config
 from gnnpipe.verify.verify import Comparison, relative_difference, verify
 
 EPOCHS, FACTOR = 16, 0.9

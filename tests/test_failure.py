@@ -16,12 +16,12 @@ from test_resume import config, table
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.runtime.grad_clip import Guard
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.train import loop
 from gnnpipe.run import signals
 from gnnpipe.run.rank_log import is_lost_peer, lost_rank
 from gnnpipe.run.signals import Stopping
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 

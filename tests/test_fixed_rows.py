@@ -11,8 +11,8 @@ from gnnpipe import Trainer
 from gnnpipe.capture import Captured
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.profile.steps import measure_steps
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.verify.verify import verify
 

@@ -7,8 +7,8 @@ from gnnpipe.errors import InputError
 from gnnpipe.models.gat import GATLayer
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.models.layer_stack import GNN
 from gnnpipe.models.layer import LayerSpec
+from gnnpipe.models.layer_stack import GNN
 
 SPEC = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8, heads=2)
 

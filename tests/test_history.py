@@ -13,8 +13,8 @@ def frozen_run(model, stages, shards, epochs, **settings):
     """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import assemble
-    from gnnpipe.train.evaluate import train_epoch
     from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.train.evaluate import train_epoch
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(

@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
-from gnnpipe.files import how_to_write
-from gnnpipe.tools.collective_check import round_trip
-from gnnpipe.checkpoint.retention import checkpoint_path
 from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.retention import checkpoint_path
+from gnnpipe.files import how_to_write
 from gnnpipe.run.signals import Stopping
+from gnnpipe.tools.collective_check import round_trip
 
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 

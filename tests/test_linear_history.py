@@ -9,15 +9,14 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.ops.spmm import KERNELS, embedding_bag
 from gnnpipe.graph.operators import LinearOperator
-from gnnpipe.runtime.history.linear import LinearHistory
+from gnnpipe.ops.spmm import KERNELS, embedding_bag
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import assemble
-from gnnpipe.train.evaluate import evaluate, train_epoch
-from gnnpipe.setup.prepare import chunk_order, prepare
-from gnnpipe.train.shared import shared_of
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
+from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
 def trained(epochs=3, **settings):

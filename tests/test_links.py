@@ -14,9 +14,9 @@ from torch_geometric.nn import GAE
 from torch_geometric.transforms import RandomLinkSplit
 
 from gnnpipe import Graph, TrainConfig, Trainer
-from gnnpipe.errors import InputError
-from gnnpipe.data.links import split_links
 from gnnpipe.capture.fx_names import called
+from gnnpipe.data.links import split_links
+from gnnpipe.errors import InputError
 from gnnpipe.tasks.scoring import roc_auc
 
 EPOCHS = 3
@@ -471,8 +471,8 @@ def test_a_file_needs_no_labels(tmp_path):
 def test_memory_is_estimated_with_its_pairs():
     """What ``decode`` keeps of a pair counts."""
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.prepare import prepare
     from gnnpipe.setup.memory_estimate import memory_by_rank
+    from gnnpipe.setup.prepare import prepare
 
     sizes, kept = [], []
     for name in ("attends", "net", "predictor"):

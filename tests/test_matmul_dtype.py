@@ -12,12 +12,11 @@ from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv, Simpl
 from gnnpipe import InputError, Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.models import GNN, LayerSpec
-from gnnpipe.ops import bf16_matmul
-from gnnpipe.ops import norm_relu_blocks
-from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.ops import bf16_matmul, norm_relu_blocks
+from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.run.summary import head_lines
+from gnnpipe.runtime.comm.mesh import Mesh
 
 LOW = torch.bfloat16
 

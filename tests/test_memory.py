@@ -15,10 +15,9 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import assemble
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.train.evaluate import train_epoch
-from gnnpipe.setup.prepare import chunk_order, prepare
-from gnnpipe.train.shared import shared_of
+from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
 from gnnpipe.tasks.loss import kept_by_loss, labels_of, loss_sum
+from gnnpipe.train.evaluate import train_epoch
 
 N, HIDDEN = 400, 32
 

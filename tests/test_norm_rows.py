@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gnnpipe.ops import norm_relu_blocks
 from gnnpipe.capture.stage import norm_rows
 from gnnpipe.capture.stage.norm_rows import normalise, squares
+from gnnpipe.ops import norm_relu_blocks
 
 C, F = 300, 7
 

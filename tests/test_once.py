@@ -10,23 +10,23 @@ from torch import nn
 from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
 
 from gnnpipe import Trainer
-from gnnpipe.graph.csr import RowCSR
 from gnnpipe.data.links import split_links
+from gnnpipe.graph.csr import RowCSR
 from gnnpipe.models import GNN, LayerSpec
-from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.sage import SAGELayer
+from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import made_once
+from gnnpipe.profile.profile import take_profile
+from gnnpipe.profile.steps import measure_steps
+from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import row_blocks
 from gnnpipe.setup.build import assemble
-from gnnpipe.profile.steps import measure_steps
-from gnnpipe.setup.prepare import Prepared, prepare
-from gnnpipe.profile.profile import take_profile
-from gnnpipe.run.resume import resumed_config
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import Prepared, prepare
 from gnnpipe.verify.verify import verify
 
 

@@ -7,19 +7,19 @@ from torch import nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.models import GNN, Layer, LayerSpec
-from gnnpipe.ops import norm_relu_blocks
-from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.models.sage import SAGELayer
-from gnnpipe.runtime.history.linear import LinearHistory
+from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.ops.hashed_dropout import Mask
+from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import assemble
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.train.evaluate import evaluate, train_epoch
 from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.train.evaluate import evaluate, train_epoch
 
 ROWS, WIDTH, CHUNKS, EPOCHS = 7, 5, 5, 3
 

@@ -69,7 +69,9 @@ def test_one_process(chunks, settings, dtype):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_chunk_of_several_blocks_of_rows(recompute, monkeypatch):
     """As a large graph has them; the reference walks all of its rows in one."""
-    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7)
+    monkeypatch.setattr(
+        norm_relu_blocks, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7
+    )
     found = compare([(1, 1, 3)], "float64", epochs=5, recompute=recompute)
     assert_equal(found, "float64")
 

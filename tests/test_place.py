@@ -7,17 +7,17 @@ from torch_geometric.nn import GAT
 
 from gnnpipe import InputError, Trainer, info
 from gnnpipe.models import GNN, LayerSpec
-from gnnpipe.ops.norm_relu import norm_relu
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.layer_stack import LayerPiece
-from gnnpipe.ops.in_place_rows import Place
 from gnnpipe.models.resgcn import ResGCNLayer
 from gnnpipe.models.sage import SAGELayer
-from gnnpipe.runtime.history.base import History
+from gnnpipe.ops.in_place_rows import Place
+from gnnpipe.ops.norm_relu import norm_relu
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.history.base import History
 from gnnpipe.setup.build import assemble
-from gnnpipe.train.evaluate import evaluate, train_epoch
 from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
 class Doubled(GCNLayer):

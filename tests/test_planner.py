@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gnnpipe.config import TrainConfig
 from gnnpipe.planner.uniform import op_costs, split_evenly
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.prepare import prepare
 from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.prepare import prepare
 
 
 def slowest(costs, runs):

@@ -13,8 +13,8 @@ from gnnpipe.perf.profile import Affine
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import ChangedCosts
-from gnnpipe.schedule import PILOTS
 from gnnpipe.profile.predict import run_costs
+from gnnpipe.schedule import PILOTS
 
 
 def test_one_rank_takes_the_sum_of_its_steps():

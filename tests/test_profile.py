@@ -16,12 +16,12 @@ from gnnpipe.perf import Profile
 from gnnpipe.perf.fit import Sample, Work, fit_costs, fit_link
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, op_kind
 from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.profile.predict import run_costs
+from gnnpipe.profile.steps import measure_steps
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import PILOTS
-from gnnpipe.profile.steps import measure_steps
-from gnnpipe.profile.predict import run_costs
-from gnnpipe.setup.prepare import prepare
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import prepare
 
 LINK = LinkTimes(1e-4, 1e9, 0.1)
 

@@ -13,8 +13,8 @@ from helpers import quick_config, run_ranks, small_graph
 from torch_geometric.data import Data
 
 from gnnpipe import Graph, Trainer
-from gnnpipe.errors import InputError
 from gnnpipe.data.load import load_graph
+from gnnpipe.errors import InputError
 from gnnpipe.tasks.scoring import error_sums, regression_score
 
 

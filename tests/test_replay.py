@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gnnpipe.ops import triton
 from gnnpipe.models import MODELS, LayerSpec
+from gnnpipe.ops import triton
 from gnnpipe.runtime.cuda_graph import Replay
 
 

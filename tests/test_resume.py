@@ -16,11 +16,11 @@ from pyg_models import Normed
 from torch_geometric import nn as pyg
 
 from gnnpipe import TrainConfig, Trainer
-from gnnpipe.errors import FailedError, InputError, StoppedError
-from gnnpipe.train import loop
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.retention import newest_whole
+from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.run.resume import resumed_config
+from gnnpipe.train import loop
 
 EPOCHS, STOP = 9, 4
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,11 +10,11 @@ from helpers import small_graph
 from test_resume import EPOCHS, config, damage, outcome, stop_after, table
 
 from gnnpipe import Trainer
-from gnnpipe.errors import FailedError, InputError, StoppedError
-from gnnpipe.train import loop, trainer
-from gnnpipe.setup import row_blocks
 from gnnpipe.checkpoint import writer
+from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.run.resume import resumed_config
+from gnnpipe.setup import row_blocks
+from gnnpipe.train import loop, trainer
 
 
 def again(out, **changes):

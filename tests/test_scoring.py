@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
-from gnnpipe.tasks.scoring import accuracy, f1, margin, roc_auc, tally
 from gnnpipe.tasks.loss import choose_metric, loss_sum, num_targets
+from gnnpipe.tasks.scoring import accuracy, f1, margin, roc_auc, tally
 
 
 def f1_of(truth, answer):

@@ -14,7 +14,7 @@ from test_timing import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import simulate, time_shares
 from gnnpipe.perf.critical import critical_shares, critical_text
-from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.predicted import simulated_notes
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import buckets

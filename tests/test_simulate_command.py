@@ -14,8 +14,8 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf import simulate
 from gnnpipe.perf.critical import critical_shares
-from gnnpipe.perf.sensitivity import sensitivity
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import sensitivity
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.profile.scenario import (

@@ -10,8 +10,8 @@ import torch
 from helpers import run_ranks, small_graph
 
 from gnnpipe import TrainConfig, Trainer
-from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.data.load import load_graph
+from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.quality import chunk_edges, stale_share
 from gnnpipe.runtime.staleness.affine_map import fit_affine, moments
 from gnnpipe.runtime.staleness.forecast import Forecaster

@@ -14,8 +14,8 @@ from helpers import quick_config, run_ranks, small_graph
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.perf import read_trace
 from gnnpipe.plan import Plan
-from gnnpipe.train.evaluate import Scores
 from gnnpipe.setup.prepare import chunk_order
+from gnnpipe.train.evaluate import Scores
 
 RESULT_KEYS = {
     "dataset", "model", "layers", "hidden", "stages", "shards", "chunks", "world_size", "epochs",

@@ -7,16 +7,15 @@ from helpers import quick_config, small_graph
 pytest.importorskip("triton")
 
 from gnnpipe import Trainer
-from gnnpipe.ops import triton
 from gnnpipe.errors import InputError
-from gnnpipe.ops.triton import spmm
-from gnnpipe.ops.triton.dropout import fill_masks
-from gnnpipe.ops.triton.spmm import product
-from gnnpipe.ops.triton.norm_relu import tail_backward, tail_forward
-from gnnpipe.ops.spmm import default_kernel, kernel_named
-from gnnpipe.ops import hashed_dropout
+from gnnpipe.ops import hashed_dropout, triton
 from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_mask, row_keys
 from gnnpipe.ops.norm_relu_blocks import Tail, TailBackward, keep
+from gnnpipe.ops.spmm import default_kernel, kernel_named
+from gnnpipe.ops.triton import spmm
+from gnnpipe.ops.triton.dropout import fill_masks
+from gnnpipe.ops.triton.norm_relu import tail_backward, tail_forward
+from gnnpipe.ops.triton.spmm import product
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}

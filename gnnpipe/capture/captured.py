@@ -16,16 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
-from gnnpipe.graph.types import Relation
-from gnnpipe.capture.signature import edge_inputs
-from gnnpipe.capture.rules.attention import is_mapped
-from gnnpipe.capture.stage.linear import is_linear
-from gnnpipe.capture.markers import aggregate
-from gnnpipe.capture.stage.piece import CapturedPiece
-from gnnpipe.capture.trial.facts import Facts, probe
 from gnnpipe.capture.fx_names import (
     EDGES,
     FEATURES,
@@ -37,8 +27,18 @@ from gnnpipe.capture.fx_names import (
     input_number,
     is_input,
 )
-from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.capture.markers import aggregate
+from gnnpipe.capture.rules.attention import is_mapped
+from gnnpipe.capture.signature import edge_inputs
+from gnnpipe.capture.stage.linear import is_linear
+from gnnpipe.capture.stage.piece import CapturedPiece
 from gnnpipe.capture.trace import trace
+from gnnpipe.capture.trial.facts import Facts, probe
+from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
+from gnnpipe.graph.types import Relation
 from gnnpipe.models.stage_module import Model
 
 __all__ = ["Captured", "capture"]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gnnpipe.capture.fx_names import first_line
+from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
+from gnnpipe.capture.trial.perturb import names_of_weights, stir
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
-from gnnpipe.capture.fx_names import first_line
-from gnnpipe.capture.trial.perturb import names_of_weights, stir
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from gnnpipe.errors import InputError
-from gnnpipe.capture.markers import drop
 from gnnpipe.capture.fx_names import OUT_OF_PLACE, dropout_arguments, line_of
+from gnnpipe.capture.markers import drop
+from gnnpipe.errors import InputError
 
 __all__ = ["compare", "make_out_of_place", "replace_dropout"]
 

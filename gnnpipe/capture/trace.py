@@ -22,16 +22,6 @@ import torch
 from torch import fx, nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.graph.operators import RELATION
-from gnnpipe.graph.types import VertexTypes
-from gnnpipe.capture.rules.attention import ATTENTION_RULES
-from gnnpipe.capture.rules.edge_conv import EDGE_RULES
-from gnnpipe.capture.pyg_patches import escapes_closed
-from gnnpipe.capture.rules.hetero import HETERO_RULES
-from gnnpipe.capture.markers import drop
-from gnnpipe.capture.rules.norms import NORMS
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGES,
@@ -43,13 +33,23 @@ from gnnpipe.capture.fx_names import (
     is_input,
     is_own,
 )
+from gnnpipe.capture.markers import drop
+from gnnpipe.capture.pyg_patches import escapes_closed
 from gnnpipe.capture.rewrite import compare, make_out_of_place, replace_dropout
+from gnnpipe.capture.rules.attention import ATTENTION_RULES
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
+from gnnpipe.capture.rules.edge_conv import EDGE_RULES
+from gnnpipe.capture.rules.hetero import HETERO_RULES
+from gnnpipe.capture.rules.norms import NORMS
 from gnnpipe.capture.vertex_parameters import (
     check_vertex_weights,
     mark_vertex_weights,
     vertex_weights,
 )
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.operators import RELATION
+from gnnpipe.graph.types import VertexTypes
 
 __all__ = ["trace"]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
-from gnnpipe.errors import InputError
-from gnnpipe.capture.markers import of_vertices
 from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.markers import of_vertices
+from gnnpipe.errors import InputError
 
 __all__ = [
     "check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights",

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from gnnpipe.files import how_to_write
-from gnnpipe.checkpoint.writer_process import Beside
 from gnnpipe.checkpoint.retention import checkpoint_path, drop_old, sweep
 from gnnpipe.checkpoint.staging import StagedTensors
 from gnnpipe.checkpoint.writer import write_checkpoint
+from gnnpipe.checkpoint.writer_process import Beside
+from gnnpipe.files import how_to_write
 
 __all__ = ["Saver"]
 

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from gnnpipe.checkpoint.rank_file import checksum_of
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.checkpoint.rank_file import checksum_of
 
 __all__ = ["MANIFEST", "VERSION", "StoredCheckpoint", "metadata_of"]
 

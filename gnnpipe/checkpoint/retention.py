@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from gnnpipe.errors import InputError
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.writer import is_aside
+from gnnpipe.errors import InputError
 
 __all__ = ["again_with", "checkpoint_path", "drop_old", "is_unfinished", "newest_whole", "sweep"]
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.errors import InputError
 from gnnpipe.models import Piece
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.mean import MeanHistory
-from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import Assembly
-from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["draw_states", "load_tensors", "set_draw_states", "tensors_of"]

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnpipe.checkpoint.writer_process import Beside
-from gnnpipe.checkpoint.reader import MANIFEST, VERSION, metadata_of
 from gnnpipe.checkpoint.rank_file import RankFile, checksum_of, write_rank_file
+from gnnpipe.checkpoint.reader import MANIFEST, VERSION, metadata_of
+from gnnpipe.checkpoint.writer_process import Beside
 
 __all__ = ["is_aside", "write_checkpoint"]
 

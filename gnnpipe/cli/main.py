@@ -18,18 +18,48 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from gnnpipe import __version__
+from gnnpipe.cli.parser import Words, may_speak, one_line, reader
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.fields import flag
 from gnnpipe.config.validate import check_stages, check_verifiable
 from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
 from gnnpipe.report.command import add_flags, report
 from gnnpipe.report.compare import add_compare_flags, compare
-from gnnpipe.config.fields import flag
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
-from gnnpipe.train.flags import add_profile_flags, add_simulate_flags
-from gnnpipe.cli.parser import Words, may_speak, one_line, reader
 
-__all__ = ["main"]
+__all__ = ["add_profile_flags", "add_simulate_flags", "main"]
+
+
+SHEETS = "a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
+
+
+def add_profile_flags(command: argparse.ArgumentParser) -> None:
+    """Where a profile goes, and what it is of."""
+    command.add_argument("--save", metavar="FILE", help="new file for the profile (JSON)")
+    command.add_argument(
+        "--hardware", metavar="DEVICE:LINK", help=f"measure nothing, but take data sheets: {SHEETS}"
+    )
+
+
+def add_simulate_flags(command: argparse.ArgumentParser) -> None:
+    """What is simulated, on what, and where the answer goes."""
+    command.add_argument(
+        "--shape", metavar="N=V,...",
+        help="simulate no dataset but a graph in numbers, shared out evenly: vertices=..,edges=..,"
+        "features=..,classes=.. and maybe halo=.. (rows of other shards read for each own row, "
+        "default 1) and stored=.. (numbers that sparse features hold)",
+    )  # fmt: skip
+    command.add_argument(
+        "--hardware", metavar="DEVICE:LINK", help=f"by data sheets instead of --profile: {SHEETS}"
+    )
+    command.add_argument(
+        "--cluster", metavar="FILE",
+        help="TOML file of devices (speed, memory) and links; without it every rank is as the "
+        "profile says",
+    )  # fmt: skip
+    command.add_argument("--json", metavar="FILE", help="also write the answer there (JSON)")
+
 
 GROUPS = (
     "data", "model", "training", "evaluation", "shape", "staleness", "ranks", "output",
@@ -183,9 +213,9 @@ def _verify(options: argparse.Namespace) -> int:
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = _config(options, VERIFY_DEFAULTS)
     check_verifiable(config)
+    from gnnpipe.run.summary import head_lines
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.run.summary import head_lines
     from gnnpipe.verify.verify import TOLERANCE, verdict, verify
 
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
@@ -201,7 +231,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     config = _config(options, {})
-    from gnnpipe.train.profile_command import profile_command
+    from gnnpipe.profile.profile import profile_command
 
     return profile_command(config, options.save, options.hardware)
 

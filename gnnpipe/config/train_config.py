@@ -19,15 +19,114 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gnnpipe.config.fields import check_border, setting, typed
 from gnnpipe.config.validate import check_together
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.registry import nearest
-from gnnpipe.run_settings import RunSettings
-from gnnpipe.config.fields import check_border, setting, typed
-from gnnpipe.techniques import PRESETS, Techniques
 
-__all__ = ["Techniques", "TrainConfig", "parse_split"]
+__all__ = [
+    "PRESETS",
+    "RunSettings",
+    "Techniques",
+    "TrainConfig",
+    "parse_split",
+]
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What is done about stale rows: GNNPipe's three techniques (arXiv 2308.10087, section 4), and
+    our own, the forecast (docs/adr/0011-stale-rows-are-forecast.md).
+    """
+
+    shuffle_chunks: bool
+    snapshot_every: int
+    scale_live_gradients: float
+    exact: bool
+    """Walk layer by layer, so that nothing is stale."""
+    pilots_per_column: int = 0
+    """Pilot rows of the forecast, for each of the F + 1 numbers in a column of an affine map on
+    rows of width F; 0: no forecast."""
+    exact_epochs: int = 0
+    """Epochs at the start that are walked layer by layer."""
+    exact_above: float = 0.0
+    """So is an epoch behind one whose gradients were this many times as long as the median of the
+    last epochs; 0: never."""
+
+
+# GNNPipe's own code refreshes the snapshot every 23 epochs: arXiv 2308.10087, released code.
+PRESETS = {
+    "none": Techniques(False, 1, 1.0, False),
+    "paper": Techniques(True, 23, 2.0, False),
+    "auto": Techniques(True, 1, 1.5, False, pilots_per_column=16, exact_epochs=1, exact_above=3.0),
+    "exact": Techniques(False, 1, 1.0, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The part of ``TrainConfig`` that is not about the model or its training."""
+
+    out: str = setting(
+        "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
+        group="output",
+    )  # fmt: skip
+    quiet: bool = setting(False, "print nothing while training", group="output")
+    predict: bool = setting(
+        True,
+        "predict the time of an epoch, to be set beside the measured one: by --profile, or by a "
+        "short profile taken before the first epoch (about 2 s, or 5 % of the run's time; not on "
+        "GPUs, nor for less than 10 epochs)",
+        group="output",
+    )  # fmt: skip
+    profile: str = setting(
+        "", "predict from this file of `gnnpipe profile --save` instead", group="output"
+    )
+    device: str = setting("auto", "auto, cpu or cuda (one GPU a rank, of those that "
+                           "CUDA_VISIBLE_DEVICES names)", group="ranks",
+                           choices=("auto", "cpu", "cuda"))  # fmt: skip
+    kernel: str = setting(
+        "auto",
+        "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
+        "installed), triton (on GPUs), measured (the fastest of them here; may differ from run to "
+        "run, and with it the last digits), or auto: embedding-bag on CPUs, triton on GPUs",
+        group="ranks",
+        choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse", "triton"),
+    )  # fmt: skip
+    timeout_s: float = setting(
+        120.0,
+        "seconds a rank waits for another before the run is ended; one that gives no sign of life "
+        "is given up after an eighth of it",
+        group="ranks", above=0, high=1e6,
+    )  # fmt: skip
+
+    check_weights: bool = setting(
+        False, "whenever the model is evaluated, compare the weights that shards hold in common",
+        group="ranks",
+    )  # fmt: skip
+
+    checkpoint_every: int | None = setting(
+        None,
+        "epochs from one checkpoint to the next (default: as many as take about ten minutes; 0: "
+        "none, except when the run is told to stop)",
+        group="checkpoints", low=0,
+    )  # fmt: skip
+    keep: int = setting(
+        2, "checkpoints that remain; older ones are removed", group="checkpoints", low=1
+    )
+    checkpoint_tables: bool = setting(
+        True,
+        "keep the history tables in checkpoints; without them they are small, and the first epoch "
+        "after --resume is walked exactly, to fill the tables again",
+        group="checkpoints",
+    )  # fmt: skip
+    time_limit_s: float = setting(
+        0.0,
+        "seconds after which the run writes a checkpoint and ends with exit code 75, as it does on "
+        "SIGTERM (0: no limit)",
+        group="checkpoints", low=0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gnnpipe.errors import InputError
 from gnnpipe.config.fields import flag
+from gnnpipe.errors import InputError
 
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig

@@ -18,9 +18,9 @@ import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
 from gnnpipe.data.edges import MAX_VERTICES, clean_edge_data, sorted_edges
-from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.data.labels import TASKS, Labels, clean_labels, clean_targets, is_known, one_hot
 from gnnpipe.data.split import SPLIT_NAMES, fail, given_mask, num_splits, overlap, split_masks
+from gnnpipe.graph.graph import BoolArray, Features, Graph
 
 __all__ = ["clean", "clean_features"]
 

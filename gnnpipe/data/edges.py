@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.graph.graph import EDGE_DATA, IntArray
 from gnnpipe.data.split import fail
+from gnnpipe.graph.graph import EDGE_DATA, IntArray
 
 __all__ = ["MAX_VERTICES", "Edges", "clean_edge_data", "sorted_edges"]
 

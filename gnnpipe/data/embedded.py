@@ -13,8 +13,8 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.data.clean import clean
-from gnnpipe.graph.graph import Graph
 from gnnpipe.data.split import STANDARD_SPLIT, split_masks
+from gnnpipe.graph.graph import Graph
 
 __all__ = ["debian_class_names", "read_debian", "read_karate"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnpipe.data.ogb_arrays import array_of, edges_of
 from gnnpipe.data.clean import clean, clean_features
-from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
 from gnnpipe.data.labels import clean_labels, clean_targets
+from gnnpipe.data.ogb_arrays import array_of, edges_of
 from gnnpipe.data.split import SPLIT_NAMES, fail, given_mask
+from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
 from gnnpipe.graph.types import VertexTypes
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.config import parse_split
-from gnnpipe.errors import InputError
 from gnnpipe.data.ogb_arrays import array_of, shape_of
-from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.pairs import Pairs
 from gnnpipe.data.pyg import graph_from_data
 from gnnpipe.data.split import fail
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.pairs import Pairs
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from gnnpipe.errors import InputError
 from gnnpipe.data.embedded import read_debian, read_karate
-from gnnpipe.graph.graph import Graph
 from gnnpipe.data.links import split_links
 from gnnpipe.data.npz import read_npz
 from gnnpipe.data.ogb import OGB_DATASETS, read_ogb
 from gnnpipe.data.pyg import PYG_FAMILIES, find_pyg, read_pyg
 from gnnpipe.data.synthetic import make_synthetic
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
 __all__ = ["dataset_names", "load_graph"]

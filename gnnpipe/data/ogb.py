@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from gnnpipe.errors import InputError
-from gnnpipe.files import open_plain
-from gnnpipe.data.npz_archive import UNREADABLE, opened, read_arrays
 from gnnpipe.data.clean import clean
 from gnnpipe.data.download import FetchError, data_root, fetch_zip, locked, tidied
+from gnnpipe.data.npz_archive import UNREADABLE, opened, read_arrays
+from gnnpipe.errors import InputError
+from gnnpipe.files import open_plain
 from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnpipe.errors import InputError
-from gnnpipe.data.ogb_arrays import array_of, edges_of, shape_of
 from gnnpipe.data.clean import clean
 from gnnpipe.data.download import data_root, locked, tidied
-from gnnpipe.graph.graph import EDGE_DATA, Graph
-from gnnpipe.data.split import SPLIT_NAMES, STANDARD_SPLIT, fail, split_masks
+from gnnpipe.data.ogb_arrays import array_of, edges_of, shape_of
 from gnnpipe.data.safe_unpickle import only_data
+from gnnpipe.data.split import SPLIT_NAMES, STANDARD_SPLIT, fail, split_masks
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.registry import nearest
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.errors import InputError
 from gnnpipe.data.clean import clean
-from gnnpipe.graph.graph import Graph
 from gnnpipe.data.split import STANDARD_SPLIT, split_masks
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
 from gnnpipe.machine import memory_bytes
 from gnnpipe.registry import nearest
 

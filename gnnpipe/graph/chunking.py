@@ -21,11 +21,12 @@ from scipy.optimize import linear_sum_assignment
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
 from gnnpipe.graph.graph import Features, Graph, IntArray
-from gnnpipe.graph.order import locality_rank, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
     Partitioner,
     Parts,
+    locality_rank,
+    resolve_order,
     structure,
     version_of,
     vertex_work,

@@ -21,10 +21,10 @@ from torch import Tensor
 from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
-from gnnpipe.ops.spmm import Kernel, embedding_bag
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
+from gnnpipe.ops.spmm import Kernel, embedding_bag
 
 __all__ = [
     "BY_EDGES", "EVERYONE", "LINEAR_KINDS", "RELATION", "WEIGHTED", "Everyone", "LinearOperator",

@@ -4,8 +4,8 @@ Importing this folder registers every model by name.
 """
 
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
-from gnnpipe.models.layer_stack import GNN
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.layer_stack import GNN
 from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
 
 __all__ = [

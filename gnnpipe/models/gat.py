@@ -14,9 +14,9 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.gat_attention import attend
-from gnnpipe.ops.hashed_dropout import keyed_dropout
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 from gnnpipe.ops.bf16_matmul import linear
+from gnnpipe.ops.hashed_dropout import keyed_dropout
 
 __all__ = ["GATLayer"]
 

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, MessagePassing
 
-from gnnpipe.graph.blocks import Block
-from gnnpipe.graph.incidence import Incidence
+from gnnpipe.graph.blocks import Block, Incidence
 from gnnpipe.ops.spmm import bag_sums
 
 __all__ = ["additive_attention", "attend", "is_additive", "is_as_shipped"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.ops.norm_relu import gcnii_mix
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.ops.norm_relu import gcnii_mix
 
 __all__ = ["GCNIILayer"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
-from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
 from gnnpipe.models.sparse_input_linear import FeatureLinear, FeatureRows
+from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
 from gnnpipe.ops.in_place_rows import Place
 from gnnpipe.registry import Registry
 

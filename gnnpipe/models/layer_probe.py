@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gnnpipe.errors import InputError
-from gnnpipe.ops.hashed_dropout import row_keys
-from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.models.layer import Layer, Rows, Values
+from gnnpipe.models.sparse_input_linear import FeatureTable
+from gnnpipe.ops.hashed_dropout import row_keys
 
 __all__ = ["check_layers"]
 

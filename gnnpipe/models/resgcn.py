@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.ops.norm_relu import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
 from gnnpipe.ops.bf16_matmul import linear
+from gnnpipe.ops.norm_relu import norm_relu
 
 __all__ = ["ResGCNLayer"]
 

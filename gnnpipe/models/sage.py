@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.ops.norm_relu import norm_relu
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.ops.norm_relu import norm_relu
 
 __all__ = ["SAGELayer"]
 

@@ -17,8 +17,8 @@ from torch_geometric.nn.inits import glorot
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
-from gnnpipe.ops.spmm import default_kernel
 from gnnpipe.ops.bf16_matmul import linear, product
+from gnnpipe.ops.spmm import default_kernel
 
 __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
 

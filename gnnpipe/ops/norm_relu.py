@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.ops.bf16_matmul import product, rounded
 from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.ops.in_place_rows import Place, room_for
-from gnnpipe.ops.bf16_matmul import product, rounded
 from gnnpipe.ops.norm_relu_blocks import KEPT, TOTAL, Tail, TailBackward, blocks_of, keep, plus
 
 __all__ = ["gcnii_mix", "norm_relu"]

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnnpipe.ops import triton
 from gnnpipe.errors import InputError
+from gnnpipe.ops import triton
 from gnnpipe.registry import Registry
 
 __all__ = [
@@ -162,7 +162,9 @@ def _seconds(times: Product, dense: Tensor) -> float:
     times(dense)
     run: Callable[[], object]
     try:
-        run = triton.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)], dense.device)[0].replay
+        run = triton.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)], dense.device)[
+            0
+        ].replay
     except RuntimeError:  # it looks at numbers
 
         def run() -> object:

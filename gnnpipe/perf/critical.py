@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from gnnpipe.perf.simulate import Timeline
 from gnnpipe.perf.tasks import Task
-from gnnpipe.perf.timeline import Timeline
 
 __all__ = ["critical_shares", "critical_text", "kind_of", "place_of"]
 

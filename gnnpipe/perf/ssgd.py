@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnnpipe.perf.collector import collector_paused
+from gnnpipe.perf.simulate import collector_paused
 from gnnpipe.perf.tasks import Task, Tasks
 
 __all__ = ["VARIANTS", "AllReduce", "Layer", "Training", "iteration_s", "ssgd_tasks"]

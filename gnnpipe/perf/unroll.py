@@ -21,16 +21,46 @@ Sends and receives themselves take no time on a device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gnnpipe.perf.bucket_tasks import BucketTasks
-from gnnpipe.perf.collector import collector_paused
 from gnnpipe.perf.costs import Costs
+from gnnpipe.perf.simulate import collector_paused
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.schedule import Action, Program
 
-__all__ = ["program_tasks"]
+__all__ = ["BucketTasks", "program_tasks"]
+
+
+class BucketTasks:
+    """Of the shards of one stage."""
+
+    def __init__(
+        self, half: Callable[[int, int, tuple[int, ...]], int], wait: Callable[..., None]
+    ) -> None:
+        """``half`` makes the task of one way: size in bytes, step, and the task that it follows;
+        ``wait``: the shards wait for these tasks.
+        """
+        self._half, self._wait = half, wait
+        self._gathered: list[tuple[int, int, int]] = []
+        self._summed: list[int] = []
+
+    def begin(self, size: int, step: int) -> None:
+        """A bucket's parts travel to those who add them up; nothing does of one without weights."""
+        self._hand_out()
+        if size:
+            self._gathered.append((self._half(size, step, ()), size, step))
+
+    def finish(self) -> None:
+        """All sums are there."""
+        self._hand_out()
+        self._wait(*self._summed)
+
+    def _hand_out(self) -> None:
+        for task, size, step in self._gathered:
+            self._wait(task)
+            self._summed.append(self._half(size, step, (task,)))
+        self._gathered.clear()
 
 
 @collector_paused()

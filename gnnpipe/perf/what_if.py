@@ -7,17 +7,53 @@ other sizes, and no matter of costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from gnnpipe.perf.costs import Costs
-from gnnpipe.perf.simulate import simulate
-from gnnpipe.perf.tasks import Tasks
-from gnnpipe.perf.timeline import Timeline
+from gnnpipe.perf.critical import critical_shares, place_of
+from gnnpipe.perf.profile import LinkTimes, Profile
+from gnnpipe.perf.profiled_costs import meeting_time_s
+from gnnpipe.perf.simulate import Timeline, simulate
+from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.plan.cluster import Cluster, Link
 from gnnpipe.schedule import Program
 
-__all__ = ["ChangedCosts", "what_ifs"]
+__all__ = ["LESS", "ChangedCosts", "ClusterCosts", "sensitivity", "what_ifs", "with_links"]
+
+
+def with_links(profile: Profile, cluster: Cluster, shards: int) -> Profile:
+    """The profile with the cluster's link, which it need not have measured."""
+    link = LinkTimes(cluster.link.latency_s, cluster.link.bandwidth_bytes_per_s, 0.0)
+    # Of a sum each shard sends 2 (G - 1) / G times its bytes.
+    sent = max(2 * (shards - 1) / shards, 1e-9)
+    summed = replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / sent)
+    return replace(profile, message=link, exchange=link, gradient_sum=summed)
+
+
+LESS = 0.1
+
+
+def sensitivity(
+    timeline: Timeline, name: Callable[[Task], str] = place_of, most: int = 6
+) -> dict[str, float]:
+    """Change of the epoch, relative to it and so below 0, by what takes ``LESS`` less time.
+
+    Of the ``most`` largest on the critical path; all that is not on it has none.
+    """
+    tasks = timeline.tasks
+    places = [name(what) for what in tasks.what]
+    found = {}
+    for place in list(critical_shares(timeline, name))[:most]:
+        times = [
+            time_s * (1 - LESS) if at == place else time_s
+            for at, time_s in zip(places, tasks.duration_s, strict=True)
+        ]
+        shorter = simulate(replace(tasks, duration_s=times)).makespan_s
+        found[place] = shorter / timeline.makespan_s - 1
+    return found
 
 
 class ChangedCosts:
@@ -156,3 +192,47 @@ def what_ifs(
 
 def _makespan_s(tasks: Tasks, times_s: list[float]) -> float:
     return simulate(replace(tasks, duration_s=times_s)).makespan_s
+
+
+class ClusterCosts(ChangedCosts):
+    """``costs``, of a profile ``with_links``, at each device's speed and by each pair's link."""
+
+    def __init__(self, costs: Costs, shards: int, ranks: int, cluster: Cluster) -> None:
+        """Ranks run on the first of the cluster's devices, in their order."""
+        speed = {rank: device.speed for rank, device in enumerate(cluster.devices[:ranks])}
+        super().__init__(costs, shards, speed=speed)
+        self._cluster, self._num_shards, self._ranks = cluster, shards, ranks
+        self._latency_s = max(
+            [cluster.link.latency_s, *(p.latency_s for p in cluster.pairs.values())]
+        )
+
+    def link_s(self, source: int, target: int, size_bytes: int) -> float:
+        """By the link of the two."""
+        return _time_s(self._cluster.between(source, target), size_bytes)
+
+    def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
+        """As slow as the slowest pair, if it moved its share of what the busiest shard sends."""
+        peers = self._num_shards - 1
+        return peers * self._slowest_s(stage, max(sizes_bytes) / peers)
+
+    def reduce_s(self, stage: int, size_bytes: int) -> float:
+        """Two exchanges of a part each."""
+        return 2 * (self._num_shards - 1) * self._slowest_s(stage, size_bytes / self._num_shards)
+
+    def meeting_s(self) -> float:
+        """By the latency of the slowest link."""
+        return meeting_time_s(self._ranks, self._latency_s)
+
+    def _slowest_s(self, stage: int, size_bytes: float) -> float:
+        first = stage * self._num_shards
+        own = self._cluster.pairs
+        if not own:
+            return _time_s(self._cluster.link, size_bytes)
+        ranks = range(first, first + self._num_shards)
+        return max(
+            _time_s(self._cluster.between(*pair), size_bytes) for pair in combinations(ranks, 2)
+        )
+
+
+def _time_s(link: Link, size_bytes: float) -> float:
+    return link.latency_s + size_bytes / link.bandwidth_bytes_per_s

@@ -2,10 +2,8 @@
 
 from gnnpipe.plan.asked import ALL_ROWS, Asked, asked_of
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
-from gnnpipe.plan.model_graph import ModelGraph, Op
-from gnnpipe.plan.once import made_once
+from gnnpipe.plan.model_graph import ModelGraph, Op, made_once, shared_tables
 from gnnpipe.plan.plan import Plan, Transfer
-from gnnpipe.plan.shared_tables import shared_tables
 
 __all__ = [
     "ALL_ROWS", "Asked", "ModelGraph", "Op", "Plan", "Transfer", "asked_of", "gradient_buckets",

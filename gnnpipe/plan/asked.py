@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gnnpipe.plan.model_graph import ModelGraph, Op
-from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
+from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS, ModelGraph, Op
 
 __all__ = ["ALL_ROWS", "Asked", "asked_of"]
 

@@ -7,13 +7,56 @@ where its ops read values of several earlier stages, or of none, the stages form
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from gnnpipe.plan.plan import Transfer
+from gnnpipe.plan.plan import Plan, Transfer
 
-__all__ = ["ModelGraph", "Op"]
+__all__ = ["EDGE_FLOPS", "KEPT_FLOPS", "ModelGraph", "Op", "made_once", "shared_tables"]
+
+
+EDGE_FLOPS = 10
+"""Operations of a dense product in the time that one number of a neighbour's row takes to be read
+and added."""
+KEPT_FLOPS = 80
+"""The same for a number of a row that is written, and kept until backward as a rule: norm,
+activation, dropout and copies pass over it."""
+
+
+def shared_tables(
+    model: ModelGraph, plan: Plan, once: Collection[str], asked: Collection[str], rounds_rows: bool
+) -> frozenset[str]:
+    """Names of their ops.
+
+    ``once``: aggregations that are made once (``made_once``); ``asked``: ops that make the rows
+    that the loss asks for, with a matrix of their own (``Asked.ops``); ``rounds_rows``: the tables
+    have fewer bits, and hold nothing that is aggregated.
+    """
+    if plan.chunks == 1 or rounds_rows:
+        return frozenset()
+    found: set[str] = set()
+    for first, last in plan.stages:
+        alike = defaultdict(list)
+        for op in model.ops[first:last]:
+            if op.aggregates and op.is_linear and not op.is_mean and op.name not in once:
+                alike[op.structure, op.name in asked].append(op.name)
+        for names in alike.values():
+            # Where nothing is stale, nothing is cut out.
+            if len(names) > 1 or not plan.reads_stale:
+                found.update(names)
+    return frozenset(found)
+
+
+def made_once(model: ModelGraph, plan: Plan, rounds_rows: bool) -> frozenset[str]:
+    """The ops whose aggregation is made once for all epochs.
+
+    ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not.
+    """
+    if plan.shards > 1 or plan.reads_stale or rounds_rows:
+        return frozenset()
+    return frozenset(op.name for op in model.ops if op.of_features)
 
 
 @dataclass(frozen=True)

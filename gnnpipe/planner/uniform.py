@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, Op, Plan
-from gnnpipe.plan.work import EDGE_FLOPS, KEPT_FLOPS
+from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 
 __all__ = ["op_costs", "plan_uniform", "split_evenly"]
 

@@ -19,11 +19,11 @@ from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Sample, fit_costs
 from gnnpipe.profile.comm_times import Probe
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.profile.steps import Place, typical_walk, work_at
-from gnnpipe.setup.prepare import Prepared
-from gnnpipe.profile.profile import compute_times, link_times
 from gnnpipe.profile.dry_run import Rehearsal, rehearsal
+from gnnpipe.profile.profile import compute_times, link_times
+from gnnpipe.profile.steps import Place, typical_walk, work_at
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["LEAST_S", "RUN_SHARE", "take_short_profile"]
 

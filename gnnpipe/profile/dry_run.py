@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from gnnpipe.perf import EpochSpans
+from gnnpipe.profile.steps import BEGIN, UPDATE, Place, walk_order
 from gnnpipe.runtime.comm.cpu_affinity import crowding
-from gnnpipe.runtime.comm.start_thread import Transfer
-from gnnpipe.runtime.comm.p2p import Mailbox
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.p2p import Mailbox
 from gnnpipe.runtime.comm.recorder import Recorder
+from gnnpipe.runtime.comm.start_thread import Transfer
 from gnnpipe.schedule import Action, Program
 from gnnpipe.setup.build import assemble
-from gnnpipe.profile.steps import BEGIN, UPDATE, Place, walk_order
 from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["Rehearsal", "rehearsal"]

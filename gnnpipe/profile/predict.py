@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
-from gnnpipe.perf.notes import simulated_notes
-from gnnpipe.perf.predicted import predicted_spans
+from gnnpipe.perf.predicted import predicted_spans, simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.config.fields import flag
-from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.profile.before_run import take_short_profile
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import Prepared, chunk_order
 
 __all__ = [
     "Predicted", "Predictor", "check_profile", "check_profile_file", "read_profile", "run_costs",

@@ -8,8 +8,9 @@ and a shape may be larger than this machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import scipy.sparse as sp
@@ -23,14 +24,81 @@ from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program, training_program
-from gnnpipe.setup.inputs import check_parts, choose_model
-from gnnpipe.setup.model_graph import describe
-from gnnpipe.train.number_types import number_dtype, row_dtype
-from gnnpipe.setup.prepare import Prepared, chunk_order
-from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.model_graph import describe
+from gnnpipe.setup.prepare import Prepared, chunk_order
 
-__all__ = ["GraphShape", "Scenario", "memory_of_shape", "scenario_of", "scenario_of_shape"]
+__all__ = [
+    "GraphShape",
+    "Scenario",
+    "memory_of_shape",
+    "nearest_that_fits",
+    "scenario_of",
+    "scenario_of_shape",
+]
+
+
+Shape = tuple[int, int, int]
+"""Stages, shards, chunks."""
+
+MORE_CHUNKS = 64
+"""Times as many chunks as asked for, at most."""
+
+
+def nearest_that_fits(scenario: Scenario, room_bytes: Sequence[int]) -> Shape | None:
+    """The shape of fewest ranks, then of fewest chunks, that fits; none if no shape does.
+
+    ``room_bytes``: of every device there is, in the order of the ranks. Stages and chunks are the
+    powers of 2 and what was asked for; shards any number. More shards need less memory each, so the
+    least number that fits is found by bisection.
+    """
+    config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
+    devices = len(room_bytes)
+
+    def fits(stages: int, chunks: int, shards: int) -> bool:
+        wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
+        try:
+            takes = memory_of_shape(wanted, scenario.shape, model)
+        except InputError:
+            return False
+        # By stage; the ranks of one take the same, and stand side by side.
+        rooms = (room_bytes[s * shards : (s + 1) * shards] for s in range(stages))
+        return all(size <= min(room) for size, room in zip(takes, rooms, strict=True))
+
+    found: list[Shape] = []
+    for chunks in _powers(config.chunks, min(MORE_CHUNKS * config.chunks, vertices)):
+        for stages in _powers(config.stages, min(len(model.cuts) + 1, devices)):
+            most = min(devices // stages, vertices // chunks)
+            if shards := _least(partial(fits, stages, chunks), most):
+                found.append((stages, shards, chunks))
+    return min(found, key=lambda s: (s[0] * s[1], s[2], s[1]), default=None)
+
+
+def _least(fits: Callable[[int], bool], most: int) -> int:
+    """The least number from 1 to ``most`` that fits, 0 if that one does not."""
+    if most < 1 or not fits(most):
+        return 0
+    low, high = 0, most  # ``high`` fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _powers(asked: int, most: int) -> list[int]:
+    """Powers of 2, and what was asked for, up to ``most``."""
+    found = {asked} if asked <= most else set()
+    power = 1
+    while power <= most:
+        found.add(power)
+        power *= 2
+    return sorted(found)
+
 
 STALE_SHARE = 0.5
 """Of the rows of a shape, those that a forecast carries over: an assumption."""

@@ -12,24 +12,27 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
-from gnnpipe.perf.cluster_costs import ClusterCosts, with_links
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, kind_of, place_of
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.memory import ON_TOP
-from gnnpipe.perf.notes import simulated_notes
+from gnnpipe.perf.predicted import simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
-from gnnpipe.perf.sensitivity import LESS, sensitivity
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import what_ifs
+from gnnpipe.perf.what_if import LESS, ClusterCosts, sensitivity, what_ifs, with_links
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.train.nearest_shape import nearest_that_fits
-from gnnpipe.train.number_types import number_dtype, row_dtype
 from gnnpipe.profile.predict import check_profile, read_profile
-from gnnpipe.setup.prepare import prepare
+from gnnpipe.profile.scenario import (
+    GraphShape,
+    Scenario,
+    nearest_that_fits,
+    scenario_of,
+    scenario_of_shape,
+)
 from gnnpipe.run.summary import human_bytes
-from gnnpipe.profile.scenario import GraphShape, Scenario, scenario_of, scenario_of_shape
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.prepare import prepare
 
 __all__ = ["Simulation", "simulate_command", "simulated"]
 

@@ -25,13 +25,13 @@ from gnnpipe.perf import ChunkSizes
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.stage import Stage
+from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.setup.build import Assembly, assemble
-from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import Prepared, chunk_order
 
 __all__ = [
     "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "typical_walk",

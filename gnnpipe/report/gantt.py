@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnnpipe.report.svg import escape, ticks
 from gnnpipe.perf import Span, Trace
+from gnnpipe.report.svg import escape, ticks
 
 __all__ = ["critical_words", "gantt", "seconds", "shown"]
 

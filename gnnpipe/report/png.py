@@ -7,9 +7,9 @@ import io
 from typing import TYPE_CHECKING
 
 from gnnpipe.errors import InputError
+from gnnpipe.perf import Span
 from gnnpipe.report.gantt import HUE_STEP, shown
 from gnnpipe.report.run import Run
-from gnnpipe.perf import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ import os
 from dataclasses import asdict
 
 from gnnpipe.perf import EpochSpans, TimeShares
+from gnnpipe.profile.comm_times import clock_offset
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.probe import clock_offset
 
 __all__ = ["gather_epoch", "prediction_line", "time_lines"]
 

@@ -27,14 +27,14 @@ import torch
 import torch_geometric
 
 from gnnpipe import __version__
+from gnnpipe.checkpoint.retention import again_with
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.files import how_to_write, seed_runs
 from gnnpipe.plan import Plan
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.checkpoint.retention import again_with
 from gnnpipe.run.metrics_csv import EpochRow
-from gnnpipe.train.restart import note_launch
+from gnnpipe.run.resume import note_launch
+from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = [
     "RunFolder", "claim_folder", "plain", "run_path", "versions",

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gnnpipe.errors import FailedError, LostRankError
 from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.errors import FailedError, LostRankError
 
 __all__ = ["RankError", "RankLog", "is_lost_peer", "lost_rank"]
 

@@ -10,17 +10,17 @@ from typing import Any
 
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.perf import MemoryEstimate, Span, TimeShares, measured_spans, time_shares
-from gnnpipe.runtime.executor import CommBytes
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly
-from gnnpipe.run.early_stopping import BestEpoch
-from gnnpipe.run.metrics_csv import EpochRow
-from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
 from gnnpipe.profile.predict import Predictor
-from gnnpipe.setup.prepare import Prepared
-from gnnpipe.setup.memory_estimate import memory_of_rank
-from gnnpipe.run.folder import versions
+from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
+from gnnpipe.run.folder import versions
+from gnnpipe.run.metrics_csv import EpochRow
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.executor import CommBytes
+from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
+from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.memory_estimate import memory_of_rank
+from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["RunResult", "gather_result"]
 

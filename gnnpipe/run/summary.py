@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
-from gnnpipe.setup.inputs import rounding_lines
+from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
+from gnnpipe.setup.inputs import rounding_lines
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import REGRESSION
-from gnnpipe.run.epoch_times import prediction_line, time_lines
 
 if TYPE_CHECKING:
+    from gnnpipe.run.metrics_csv import Staleness
     from gnnpipe.run.result import RunResult
-    from gnnpipe.train.staleness import Staleness
 
 __all__ = [
     "head_lines", "human_bytes", "info_lines", "result_lines", "score",

@@ -18,12 +18,11 @@ from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Values
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.halo_exchange import Exchange, GradientSum
-from gnnpipe.runtime.staleness.forecast import Forecaster
-from gnnpipe.runtime.grad_clip import Guard
-from gnnpipe.runtime.comm.p2p import Mailbox
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.pilot_rows import PilotRows
+from gnnpipe.runtime.comm.p2p import Mailbox
+from gnnpipe.runtime.grad_clip import Guard
 from gnnpipe.runtime.stage import Stage
+from gnnpipe.runtime.staleness.forecast import Forecaster, PilotRows
 from gnnpipe.schedule import PILOTS, Action, Program, recall_actions
 
 __all__ = ["CommBytes", "Executor"]

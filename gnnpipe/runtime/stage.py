@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.in_place_rows import Place
-from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.base import History
+from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
 __all__ = ["AskedRows", "Stage"]

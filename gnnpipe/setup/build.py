@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
+from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
+from gnnpipe.graph.pairs import PAIRS
+from gnnpipe.graph.stale_rows import choose_drift_rows
+from gnnpipe.models import Aggregation, Piece, Rows
+from gnnpipe.models.sparse_input_linear import FeatureTable
+from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
 from gnnpipe.ops.spmm import (
     Kernel,
     default_kernel,
@@ -21,34 +30,132 @@ from gnnpipe.ops.spmm import (
     kernel_named,
     time_kernels,
 )
-from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
-from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
-from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.graph.pilots import choose_drift_rows
-from gnnpipe.models import Aggregation, Piece
-from gnnpipe.ops.hashed_dropout import row_keys
-from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.plan import gradient_steps
 from gnnpipe.runtime.comm.halo_exchange import Exchange, GradientSum
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.cuda_graph import ReplayExecutor
 from gnnpipe.runtime.executor import Executor
-from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.runtime.grad_clip import Guard
 from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.mean import open_history
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.cuda_graph import ReplayExecutor
-from gnnpipe.runtime.stage import Stage
-from gnnpipe.schedule import Program, evaluation_program
-from gnnpipe.train.answers import Answers, Loss, data_of_pairs
-from gnnpipe.train.asked_part import asked_part
-from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.runtime.memory_use import held_bytes
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.runtime.stage import AskedRows, Stage
+from gnnpipe.runtime.staleness.forecast import Forecaster
+from gnnpipe.schedule import Program, evaluation_program
 from gnnpipe.setup.memory_check import check_room
-from gnnpipe.train.shared import shared_of
-from gnnpipe.tasks.loss import num_targets
+from gnnpipe.setup.prepare import Prepared, shared_of
+from gnnpipe.tasks.loss import Answers, Loss, data_of_pairs, num_targets
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["AskedPart", "Assembly", "ChunkRows", "asked_part", "assemble"]
+
+
+class ChunkRows:
+    """Makes ``Rows`` of runs of rows of the renumbered graph."""
+
+    def __init__(self, prepared: Prepared, reads_features: bool, device: torch.device) -> None:
+        self._prepared, self._reads_features, self._device = prepared, reads_features, device
+        # Within its type, the number of every row.
+        self._number = np.empty(prepared.graph.num_vertices, dtype=np.int64)
+        for chosen in prepared.graph.row_types.values():
+            self._number[chosen] = np.arange(chosen.sum())
+
+    def of(self, part: npt.NDArray[np.int64]) -> Rows:
+        """Of these rows, of every type a part of its own if there are several."""
+        types = self._prepared.graph.row_types
+        return self._cut({name: part[is_of[part]] for name, is_of in types.items()}, None)[0]
+
+    def chunks(self, layouts: Mapping[str, ShardLayout]) -> list[Rows]:
+        """Of every chunk of a shard; features and dropout masks are those of the whole shard."""
+        types = self._prepared.graph.row_types
+        own = {name: layouts[name].own for name in types}
+        return self._cut(own, {name: layouts[name].own_ptr for name in types})
+
+    def _cut(
+        self,
+        own: Mapping[str, npt.NDArray[np.int64]],
+        pointers: Mapping[str, npt.NDArray[np.int64]] | None,
+    ) -> list[Rows]:
+        """Rows by type, cut where ``pointers`` say, or not at all."""
+        graph = self._prepared.graph
+        by_type = {
+            name: self._of_type(rows, name, None if pointers is None else pointers[name])
+            for name, rows in own.items()
+        }
+        if graph.types is None:
+            return next(iter(by_type.values()))
+        seed = self._prepared.config.seed
+        return [
+            Rows(own.keys, None, seed=seed, parts={k: v[c] for k, v in by_type.items()})
+            for c, own in enumerate(by_type[graph.target])
+        ]
+
+    def _of_type(
+        self, part: npt.NDArray[np.int64], vertex_type: str, pointer: npt.NDArray[np.int64] | None
+    ) -> list[Rows]:
+        prepared, device = self._prepared, self._device
+        graph = prepared.graph
+        original = prepared.chunking.perm[part]
+        within = original if graph.types is None else graph.types.number[part]
+        table = None
+        if self._reads_features and (graph.types is None or vertex_type in graph.types.features):
+            x = graph.features(vertex_type)[self._number[part]]
+            table = FeatureTable(x, prepared.dtype, device)
+        keys = row_keys(torch.from_numpy(original)).to(device)
+        vertices = torch.from_numpy(within).to(device)
+        ends = [0, len(part)] if pointer is None else pointer.tolist()
+        # Kept masks take a byte for each number that is dropped; made again, they are the same.
+        is_kept = pointer is not None and not prepared.config.recompute
+        masks = KeptMasks(keys) if is_kept else None
+        return [
+            Rows(
+                keys=keys[start:stop],
+                vertices=vertices[start:stop],
+                features=None if table is None else table.rows(start, stop),
+                seed=prepared.config.seed,
+                masks=masks,
+                start=start,
+            )
+            for start, stop in pairwise(ends)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class AskedPart:
+    """The last step of training; other ranks have none."""
+
+    rows: AskedRows | None
+    """None: all are made."""
+    operators: Mapping[str, LinearOperator]
+    """By aggregation."""
+
+
+def asked_part(
+    prepared: Prepared,
+    piece: Piece,
+    layouts: Mapping[str, ShardLayout],
+    structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
+    device: torch.device,
+) -> AskedPart:
+    """Of a stage's piece, cut out of the ``structures`` of its aggregations."""
+    reading = [a for a in piece.aggregations if a.name in prepared.asked.ops]
+    if not reading:
+        return AskedPart(None, {})
+    layout = layouts[prepared.graph.target]
+    asked = restrict(layout, prepared.asked_mask)
+    number = np.searchsorted(layout.own, asked.own)
+    rows, pointer = torch.from_numpy(number).to(device), asked.own_ptr.tolist()
+    operators: dict[tuple[str, str, str], LinearOperator] = {}
+    for a in reading:
+        whole = structures[a.over]
+        assert isinstance(whole, LinearOperator)
+        if a.over not in operators:
+            operators[a.over] = whole.of_rows(rows, pointer)
+    places = [
+        rows[first:last] - start
+        for (first, last), start in zip(pairwise(pointer), layout.own_ptr.tolist(), strict=False)
+    ]
+    of_chunks = ChunkRows(prepared, False, device).chunks({prepared.graph.target: asked})
+    return AskedPart(AskedRows(of_chunks, places), {a.name: operators[a.over] for a in reading})
 
 
 @dataclass(frozen=True, eq=False)

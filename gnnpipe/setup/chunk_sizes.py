@@ -14,8 +14,7 @@ from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
-from gnnpipe.setup.prepare import Prepared
-from gnnpipe.train.shared import shared_of
+from gnnpipe.setup.prepare import Prepared, shared_of
 
 __all__ = ["chunk_sizes"]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.prepare import prepare
-from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.run.summary import info_lines
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.prepare import prepare
 
 if TYPE_CHECKING:
     from torch import nn

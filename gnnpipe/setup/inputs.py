@@ -8,6 +8,8 @@ import scipy.sparse as sp
 import torch
 from torch import nn
 
+from gnnpipe.capture import capture
+from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.validate import check_stages
 from gnnpipe.errors import InputError
@@ -15,9 +17,7 @@ from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
-from gnnpipe.capture import capture
 from gnnpipe.models.layer_probe import check_layers
-from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -25,8 +25,15 @@ from gnnpipe.setup.memory_check import check_weights
 from gnnpipe.tasks.loss import has_both, validation_labels
 
 __all__ = [
-    "check_can_fit", "check_parts", "check_validation", "choose_model", "rounding_lines",
-    "warn_of_vain_rounding", "without_unread",
+    "check_can_fit",
+    "check_parts",
+    "check_validation",
+    "choose_model",
+    "number_dtype",
+    "rounding_lines",
+    "row_dtype",
+    "warn_of_vain_rounding",
+    "without_unread",
 ]  # fmt: skip
 
 
@@ -270,3 +277,13 @@ def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
         raise InputError(
             f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"
         )
+
+
+def number_dtype(config: TrainConfig) -> torch.dtype:
+    """Number type of weights and sums."""
+    return torch.float64 if config.dtype == "float64" else torch.float32
+
+
+def row_dtype(config: TrainConfig) -> torch.dtype:
+    """Number type of rows on the wire and in the history tables."""
+    return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)

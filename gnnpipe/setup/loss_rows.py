@@ -13,7 +13,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph
 from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, asked_of
-from gnnpipe.train.number_types import number_dtype, row_dtype
+from gnnpipe.setup.inputs import number_dtype, row_dtype
 
 __all__ = ["asked_among", "asked_mask", "asked_rows"]
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import scipy.sparse as sp
 from torch import fx
 
+from gnnpipe.capture import Captured
+from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
+from gnnpipe.capture.markers import is_mean, of_vertices
+from gnnpipe.capture.stage.split import Cut
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
-from gnnpipe.capture import Captured
-from gnnpipe.capture.stage.split import Cut
-from gnnpipe.capture.markers import is_mean, of_vertices
-from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.models.layer_stack import layer_name
-from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
+from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.plan import ModelGraph, Op
 
 __all__ = ["describe"]

@@ -7,9 +7,11 @@ and ``assemble`` goes on.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +20,75 @@ import torch
 from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.data.load import load_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
-from gnnpipe.ops.spmm import kernel_named
-from gnnpipe.data.load import load_graph
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.graph.pilots import choose_pilots
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
+from gnnpipe.graph.stale_rows import choose_pilots
 from gnnpipe.models import Model
+from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once
+from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once, shared_tables
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.setup.inputs import (
+    check_parts,
+    check_validation,
+    choose_model,
+    number_dtype,
+    row_dtype,
+    without_unread,
+)
 from gnnpipe.setup.loss_rows import asked_mask, asked_rows
-from gnnpipe.setup.inputs import check_parts, check_validation, choose_model, without_unread
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.train.identity import agreed_digest
-from gnnpipe.train.number_types import number_dtype, row_dtype
 from gnnpipe.setup.row_blocks import walked
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
 
-__all__ = ["Prepared", "chunk_order", "prepare"]
+__all__ = ["Prepared", "agreed_digest", "chunk_order", "prepare", "shared_of"]
+
+
+_SAMPLED = 10_000
+"""Rows of features that are looked at."""
+
+
+def agreed_digest(graph: Graph, mesh: Mesh) -> str:
+    """A short digest of the graph, of whose features a sample is looked at.
+
+    ``InputError`` if the ranks have made different graphs.
+    """
+    digest = _digest(graph)
+    if len(set(mesh.gather(digest))) > 1:
+        raise InputError(
+            "graph: is another on every rank; make it in the same way, and seed what draws "
+            "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
+        )
+    return digest
+
+
+def _digest(graph: Graph) -> str:
+    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
+    arrays += [graph.test_mask, *graph.edge_data.values()]
+    if graph.pairs is not None:
+        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
+    for name in graph.row_types if graph.types is None else graph.types.features:
+        x = graph.features(name)
+        rows = x[:: max(1, graph.num_vertices // _SAMPLED)]
+        arrays.append(rows.data if sp.issparse(rows) else rows)
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
+    return f"{found:08x}"
+
+
+def shared_of(prepared: Prepared) -> frozenset[str]:
+    """Names of their ops (see ``plan.shared_tables``)."""
+    return shared_tables(
+        prepared.model_graph, prepared.plan, prepared.once, prepared.asked.ops,
+        prepared.row_dtype != prepared.dtype,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,21 +6,131 @@ part in nothing, and ROC AUC is a mean over the labels that have both a positive
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph
 from gnnpipe.data.labels import Labels, is_known
+from gnnpipe.errors import InputError
+from gnnpipe.graph.blocks import Blocks, EdgeData
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.layout import ShardLayout
 
 __all__ = [
-    "ERRORS", "RARE", "REGRESSION", "LossFn", "check_loss", "choose_metric", "has_both",
-    "kept_by_loss", "labels_of", "loss_sum", "num_targets", "validation_labels",
-]  # fmt: skip
+    "ERRORS",
+    "PARTS",
+    "RARE",
+    "REGRESSION",
+    "Answers",
+    "Loss",
+    "LossFn",
+    "check_loss",
+    "choose_metric",
+    "data_of_pairs",
+    "has_both",
+    "kept_by_loss",
+    "labels_of",
+    "loss_sum",
+    "num_targets",
+    "validation_labels",
+]
+
+
+PARTS = 3
+"""Train, val and test."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Of one rank, by chunk; R own vertices of a chunk, or pairs whose targets it owns."""
+
+    labels: list[Tensor]
+    """[R] classes, [R, T] labels or numbers, or [R, 1] whether an edge joins the pair."""
+    masks: list[Tensor]
+    """[3, R] bool: train, val, test."""
+    are_pairs: bool
+
+    @cached_property
+    def to_train(self) -> list[tuple[Tensor, Tensor]]:
+        """By chunk: numbers [r] of the rows that are trained on, and their labels."""
+        rows = [mask[0].nonzero().squeeze(1) for mask in self.masks]
+        return [(r, y[r]) for r, y in zip(rows, self.labels, strict=True)]
+
+    @classmethod
+    def of_vertices(
+        cls, graph: Graph, layout: ShardLayout | None, dtype: torch.dtype, device: torch.device
+    ) -> Answers:
+        """Labels of a shard's vertices; none without a layout."""
+        if layout is None:
+            return cls([], [], False)
+        pointer = zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)
+        own = [layout.own[start:stop] for start, stop in pointer]
+        split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
+        return cls(
+            [labels_of(graph, part, dtype).to(device) for part in own],
+            [torch.from_numpy(split[:, part]).to(device) for part in own],
+            False,
+        )
+
+    @classmethod
+    def of_pairs(cls, pairs: Blocks) -> Answers:
+        """Of the pairs of a shard, in the order of its blocks."""
+        data = [block.edge_data for block in pairs.chunks]
+        return cls(
+            [d["label"][:, None] for d in data],
+            [torch.stack([d["part"] == i for i in range(PARTS)]) for d in data],
+            True,
+        )
+
+
+def data_of_pairs(graph: Graph) -> EdgeData:
+    """[P] int8 each, what blocks of pairs carry."""
+    assert graph.pairs is not None
+    return {
+        "label": torch.from_numpy(graph.pairs.label), "part": torch.from_numpy(graph.pairs.part)
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A chunk's part of the loss, which is a mean over ``total`` answers."""
+
+    answers: Answers
+    loss_fn: LossFn | None
+    """The user's own."""
+    total: int
+    asked: Sequence[Tensor] | None = None
+    """By chunk, numbers of the rows that the logits are of, ascending; None: of all."""
+
+    @cached_property
+    def _to_train(self) -> list[tuple[Tensor, Tensor]]:
+        """By chunk: which logits are trained on, and their labels."""
+        found = self.answers.to_train
+        if self.asked is None:
+            return found
+        pairs = zip(found, self.asked, strict=True)
+        return [(torch.searchsorted(made, rows), y) for (rows, y), made in pairs]
+
+    def __call__(self, logits: Tensor, chunk: int) -> Tensor:
+        """Of logits [R, C] of a chunk; a scalar."""
+        chosen, y = self._to_train[chunk]
+        found = logits.index_select(0, chosen)
+        if self.loss_fn is None:
+            return loss_sum(found, y) / self.total
+        if not len(chosen):
+            # Not every loss knows what to make of no rows.
+            return logits.sum() * 0.0
+        if self.answers.are_pairs:
+            found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
+        loss = self.loss_fn(found, y) / self.total
+        # A constant, of rows that the loss leaves out: the chunk still goes all the way back.
+        return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
+
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses; of

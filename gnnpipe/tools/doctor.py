@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gnnpipe import __version__
+from gnnpipe.config.fields import check_text
 from gnnpipe.errors import InputError
 from gnnpipe.files import check_folder
 from gnnpipe.machine import free_bytes, memory_bytes
 from gnnpipe.runtime.comm.cpu_affinity import usable_cores
-from gnnpipe.config.fields import check_text
 
 __all__ = ["Finding", "add_flags", "doctor", "examine"]
 
@@ -169,8 +169,8 @@ def _back_ends() -> Iterator[Finding]:
     import scipy.sparse as sp
     import torch
 
-    from gnnpipe.ops.spmm import kernel_named
     from gnnpipe.graph.partition import PARTITIONERS, version_of
+    from gnnpipe.ops.spmm import kernel_named
 
     ring = np.arange(64)
     ends = np.append(ring, (ring + 1) % 64), np.append((ring + 1) % 64, ring)

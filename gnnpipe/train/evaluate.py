@@ -13,8 +13,8 @@ from torch import Tensor
 from gnnpipe.models import Values
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program
-from gnnpipe.train.answers import PARTS
 from gnnpipe.setup.build import Assembly
+from gnnpipe.tasks.loss import PARTS, REGRESSION
 from gnnpipe.tasks.scoring import (
     Scores,
     accuracy,
@@ -25,7 +25,6 @@ from gnnpipe.tasks.scoring import (
     roc_auc,
     tally,
 )
-from gnnpipe.tasks.loss import REGRESSION
 
 __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
 

@@ -14,23 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.checkpoint.state import load_tensors, set_draw_states, tensors_of
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
 from gnnpipe.files import how_to_write
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly
-from gnnpipe.run.early_stopping import BestEpoch
-from gnnpipe.checkpoint.retention import again_with
-from gnnpipe.checkpoint.async_saver import Saver
-from gnnpipe.checkpoint.state import load_tensors, set_draw_states, tensors_of
-from gnnpipe.run.diagnose import find_fault
-from gnnpipe.run.metrics_csv import EpochRow
-from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.optim.lr_schedule import LearningRate
-from gnnpipe.train.evaluate import evaluate, train_epoch
-from gnnpipe.setup.prepare import Prepared, chunk_order
-from gnnpipe.run.progress import Progress
+from gnnpipe.run.diagnose import check_same_weights, find_fault
+from gnnpipe.run.early_stopping import BestEpoch
+from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.folder import RunFolder
+from gnnpipe.run.metrics_csv import EpochRow, measure_staleness
+from gnnpipe.run.progress import Progress
 from gnnpipe.run.resume import (
     METRICS,
     STATE,
@@ -40,10 +36,12 @@ from gnnpipe.run.resume import (
     patience_is_out,
     state_text,
 )
-from gnnpipe.train.same_weights import check_same_weights
-from gnnpipe.train.staleness import measure_staleness
 from gnnpipe.run.signals import Stopping
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.tasks.loss import ERRORS
+from gnnpipe.train.evaluate import evaluate, train_epoch
 
 __all__ = ["Loop"]
 

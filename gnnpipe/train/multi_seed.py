@@ -17,10 +17,10 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.run.folder import claim_folder, plain
-from gnnpipe.run.summary import score
 from gnnpipe.run.result import RunResult
+from gnnpipe.run.summary import score
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.train.trainer import Trainer
 

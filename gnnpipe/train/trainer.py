@@ -15,33 +15,32 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.checkpoint.async_saver import Saver
+from gnnpipe.checkpoint.retention import sweep
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.probe import receive_bandwidth
-from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Watchdog
-from gnnpipe.setup.build import Assembly, assemble
-from gnnpipe.checkpoint.retention import sweep
-from gnnpipe.checkpoint.async_saver import Saver
-from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
-from gnnpipe.train.loop import Loop
-from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
-from gnnpipe.train.evaluate import Scores, evaluate, results_by_chunk
+from gnnpipe.profile.comm_times import receive_bandwidth
 from gnnpipe.profile.predict import Predictor, check_profile_file
-from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.run.folder import RunFolder, claim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
-from gnnpipe.run.folder import RunFolder, claim_folder
-from gnnpipe.run.summary import head_lines, result_lines
-from gnnpipe.train.restart import restarted, seconds_so_far
 from gnnpipe.run.result import RunResult, gather_result
-from gnnpipe.run.resume import Start, find_start, identity_of
+from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import Stopping
+from gnnpipe.run.summary import head_lines, result_lines
+from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Watchdog
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
+from gnnpipe.setup.build import Assembly, assemble
+from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
+from gnnpipe.setup.prepare import Prepared, prepare
 from gnnpipe.tasks.loss import LossFn
+from gnnpipe.train.evaluate import Scores, evaluate, results_by_chunk
+from gnnpipe.train.loop import Loop
 
 __all__ = ["Trainer"]
 

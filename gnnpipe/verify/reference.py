@@ -22,9 +22,9 @@ from gnnpipe.graph.blocks import Block, EdgeData, edge_data_of
 from gnnpipe.graph.operators import EVERYONE, edges_into, weighted_rows
 from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.ops.hashed_dropout import row_keys
-from gnnpipe.runtime.staleness.affine_map import RIDGE
-from gnnpipe.train.chunk_rows import ChunkRows
 from gnnpipe.optim.lr_schedule import LearningRate
+from gnnpipe.runtime.staleness.affine_map import RIDGE
+from gnnpipe.setup.build import ChunkRows
 from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.tasks.loss import labels_of
 

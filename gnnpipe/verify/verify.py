@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from gnnpipe.config.validate import check_verifiable
+from gnnpipe.optim.lr_schedule import LearningRate
+from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import Assembly, assemble
-from gnnpipe.run.exact_epochs import ExactEpochs
-from gnnpipe.optim.lr_schedule import LearningRate
-from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verify.reference import Reference
 
 __all__ = ["TOLERANCE", "Comparison", "relative_difference", "verdict", "verify"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gnnpipe.errors import InputError
 from gnnpipe.data.load import load_graph
+from gnnpipe.errors import InputError
 
 
 def refused(message, dataset, **arguments):

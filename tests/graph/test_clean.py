@@ -10,9 +10,9 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnpipe.errors import InputError
 from gnnpipe.data.clean import clean
 from gnnpipe.data.split import split_masks
+from gnnpipe.errors import InputError
 
 N = 6
 EDGES = np.array([[0, 1, 2, 3, 3, 1], [1, 0, 2, 4, 4, 5]])

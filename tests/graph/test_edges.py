@@ -11,9 +11,9 @@ from helpers import small_graph
 from torch_geometric.data import Data
 
 from gnnpipe import Graph
+from gnnpipe.data.load import load_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking, renumber
-from gnnpipe.data.load import load_graph
 from gnnpipe.graph.operators import weighted_rows
 
 N = 5

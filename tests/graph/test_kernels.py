@@ -11,8 +11,8 @@ from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.errors import InputError
-from gnnpipe.ops import spmm
 from gnnpipe.graph.csr import RowCSR
+from gnnpipe.ops import spmm
 
 CPU = torch.device("cpu")
 HERE = [

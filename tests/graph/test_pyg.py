@@ -11,9 +11,9 @@ import scipy.sparse as sp
 import torch
 
 from gnnpipe import Graph
-from gnnpipe.errors import InputError
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.pyg import PYG_FAMILIES, find_pyg, graph_from_data
+from gnnpipe.errors import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses

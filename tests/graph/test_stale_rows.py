@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from gnnpipe.data.load import load_graph
 from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.layout import shard_layout
-from gnnpipe.data.load import load_graph
 from gnnpipe.graph.operators import LinearOperator, weighted_rows
 from gnnpipe.graph.stale_rows import StaleRows
 

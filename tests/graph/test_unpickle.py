@@ -16,9 +16,9 @@ from bad_files import Evil
 from refuse import refused
 
 from gnnpipe.data import safe_unpickle
-from gnnpipe.graph.cache import keep, recall
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.safe_unpickle import only_data
+from gnnpipe.graph.cache import keep, recall
 
 
 def raw_planetoid(folder, **changes):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.gat_attention import is_additive, is_as_shipped
 from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.rules.convolutions import OtherKindError, Rule
+from gnnpipe.models.gat_attention import is_additive, is_as_shipped
 
 __all__ = ["ATTENTION_RULES", "is_mapped"]
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.linkx import SparseLinear
 
-from gnnpipe.graph.operators import RELATION
-from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.fx_names import FEATURES, is_input
+from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.graph.operators import RELATION
 
 __all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch_geometric import nn as pyg
 
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 from gnnpipe.capture.markers import aggregate, in_training
-from gnnpipe.capture.stage.norm_rows import positive
 from gnnpipe.capture.rules.convolutions import OtherKindError, Rule
+from gnnpipe.capture.stage.norm_rows import positive
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 
 __all__ = ["EDGE_RULES"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch_geometric import nn as pyg
 from torch_geometric.utils import scatter, softmax
 
-from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.capture.markers import aggregate
+from gnnpipe.graph.operators import EVERYONE
 
 __all__ = ["HETERO_RULES", "HeteroRule"]
 

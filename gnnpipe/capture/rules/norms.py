@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.capture.markers import aggregate, in_training
 from gnnpipe.capture.stage.norm_rows import normalise, positive, squares
+from gnnpipe.graph.operators import EVERYONE
 
 __all__ = ["NORMS", "move_statistics"]
 

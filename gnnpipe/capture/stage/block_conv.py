@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import GATConv
 
-from gnnpipe.graph.blocks import Block
-from gnnpipe.models.gat_attention import attend, is_additive
+from gnnpipe.capture.fx_names import EDGES, is_input
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.conv_dropout import KeyedDropout
-from gnnpipe.capture.fx_names import EDGES, is_input
+from gnnpipe.graph.blocks import Block
+from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.layer import Rows
 
 __all__ = ["FORMS", "BlockConv"]

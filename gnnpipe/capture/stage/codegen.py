@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.markers import in_training, is_mean
 from gnnpipe.capture.stage.linear import (
     LinearOfFeatures,
     RoundedLinear,
@@ -21,9 +22,8 @@ from gnnpipe.capture.stage.linear import (
     linear_of_features,
     rounded_linear,
 )
-from gnnpipe.capture.markers import in_training, is_mean
 from gnnpipe.capture.stage.norm_rows import normalise, squares
-from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.stage.split import Cut
 from gnnpipe.capture.stage.step_calls import (
     OF_ROWS,
     dense_features,

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gnnpipe.graph.blocks import Block
 from gnnpipe.capture.fx_names import dropout_arguments
-from gnnpipe.ops.hashed_dropout import edge_keys
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
+from gnnpipe.ops.hashed_dropout import edge_keys
 
 __all__ = ["DropoutKinds", "KeyedDropout", "NoDropout"]
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.models.layer import Rows
+from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.ops.bf16_matmul import linear
 
 __all__ = [

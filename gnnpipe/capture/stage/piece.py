@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.capture.stage.split import Cut
 from gnnpipe.capture.rules.norms import move_statistics
 from gnnpipe.capture.stage.codegen import StepFunction
+from gnnpipe.capture.stage.split import Cut
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Piece, Received
 

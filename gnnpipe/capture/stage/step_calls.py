@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.blocks import Block
 from gnnpipe.capture.markers import drop, in_training, of_vertices
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 
 __all__ = [

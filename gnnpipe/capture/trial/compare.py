@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.errors import InputError
-from gnnpipe.capture.stage.conv_dropout import NoDropout
 from gnnpipe.capture.fx_names import BY_HAND, called, first_line
-from gnnpipe.capture.trial.run import SampleRun
+from gnnpipe.capture.stage.conv_dropout import NoDropout
 from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
+from gnnpipe.errors import InputError
 
 __all__ = ["check_likeness"]
 

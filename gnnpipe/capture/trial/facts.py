@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA
-from gnnpipe.graph.operators import EVERYONE, relation_ends
-from gnnpipe.capture.trial.compare import check_likeness
-from gnnpipe.capture.markers import aggregate, drop, of_vertices
 from gnnpipe.capture.fx_names import EDGES, FEATURES, input_number, is_input, line_of
+from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.trial.compare import check_likeness
+from gnnpipe.capture.trial.perturb import names_of_weights, stir
 from gnnpipe.capture.trial.rowwise import name_of
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.capture.trial.saved_tensors import saved_by_calls
-from gnnpipe.capture.trial.perturb import names_of_weights, stir
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import EDGE_DATA
+from gnnpipe.graph.operators import EVERYONE, relation_ends
 
 __all__ = ["Facts", "probe"]
 

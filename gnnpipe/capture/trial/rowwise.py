@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gnnpipe.errors import InputError
 from gnnpipe.capture.fx_names import BY_HAND, line_of
+from gnnpipe.errors import InputError
 
 __all__ = ["check_rows", "name_of"]
 

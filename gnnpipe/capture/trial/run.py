@@ -9,16 +9,16 @@ from torch import Tensor, fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
+from gnnpipe.capture.fx_names import EDGES, attribute, first_line, is_input, line_of
+from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.capture.rules.convolutions import RULES
+from gnnpipe.capture.stage.block_conv import FORMS, BlockConv
+from gnnpipe.capture.stage.conv_dropout import DropoutKinds, NoDropout
+from gnnpipe.capture.trial.rowwise import check_rows, name_of
+from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
-from gnnpipe.capture.stage.block_conv import FORMS, BlockConv
-from gnnpipe.capture.stage.conv_dropout import DropoutKinds, NoDropout
-from gnnpipe.capture.markers import aggregate, of_vertices
-from gnnpipe.capture.fx_names import EDGES, attribute, first_line, is_input, line_of
-from gnnpipe.capture.trial.rowwise import check_rows, name_of
-from gnnpipe.capture.rules.convolutions import RULES
-from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.models.layer import Rows
 
 __all__ = ["SampleRun"]

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.capture.fx_names import EDGES, FEATURES, input_name
 from gnnpipe.graph.graph import Features, Graph
 from gnnpipe.graph.types import VertexTypes
-from gnnpipe.capture.fx_names import EDGES, FEATURES, input_name
 
 __all__ = ["Sample", "make_sample"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gnnpipe.errors import InputError
-from gnnpipe.capture.stage.linear import is_linear
-from gnnpipe.capture.markers import aggregate, drop, in_training, of_vertices
-from gnnpipe.capture.stage.norm_rows import normalise, squares
 from gnnpipe.capture.fx_names import EDGES, FEATURES, is_input
+from gnnpipe.capture.markers import aggregate, drop, in_training, of_vertices
+from gnnpipe.capture.stage.linear import is_linear
+from gnnpipe.capture.stage.norm_rows import normalise, squares
 from gnnpipe.capture.trial.run import SampleRun
+from gnnpipe.errors import InputError
 
 __all__ = ["Saved", "saved_by_calls"]
 

@@ -24,7 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
 from gnnpipe.runtime.comm.cpu_affinity import on_own_cores, usable_cores
-from gnnpipe.runtime.comm.start_thread import Courier
 from gnnpipe.runtime.comm.launch import (
     check_meeting,
     keep_no_record,
@@ -33,6 +32,7 @@ from gnnpipe.runtime.comm.launch import (
     stay_on_loopback,
 )
 from gnnpipe.runtime.comm.recorder import Recorder
+from gnnpipe.runtime.comm.start_thread import Courier
 
 __all__ = ["Mesh", "stay_at_exit"]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnpipe.runtime.comm.start_thread import Transfer
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.start_thread import Transfer
 
 __all__ = ["Mailbox"]
 

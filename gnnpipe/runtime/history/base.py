@@ -20,10 +20,33 @@ from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.ops.in_place_rows import Place
-from gnnpipe.runtime.drift import Drift
 from gnnpipe.runtime.comm.halo_exchange import Arrival, Exchange
 
-__all__ = ["History", "HistorySpec", "zeroed"]
+__all__ = ["Drift", "History", "HistorySpec", "zeroed"]
+
+
+class Drift:
+    """The drift of one layer's table on one rank."""
+
+    def __init__(self, rows: Tensor) -> None:
+        """``rows`` [s]: local numbers of this shard's sampled own rows."""
+        self.rows = rows
+        self._before: Tensor | None = None
+        self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
+        """Squares of the change and of the rows, of the last whole epoch, over the sample."""
+
+    def before(self, table: Tensor) -> None:
+        """Called ahead of every push; keeps the rows [N, F] as they are at the first."""
+        if self._before is None:
+            self._before = table[self.rows]
+
+    def after(self, table: Tensor) -> None:
+        """Called at the end of the epoch."""
+        if self._before is None:
+            return
+        now = table[self.rows].to(torch.promote_types(table.dtype, torch.float32))
+        self.sums = torch.stack([x.square().sum().double() for x in (now - self._before, now)])
+        self._before = None
 
 
 _MOVED_AT_ONCE = {"cpu": 1024, "cuda": 1 << 16}

@@ -14,9 +14,9 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.ops.norm_relu_blocks import blocks_of
-from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.history.base import History, HistorySpec
+from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.linear import LinearHistory
 
 __all__ = ["MeanHistory", "open_history"]

@@ -15,7 +15,7 @@ map is the identity to the bit, and nothing changes (law 8).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.graph.stale_rows import StaleRows
 from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
+from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.staleness.affine_map import (
     AffineMap,
     fit_affine,
@@ -34,11 +37,36 @@ from gnnpipe.runtime.staleness.affine_map import (
     mean_moments,
     moments,
 )
-from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
-from gnnpipe.runtime.history.base import History
-from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["Forecaster"]
+__all__ = ["Forecaster", "PilotRows"]
+
+
+class PilotRows:
+    """The pilot rows of one rank's stage on their way in and out. P rows."""
+
+    def __init__(self, forecaster: Forecaster, leaving: Collection[str], is_rounded: bool) -> None:
+        """``leaving``: what goes on to other stages, by name."""
+        self._forecaster, self._names, self._is_rounded = forecaster, leaving, is_rounded
+        self._entered: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}
+        """Of the last recall."""
+
+    def recall(self, values: Values) -> Values:
+        """What leaves of the rows that came in, [P, width] by name, with the last weights."""
+        out = self._forecaster.recall(values)
+        if self._is_rounded:
+            self._entered, self._left = values, {name: out[name] for name in self._names}
+        return out
+
+    def run(self, values: Values) -> Values:
+        """The same with the current weights; maps are fitted on the way."""
+        if not self._is_rounded:
+            return self._forecaster.run(values)
+        now = {name: self._entered[name] + moved for name, moved in values.items()}
+        out = self._forecaster.run(now)
+        moved = {name: out[name] - was for name, was in self._left.items()}
+        self._entered, self._left = {}, {}
+        return moved
 
 
 @dataclass(frozen=True)
