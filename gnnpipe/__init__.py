@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = version("gnnpipe")
 
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
+    from gnnpipe.run.info import Info, info
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
-    from gnnpipe.setup.info import Info, info
     from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
@@ -28,7 +29,7 @@ _HOME = {
     "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
     "InputError": "gnnpipe.errors", "LostRankError": "gnnpipe.errors",
     "StoppedError": "gnnpipe.errors",
-    "Info": "gnnpipe.setup.info", "info": "gnnpipe.setup.info",
+    "Info": "gnnpipe.run.info", "info": "gnnpipe.run.info",
     "RunResult": "gnnpipe.run.result", "SeedsResult": "gnnpipe.train.multi_seed",
     "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
     "fit_seeds": "gnnpipe.train.multi_seed", "resumed_config": "gnnpipe.run.resume",
@@ -42,3 +43,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet (tab completion)."""
+    return sorted(__all__)

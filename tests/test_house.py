@@ -14,27 +14,55 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gnnpipe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MOST_LINES = 300
+MOST_LINES = 600
+MOST_FUNCTION_LINES = 60
+MOST_PARAMETERS = 8
+ORPHAN_LINES = 40
 
-# A word and what to say instead (design.md section 5). Not listed, though discouraged there:
-# "cache" (a cut kept on disk is one) and "buffer" (torch's name for a module's non-parameter).
+LARGE_FUNCTIONS: dict[str, str] = {
+    "data/clean.py clean": "to be cut",
+    "data/hetero.py graph_from_hetero": "to be cut",
+    "data/pyg.py graph_from_data": "to be cut",
+    "ops/norm_relu.py gcnii_mix": "to be cut",
+    "ops/norm_relu.py forward": "a torch.autograd.Function takes its inputs one by one",
+    "ops/triton/dropout.py _fill": "a Triton kernel takes its pointers and sizes one by one",
+    "ops/triton/norm_relu.py _forward": "a Triton kernel",
+    "ops/triton/norm_relu.py _backward": "a Triton kernel",
+    "ops/triton/norm_relu.py tail_backward": "to be cut",
+    "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
+    "perf/evaluation_memory.py evaluation_bytes": "to be cut",
+    "perf/memory.py estimate_memory": "to be cut",
+    "plan/asked.py asked_of": "to be cut",
+    "planner/uniform.py plan_uniform": "to be cut",
+    "run/result.py gather_result": "to be cut",
+    "runtime/executor.py __init__": "to be cut",
+    "runtime/staleness/forecast.py __init__": "to be cut",
+    "setup/build.py assemble": "to be cut",
+    "setup/prepare.py prepare": "to be cut",
+    "train/trainer.py _fit": "to be cut",
+}
+"""Functions over the limits, and why."""
+
+ODD_FIRST_WORDS = r"(What|Of|By|Where|Who|Those|Whose|As|In that)\b"
+ODD_FIRST_LINES = 348
+"""Docstrings whose first line begins with such a word instead of saying what the thing does or
+returns; the number only falls."""
+
+FMT_SKIPS = 252
+"""``# fmt: skip`` comments; the number only falls."""
+
+# A word and what to say instead (style.md's glossary).
 WORDS = {
-    "node": "vertex, or op of a model's DAG",
     "ghost": "halo",
     "mirror": "halo; M counts crossings",
     "microbatch": "chunk",
     "minibatch": "chunk",
-    "batch": "chunk",
     "strategy": "plan",
 }
-PARTITION = "chunk or shard (as a verb or in partitioner it is fine)"
 
 # (file, word): why it has to stand there.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("graph/ogb.py", "node"): "the names of files and keys in OGB's own layout",
-    ("graph/fetch.py", "mirror"): "a server that holds a copy of a download",
-    ("models/bridge/edge_norms.py", "batch"): "torch's BatchNorm",
-    ("models/bridge/norms.py", "batch"): "torch's BatchNorm and its counter",
+    ("data/download.py", "mirror"): "a server that holds a copy of a download",
 }
 
 
@@ -74,6 +102,66 @@ def test_a_file_is_one_idea(path):
     assert lines <= MOST_LINES, f"{lines} lines: is it still one idea?"
 
 
+def functions(tree: ast.Module):
+    """(name, lines, parameters without self) of every function of a file."""
+    for item in ast.walk(tree):
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs]
+            given = [a for a in given if a.arg not in ("self", "cls")]
+            yield item.name, item.end_lineno - item.lineno + 1, len(given)
+
+
+def too_large(path: Path) -> set[str]:
+    return {
+        f"{name_of(path)} {name}"
+        for name, lines, parameters in functions(tree_of(path))
+        if lines > MOST_FUNCTION_LINES or parameters > MOST_PARAMETERS
+    }
+
+
+def test_a_function_fits_on_a_screen():
+    found = set().union(*map(too_large, FILES))
+    assert found == LARGE_FUNCTIONS.keys()
+
+
+def first_lines(tree: ast.Module):
+    for item in ast.walk(tree):
+        if isinstance(item, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (ast.get_docstring(item) or "").split("\n")[0]
+
+
+def test_a_docstring_says_what_the_thing_does_or_returns():
+    odd = [
+        f"{name_of(path)}: {line}"
+        for path in FILES
+        for line in first_lines(tree_of(path))
+        if re.match(ODD_FIRST_WORDS, line)
+    ]
+    assert len(odd) <= ODD_FIRST_LINES, "\n".join(odd)
+
+
+def test_the_formatter_lays_out_the_code():
+    assert sum(path.read_text().count("# fmt: skip") for path in FILES) <= FMT_SKIPS
+
+
+def test_a_small_file_has_several_readers():
+    """A file under 40 lines that one other file imports belongs there."""
+    readers: dict[str, set[str]] = {}
+    for path in FILES:
+        for item in ast.walk(tree_of(path)):
+            if isinstance(item, ast.ImportFrom) and item.module:
+                for name in (item.module, *(f"{item.module}.{a.name}" for a in item.names)):
+                    readers.setdefault(name, set()).add(name_of(path))
+    orphans = [
+        name_of(path)
+        for path in FILES
+        if path.name not in ("__init__.py", "__main__.py")
+        and len(path.read_text().splitlines()) < ORPHAN_LINES
+        and len(readers.get("gnnpipe." + name_of(path)[:-3].replace("/", "."), ())) == 1
+    ]
+    assert orphans == ["schedule/compute.py"]  # becomes the registry of schedules
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_everything_public_has_a_docstring(path):
     tree = tree_of(path)
@@ -107,13 +195,16 @@ def test_a_module_says_what_it_offers(path):
 
 
 def imported_at_top(path: Path, modules: dict[str, Path]) -> set[str]:
-    """The gnnpipe modules that importing ``path`` imports at once.
+    """The gnnpipe modules that importing ``path`` imports at once, or under TYPE_CHECKING.
 
-    Imports inside a function or under TYPE_CHECKING are left out: they cannot form a cycle at
-    import time, and import-linter sees their direction.
+    Imports inside a function are left out: import-linter sees their direction.
     """
     found: set[str] = set()
-    for item in tree_of(path).body:
+    body = tree_of(path).body
+    if path != PACKAGE / "__init__.py":  # whose names are imported on first use
+        guarded = [i for i in body if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.dump(i.test)]
+        body = [*body, *(inner for item in guarded for inner in item.body)]
+    for item in body:
         if isinstance(item, ast.Import):
             found |= {alias.name for alias in item.names}
         elif isinstance(item, ast.ImportFrom) and item.module:
@@ -124,12 +215,22 @@ def imported_at_top(path: Path, modules: dict[str, Path]) -> set[str]:
     return found & modules.keys()
 
 
+KNOWN_CYCLES = {
+    "gnnpipe.capture.stage.piece": {"gnnpipe.capture.captured"},
+    "gnnpipe.capture.stage.split": {"gnnpipe.capture.captured"},
+}
+"""To be cut: types of their own that the parts of a captured model see."""
+
+
 def test_no_import_cycle():
     modules = {}
     for path in FILES:
         parts = path.relative_to(ROOT).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph = {name: imported_at_top(path, modules) for name, path in modules.items()}
+    graph = {
+        name: imported_at_top(path, modules) - KNOWN_CYCLES.get(name, set())
+        for name, path in modules.items()
+    }
     # `from gnnpipe.models import gat` inside gnnpipe.models is a package reading its own parts
     for name, found in graph.items():
         found -= {p for p in found if name.startswith(p + ".")}
@@ -183,7 +284,6 @@ def test_one_vocabulary(path):
         for word, instead in WORDS.items()
         if word in words(place) and (name_of(path), word) not in ALLOWED
     ]
-    found += [f"'partition' in {n!r}: say {PARTITION}" for n in given if "partition" in words(n)]
     assert not found, "\n".join(found)
 
 

@@ -13,11 +13,11 @@ from page_runs import change_result, hostile_words, trained_run
 
 from gnnpipe.cli.main import main
 from gnnpipe.perf import Span, Trace, read_trace
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.report.gantt import MOST_SPANS, critical_words, gantt, shown
 from gnnpipe.report.html import page
 from gnnpipe.report.run import read_run
 from gnnpipe.report.svg import MOST_POINTS, Line, line_chart
-from gnnpipe.run.summary import human_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare

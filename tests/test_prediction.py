@@ -13,13 +13,13 @@ from test_profile import prepared_of, profile_of
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.perf import read_trace
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.profile import before_run
 from gnnpipe.profile.before_run import take_short_profile
 from gnnpipe.profile.dry_run import rehearsal
 from gnnpipe.profile.predict import LEAST_EPOCHS
 from gnnpipe.run import epoch_times
 from gnnpipe.run.resume import resumed_config
-from gnnpipe.run.summary import human_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.runtime.history.base import History

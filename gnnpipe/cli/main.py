@@ -15,13 +15,13 @@ import traceback
 import typing
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, TextIO
 
-from gnnpipe import __version__
 from gnnpipe.cli.parser import Words, may_speak, one_line, reader
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
-from gnnpipe.config.validate import check_stages, check_verifiable
+from gnnpipe.config.train_config import check_stages, check_verifiable
 from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
 from gnnpipe.report.command import add_flags, report
 from gnnpipe.report.compare import add_compare_flags, compare
@@ -77,7 +77,7 @@ def _parser() -> tuple[Words, dict[str, Words]]:
         description="Train deep graph neural networks on the whole graph, on one device or many.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"gnnpipe {__version__}")
+    parser.add_argument("--version", action="version", version=f"gnnpipe {version('gnnpipe')}")
     commands = parser.add_subparsers(dest="command", parser_class=Words)
     train = commands.add_parser("train", help="train a model", allow_abbrev=False)
     info = commands.add_parser(
@@ -202,7 +202,7 @@ def _info(options: argparse.Namespace) -> int:
 
         print("\n".join(dataset_names()))
         return 0
-    from gnnpipe.setup.info import info
+    from gnnpipe.run.info import info
 
     print(info(config))
     return 0

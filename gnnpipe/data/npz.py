@@ -15,11 +15,11 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.data.clean import clean
-from gnnpipe.data.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
 from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.registry import nearest
 
 __all__ = ["read_npz"]

@@ -22,10 +22,10 @@ import numpy as np
 
 from gnnpipe.data.clean import clean
 from gnnpipe.data.download import FetchError, data_root, fetch_zip, locked, tidied
-from gnnpipe.data.npz_archive import UNREADABLE, opened, read_arrays
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.npz_archive import UNREADABLE, opened, read_arrays
 from gnnpipe.registry import nearest
 
 __all__ = ["OGB_DATASETS", "read_ogb"]

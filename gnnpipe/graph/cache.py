@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.data.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.files import check_folder
+from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 
 __all__ = ["check_cache_dir", "content_key", "default_folder", "folder_of", "keep", "recall"]
 

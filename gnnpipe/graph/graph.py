@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.types import Relation, VertexTypes
 
@@ -231,41 +230,8 @@ class Graph:
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
         ``InputError`` naming the attribute that is missing or wrong.
         """
-        from gnnpipe.data.labels import TASKS
+        from gnnpipe.data.from_pyg import from_pyg  # the one import that goes up (.importlinter)
 
-        if task not in (*TASKS, "links"):
-            raise InputError(f"dataset {name!r}: task {task!r}; try {', '.join(TASKS)} or links")
-        if task == "links" and target:
-            raise InputError(
-                f"dataset {name!r}: target {target!r} has no meaning for links; leave it out"
-            )
-        if task == "links":
-            from gnnpipe.data.links import graph_of_links
-
-            return graph_of_links(data, name=name, split=split, seed=seed, symmetrize=symmetrize)
-        if isinstance(data, list | tuple):
-            raise InputError(
-                f"dataset {name!r}: {len(data)} graphs; give one, or task='links' for the three "
-                "of RandomLinkSplit"
-            )
-        if hasattr(data, "edge_types") and hasattr(data, "node_types"):
-            from gnnpipe.data.hetero import graph_from_hetero
-
-            if symmetrize:
-                raise InputError(
-                    f"dataset {name!r}: symmetrize has no meaning for relations between types; "
-                    "try torch_geometric.transforms.ToUndirected()"
-                )
-            return graph_from_hetero(
-                data, name=name, target=target, split=split, seed=seed, task=task
-            )
-        from gnnpipe.data.pyg import graph_from_data
-
-        if target:
-            raise InputError(
-                f"dataset {name!r}: target {target!r} has no meaning for one type of vertices; "
-                "leave it out, or give a HeteroData"
-            )
-        return graph_from_data(
-            data, name=name, split=split, seed=seed, symmetrize=symmetrize, task=task
+        return from_pyg(
+            data, name=name, split=split, seed=seed, symmetrize=symmetrize, target=target, task=task
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gnnpipe.perf.evaluation_memory import evaluation_bytes
 from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once, shared_tables
 
-__all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory"]
+__all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory", "human_bytes"]
 
 ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs holes of the heap"
 """For whoever shows an estimate."""
@@ -233,3 +233,16 @@ def _kept_in_tables(
         if op.push_maker in found and is_kept:
             found[op.push_maker] += op.push_width * own_rows[op.pushed_type]
     return found
+
+
+def human_bytes(size: float) -> str:
+    """A size in the unit that fits.
+
+    >>> human_bytes(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

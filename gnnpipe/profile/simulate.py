@@ -15,7 +15,7 @@ from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, kind_of, place_of
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
-from gnnpipe.perf.memory import ON_TOP
+from gnnpipe.perf.memory import ON_TOP, human_bytes
 from gnnpipe.perf.predicted import simulated_notes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
@@ -29,7 +29,6 @@ from gnnpipe.profile.scenario import (
     scenario_of,
     scenario_of_shape,
 )
-from gnnpipe.run.summary import human_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.prepare import prepare

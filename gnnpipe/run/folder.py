@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import scipy
 import torch
 import torch_geometric
 
-from gnnpipe import __version__
 from gnnpipe.checkpoint.retention import again_with
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
@@ -256,7 +256,7 @@ def plain(value: Any) -> Any:
 def versions() -> dict[str, str]:
     """What the run was made with."""
     return {
-        "gnnpipe": __version__,
+        "gnnpipe": version("gnnpipe"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,

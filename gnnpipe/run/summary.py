@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
+from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
 from gnnpipe.setup.inputs import rounding_lines
@@ -21,21 +21,8 @@ if TYPE_CHECKING:
     from gnnpipe.run.result import RunResult
 
 __all__ = [
-    "head_lines", "human_bytes", "info_lines", "result_lines", "score",
+    "head_lines", "info_lines", "result_lines", "score",
 ]  # fmt: skip
-
-
-def human_bytes(size: float) -> str:
-    """A size in the unit that fits.
-
-    >>> human_bytes(3 * 2**20)
-    '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def _count(number: int, thing: str) -> str:

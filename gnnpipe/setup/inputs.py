@@ -11,17 +11,18 @@ from torch import nn
 from gnnpipe.capture import capture
 from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
-from gnnpipe.config.validate import check_stages
+from gnnpipe.config.train_config import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
+from gnnpipe.machine import memory_bytes
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.memory_check import check_weights
 from gnnpipe.tasks.loss import has_both, validation_labels
 
 __all__ = [
@@ -287,3 +288,15 @@ def number_dtype(config: TrainConfig) -> torch.dtype:
 def row_dtype(config: TrainConfig) -> torch.dtype:
     """Number type of rows on the wire and in the history tables."""
     return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)
+
+
+def check_weights(config: TrainConfig, spec: LayerSpec) -> None:
+    """``InputError`` if the weights of the config's model alone are more than this machine has."""
+    numbers = GNN.count_weights(config.model, spec)
+    size_bytes = numbers * (8 if config.dtype == "float64" else 4)
+    if size_bytes > memory_bytes():
+        raise InputError(
+            f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "
+            f"{numbers:,} weights, {human_bytes(size_bytes)}, and this machine has "
+            f"{human_bytes(memory_bytes())}; try --hidden 64"
+        )

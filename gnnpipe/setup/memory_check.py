@@ -9,36 +9,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import scipy.sparse as sp
 import torch
 
-from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.machine import memory_bytes
-from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.perf import estimate_memory
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.runtime.comm.launch import launched_local_rank
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
-if TYPE_CHECKING:
-    from gnnpipe.setup.prepare import Prepared
-
-__all__ = ["check_room", "check_weights", "least_bytes"]
-
-
-def check_weights(config: TrainConfig, spec: LayerSpec) -> None:
-    """``InputError`` if the weights of the config's model alone are more than this machine has."""
-    numbers = GNN.count_weights(config.model, spec)
-    size_bytes = numbers * (8 if config.dtype == "float64" else 4)
-    if size_bytes > memory_bytes():
-        raise InputError(
-            f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "
-            f"{numbers:,} weights, {_gib(size_bytes)}, and this machine has "
-            f"{_gib(memory_bytes())}; try --hidden 64"
-        )
+__all__ = ["check_room", "least_bytes"]
 
 
 def check_room(prepared: Prepared, mesh: Mesh) -> None:
@@ -57,9 +41,9 @@ def check_room(prepared: Prepared, mesh: Mesh) -> None:
         ranks = f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks take"
         where = "GPU" if mesh.device.type == "cuda" else "machine"
         error = InputError(
-            f"model {prepared.model.size_text}: {ranks} at least {_gib(need)}, and this {where} "
-            f"has {_gib(room)}; try --recompute, a smaller --hidden, or more --stages or --shards "
-            "on more machines"
+            f"model {prepared.model.size_text}: {ranks} at least {human_bytes(need)}, and this "
+            f"{where} has {human_bytes(room)}; try --recompute, a smaller --hidden, or more "
+            "--stages or --shards on more machines"
         )
     mesh.agree(error)
 
@@ -87,7 +71,3 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         loss_numbers=int(graph.train_mask.sum()) // shards * kept_by_loss(graph),
         asked=replace(asked, rows=asked.rows // shards, edges=asked.edges // shards),
     ).total  # fmt: skip
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.1f} GiB"

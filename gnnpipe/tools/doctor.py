@@ -15,9 +15,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from gnnpipe import __version__
 from gnnpipe.config.fields import check_text
 from gnnpipe.errors import InputError
 from gnnpipe.files import check_folder
@@ -83,7 +83,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def examine(folders: dict[str, str]) -> Iterator[Finding]:
     """All findings, one after the other; ``folders`` by the flag that names them."""
-    yield Finding("gnnpipe", f"{__version__}, Python {platform.python_version()}")
+    yield Finding("gnnpipe", f"{version('gnnpipe')}, Python {platform.python_version()}")
     broken = False
     for package, least in NEEDED.items():
         finding = _package(package, least)
@@ -101,18 +101,16 @@ def examine(folders: dict[str, str]) -> Iterator[Finding]:
 def _package(name: str, least: str) -> Finding:
     remedy = f"pip install '{name}>={least}'"
     try:
-        version = str(importlib.import_module(name).__dict__.get("__version__") or _metadata(name))
+        found = str(importlib.import_module(name).__dict__.get("__version__") or _metadata(name))
     except Exception as error:  # a package that was built for another one fails in many ways
         why = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         return Finding(name, f"cannot be imported ({why})", remedy)
-    if _numbers(version) < _numbers(least):
-        return Finding(name, f"{version} is too old", remedy)
-    return Finding(name, version)
+    if _numbers(found) < _numbers(least):
+        return Finding(name, f"{found} is too old", remedy)
+    return Finding(name, found)
 
 
 def _metadata(name: str) -> str:
-    from importlib.metadata import version
-
     return version(name)
 
 

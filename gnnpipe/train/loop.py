@@ -21,7 +21,6 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
 from gnnpipe.files import how_to_write
 from gnnpipe.optim.lr_schedule import LearningRate
-from gnnpipe.run.diagnose import check_same_weights, find_fault
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.folder import RunFolder
@@ -41,6 +40,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import Assembly
 from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.tasks.loss import ERRORS
+from gnnpipe.train.diagnose import check_same_weights, find_fault
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
 __all__ = ["Loop"]
