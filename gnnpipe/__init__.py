@@ -21,19 +21,37 @@ if TYPE_CHECKING:
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
-    "FailedError", "Graph", "Info", "InputError", "LostRankError", "RunResult", "SeedsResult",
-    "StoppedError", "TrainConfig", "Trainer", "__version__", "fit_seeds", "info", "resumed_config",
-]  # fmt: skip
+    "FailedError",
+    "Graph",
+    "Info",
+    "InputError",
+    "LostRankError",
+    "RunResult",
+    "SeedsResult",
+    "StoppedError",
+    "TrainConfig",
+    "Trainer",
+    "__version__",
+    "fit_seeds",
+    "info",
+    "resumed_config",
+]
 
 _HOME = {
-    "FailedError": "gnnpipe.errors", "Graph": "gnnpipe.graph.graph",
-    "InputError": "gnnpipe.errors", "LostRankError": "gnnpipe.errors",
+    "FailedError": "gnnpipe.errors",
+    "Graph": "gnnpipe.graph.graph",
+    "InputError": "gnnpipe.errors",
+    "LostRankError": "gnnpipe.errors",
     "StoppedError": "gnnpipe.errors",
-    "Info": "gnnpipe.run.info", "info": "gnnpipe.run.info",
-    "RunResult": "gnnpipe.run.result", "SeedsResult": "gnnpipe.train.multi_seed",
-    "TrainConfig": "gnnpipe.config", "Trainer": "gnnpipe.train.trainer",
-    "fit_seeds": "gnnpipe.train.multi_seed", "resumed_config": "gnnpipe.run.resume",
-}  # fmt: skip
+    "Info": "gnnpipe.run.info",
+    "info": "gnnpipe.run.info",
+    "RunResult": "gnnpipe.run.result",
+    "SeedsResult": "gnnpipe.train.multi_seed",
+    "TrainConfig": "gnnpipe.config",
+    "Trainer": "gnnpipe.train.trainer",
+    "fit_seeds": "gnnpipe.train.multi_seed",
+    "resumed_config": "gnnpipe.run.resume",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -33,9 +33,12 @@ _FREE = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
 """As glibc has it once the process has freed something large. By itself it gets there step by step,
 but no more once it was told anything."""
 _USERS = (
-    "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
     "MALLOC_TRIM_THRESHOLD_",
-)  # fmt: skip
+)
 """What glibc reads when a process starts."""
 
 COMMANDS = ("train", "verify", "profile")

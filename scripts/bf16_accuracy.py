@@ -39,11 +39,7 @@ GRAPHS = {
 }
 MODELS = {"gcn": 4, "gcnii": 16}
 EPOCHS, CHUNKS, STAGES = 100, 32, 2
-KINDS = {
-    "float32": [],
-    "rows": ["--comm-dtype", "bf16"],
-    "products": ["--matmul-dtype", "bf16"],
-}
+KINDS = {"float32": [], "rows": ["--comm-dtype", "bf16"], "products": ["--matmul-dtype", "bf16"]}
 
 Row = dict[str, Any]
 
@@ -68,14 +64,45 @@ def one(graph: str, model: str, kind: str, seed: int) -> None:
         return
     with tempfile.TemporaryDirectory() as place:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(STAGES),
-            "-m", "gnnpipe", "train", "--dataset", str(SHARED / f"{graph}.npz"),
-            *GRAPHS[graph], "--model", model,
-            "--layers", str(MODELS[model]), "--hidden", "64", "--dropout", "0.5",
-            "--epochs", str(EPOCHS), "--eval-every", "10", "--chunks", str(CHUNKS),
-            "--stages", str(STAGES), "--seed", str(seed), *KINDS[kind], "--quiet",
-            "--device", "cpu", "--no-predict", "--checkpoint-every", "0", "--out", f"{place}/run",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(STAGES),
+            "-m",
+            "gnnpipe",
+            "train",
+            "--dataset",
+            str(SHARED / f"{graph}.npz"),
+            *GRAPHS[graph],
+            "--model",
+            model,
+            "--layers",
+            str(MODELS[model]),
+            "--hidden",
+            "64",
+            "--dropout",
+            "0.5",
+            "--epochs",
+            str(EPOCHS),
+            "--eval-every",
+            "10",
+            "--chunks",
+            str(CHUNKS),
+            "--stages",
+            str(STAGES),
+            "--seed",
+            str(seed),
+            *KINDS[kind],
+            "--quiet",
+            "--device",
+            "cpu",
+            "--no-predict",
+            "--checkpoint-every",
+            "0",
+            "--out",
+            f"{place}/run",
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
@@ -97,15 +124,18 @@ def report() -> None:
         raise SystemExit(f"{DATA}: no runs yet; first `run`")
     days, made = sorted({r["date"][:10] for r in found}), sorted({r["commit"] for r in found})
     lines = [
-        "# What rounding to bf16 costs in accuracy", "",
+        "# What rounding to bf16 costs in accuracy",
+        "",
         f"`scripts/bf16_accuracy.py`, {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
         f"{', '.join(made)}. S = {STAGES}, K = {CHUNKS}, hidden 64, dropout 0.5, {EPOCHS} epochs. "
         "Test accuracy in percent at the best validation epoch, mean (standard deviation) of the "
         "seeds; *difference*: of the pairs of one seed, bf16 minus float32, mean (standard error). "
         "*Bytes*: sent in an epoch, bf16 over float32.",
-    ]  # fmt: skip
-    rows_of = {"rows": "## Rows (`--comm-dtype bf16`)", "products": "## Products with weights "
-               "(`--matmul-dtype bf16`)"}  # fmt: skip
+    ]
+    rows_of = {
+        "rows": "## Rows (`--comm-dtype bf16`)",
+        "products": "## Products with weights (`--matmul-dtype bf16`)",
+    }
     for kind, title in rows_of.items():
         lines += ["", title, "", *_table(found, kind)]
     text = "\n".join(lines) + "\n"

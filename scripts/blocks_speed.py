@@ -21,16 +21,19 @@ from single_speed import Contender, brief  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "blocks.md"
 GRAPHS = {
-    "debian": "debian", "coauthor_physics": "coauthor_physics", "ego_twitter": "ego_twitter",
+    "debian": "debian",
+    "coauthor_physics": "coauthor_physics",
+    "ego_twitter": "ego_twitter",
     "planted, 200,000 vertices": "synthetic:planted:n=200000,degree=20,classes=50,features=64",
-}  # fmt: skip
+}
 MODELS = (("gcn", 3), ("sage", 3), ("gcnii", 4))
 WIDTH, REPEATS, WARM_UP = 128, 5, 3
 
 
 def main() -> None:
     lines = [
-        "# One chunk in blocks of rows", "",
+        "# One chunk in blocks of rows",
+        "",
         f"`python scripts/blocks_speed.py`, commit {commit()}, {time.strftime('%Y-%m-%d')}, one "
         f"thread, F = {WIDTH}. Milliseconds of an epoch, median of {REPEATS} (least to most); the "
         "two take turns. Peak: of the whole process, MiB. Rows of debian and coauthor_physics stay "
@@ -38,7 +41,7 @@ def main() -> None:
         "",
         "| graph | model | all rows at once | peak | in blocks | peak | at once / in blocks |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for graph, dataset in GRAPHS.items():
         for model, layers in MODELS:
             cell = [dataset, model, str(layers), str(WIDTH)]

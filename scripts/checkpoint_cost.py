@@ -61,9 +61,17 @@ def measure(hidden: int, epochs: int, every: int) -> tuple[int, int, float, list
 
     folder = Path(tempfile.mkdtemp(prefix="gnnpipe-cost-"))
     config = TrainConfig(
-        dataset="debian", model="gcnii", layers=16, hidden=hidden, chunks=32, epochs=epochs,
-        eval_every=0, checkpoint_every=every, out=str(folder / "run"), quiet=True,
-    )  # fmt: skip
+        dataset="debian",
+        model="gcnii",
+        layers=16,
+        hidden=hidden,
+        chunks=32,
+        epochs=epochs,
+        eval_every=0,
+        checkpoint_every=every,
+        out=str(folder / "run"),
+        quiet=True,
+    )
     walls: list[float] = []
     plain = loop.Loop._epoch
 

@@ -39,10 +39,16 @@ NEEDS = {
 }
 """Convolutions that cannot do without what edges carry."""
 GRAPH = Graph(
-    "edges", np.array([0, 1]), np.zeros(1, np.int32), np.zeros((1, 7), np.float32),
-    np.zeros(1, np.int64), *[np.ones(1, bool)] * 3, 1,
-    edge_attr=np.zeros((1, DIM), np.float32), edge_type=np.array([TYPES - 1]),
-)  # fmt: skip
+    "edges",
+    np.array([0, 1]),
+    np.zeros(1, np.int32),
+    np.zeros((1, 7), np.float32),
+    np.zeros(1, np.int64),
+    *[np.ones(1, bool)] * 3,
+    1,
+    edge_attr=np.zeros((1, DIM), np.float32),
+    edge_type=np.array([TYPES - 1]),
+)
 """What kinds of numbers its vertices and edges carry is all that matters."""
 RELATIONS = (("a", "to", "b"), ("b", "from", "a"), ("b", "near", "b"))
 TYPED = replace(
@@ -50,10 +56,14 @@ TYPED = replace(
     edge_attr=None,
     edge_type=np.array([0]),
     types=VertexTypes(
-        ("a", "b"), np.array([0]), np.array([0]),
-        {"a": np.zeros((1, 7), np.float32), "b": np.zeros((0, 7), np.float32)}, RELATIONS, "b",
+        ("a", "b"),
+        np.array([0]),
+        np.array([0]),
+        {"a": np.zeros((1, 7), np.float32), "b": np.zeros((0, 7), np.float32)},
+        RELATIONS,
+        "b",
     ),
-)  # fmt: skip
+)
 OF_TYPES: dict[str, Callable[[], nn.Module]] = {
     "HeteroConv": lambda: convs.HeteroConv(
         {r: convs.SAGEConv((WIDTH, WIDTH), WIDTH) for r in RELATIONS}

@@ -33,10 +33,27 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gnnpipe-cut-"))
     words = [
-        sys.executable, "-m", "gnnpipe", "train", "--dataset", "debian", "--model", "gcnii",
-        "--layers", "9", "--hidden", "32", "--stages", str(HOSTS), "--chunks", "8",
-        "--epochs", "100000", "--out", str(folder / "run"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "gnnpipe",
+        "train",
+        "--dataset",
+        "debian",
+        "--model",
+        "gcnii",
+        "--layers",
+        "9",
+        "--hidden",
+        "32",
+        "--stages",
+        str(HOSTS),
+        "--chunks",
+        "8",
+        "--epochs",
+        "100000",
+        "--out",
+        str(folder / "run"),
+    ]
     with Hosts(HOSTS, 0, "gnnpipe-cut") as hosts, contextlib.ExitStack() as files:
         paths = [folder / f"{host}.log" for host in range(HOSTS)]
         logs = [files.enter_context(open(path, "w", encoding="utf-8")) for path in paths]

@@ -44,7 +44,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from gnnpipe.run.exact_epochs import ExactEpochs
     from gnnpipe.run.metrics_csv import measure_staleness
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import chunk_order, prepare
     from gnnpipe.train.evaluate import evaluate, train_epoch
 
@@ -53,41 +53,51 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     config = TrainConfig(**cell.settings())
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh)
-    assembly = assemble(prepared, mesh)
-    executor = assembly.executor
+    rank_runtime = build_rank(prepared, mesh)
+    executor = rank_runtime.executor
     epochs, test, losses, times = [], [], [], []
     drift, moved, missed = [], [], []
     exact_epochs, walked_exactly = ExactEpochs(prepared), 0
     for epoch in range(config.epochs):
         start = time.perf_counter()
         order = chunk_order(prepared.config, epoch)
-        program = exact_epochs.begin(epoch, executor.guard)
-        loss = train_epoch(assembly, mesh, program, order, epoch)
-        exact_epochs.end(program, executor.guard.norm, executor.has_stepped)
-        stale = measure_staleness(prepared, assembly, mesh, order, program.is_exact)
+        program = exact_epochs.begin(epoch, executor.grad_clip)
+        loss = train_epoch(rank_runtime, mesh, program, order, epoch)
+        exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)
+        stale = measure_staleness(prepared, rank_runtime, mesh, order, program.is_exact)
         walked_exactly += program.is_exact
         times.append(time.perf_counter() - start)
         if (epoch + 1) % 10 == 0 or epoch >= config.epochs - TAIL:
             epochs.append(epoch + 1)
-            test.append(round(evaluate(assembly, mesh).test_acc, 6))
+            test.append(round(evaluate(rank_runtime, mesh).test_acc, 6))
             losses.append(round(loss, 5))
             if stale is not None:
                 for into, values in (
-                    (drift, stale.drift), (moved, stale.moved), (missed, stale.missed),
-                ):  # fmt: skip
+                    (drift, stale.drift),
+                    (moved, stale.moved),
+                    (missed, stale.missed),
+                ):
                     into += [round(statistics.mean(values), 5)] if values else []
     graph = prepared.graph
-    into_pilots = int(graph.degrees[prepared.pilots].sum()) if len(prepared.pilots) else 0
+    into_pilots = int(graph.degrees[prepared.probes].sum()) if len(prepared.probes) else 0
     return {
-        **asdict(cell), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+        **asdict(cell),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__, "epoch": epochs, "test": test, "loss": losses,
-        "drift": drift, "moved": moved, "missed": missed,
-        "epoch_time_s": round(statistics.median(times), 4), "train_s": round(sum(times), 1),
+        "torch": torch.__version__,
+        "epoch": epochs,
+        "test": test,
+        "loss": losses,
+        "drift": drift,
+        "moved": moved,
+        "missed": missed,
+        "epoch_time_s": round(statistics.median(times), 4),
+        "train_s": round(sum(times), 1),
         "extra_edges": into_pilots / (2 * graph.num_edges),
-        "extra_rows": len(prepared.pilots) / graph.num_vertices,
+        "extra_rows": len(prepared.probes) / graph.num_vertices,
         "exact_epochs": walked_exactly / config.epochs,
-    }  # fmt: skip
+    }
 
 
 def commit() -> str:
@@ -125,15 +135,15 @@ def run(names: list[str], only: list[str], workers: int) -> int:
     """Every cell that is not there yet."""
     have = done()
     todo: dict[str, Cell] = {}
-    asked = 0
+    loss_rows = 0
     for name in names:
         for cell in tables()[name]:
             key = cell.key()
             known = {*key.split("|"), cell.dataset.partition("+")[0]}
             if known.issuperset(only):
-                asked += 1
+                loss_rows += 1
                 todo |= {} if key in have else {key: cell}
-    if not asked:
+    if not loss_rows:
         print(f"--only {' '.join(only)}: no cell of {', '.join(names)} has all these words")
         return 2
     print(f"{len(todo)} cells to run", flush=True)

@@ -57,11 +57,20 @@ class Cell:
         # Layer by layer nothing depends on the cut; one chunk is the fastest way to walk.
         exact = self.policy == "exact"
         return {
-            **data, **ABLATION[self.policy], "symmetrize": variant == "symmetrized",
-            "model": self.model, "layers": self.layers, "hidden": 64, "dropout": 0.5,
-            "lr": self.lr, "epochs": self.epochs, "seed": self.seed,
-            "chunks": 1 if exact else self.chunks, "out": "off", "quiet": True,
-        }  # fmt: skip
+            **data,
+            **ABLATION[self.policy],
+            "symmetrize": variant == "symmetrized",
+            "model": self.model,
+            "layers": self.layers,
+            "hidden": 64,
+            "dropout": 0.5,
+            "lr": self.lr,
+            "epochs": self.epochs,
+            "seed": self.seed,
+            "chunks": 1 if exact else self.chunks,
+            "out": "off",
+            "quiet": True,
+        }
 
 
 ARXIV_LIKE = "synthetic:planted:n=169343,degree=13.8,classes=40,features=128,homophily=0.65"

@@ -71,8 +71,9 @@ def pairs(rows: Rows, have: Iterable[Cell]) -> dict[tuple[Any, ...], list[tuple[
     for cell in have:
         if cell.policy == "exact":
             continue
-        twin = Cell(cell.dataset, cell.model, cell.layers, "exact", cell.seed, 32, cell.lr,
-                    cell.epochs)  # fmt: skip
+        twin = Cell(
+            cell.dataset, cell.model, cell.layers, "exact", cell.seed, 32, cell.lr, cell.epochs
+        )
         if twin.key() in rows:
             setting = (cell.dataset, cell.model, cell.layers, cell.chunks, cell.lr, cell.epochs)
             found.setdefault(setting, []).append((rows[cell.key()], rows[twin.key()]))
@@ -227,9 +228,10 @@ def drifts(name: str, first: Mapping[tuple[Any, ...], Any]) -> None:
     figure, axes = canvas(len(first))
     for axis, (setting, row) in zip(axes, first.items(), strict=False):
         for key, label in (
-            ("drift", "drift, dropout included"), ("moved", "moved by the weights"),
+            ("drift", "drift, dropout included"),
+            ("moved", "moved by the weights"),
             ("missed", "missed by the forecast"),
-        ):  # fmt: skip
+        ):
             if row.get(key):
                 epochs = row["epoch"][-len(row[key]) :]
                 axis.semilogy(epochs, row[key], label=label, lw=1)

@@ -30,9 +30,12 @@ def fuzz(name: str, number: int) -> tuple[int, str]:
 
     @seed(number)
     @settings(
-        max_examples=ROUND, deadline=None, database=None, verbosity=Verbosity.quiet,
+        max_examples=ROUND,
+        deadline=None,
+        database=None,
+        verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(target.strategy)
     def run(drawn: object) -> None:
         nonlocal count

@@ -115,10 +115,11 @@ def results(fit: Fit, per_case: bool = True) -> Iterator[Row]:
     """All 16 cases."""
     for graph, model in CASES:
         yield Row(
-            graph, model,
+            graph,
+            model,
             {method: epoch_s(graph, model, method, fit, per_case) for method in SHAPES},
             {method: logs()[graph, model, method]["epoch"] for method in SHAPES},
-        )  # fmt: skip
+        )
 
 
 def tally(rows: Sequence[Row]) -> tuple[int, int]:
@@ -135,16 +136,19 @@ def page(fit: Fit) -> str:
     same = tally(list(results(fit, per_case=False)))
     off = {m: [r.simulated_s[m] / r.measured_s[m] - 1 for r in rows] for m in SHAPES}
     lines = [
-        "# GNNPipe's own figures, simulated", "",
+        "# GNNPipe's own figures, simulated",
+        "",
         "Made by `scripts/gnnpipe_figures.py`. Measured: the authors' logs (arXiv 2308.10087; 8 "
         "GPUs, 32 layers, hidden 100, Squirrel 1000), mean of their seeds, seconds of an epoch. "
         "Simulated: gnnpipe's program for the same shape, (1,8,1), (8,1,32) and (4,2,16), on "
-        "gnnpipe's simulator, without overlap, as in the authors' code. Nothing was run here.", "",
+        "gnnpipe's simulator, without overlap, as in the authors' code. Nothing was run here.",
+        "",
         f"**The fastest of the three is right in {right} of 16 cases; graph / pipeline is within "
-        f"25 % of the measured ratio in {near}.**", "",
+        f"25 % of the measured ratio in {near}.**",
+        "",
         "| graph | model | graph | pipeline | hybrid | fastest | graph / pipeline |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         times = " | ".join(f"{row.simulated_s[m]:.3f} ({row.measured_s[m]:.3f})" for m in SHAPES)
         fastest = row.winners[0] + ("" if row.winners[0] == row.winners[1] else " (wrong)")
@@ -154,7 +158,9 @@ def page(fit: Fit) -> str:
         f"{m} {statistics.median(e):+.0%} ({min(e):+.0%} to {max(e):+.0%})" for m, e in off.items()
     )
     lines += [
-        "", f"Measured in brackets. Error of the epoch, median and range: {errors}.", "",
+        "",
+        f"Measured in brackets. Error of the epoch, median and range: {errors}.",
+        "",
         "**Taken from the logs, case by case:** the mean compute time of a rank (one number, "
         "spread here over stages, layers and chunks) and the throughputs of messages and of "
         "exchanges. Of the hybrid also its volume of exchanges: M is only given for 8 shards.",
@@ -177,7 +183,7 @@ def page(fit: Fit) -> str:
         "ms). Both make the simulated epochs shorter than the measured ones. On Physics, where "
         "8,415 features make the first stage unlike the others, the split of the pipeline's "
         "compute time over the stages is a guess.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -63,8 +63,8 @@ def contender(
     import torch
 
     if name == "ours":
-        epoch, assembly = peers.ours(graph, model, layers, width)
-        return epoch, assembly.executor
+        epoch, rank_runtime = peers.ours(graph, model, layers, width)
+        return epoch, rank_runtime.executor
     torch.set_default_device("cuda")
     try:
         return peers.with_pyg(graph, model, layers, width, name.partition(":")[2]), None
@@ -127,21 +127,33 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     DATA.parent.mkdir(parents=True, exist_ok=True)
     about = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
         "commit": os.environ.get("GNNPIPE_COMMIT") or commit(),
-        "date": time.strftime("%Y-%m-%d"), "copy": copy_rate(),
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%d"),
+        "copy": copy_rate(),
+    }
     for graph_name in args.graphs:
         graph = peers.load(GRAPHS[graph_name])
         for width in args.widths:
-            write({"cell": f"{graph_name}|product||{width}", **about,
-                   "results": products(graph, width)})  # fmt: skip
+            write(
+                {
+                    "cell": f"{graph_name}|product||{width}",
+                    **about,
+                    "results": products(graph, width),
+                }
+            )
             for model in args.models:
                 for layers in args.layers:
                     names = ["ours", *(f"pyg:{form}" for form in args.forms)]
                     found = measure(graph, model, layers, width, names, args.repeats)
-                    write({"cell": f"{graph_name}|{model}|{layers}|{width}", **about,
-                           "results": found})  # fmt: skip
+                    write(
+                        {
+                            "cell": f"{graph_name}|{model}|{layers}|{width}",
+                            **about,
+                            "results": found,
+                        }
+                    )
                     torch.cuda.empty_cache()
 
 
@@ -152,7 +164,7 @@ def write(row: dict[str, Any]) -> None:
         k: f"{1e3 * statistics.median(v['seconds']):.2f}" if "seconds" in v else v["failed"]
         for k, v in row["results"].items()
         if isinstance(v, dict)
-    }  # fmt: skip
+    }
     print(row["cell"], short or row["results"], flush=True)
 
 
@@ -193,15 +205,21 @@ def report(args: argparse.Namespace) -> None:
         apart = "" if row["results"]["ours"].get("is_repeated", True) else ", not repeated"
         cells = [
             f"{statistics.median(ms[n]):.2f} ({min(ms[n]):.2f}-{max(ms[n]):.2f})"
-            if n in ms else row["results"][n]["failed"]
+            if n in ms
+            else row["results"][n]["failed"]
             for n in names
-        ]  # fmt: skip
+        ]
         lines.append(f"| {graph} | {model} | {layers} | {' | '.join(cells)} | {ratio:.2f}{apart} |")
         groups[f"{model} {layers} {graph}"] = {"PyG's best": ratio}
-        table.append({
-            "graph": graph, "model": model, "layers": layers, "ratio": round(ratio, 3),
-            **{f"{n}_ms": round(statistics.median(v), 3) for n, v in ms.items()},
-        })  # fmt: skip
+        table.append(
+            {
+                "graph": graph,
+                "model": model,
+                "layers": layers,
+                "ratio": round(ratio, 3),
+                **{f"{n}_ms": round(statistics.median(v), 3) for n, v in ms.items()},
+            }
+        )
     lines += [
         "",
         f"At least {AIM:g} times as fast as PyG's best in {sum(reached)} of {len(reached)} cells.",

@@ -31,16 +31,45 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """One run under torchrun, a process group of its own."""
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3",
-        "--nproc-per-node", str(stages * shards), "-m", "gnnpipe", "train",
-        "--dataset", "debian", "--model", "gcnii", "--layers", "8", "--hidden", str(hidden),
-        "--stages", str(stages), "--shards", str(shards), "--chunks", "8",
-        "--epochs", str(epochs), "--eval-every", "5", "--checkpoint-every", "4",
-        "--out", str(out),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "3",
+        "--nproc-per-node",
+        str(stages * shards),
+        "-m",
+        "gnnpipe",
+        "train",
+        "--dataset",
+        "debian",
+        "--model",
+        "gcnii",
+        "--layers",
+        "8",
+        "--hidden",
+        str(hidden),
+        "--stages",
+        str(stages),
+        "--shards",
+        str(shards),
+        "--chunks",
+        "8",
+        "--epochs",
+        str(epochs),
+        "--eval-every",
+        "5",
+        "--checkpoint-every",
+        "4",
+        "--out",
+        str(out),
+    ]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with open(log, "wb") as file:
         return subprocess.Popen(
             words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -31,12 +31,33 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="gnnpipe-long-"))
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(options.ranks), "-m", "gnnpipe", "train", "--dataset", "karate",
-        "--layers", "4", "--hidden", "16", "--chunks", "4", "--stages", str(options.ranks),
-        "--epochs", str(options.epochs), "--checkpoint-every", "100", "--quiet",
-        "--out", str(folder / "run"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(options.ranks),
+        "-m",
+        "gnnpipe",
+        "train",
+        "--dataset",
+        "karate",
+        "--layers",
+        "4",
+        "--hidden",
+        "16",
+        "--chunks",
+        "4",
+        "--stages",
+        str(options.ranks),
+        "--epochs",
+        str(options.epochs),
+        "--checkpoint-every",
+        "100",
+        "--quiet",
+        "--out",
+        str(folder / "run"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=environment)
     looks: dict[int, list[tuple[int, int, int]]] = {}

@@ -35,7 +35,7 @@ from torch_geometric import nn as pyg  # noqa: E402
 from gnnpipe import Graph, TrainConfig  # noqa: E402
 from gnnpipe.data.load import load_graph  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
-from gnnpipe.setup.build import assemble  # noqa: E402
+from gnnpipe.setup.build import build_rank  # noqa: E402
 from gnnpipe.setup.prepare import prepare  # noqa: E402
 from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 
@@ -88,8 +88,8 @@ def ours(model: nn.Module, graph: Graph, mesh: Mesh) -> Callable[[], None]:
     """An epoch as ``Trainer`` runs it."""
     config = TrainConfig(lr=0.001, out="off", quiet=True, cache_dir="off")
     prepared = prepare(config, mesh, graph, model)
-    assembly = assemble(prepared, mesh)
-    return lambda: train_epoch(assembly, mesh, prepared.program, [0], 0) and None
+    rank_runtime = build_rank(prepared, mesh)
+    return lambda: train_epoch(rank_runtime, mesh, prepared.program, [0], 0) and None
 
 
 def measure(name: str, graph: Graph, mesh: Mesh) -> list[list[float]]:
@@ -98,9 +98,11 @@ def measure(name: str, graph: Graph, mesh: Mesh) -> list[list[float]]:
     model = Net(name, graph.num_classes)
     n = graph.num_vertices
     adjacency = torch.sparse_csr_tensor(
-        torch.from_numpy(graph.indptr), torch.from_numpy(graph.indices).long(),
-        torch.ones(graph.num_edges), size=(n, n),
-    )  # fmt: skip
+        torch.from_numpy(graph.indptr),
+        torch.from_numpy(graph.indices).long(),
+        torch.ones(graph.num_edges),
+        size=(n, n),
+    )
     epochs = [
         ours(copy.deepcopy(model), graph, mesh),
         plain(copy.deepcopy(model), graph, torch.from_numpy(graph.edge_index)),

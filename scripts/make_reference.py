@@ -178,9 +178,12 @@ def settings() -> list[str]:
         hint = hints[field.name]
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint).__name__
         cells = [
-            f"`{flag(field.name)}`", kind, default_text(field), border_text(meta),
+            f"`{flag(field.name)}`",
+            kind,
+            default_text(field),
+            border_text(meta),
             meta["help"].replace("|", "\\|").replace("<", "&lt;"),
-        ]  # fmt: skip
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

@@ -72,13 +72,16 @@ def main() -> None:
     from gnnpipe.heap import HEAP_SETTINGS
 
     lines = [
-        "# What products in bf16 save", "",
+        "# What products in bf16 save",
+        "",
         f"`scripts/matmul_speed.py`, {time.strftime('%d %B %Y')}, commit {commit()}. Milliseconds "
         f"of an epoch, one thread, hidden {WIDTH}, dropout 0.5, K = 1, settings of the heap as in "
         f"a run; median (least to most) of {args.repeats}, in turns. *times*: of the pairs of "
-        "turns. What it costs in accuracy: [bf16_accuracy.md](bf16_accuracy.md).", "",
-        "| graph | model | layers | float32 | bf16 | times as fast |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "turns. What it costs in accuracy: [bf16_accuracy.md](bf16_accuracy.md).",
+        "",
+        "| graph | model | layers | float32 | bf16 | times as fast |",
+        "|---|---|---|---|---|---|",
+    ]
     for graph in args.graphs:
         for layers in args.layers:
             for model in args.models:

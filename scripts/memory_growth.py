@@ -93,14 +93,20 @@ def main() -> None:
             f"{statistics.median(found):.2f}, least {min(found):.2f}, most {max(found):.2f}."
         )
     lines = [
-        "# Memory beside its estimate", "",
+        "# Memory beside its estimate",
+        "",
         f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 64 wide, "
         f"6 epochs on CPUs: growth over the estimate of each rank, median of {args.repeats} "
         "runs (least to most). *In use*: blocks of the heap that are allocated. *Resident*: all "
         "that the process has of the machine, the holes between those blocks as well "
-        "([adr 0018](../adr/0018-settings-of-the-heap.md)).", "", " ".join(said), "",
-        "| graph | model, layers | S, G, K | in use | resident |", "|---|---|---|---|---|", *table,
-    ]  # fmt: skip
+        "([adr 0018](../adr/0018-settings-of-the-heap.md)).",
+        "",
+        " ".join(said),
+        "",
+        "| graph | model, layers | S, G, K | in use | resident |",
+        "|---|---|---|---|---|",
+        *table,
+    ]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -66,17 +66,19 @@ def report() -> None:
         rows = list(csv.DictReader(file))
     repeats, commits = (sorted({row[key] for row in rows}) for key in ("repeats", "commit"))
     lines = [
-        "# Memory of a rank, by the number of stages", "",
+        "# Memory of a rank, by the number of stages",
+        "",
         f"`scripts/memory_stages.py`, {rows[-1]['date']}, commit {', '.join(commits)}. {LAYERS} "
         f"layers of {HIDDEN}, K = {CHUNKS}, on CPUs. MiB that the largest rank grew by, from "
         "before its part was allocated to its peak: structure, features, tables, activations, "
         "weights. "
         f"Median (least to most) of {', '.join(repeats)} runs; behind it the estimate of `gnnpipe "
         "info` for that rank. *S = 4 over 1*: of the medians; the aim is at most "
-        f"{BOUND:.4f}, a quarter and 15 % of it.", "",
+        f"{BOUND:.4f}, a quarter and 15 % of it.",
+        "",
         f"| graph | model | {' | '.join(f'S = {s}' for s in STAGES)} | S = 4 over 1 |",
         f"|---|---|{'---|' * len(STAGES)}---|",
-    ]  # fmt: skip
+    ]
     shares: dict[str, dict[str, float]] = {}
     for graph, model in dict.fromkeys((row["graph"], row["model"]) for row in rows):
         of = [row for row in rows if (row["graph"], row["model"]) == (graph, model)]
@@ -107,13 +109,20 @@ def main() -> None:
             for stages in STAGES:
                 runs = [grown(graph, model, stages) for _ in range(args.repeats)]
                 most = [max(took) for took, _ in runs]
-                table.append({
-                    "graph": graph, "model": model, "stages": stages,
-                    "median_mib": round(statistics.median(most)), "least_mib": round(min(most)),
-                    "most_mib": round(max(most)), "estimate_mib": round(max(runs[0][1])),
-                    "repeats": args.repeats, "commit": commit(),
-                    "date": time.strftime("%d %B %Y"),
-                })  # fmt: skip
+                table.append(
+                    {
+                        "graph": graph,
+                        "model": model,
+                        "stages": stages,
+                        "median_mib": round(statistics.median(most)),
+                        "least_mib": round(min(most)),
+                        "most_mib": round(max(most)),
+                        "estimate_mib": round(max(runs[0][1])),
+                        "repeats": args.repeats,
+                        "commit": commit(),
+                        "date": time.strftime("%d %B %Y"),
+                    }
+                )
                 print(table[-1], flush=True)
             # Of what is done so far: all of it takes a quarter of an hour.
             write_csv("memory_stages", table)

@@ -51,8 +51,20 @@ class Hosts:
             name, port = self.name(host), f"p{host}"
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("link", "add", "eth0", "netns", name, "type", "veth",
-                "peer", "name", port, "netns", self.switch)  # fmt: skip
+            _ip(
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                self.switch,
+            )
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", self.switch, "link", "set", port, "master", "br0")
@@ -86,24 +98,53 @@ class Hosts:
             return
         burst = max(int(self.mbit * 1e6 / 8 * BURST_S), LEAST_BURST)
         subprocess.run(
-            ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf",
-             "rate", f"{self.mbit:g}mbit", "burst", str(burst), "limit", str(QUEUE)],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                f"{self.mbit:g}mbit",
+                "burst",
+                str(burst),
+                "limit",
+                str(QUEUE),
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
 
     def start(
         self, host: int, command: list[str], more: Mapping[str, str], port: int, errors: IO[str]
     ) -> subprocess.Popen[str]:
         """A rank on a host; its input and output are pipes."""
         env = {
-            **os.environ, "RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.count),
-            "MASTER_ADDR": self.address(0), "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **more,
-        }  # fmt: skip
+            **os.environ,
+            "RANK": str(host),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.count),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name(host), *command],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
     def sent_bytes(self, host: int) -> int:
         """What left the host since it is up, headers and all."""

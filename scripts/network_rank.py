@@ -33,7 +33,7 @@ def main() -> None:
     from gnnpipe.run.epoch_times import gather_epoch
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
-    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import chunk_order, prepare
     from gnnpipe.train.evaluate import train_epoch
 
@@ -45,14 +45,14 @@ def main() -> None:
     with mesh.on_own_cores():
         prepared = prepare(config, mesh, graph)
         count_peaks_anew(mesh.device)
-        assembly = assemble(prepared, mesh)
+        rank_runtime = build_rank(prepared, mesh)
         speeds = mesh.gather(receive_bandwidth(mesh))
         print("ready", file=answers, flush=True)
         times, shares = [], []
         for epoch, _ in enumerate(sys.stdin):
             order = chunk_order(prepared.config, epoch)
             start = time.perf_counter()
-            train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
+            train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
             times.append(time.perf_counter() - start)
             while len(mesh.recorder.epochs) > 1:
                 mesh.recorder.epochs.popleft()
@@ -60,15 +60,18 @@ def main() -> None:
             shares.append([asdict(share) for share in time_shares(spans, config.shards, speeds)])
             print(times[-1], file=answers, flush=True)
         counted = [
-            int(v) for v in mesh.sum([float(v) for v in astuple(assembly.executor.epoch_bytes)])
+            int(v) for v in mesh.sum([float(v) for v in astuple(rank_runtime.executor.epoch_bytes)])
         ]
         found = {
-            "seconds": times, "shares": shares, "sent": sum(counted),
-            "closed_form": prepared.volume.total, "by_axis": counted,
+            "seconds": times,
+            "shares": shares,
+            "sent": sum(counted),
+            "closed_form": prepared.volume.total,
+            "by_axis": counted,
             "crossings_per_vertex": prepared.quality.crossings_per_vertex,
             "peak": mesh.gather(peak_bytes(mesh.device)),
             "stale": 0.0 if prepared.report.exact else 1.0,
-        }  # fmt: skip
+        }
         print(json.dumps(found), file=answers, flush=True)
     mesh.leave()
 

@@ -56,9 +56,7 @@ class Contender:
     """The ranks of a shape, which wait for their turn."""
 
     def __init__(self, hosts: Hosts, settings: dict[str, Any], port: int) -> None:
-        command = [
-            sys.executable, str(ROOT / "scripts" / "network_rank.py"), json.dumps(settings)
-        ]  # fmt: skip
+        command = [sys.executable, str(ROOT / "scripts" / "network_rank.py"), json.dumps(settings)]
         self.log = open(f"/tmp/network-{os.getpid()}-{port}.log", "w")  # noqa: SIM115
         self.ranks = [
             hosts.start(i, command, {}, port, errors=self.log) for i in range(hosts.count)
@@ -111,9 +109,12 @@ def measure(cell: dict[str, Any], repeats: int, names: list[str]) -> dict[str, A
         try:
             for i, (name, shape) in enumerate(shapes.items()):
                 settings = {
-                    "graph": GRAPHS[cell["graph"]], "model": cell["model"],
-                    "layers": cell["layers"], "hidden": HIDDEN, **shape,
-                }  # fmt: skip
+                    "graph": GRAPHS[cell["graph"]],
+                    "model": cell["model"],
+                    "layers": cell["layers"],
+                    "hidden": HIDDEN,
+                    **shape,
+                }
                 running[name] = Contender(hosts, settings, 29517 + i)
                 running[name].all_say()
             wire: dict[str, list[int]] = {name: [] for name in shapes}
@@ -138,17 +139,24 @@ def run(args: argparse.Namespace) -> None:
             for graph in args.graphs:
                 for model in args.models:
                     cell = {
-                        "graph": graph, "model": model, "layers": layers, "mbit": mbit,
-                        "hosts": args.hosts, "chunks": args.chunks,
-                    }  # fmt: skip
+                        "graph": graph,
+                        "model": model,
+                        "layers": layers,
+                        "mbit": mbit,
+                        "hosts": args.hosts,
+                        "chunks": args.chunks,
+                    }
                     key = "|".join(str(v) for v in cell.values())
                     if key in done():
                         continue
                     results = measure(cell, args.repeats, args.contenders)
                     row = {
-                        "cell": key, **cell, "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+                        "cell": key,
+                        **cell,
+                        "commit": commit(),
+                        "date": time.strftime("%Y-%m-%d"),
                         "results": results,
-                    }  # fmt: skip
+                    }
                     with DATA.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(key, {k: round(seconds(v)[0], 2) for k, v in results.items()}, flush=True)
@@ -182,7 +190,8 @@ def report(args: argparse.Namespace) -> None:
     rows = sorted(done().values(), key=lambda row: (row["graph"], row["model"]))
     commits = sorted({row["commit"] for row in rows})
     text = [
-        "# Slow networks: pipeline, graph parallel, hybrid", "",
+        "# Slow networks: pipeline, graph parallel, hybrid",
+        "",
         f"Made by `scripts/network_speed.py run` and `report`; commits {', '.join(commits)}; "
         f"{max(row['date'] for row in rows)}; 2 cores, one thread a rank, hosts are network "
         "namespaces with a limit on each link (both ways).",
@@ -194,7 +203,7 @@ def report(args: argparse.Namespace) -> None:
         "*Imbalance*: the share of the graph-parallel epoch that a rank waits for other shards, "
         "whose boundaries METIS does not make equal.",
         "",
-    ]  # fmt: skip
+    ]
     table: list[dict[str, Any]] = []
     for row in rows:
         r = row["results"]
@@ -202,31 +211,39 @@ def report(args: argparse.Namespace) -> None:
         pipe, graph = seconds(r["pipeline"]), seconds(r["graph"])
         table.append(
             {
-                "Mbit/s": row["mbit"], "hosts": row["hosts"], "L": row["layers"],
-                "K": row["chunks"], "graph": row["graph"], "model": row["model"],
+                "Mbit/s": row["mbit"],
+                "hosts": row["hosts"],
+                "L": row["layers"],
+                "K": row["chunks"],
+                "graph": row["graph"],
+                "model": row["model"],
                 "M/N": round(r["graph"]["crossings_per_vertex"], 2),
-                "pipeline s": spread(pipe), "graph s": spread(graph),
+                "pipeline s": spread(pipe),
+                "graph s": spread(graph),
                 "hybrid s": spread(seconds(r["hybrid"])) if "hybrid" in r else "",
                 "bf16 s": spread(seconds(r["pipeline bf16"])) if "pipeline bf16" in r else "",
                 "graph / pipeline": round(graph[0] / pipe[0], 2),
                 "pipeline MB": round(r["pipeline"]["sent"] / 1e6, 1),
                 "graph MB": round(r["graph"]["sent"] / 1e6, 1),
                 "bf16 MB": round(r["pipeline bf16"]["sent"] / 1e6, 1)
-                if "pipeline bf16" in r else "",
+                if "pipeline bf16" in r
+                else "",
                 "exposed": f"{exposed(r['pipeline']):.0%}",
                 "imbalance": f"{share(r['graph'])['imbalance_s'] / graph[0]:.0%}",
                 "bubble": f"{share(r['pipeline'])['bubble_s'] / pipe[0]:.0%}",
             }
-        )  # fmt: skip
+        )
     groups = sorted({(t["hosts"], t["Mbit/s"], t["L"]) for t in table})
     for hosts, mbit, layers in groups:
         of = [t for t in table if (t["hosts"], t["Mbit/s"], t["L"]) == (hosts, mbit, layers)]
         ratios = [t["graph / pipeline"] for t in of]
         text += [
-            f"## {hosts} hosts, {mbit:g} Mbit/s, {layers} layers", "",
+            f"## {hosts} hosts, {mbit:g} Mbit/s, {layers} layers",
+            "",
             f"graph / pipeline: geometric mean {geometric(ratios):.2f}, best {max(ratios):.2f}, "
-            f"worst {min(ratios):.2f}, over {len(of)} cells.", "",
-        ]  # fmt: skip
+            f"worst {min(ratios):.2f}, over {len(of)} cells.",
+            "",
+        ]
         keys = [k for k in table[0] if k not in ("hosts", "Mbit/s", "L")]
         text += [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
         text += [f"| {' | '.join(str(t[k]) for k in keys)} |" for t in of]
@@ -240,14 +257,26 @@ def report(args: argparse.Namespace) -> None:
     text += [bars("network", named, "epoch, graph over pipeline", aim=1.0), ""]
     (FOLDER / "network.md").write_text("\n".join(text), encoding="utf-8")
     names = "median", "least", "most"
-    write_csv("network", [
-        {"hosts": row["hosts"], "mbit_per_s": row["mbit"], "layers": row["layers"],
-         "chunks": row["chunks"], "graph": row["graph"], "model": row["model"], "contender": name,
-         **{f"{k}_s": round(s, 4) for k, s in zip(names, seconds(found), strict=True)},
-         "sent_bytes": found["sent"], "exposed": share_text(exposed(found)),
-         "commit": row["commit"]}
-        for row in rows for name, found in row["results"].items()
-    ])  # fmt: skip
+    write_csv(
+        "network",
+        [
+            {
+                "hosts": row["hosts"],
+                "mbit_per_s": row["mbit"],
+                "layers": row["layers"],
+                "chunks": row["chunks"],
+                "graph": row["graph"],
+                "model": row["model"],
+                "contender": name,
+                **{f"{k}_s": round(s, 4) for k, s in zip(names, seconds(found), strict=True)},
+                "sent_bytes": found["sent"],
+                "exposed": share_text(exposed(found)),
+                "commit": row["commit"],
+            }
+            for row in rows
+            for name, found in row["results"].items()
+        ],
+    )
     print("wrote docs/benchmarks/network.md, .csv and .png")
 
 

@@ -92,12 +92,22 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
             seconds += float(end.base_s + end.per_row_s * n + end.per_entry_s * entries)
         found.append(
             {
-                "g": name, "model": model, "hid": width, "i": i, "c": seconds, "R": n, "E": edges,
-                "EN": entries, "flops": op.flops_per_row, "ff": op.flops_per_feature,
-                "push": op.push_width, "kept": op.written_per_row,
-                "commit": commit(), "date": time.strftime("%Y-%m-%d"),
+                "g": name,
+                "model": model,
+                "hid": width,
+                "i": i,
+                "c": seconds,
+                "R": n,
+                "E": edges,
+                "EN": entries,
+                "flops": op.flops_per_row,
+                "ff": op.flops_per_feature,
+                "push": op.push_width,
+                "kept": op.written_per_row,
+                "commit": commit(),
+                "date": time.strftime("%Y-%m-%d"),
             }
-        )  # fmt: skip
+        )
     return found
 
 
@@ -117,18 +127,23 @@ def report(args: argparse.Namespace) -> None:
     del args
     rows = done()
     says: dict[str, Callable[[Row], float]] = {
-        "measured": lambda row: float(row["c"]), "planner": by_planner, "flops": by_flops,
-    }  # fmt: skip
+        "measured": lambda row: float(row["c"]),
+        "planner": by_planner,
+        "flops": by_flops,
+    }
     commits, dates = ({row[k] for row in rows} for k in ("commit", "date"))
     text = [
-        "# What the ops of a model take", "",
+        "# What the ops of a model take",
+        "",
         f"Made by `scripts/op_costs.py run` and `report`; commits {', '.join(sorted(commits))}; "
         f"{max(dates)}; one thread. Four layers; first and last op over a middle one: measured, by "
         "the planner's costs (`op_costs`), and by floating-point operations alone, which it went "
-        "by before.", "",
+        "by before.",
+        "",
         "| graph | model | F | first: measured | planner | flops | last: measured | planner | "
-        "flops |", "|---" * 9 + "|",
-    ]  # fmt: skip
+        "flops |",
+        "|---" * 9 + "|",
+    ]
     off: dict[str, list[float]] = {"planner": [], "flops": []}
     for key in dict.fromkeys(map(cell, rows)):
         mine = {row["i"]: row for row in rows if cell(row) == key}

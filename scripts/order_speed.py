@@ -87,9 +87,13 @@ def bare(path: Path) -> Graph:
 
     mask = torch.ones(n, dtype=torch.bool)
     data = Data(
-        x=torch.zeros(n, 1), edge_index=torch.from_numpy(edges), y=torch.zeros(n).long(),
-        train_mask=mask, val_mask=~mask, test_mask=~mask,
-    )  # fmt: skip
+        x=torch.zeros(n, 1),
+        edge_index=torch.from_numpy(edges),
+        y=torch.zeros(n).long(),
+        train_mask=mask,
+        val_mask=~mask,
+        test_mask=~mask,
+    )
     return Graph.from_pyg(data, name=path.stem, symmetrize=True)
 
 
@@ -123,18 +127,22 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     lines = [
-        "# What the order of the vertices is worth", "",
+        "# What the order of the vertices is worth",
+        "",
         f"`python scripts/order_speed.py`, commit {commit()}, {time.strftime('%Y-%m-%d')}, one "
         f"thread, torch {torch.__version__}. Milliseconds of the product A X, median of {REPEATS} "
         "(least to most); the orders take turns. `x` is the given order's median over this one's.",
         "",
-    ]  # fmt: skip
+    ]
     for graph in graphs():
         lines += [
-            f"## {graph.name}", "",
-            f"{graph.num_vertices:,} vertices, {graph.num_edges:,} edges.", "",
-            "| order | found in s | F = 64 | x | F = 128 | x |", "|---|---|---|---|---|---|",
-        ]  # fmt: skip
+            f"## {graph.name}",
+            "",
+            f"{graph.num_vertices:,} vertices, {graph.num_edges:,} edges.",
+            "",
+            "| order | found in s | F = 64 | x | F = 128 | x |",
+            "|---|---|---|---|---|---|",
+        ]
         found = measure(graph)
         first = {width: statistics.median(found[0][2][width]) for width in WIDTHS}
         for name, took, times in found:

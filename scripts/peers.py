@@ -53,10 +53,13 @@ def load(dataset: str) -> Any:
     draw = torch.Generator().manual_seed(0)
     mask = torch.rand(n, generator=draw) < 0.6
     data = Data(
-        x=torch.randn(n, 128, generator=draw), edge_index=edges,
+        x=torch.randn(n, 128, generator=draw),
+        edge_index=edges,
         y=torch.randint(CLASSES, (n,), generator=draw),
-        train_mask=mask, val_mask=~mask, test_mask=~mask,
-    )  # fmt: skip
+        train_mask=mask,
+        val_mask=~mask,
+        test_mask=~mask,
+    )
     return Graph.from_pyg(data, name=dataset, symmetrize=True)
 
 
@@ -72,25 +75,34 @@ def ours(
     """An epoch as ``Trainer`` runs it, and what it runs on."""
     from gnnpipe import TrainConfig
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import chunk_order, prepare
     from gnnpipe.train.evaluate import train_epoch
 
     config = TrainConfig(
-        model=model, layers=layers, hidden=width, heads=HEADS, dropout=DROPOUT, lr=0.001,
-        chunks=chunks, matmul_dtype=matmul, staleness=staleness, out="off", quiet=True,
-    )  # fmt: skip
+        model=model,
+        layers=layers,
+        hidden=width,
+        heads=HEADS,
+        dropout=DROPOUT,
+        lr=0.001,
+        chunks=chunks,
+        matmul_dtype=matmul,
+        staleness=staleness,
+        out="off",
+        quiet=True,
+    )
     mesh = Mesh.join(1, 1)
     prepared = prepare(config, mesh, graph)
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     count = iter(range(10**9))
 
     def epoch() -> None:
         number = next(count)
         order = chunk_order(prepared.config, number)
-        train_epoch(assembly, mesh, prepared.program_of(number), order, number)
+        train_epoch(rank_runtime, mesh, prepared.program_of(number), order, number)
 
-    return epoch, assembly
+    return epoch, rank_runtime
 
 
 def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
@@ -99,8 +111,8 @@ def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
 
     from gnnpipe.runtime.history.linear import LinearHistory
 
-    epoch, assembly = ours(graph, model, layers, width)
-    histories = list(assembly.executor.stage.histories.values())
+    epoch, rank_runtime = ours(graph, model, layers, width)
+    histories = list(rank_runtime.executor.stage.histories.values())
     assert all(isinstance(history, LinearHistory) for history in histories), "no floor for this one"
 
     def read(self: Any, chunk: int) -> Any:
@@ -192,9 +204,16 @@ def with_pyg(graph: Any, model: str, layers: int, width: int, form: str) -> Epoc
             return pyg.GCN2Conv(width, 0.1, 0.5, i + 1, **normal)
         return pyg.GATConv(wide, width // HEADS, heads=HEADS, add_self_loops=form == "edge_index")
 
-    return _stack(graph, model, layers, width, conv, lambda c, x, first: (
-        c(x, first, adjacency, *weights) if model == "gcnii" else c(x, adjacency, *weights)
-    ))  # fmt: skip
+    return _stack(
+        graph,
+        model,
+        layers,
+        width,
+        conv,
+        lambda c, x, first: (
+            c(x, first, adjacency, *weights) if model == "gcnii" else c(x, adjacency, *weights)
+        ),
+    )
 
 
 def with_dgl(graph: Any, model: str, layers: int, width: int) -> Epoch:
@@ -228,9 +247,13 @@ def with_dgl(graph: Any, model: str, layers: int, width: int) -> Epoch:
 
 
 def _stack(
-    graph: Any, model: str, layers: int, width: int, conv: Callable[[int, int, int], Any],
+    graph: Any,
+    model: str,
+    layers: int,
+    width: int,
+    conv: Callable[[int, int, int], Any],
     call: Callable[[Any, Any, Any], Any],
-) -> Epoch:  # fmt: skip
+) -> Epoch:
     """Layers as ours: GCN and SAGE end in classes, GCNII and GAT decode."""
     import torch
     import torch.nn.functional as F

@@ -66,9 +66,10 @@ def wires_share(trace: dict[str, Any]) -> float:
     events = trace["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     path = [
-        e for e in events
+        e
+        for e in events
         if e["ph"] == "X" and processes[e["pid"]] == "predicted" and e["args"]["critical"]
-    ]  # fmt: skip
+    ]
     # An exchange stands in the lane of every shard that takes part.
     spans = {(e["cat"], e["ts"], e["args"]["stage"]): e["dur"] for e in path}
     on_wires = sum(length for (kind, _, _), length in spans.items() if kind in WIRES)
@@ -78,9 +79,22 @@ def wires_share(trace: dict[str, Any]) -> float:
 def gnnpipe(hosts: Hosts, command_name: str, *words: str) -> None:
     """A command on every host."""
     command = [
-        sys.executable, "-m", "gnnpipe", command_name, *GRAPHS[GRAPH], "--model", MODEL,
-        "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--device", "cpu", "--quiet", *words,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "gnnpipe",
+        command_name,
+        *GRAPHS[GRAPH],
+        "--model",
+        MODEL,
+        "--layers",
+        str(LAYERS),
+        "--hidden",
+        str(HIDDEN),
+        "--device",
+        "cpu",
+        "--quiet",
+        *words,
+    ]
     with tempfile.TemporaryFile("w+") as errors:
         ranks = [
             hosts.start(i, command, {"PYTHONPATH": str(ROOT)}, PORT, errors)
@@ -100,15 +114,30 @@ def one(hosts: Hosts, shape: tuple[int, int, int], profile: Path, place: Path) -
     """Train in one shape, and predict it."""
     stages, shards, chunks = map(str, shape)
     gnnpipe(
-        hosts, "train", "--epochs", str(EPOCHS), "--eval-every", "0", "--profile", str(profile),
-        "--stages", stages, "--shards", shards, "--chunks", chunks, "--out", str(place),
-    )  # fmt: skip
+        hosts,
+        "train",
+        "--epochs",
+        str(EPOCHS),
+        "--eval-every",
+        "0",
+        "--profile",
+        str(profile),
+        "--stages",
+        stages,
+        "--shards",
+        shards,
+        "--chunks",
+        chunks,
+        "--out",
+        str(place),
+    )
     result = json.loads((place / "result.json").read_text(encoding="utf-8"))
     trace = json.loads((place / "trace.json").read_text(encoding="utf-8"))
     return {
-        "predicted_s": result["predicted_epoch_time_s"], "measured_s": result["epoch_time_s"],
+        "predicted_s": result["predicted_epoch_time_s"],
+        "measured_s": result["epoch_time_s"],
         "wires": wires_share(trace),
-    }  # fmt: skip
+    }
 
 
 def run(counts: list[int]) -> None:

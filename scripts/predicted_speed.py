@@ -65,9 +65,13 @@ def gnnpipe(ranks: int, words: list[str]) -> None:
     if ranks > 1:
         command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
     done = subprocess.run(
-        [*command, "gnnpipe", *words], cwd=ROOT, capture_output=True, text=True, check=False,
+        [*command, "gnnpipe", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     if done.returncode:
         raise SystemExit(f"gnnpipe {' '.join(words)}\n{done.stderr[-2000:]}")
 
@@ -88,9 +92,7 @@ def profile_of(graph: str, model: str, folder: Path) -> Path:
     gnnpipe(2, ["profile", *words_of(graph, model), "--save", str(path)])
     took_s = time.perf_counter() - start
     profile = json.loads(path.read_text(encoding="utf-8"))
-    keep({
-        "kind": "profile", "graph": graph, "model": model, "took_s": took_s, "profile": profile,
-    })  # fmt: skip
+    keep({"kind": "profile", "graph": graph, "model": model, "took_s": took_s, "profile": profile})
     return path
 
 
@@ -106,22 +108,43 @@ def run(graphs: list[str], models: list[str]) -> None:
 
 
 def one(
-    graph: str, model: str, shape: tuple[int, int, int], source: str, repeat: int, profile: Path,
+    graph: str,
+    model: str,
+    shape: tuple[int, int, int],
+    source: str,
+    repeat: int,
+    profile: Path,
     place: Path,
-) -> None:  # fmt: skip
+) -> None:
     row = {
-        "kind": "run", "graph": graph, "model": model, "shape": list(shape), "source": source,
+        "kind": "run",
+        "graph": graph,
+        "model": model,
+        "shape": list(shape),
+        "source": source,
         "repeat": repeat,
-    }  # fmt: skip
+    }
     if any(row.items() <= old.items() for old in rows()):
         return
     stages, shards, chunks = shape
     out = place / "-".join([graph, model, *map(str, shape), source, str(repeat)])
     words = [
-        "train", *words_of(graph, model), "--epochs", str(EPOCHS), "--eval-every", "0",
-        "--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks),
-        "--out", str(out), "--quiet",
-    ]  # fmt: skip
+        "train",
+        *words_of(graph, model),
+        "--epochs",
+        str(EPOCHS),
+        "--eval-every",
+        "0",
+        "--stages",
+        str(stages),
+        "--shards",
+        str(shards),
+        "--chunks",
+        str(chunks),
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     if source == "once":
         words += ["--profile", str(profile)]
     gnnpipe(stages * shards, words)

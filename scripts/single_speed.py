@@ -58,9 +58,13 @@ class Contender:
         line = [python, str(ROOT / "scripts" / "peers.py"), name, *cell]
         # Peak memory is this process's own only if it does not inherit ours.
         self.process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, env=environment,
-        )  # fmt: skip
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
         self.times: list[float] = []
         self.failed = ""
 
@@ -137,16 +141,20 @@ def run(args: argparse.Namespace) -> None:
                     if key in done():
                         continue
                     contenders = [
-                        name for name in args.contenders
+                        name
+                        for name in args.contenders
                         if not (name == "floor" and model == "gat")
                         and not (name == "dgl" and not args.dgl_python)
-                    ]  # fmt: skip
+                    ]
                     dataset = {**DENSE, **SPARSE}[graph]
                     found = measure([dataset, model, str(layers), str(width)], contenders, args)
                     row = {
-                        "cell": key, "commit": commit(), "date": time.strftime("%Y-%m-%d"),
-                        "allocator": "held" if args.held else allocator(), "results": found,
-                    }  # fmt: skip
+                        "cell": key,
+                        "commit": commit(),
+                        "date": time.strftime("%Y-%m-%d"),
+                        "allocator": "held" if args.held else allocator(),
+                        "results": found,
+                    }
                     with DATA.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(key, {k: brief(v) for k, v in found.items()}, flush=True)
@@ -180,7 +188,8 @@ def report(args: argparse.Namespace) -> None:
     held = [row for row in every if row["cell"].endswith("|held")]
     commits = sorted({row["commit"] for row in every})
     text = [
-        "# An epoch on one device", "",
+        "# An epoch on one device",
+        "",
         f"Made by `scripts/single_speed.py run` and `report`; commits {', '.join(commits)}; "
         f"{max(row['date'] for row in every)}; one thread. glibc's heap as the users of each have "
         "it: ours holds what it frees (in cells of commits 0182ac2 and later; in earlier ones as "
@@ -200,19 +209,24 @@ def report(args: argparse.Namespace) -> None:
         "coauthor_physics) reads what was aggregated once before training. From commit f1e1f54 on "
         "our last layer makes in training the rows of training vertices alone (60 % of all; "
         "attention's makes all), the others' make all. ego_twitter and "
-        "cnr_2000 have 128 random features. " + args.note, "",
-    ]  # fmt: skip
+        "cnr_2000 have 128 random features. " + args.note,
+        "",
+    ]
     table: list[dict[str, Any]] = []
     text += [*summary(rows), "", picture(rows), "", *tables(rows, table, "##")]
     if held:
         text += [
-            "## With the heap held", "",
+            "## With the heap held",
+            "",
             "glibc gives large temporaries back to the system and takes them anew, cleared, in "
             "every epoch. Our own runs set its heap so that it does not "
             "([adr 0018](../adr/0018-settings-of-the-heap.md)); here all contenders have that "
-            "setting. Who makes the largest temporaries gains most: PyG with edge_index.", "",
-            *summary(held), "", *tables(held, table, "###"),
-        ]  # fmt: skip
+            "setting. Who makes the largest temporaries gains most: PyG with edge_index.",
+            "",
+            *summary(held),
+            "",
+            *tables(held, table, "###"),
+        ]
     write_csv("single_speed", table)
     PAGE.write_text("\n".join(text), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
@@ -221,10 +235,20 @@ def report(args: argparse.Namespace) -> None:
 def tables(rows: list[dict[str, Any]], numbers: list[dict[str, Any]], level: str) -> list[str]:
     """A table for each model; ``numbers`` gets a line for each contender of a cell."""
     head = [
-        "layers", "F", "ours", "floor", "x floor", "K = 32 / 1", "PyG CSR",
-        "PyG SparseTensor", "PyG edge_index", "DGL", "best form / ours", "edge_index / ours",
+        "layers",
+        "F",
+        "ours",
+        "floor",
+        "x floor",
+        "K = 32 / 1",
+        "PyG CSR",
+        "PyG SparseTensor",
+        "PyG edge_index",
+        "DGL",
+        "best form / ours",
+        "edge_index / ours",
         "DGL / ours",
-    ]  # fmt: skip
+    ]
     text: list[str] = []
     for model in dict.fromkeys(row["cell"].split("|")[1] for row in rows):
         text += [
@@ -242,20 +266,34 @@ def tables(rows: list[dict[str, Any]], numbers: list[dict[str, Any]], level: str
             forms = [v for v in (ms["pyg:csr"], ms["pyg:sparse"]) if v == v]
             best = min(forms) if forms else float("nan")
             cells = [
-                layers, width, brief(r.get("ours")), brief(r.get("floor")),
-                ratio(ms["floor"], ms["ours"]), ratio(ms["ours"], ms["ours:32"]),
+                layers,
+                width,
+                brief(r.get("ours")),
+                brief(r.get("floor")),
+                ratio(ms["floor"], ms["ours"]),
+                ratio(ms["ours"], ms["ours:32"]),
                 *(brief(r.get(k)) for k in ("pyg:csr", "pyg:sparse", "pyg:edge_index", "dgl")),
-                ratio(ms["ours"], best), ratio(ms["ours"], ms["pyg:edge_index"], 1),
+                ratio(ms["ours"], best),
+                ratio(ms["ours"], ms["pyg:edge_index"], 1),
                 ratio(ms["ours"], ms["dgl"]),
-            ]  # fmt: skip
+            ]
             text.append(f"| {graph} | {' | '.join(cells)} |")
             numbers += [
-                {"model": model, "graph": graph, "layers": layers, "hidden": width, "contender": k,
-                 "heap": "held" if row["cell"].endswith("|held") else "as it comes",
-                 "median_ms": round(ms[k], 2), "least_ms": round(1e3 * min(v["seconds"]), 2),
-                 "most_ms": round(1e3 * max(v["seconds"]), 2), "commit": row["commit"]}
-                for k, v in r.items() if "seconds" in v
-            ]  # fmt: skip
+                {
+                    "model": model,
+                    "graph": graph,
+                    "layers": layers,
+                    "hidden": width,
+                    "contender": k,
+                    "heap": "held" if row["cell"].endswith("|held") else "as it comes",
+                    "median_ms": round(ms[k], 2),
+                    "least_ms": round(1e3 * min(v["seconds"]), 2),
+                    "most_ms": round(1e3 * max(v["seconds"]), 2),
+                    "commit": row["commit"],
+                }
+                for k, v in r.items()
+                if "seconds" in v
+            ]
         text.append("")
     return text
 
@@ -280,8 +318,10 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         graph, model, layers, width = row["cell"].split("|")[:4]
         ms = {k: median(v) for k, v in row["results"].items()}
-        best = min((ms[k] for k in ("pyg:csr", "pyg:sparse") if ms.get(k, ms["ours"]) == ms.get(k)),
-                   default=float("nan"))  # fmt: skip
+        best = min(
+            (ms[k] for k in ("pyg:csr", "pyg:sparse") if ms.get(k, ms["ours"]) == ms.get(k)),
+            default=float("nan"),
+        )
         name = f"{graph} {model} {layers}" + ("" if width == "128" else f" x {width}")
         wanted = {"the best form": (best, 3.0 if graph in DENSE else 1.6)}
         wanted["edge_index"] = ms["pyg:edge_index"], 6.0
@@ -291,8 +331,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         for what, (other, aim) in wanted.items():
             key = f"{aim:g} times as fast as {what}" + (
                 (" (dense graphs)" if graph in DENSE else " (sparse graphs)")
-                if what == "the best form" else ""
-            )  # fmt: skip
+                if what == "the best form"
+                else ""
+            )
             if other == other:
                 aims.setdefault(key, []).append((name, other / ms["ours"], aim))
     lines = ["| aim | cells | reached | not reached |", "|---|---|---|---|"]

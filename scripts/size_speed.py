@@ -95,10 +95,29 @@ def start(args: argparse.Namespace) -> None:
         for _ in range(args.repeats):
             begin = time.perf_counter()
             words = [
-                sys.executable, "-m", "gnnpipe", "train", "--dataset", dataset, "--epochs", "1",
-                "--layers", "3", "--hidden", "128", "--chunks", "32", "--out", "off", "--quiet",
-                "--cache-dir", "off", "--split", "60/20/20", "--symmetrize",
-            ]  # fmt: skip
+                sys.executable,
+                "-m",
+                "gnnpipe",
+                "train",
+                "--dataset",
+                dataset,
+                "--epochs",
+                "1",
+                "--layers",
+                "3",
+                "--hidden",
+                "128",
+                "--chunks",
+                "32",
+                "--out",
+                "off",
+                "--quiet",
+                "--cache-dir",
+                "off",
+                "--split",
+                "60/20/20",
+                "--symmetrize",
+            ]
             subprocess.run(words, check=True, cwd=ROOT, capture_output=True)
             times.append(time.perf_counter() - begin)
         code = (
@@ -111,9 +130,12 @@ def start(args: argparse.Namespace) -> None:
             "print(r - s, time.perf_counter() - r)"
         )
         parts = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], check=True, cwd=ROOT,
-            capture_output=True, text=True,
-        ).stdout.split()  # fmt: skip
+            [sys.executable, "-W", "ignore", "-c", code],
+            check=True,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
         keep(cell, {"seconds": times, "read_s": float(parts[0]), "cut_s": float(parts[1])})
 
 
@@ -138,15 +160,20 @@ def report(args: argparse.Namespace) -> None:
     rows = list(done().values())
     commits = sorted({row["commit"] for row in rows})
     text = [
-        "# Chunks, size and start", "",
+        "# Chunks, size and start",
+        "",
         f"Made by `scripts/size_speed.py run` and `report`; commits {', '.join(commits)}; "
-        f"{max(row['date'] for row in rows)}; one thread.", "",
-        "## K from 1 to 128, one process", "",
+        f"{max(row['date'] for row in rows)}; one thread.",
+        "",
+        "## K from 1 to 128, one process",
+        "",
         "GCN 3 x 128, dropout 0.5, `--staleness auto`, in the last column `exact`; milliseconds of "
         "an epoch, median (least to most), processes in turns; ratio to K = 1; peak memory of the "
-        "whole process.", "",
-        f"| graph | {' | '.join(SHAPES)} |", "|---" * (len(SHAPES) + 1) + "|",
-    ]  # fmt: skip
+        "whole process.",
+        "",
+        f"| graph | {' | '.join(SHAPES)} |",
+        "|---" * (len(SHAPES) + 1) + "|",
+    ]
     of_chunks: list[dict[str, Any]] = []
     by_chunks: dict[str, tuple[list[float], list[float]]] = {}
     for row in rows:
@@ -161,21 +188,29 @@ def report(args: argparse.Namespace) -> None:
         ]
         text.append(f"| {graph} | {' | '.join(cells)} |")
         of_chunks += [
-            {"graph": graph, "shape": shape, "epoch_ms": round(1e3 * median(r[n]), 1),
-             "over_one_chunk": round(median(r[n]) / first, 2), "peak_mib": round(r[n]["peak_mib"])}
+            {
+                "graph": graph,
+                "shape": shape,
+                "epoch_ms": round(1e3 * median(r[n]), 1),
+                "over_one_chunk": round(median(r[n]) / first, 2),
+                "peak_mib": round(r[n]["peak_mib"]),
+            }
             for shape, n in SHAPES.items()
-        ]  # fmt: skip
+        ]
         by_chunks[graph] = list(CHUNKS), [median(r[f"ours:{k}"]) / first for k in CHUNKS]
     if by_chunks:
         text += ["", curves("chunks", by_chunks, "K", "epoch over that of K = 1")]
     text += [
-        "", "## Size", "",
+        "",
+        "## Size",
+        "",
         f"`synthetic:planted`, {DEGREE} directed edges a vertex, 64 features, 16 "
         f"classes; GCN {LAYERS} x {WIDTH}, K = 1. *Ready*: from the start of the process to the "
-        "first epoch, making the graph and its order included.", "",
+        "first epoch, making the graph and its order included.",
+        "",
         "| vertices | epoch s | ns an edge and layer | peak MiB | bytes an edge | ready s |",
         "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     table = []
     for row in rows:
         if not row["cell"].startswith("size|"):
@@ -184,21 +219,29 @@ def report(args: argparse.Namespace) -> None:
         edges = n * DEGREE
         table.append(
             {
-                "vertices": n, "epoch s": round(seconds, 4),
-                "ns": round(1e9 * seconds / edges / LAYERS, 1), "peak": round(row["peak_mib"]),
-                "bytes": round(row["peak_mib"] * 2**20 / edges), "ready": round(row["ready_s"], 1),
+                "vertices": n,
+                "epoch s": round(seconds, 4),
+                "ns": round(1e9 * seconds / edges / LAYERS, 1),
+                "peak": round(row["peak_mib"]),
+                "bytes": round(row["peak_mib"] * 2**20 / edges),
+                "ready": round(row["ready_s"], 1),
             }
-        )  # fmt: skip
+        )
         text.append("| " + " | ".join(f"{v:,}" for v in table[-1].values()) + " |")
     if table:
         by_edge = [t["vertices"] for t in table], [t["ns"] for t in table]
         line = curves("size", {"GCN": by_edge}, "vertices", "ns an edge and layer")
         text += ["", growth(table), "", line]
     text += [
-        "", "## From the command to the end of the first epoch", "",
+        "",
+        "## From the command to the end of the first epoch",
+        "",
         "GCN 3 x 128, K = 32, no cached cut; seconds, median (least to most). *Read* and *cut* are "
-        "timed on their own.", "", "| graph | first epoch done | read | cut |", "|---|---|---|---|",
-    ]  # fmt: skip
+        "timed on their own.",
+        "",
+        "| graph | first epoch done | read | cut |",
+        "|---|---|---|---|",
+    ]
     for row in rows:
         kind, _, graph = row["cell"].partition("|")
         if kind == "start":

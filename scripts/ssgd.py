@@ -19,13 +19,7 @@ sys.path[:0] = [str(ROOT)]
 
 from gnnpipe.perf import simulate  # noqa: E402
 from gnnpipe.perf.critical import critical_shares  # noqa: E402
-from gnnpipe.perf.ssgd import (  # noqa: E402
-    VARIANTS,
-    AllReduce,
-    Layer,
-    Training,
-    ssgd_tasks,
-)
+from gnnpipe.perf.ssgd import VARIANTS, AllReduce, Layer, Training, ssgd_tasks  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "ssgd.md"
 
@@ -160,10 +154,12 @@ def results(time_s: Callable[[Training, str, int], float] = simulated_s) -> Iter
 def page(rows: Iterator[Row]) -> str:
     """docs/benchmarks/ssgd.md."""
     lines = [
-        "# When adding devices stops paying", "",
+        "# When adding devices stops paying",
+        "",
         "Computed by `scripts/ssgd.py` with gnnpipe's simulator, by the DAG model of S-SGD (arXiv "
         "1805.03812). **Nothing here is measured.** Speed-up N t(1) / t(N): every device takes "
-        "samples of its own, and the gradients of each layer are added up over all of them.", "",
+        "samples of its own, and the gradients of each layer are added up over all of them.",
+        "",
         f"Stated: {SAMPLES} images of 3 x 224 x 224 on each device; a device reaches "
         f"{OPERATIONS_PER_S / 1e12:.0f} TFLOP/s, backward is twice forward; an image is "
         f"{READ_BYTES // 1000} kB on a disk of {READ_BYTES_PER_S / 1e9:.0f} GB/s per device and is "
@@ -171,15 +167,17 @@ def page(rows: Iterator[Row]) -> str:
         f"at {UPDATE_BYTES_PER_S / 1e9:.0f} GB/s; gradients are added at "
         f"{ADD_BYTES_PER_S / 1e9:.0f} GB/s. Layers from the shapes of the models, without biases "
         "and norms. An all-reduce over n devices of M bytes takes 2 n alpha + 2 (n-1)/n M beta + "
-        "(n-1)/n M gamma; bandwidth 1/beta and latency alpha stand in the table.", "",
+        "(n-1)/n M gamma; bandwidth 1/beta and latency alpha stand in the table.",
+        "",
         "Pays: from the least number of devices that are faster than one, to the largest that have "
         f"at least {PAYS} times the speed-up of half as many (of those in the table). Rules: what "
         f"has the largest part of the critical path of one iteration on {DEVICES[-1]} devices.",
         "",
         "| model | links | variant | t(1), ms | "
-        + " | ".join(f"{n}" for n in DEVICES[1:]) + " | pays | rules |",
+        + " | ".join(f"{n}" for n in DEVICES[1:])
+        + " | pays | rules |",
         "|---" * (len(DEVICES) + 5) + "|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         speedups = " | ".join(f"{s:.1f}" for s in row.speedups[1:])
         lines.append(
@@ -187,11 +185,12 @@ def page(rows: Iterator[Row]) -> str:
             f"{row.pays} | {row.rules} |"
         )
     lines += [
-        "", "The latency term 2 n alpha is paid for every layer: it grows with the devices while "
+        "",
+        "The latency term 2 n alpha is paid for every layer: it grows with the devices while "
         "all other terms stay, so the speed-up has a ceiling of t(1) / (2 alpha x layers), and "
         "models of many small layers meet it first. Wait-free backward hides the all-reduces "
         "only as far as backward is long.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -27,7 +27,7 @@ from gnnpipe.run.metrics_csv import measure_staleness  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.runtime.history.base import Drift  # noqa: E402
 from gnnpipe.runtime.staleness.forecast import Forecaster  # noqa: E402
-from gnnpipe.setup.build import assemble  # noqa: E402
+from gnnpipe.setup.build import build_rank  # noqa: E402
 from gnnpipe.setup.prepare import chunk_order, prepare  # noqa: E402
 from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 
@@ -77,22 +77,22 @@ def main() -> None:
     for cell in CELLS:
         config = TrainConfig(**cell.settings())
         prepared = prepare(config, mesh)
-        assembly = assemble(prepared, mesh)
+        rank_runtime = build_rank(prepared, mesh)
         shares: dict[str, list[float]] = {"drift": [], "forecast": []}
         times = []
         for epoch in range(EPOCHS + 2):
             spent.update(drift=0.0, forecast=0.0)
             start = time.perf_counter()
             order = chunk_order(prepared.config, epoch)
-            train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
-            measure(prepared, assembly, mesh, order, epoch)
+            train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
+            measure(prepared, rank_runtime, mesh, order, epoch)
             if epoch >= 2:
                 times.append(time.perf_counter() - start)
                 for kind, seconds in spent.items():
                     shares[kind].append(seconds / times[-1])
         graph = prepared.graph
-        edges = int(graph.degrees[prepared.pilots].sum()) / (2 * graph.num_edges)
-        rows = len(prepared.pilots) / graph.num_vertices
+        edges = int(graph.degrees[prepared.probes].sum()) / (2 * graph.num_edges)
+        rows = len(prepared.probes) / graph.num_vertices
         words = [f"{statistics.median(v):.1%} ({min(v):.1%}-{max(v):.1%})" for v in shares.values()]
         lines.append(
             f"| {cell.dataset} | {cell.model} {cell.layers} | {statistics.median(times):.2f} s | "

@@ -17,10 +17,13 @@ def good_arrays():
     rng = np.random.default_rng(0)
     part = np.arange(40) % 3
     return {
-        "edge_index": rng.integers(0, 40, (2, 160)), "x": rng.random((40, 5), np.float32),
+        "edge_index": rng.integers(0, 40, (2, 160)),
+        "x": rng.random((40, 5), np.float32),
         "y": np.arange(40) % 4,
-        "train_mask": part == 0, "val_mask": part == 1, "test_mask": part == 2,
-    }  # fmt: skip
+        "train_mask": part == 0,
+        "val_mask": part == 1,
+        "test_mask": part == 2,
+    }
 
 
 def npz(**changes):
@@ -200,8 +203,9 @@ def ogb_binary(**changes):
         arrays = {
             "edge_index": np.array(OGB_CSV["raw/edge"]).T,
             "node_feat": np.arange(10, dtype=np.float32).reshape(5, 2),
-            "num_nodes_list": np.array([5]), "node_label": np.array([[0.0], [1], [2], [3], [4]]),
-        } | changes  # fmt: skip
+            "num_nodes_list": np.array([5]),
+            "node_label": np.array([[0.0], [1], [2], [3], [4]]),
+        } | changes
         label = {"node_label": arrays.pop("node_label")}
         (base / "raw").mkdir()
         np.savez(base / "raw" / "data.npz", **{k: v for k, v in arrays.items() if v is not None})

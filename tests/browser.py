@@ -35,10 +35,19 @@ class Browser:
         # The browser reads 3 and writes 4; bash puts them there, from numbers that are neither.
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_read, to_write)]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$0" "$@" 3<&{ends[0]} 4>&{ends[1]}',
-             find_browser(), *FLAGS.split(), f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "bash",
+                "-c",
+                f'exec "$0" "$@" 3<&{ends[0]} 4>&{ends[1]}',
+                find_browser(),
+                *FLAGS.split(),
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
+            pass_fds=ends,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for fd in (to_read, to_write, *ends):
             os.close(fd)
         self.events: list[dict] = []
@@ -52,8 +61,11 @@ class Browser:
             self.call(f"{domain}.enable")
         self.call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
 
     def __enter__(self) -> Browser:
         return self
@@ -100,9 +112,12 @@ class Browser:
 
     def mouse(self, kind: str, x: float, y: float) -> None:
         self.call(
-            "Input.dispatchMouseEvent", type=kind, x=x, y=y,
+            "Input.dispatchMouseEvent",
+            type=kind,
+            x=x,
+            y=y,
             **({"button": "left", "clickCount": 1} if kind != "mouseMoved" else {}),
-        )  # fmt: skip
+        )
 
     def tap(self, x: float, y: float) -> None:
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
@@ -115,5 +130,5 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Addresses that were asked for."""
-        asked = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
-        return [e["params"]["request"]["url"] for e in asked]
+        loss_rows = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        return [e["params"]["request"]["url"] for e in loss_rows]

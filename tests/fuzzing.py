@@ -85,14 +85,22 @@ SHAPES = st.one_of(
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6),
 )
 ARRAYS = st.tuples(DTYPES, SHAPES).flatmap(
-    lambda both: hnp.arrays(
-        both[0], both[1], fill=st.nothing() if np.prod(both[1]) < 30 else None
-    )
-)  # fmt: skip
+    lambda both: hnp.arrays(both[0], both[1], fill=st.nothing() if np.prod(both[1]) < 30 else None)
+)
 KEYS = [
-    *good_arrays(), "num_classes", "task", "edge_weight", "edge_attr", "edge_type", "x_data",
-    "x_indices", "x_indptr", "x_shape", "train_masks", "junk",
-]  # fmt: skip
+    *good_arrays(),
+    "num_classes",
+    "task",
+    "edge_weight",
+    "edge_attr",
+    "edge_type",
+    "x_data",
+    "x_indices",
+    "x_indptr",
+    "x_shape",
+    "train_masks",
+    "junk",
+]
 
 
 def read_arrays_of_npz(changes: dict[str, Any]) -> object:
@@ -126,22 +134,27 @@ def read_entry_of_npz(changes: Any) -> object:
 
 NAMES = [f.name for f in dataclasses.fields(TrainConfig)]
 VALUES = st.one_of(
-    st.integers(), st.floats(), st.booleans(), st.text(max_size=9), st.none(),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=9),
+    st.none(),
     st.sampled_from(["given", "off", "60/20/20", "gat", "exact", "cosine", 0, 1, 2, -1, 1e308]),
-)  # fmt: skip
+)
 TOML_TEXT = st.one_of(
     st.text(max_size=200),
     st.lists(
         st.tuples(
             st.sampled_from([*NAMES, "junk"]),
             st.one_of(
-                VALUES.map(repr), VALUES.map(lambda v: json.dumps(v, default=str)),
+                VALUES.map(repr),
+                VALUES.map(lambda v: json.dumps(v, default=str)),
                 st.sampled_from(["[1]", "{a=1}", "2026-11-22", "inf", "'''", '"\\u0000"']),
             ),
         ),
         max_size=5,
     ).map(lambda lines: "\n".join(f"{key} = {value}" for key, value in lines)),
-)  # fmt: skip
+)
 
 
 def read_toml(data: bytes) -> object:
@@ -174,10 +187,14 @@ def read_words(words: list[str]) -> object:
 # --- plan ---------------------------------------------------------------------------------------
 
 PLAN = {
-    "version": 3, "stages": [[0, 2], [2, 4]], "steps": [3, 3], "shards": 1, "chunks": 4,
+    "version": 3,
+    "stages": [[0, 2], [2, 4]],
+    "steps": [3, 3],
+    "shards": 1,
+    "chunks": 4,
     "schedule": "fill-drain",
     "transfers": [{"source": 0, "target": 1, "widths": {"x": 8}, "types": {}}],
-}  # fmt: skip
+}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -196,9 +213,21 @@ PLAN_TEXT = st.one_of(
 )
 
 SOUND_PROFILE = Profile(
-    "box", "by hand", "", "cpu", "float32", "same", "same", "auto", False, 1,
-    (ComputeTimes(1, {}, Affine(), Affine(), 1e-9),), LinkTimes(1e-5, 1e9, 0.0), None, None,
-)  # fmt: skip
+    "box",
+    "by hand",
+    "",
+    "cpu",
+    "float32",
+    "same",
+    "same",
+    "auto",
+    False,
+    1,
+    (ComputeTimes(1, {}, Affine(), Affine(), 1e-9),),
+    LinkTimes(1e-5, 1e9, 0.0),
+    None,
+    None,
+)
 PROFILE_TEXT = st.one_of(
     CHANGES.map(lambda c: changed(SOUND_PROFILE.to_json().encode(), c).decode(errors="replace")),
     st.dictionaries(
@@ -238,8 +267,12 @@ TENSORS = st.one_of(
         lambda a: torch.from_numpy(a.copy())
     ),
     st.sampled_from([torch.eye(40).to_sparse_coo(), torch.eye(3).to_sparse_coo()]),
-    ARRAYS, st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=3),
-)  # fmt: skip
+    ARRAYS,
+    st.none(),
+    st.integers(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=3),
+)
 
 
 def read_data(changes: dict[str, Any]) -> object:
@@ -334,7 +367,8 @@ TARGETS = {
     ),
     "OGB arrays": Target(
         st.dictionaries(
-            st.sampled_from(["edge_index", "node_feat", "num_nodes_list", "node_label"]), ARRAYS,
+            st.sampled_from(["edge_index", "node_feat", "num_nodes_list", "node_label"]),
+            ARRAYS,
             max_size=2,
         ),
         read_ogb_binary,
@@ -350,4 +384,4 @@ TARGETS = {
     ),
     "checkpoint": Target(st.tuples(st.integers(0, 99), CHANGES), with_run(read_checkpoint)),
     "cached cut": Target(CHANGES, read_cache),
-}  # fmt: skip
+}

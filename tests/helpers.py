@@ -146,10 +146,14 @@ def free_port() -> int:
 
 def _rank_main(fn, rank, world_size, port, arguments, results):
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    }
     import torch
 
     torch.set_num_threads(1)

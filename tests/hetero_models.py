@@ -12,10 +12,12 @@ HIDDEN, OUT = 8, 3
 COUNTS = {"paper": 50, "author": 37, "subject": 9}
 WIDTHS = {"paper": 7, "author": 5}
 RELATIONS = {
-    ("paper", "cites", "paper"): 160, ("author", "writes", "paper"): 120,
-    ("paper", "written_by", "author"): 110, ("subject", "of", "paper"): 60,
+    ("paper", "cites", "paper"): 160,
+    ("author", "writes", "paper"): 120,
+    ("paper", "written_by", "author"): 110,
+    ("subject", "of", "paper"): 60,
     ("paper", "on", "subject"): 55,
-}  # fmt: skip
+}
 
 
 def hetero_data(seed=0, subjects=True):

@@ -14,9 +14,18 @@ SCRIPT = "</script></pre><script>window.ran = 1</script><img src=x onerror='wind
 def trained_run(folder, *, predicted=False, **settings):
     """The folder of a run of two epochs on karate."""
     config = TrainConfig(
-        **{"dataset": "karate", "layers": 3, "chunks": 3, "epochs": 2, "eval_every": 1,
-           "cache_dir": "off", "quiet": True, "out": str(folder)} | settings
-    )  # fmt: skip
+        **{
+            "dataset": "karate",
+            "layers": 3,
+            "chunks": 3,
+            "epochs": 2,
+            "eval_every": 1,
+            "cache_dir": "off",
+            "quiet": True,
+            "out": str(folder),
+        }
+        | settings
+    )
     Trainer(config).fit()
     if predicted:
         measured = read_trace(folder / "trace.json").measured

@@ -146,13 +146,18 @@ class Zoo(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList(
             [
-                pyg.MixHopConv(IN, 4, powers=[0, 1, 2]), pyg.TAGConv(12, HIDDEN, K=2),
-                pyg.LEConv(HIDDEN, HIDDEN), pyg.ClusterGCNConv(HIDDEN, HIDDEN),
-                pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2), pyg.ChebConv(HIDDEN, HIDDEN, K=3),
-                pyg.GatedGraphConv(HIDDEN, 2), pyg.LGConv(), pyg.AntiSymmetricConv(HIDDEN),
+                pyg.MixHopConv(IN, 4, powers=[0, 1, 2]),
+                pyg.TAGConv(12, HIDDEN, K=2),
+                pyg.LEConv(HIDDEN, HIDDEN),
+                pyg.ClusterGCNConv(HIDDEN, HIDDEN),
+                pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2),
+                pyg.ChebConv(HIDDEN, HIDDEN, K=3),
+                pyg.GatedGraphConv(HIDDEN, 2),
+                pyg.LGConv(),
+                pyg.AntiSymmetricConv(HIDDEN),
                 pyg.GraphConv(HIDDEN, OUT, aggr="mean"),
             ]
-        )  # fmt: skip
+        )
 
     def forward(self, x, edge_index):
         for conv in self.convs[:-1]:
@@ -204,13 +209,20 @@ class Weighted(nn.Module):
         self.second = pyg.GCN2Conv(HIDDEN, 0.1)
         self.convs = nn.ModuleList(
             [
-                pyg.GraphConv(HIDDEN, HIDDEN, aggr="mean"), pyg.GraphConv(HIDDEN, HIDDEN),
-                pyg.MixHopConv(HIDDEN, 4, powers=[2, 0]), pyg.TAGConv(HIDDEN, HIDDEN, K=2),
-                pyg.LEConv(HIDDEN, HIDDEN), pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2),
-                pyg.ChebConv(HIDDEN, HIDDEN, K=3), pyg.GatedGraphConv(HIDDEN, 2), pyg.LGConv(),
-                pyg.SimpleConv("mean"), pyg.APPNP(2, 0.1), pyg.SGConv(HIDDEN, OUT, K=2),
+                pyg.GraphConv(HIDDEN, HIDDEN, aggr="mean"),
+                pyg.GraphConv(HIDDEN, HIDDEN),
+                pyg.MixHopConv(HIDDEN, 4, powers=[2, 0]),
+                pyg.TAGConv(HIDDEN, HIDDEN, K=2),
+                pyg.LEConv(HIDDEN, HIDDEN),
+                pyg.SSGConv(HIDDEN, HIDDEN, 0.1, K=2),
+                pyg.ChebConv(HIDDEN, HIDDEN, K=3),
+                pyg.GatedGraphConv(HIDDEN, 2),
+                pyg.LGConv(),
+                pyg.SimpleConv("mean"),
+                pyg.APPNP(2, 0.1),
+                pyg.SGConv(HIDDEN, OUT, K=2),
             ]
-        )  # fmt: skip
+        )
 
     def forward(self, x, edge_index, edge_weight=None):
         x = h = self.first(x, edge_index, edge_weight).relu()
@@ -282,8 +294,12 @@ MODELS = {
     "GIN": basic(pyg.GIN, jk="cat"),
     "GAT": basic(pyg.GAT, heads=2),
     "GATv2": basic(pyg.GAT, heads=2, v2=True, jk="max"),
-    "PNA": basic(pyg.PNA, aggregators=["mean", "max", "std"], scalers=["identity", "amplification"],
-                 deg=DEGREES),
+    "PNA": basic(
+        pyg.PNA,
+        aggregators=["mean", "max", "std"],
+        scalers=["identity", "amplification"],
+        deg=DEGREES,
+    ),
     "EdgeCNN": basic(pyg.EdgeCNN),
     "EdgeCNN batch norm": basic(pyg.EdgeCNN, norm="batch", jk="cat"),
     "edge norm": lambda: Two(edge_norm),
@@ -323,10 +339,16 @@ MODELS = {
     "NNConv": lambda: Attributed(pyg.NNConv(IN, HIDDEN, Linear(4, IN * HIDDEN), aggr="mean")),
     "rgcn": Typed,
     "rgcn bases": lambda: Typed(num_bases=2),
-}  # fmt: skip
+}
 CARRIED = {
-    "GCN weighted": "edge_weight", "GCN improved": "edge_weight", "weighted": "edge_weight",
-    "attributed": "edge_attr", "GAT attributed": "edge_attr", "NNConv": "edge_attr",
-    "rgcn": "edge_type", "rgcn bases": "edge_type", "LINKX weighted": "edge_weight",
-}  # fmt: skip
+    "GCN weighted": "edge_weight",
+    "GCN improved": "edge_weight",
+    "weighted": "edge_weight",
+    "attributed": "edge_attr",
+    "GAT attributed": "edge_attr",
+    "NNConv": "edge_attr",
+    "rgcn": "edge_type",
+    "rgcn bases": "edge_type",
+    "LINKX weighted": "edge_weight",
+}
 """What the edges of the graph must carry for a model."""

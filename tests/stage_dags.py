@@ -10,9 +10,12 @@ from gnnpipe.plan import Plan, Transfer
 def chain(stages, chunks, schedule="fill-drain", layers_each=2, shards=1):
     return Plan(
         tuple((s * layers_each, (s + 1) * layers_each) for s in range(stages)),
-        (layers_each + 1,) * stages, shards, chunks,
-        schedule, tuple(Transfer(s, s + 1, {"x": 4}) for s in range(stages - 1)),
-    )  # fmt: skip
+        (layers_each + 1,) * stages,
+        shards,
+        chunks,
+        schedule,
+        tuple(Transfer(s, s + 1, {"x": 4}) for s in range(stages - 1)),
+    )
 
 
 @st.composite

@@ -18,10 +18,10 @@ from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.graph.operators import weighted_rows
 from gnnpipe.perf.parts import step_parts
-from gnnpipe.plan import ALL_ROWS, asked_of
+from gnnpipe.plan import ALL_ROWS, choose_loss_rows
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup import loss_rows
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup import loss_rows as loss_rows_module
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import chunk_order, prepare
@@ -86,13 +86,13 @@ def trained(name, graph, epochs=3, **settings):
     config = quick_config(epochs=epochs, **settings_of(name), **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, graph, own(name))
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
     weights = torch.cat([p.detach().flatten() for p in prepared.model.module.parameters()])
-    return losses, weights, evaluate(assembly, mesh), prepared, assembly
+    return losses, weights, evaluate(rank_runtime, mesh), prepared, rank_runtime
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def trained(name, graph, epochs=3, **settings):
 def test_the_same_as_with_all_rows(name, settings, monkeypatch):
     graph = sparse_graph()
     few = trained(name, graph, **settings)
-    monkeypatch.setattr(loss_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)
     every = trained(name, graph, **settings)
-    assert few[3].asked.ops
-    assert not every[3].asked.ops
+    assert few[3].loss_rows.ops
+    assert not every[3].loss_rows.ops
     assert few[0] == pytest.approx(every[0], rel=1e-12)
     torch.testing.assert_close(few[1], every[1], rtol=1e-9, atol=1e-12)
     assert few[2] == every[2]
@@ -123,9 +123,14 @@ def unevenly(graph, chunks, shards):
     """The graph with all it trains on in the last chunk of the first shard."""
     config = quick_config(chunks=chunks, shards=shards)
     chunking = make_chunking(
-        graph, chunks=chunks, shards=shards, seed=config.seed, partitioner=config.partitioner,
-        order=config.order, cache_dir="off",
-    )  # fmt: skip
+        graph,
+        chunks=chunks,
+        shards=shards,
+        seed=config.seed,
+        partitioner=config.partitioner,
+        order=config.order,
+        cache_dir="off",
+    )
     start, stop = chunking.rows(chunks - 1, 0)
     there = np.zeros(graph.num_vertices, dtype=bool)
     there[chunking.perm[start:stop]] = True
@@ -153,7 +158,7 @@ def uneven_shapes(shapes, names, settings):
                 for s in range(shards)
             ]
             assert np.count_nonzero(trained) == 1
-            assert prepared.asked.ops, name
+            assert prepared.loss_rows.ops, name
             worst = max(verify(prepared, mesh, 3), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
@@ -187,7 +192,7 @@ def test_other_answers(kind):
         loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]).double(), reduction="sum")
     config = quick_config(chunks=4, **settings_of("gcnii"))
     prepared = prepare(config, Mesh.alone(), graph, loss_fn=loss)
-    assert prepared.asked.ops
+    assert prepared.loss_rows.ops
     assert max(one.largest for one in verify(prepared, Mesh.alone(), 3)) < 1e-10
 
 
@@ -196,7 +201,7 @@ def test_rounded_rows():
     for shape in ({}, {"chunks": 4, "staleness": "exact"}):
         settings = {"dtype": "float32", "comm_dtype": "bf16", **shape}
         losses, _, _, prepared, _ = trained("gcnii", sparse_graph(), **settings)
-        assert prepared.asked.ops
+        assert prepared.loss_rows.ops
         found.append(losses)
     assert found[0] == pytest.approx(found[1], rel=1e-2)
 
@@ -206,9 +211,9 @@ def test_rounded_rows():
 def test_no_other_row_is_made(name, chunks, monkeypatch):
     graph, rows = unevenly(sparse_graph(), chunks, 1), []
     matmul, settings = RowCSR.matmul, {"chunks": chunks, "staleness": "none"}
-    *_, prepared, assembly = trained(name, graph, epochs=1, **settings)
-    stage = assembly.executor.stage
-    last = prepared.model.piece(0, prepared.plan.num_ops).rounds[-1][0].name
+    *_, prepared, rank_runtime = trained(name, graph, epochs=1, **settings)
+    stage = rank_runtime.executor.stage
+    last = prepared.model.stage_module(0, prepared.plan.num_ops).rounds[-1][0].name
     operator = stage.histories[last].operator
 
     def watched(self, dense, start=0, stop=None):
@@ -220,8 +225,8 @@ def test_no_other_row_is_made(name, chunks, monkeypatch):
     criterion = stage.criterion
     stage.criterion = lambda x, chunk: (made.append(len(x)), criterion(x, chunk))[1]
     monkeypatch.setattr(RowCSR, "matmul", watched)
-    train_epoch(assembly, Mesh.alone(), prepared.program, range(chunks), 1)
-    mask, chunk = prepared.asked_mask, prepared.chunking.chunk_of_row()
+    train_epoch(rank_runtime, Mesh.alone(), prepared.program, range(chunks), 1)
+    mask, chunk = prepared.loss_row_mask, prepared.chunking.chunk_of_row()
     assert rows == made == np.bincount(chunk[mask]).tolist()
     # Those in training, and where a chunk has fewer than two, others.
     assert mask[prepared.graph.train_mask].all()
@@ -229,46 +234,47 @@ def test_no_other_row_is_made(name, chunks, monkeypatch):
     assert made == np.maximum(trained_on, 2).tolist()
     # Evaluation reads the whole matrix.
     rows.clear()
-    assert evaluate(assembly, Mesh.alone())
+    assert evaluate(rank_runtime, Mesh.alone())
     assert not rows
 
 
-def asked(graph, name="gcn", model=None, **settings):
+def loss_rows(graph, name="gcn", model=None, **settings):
     config = quick_config(**({} if model else settings_of(name)), **settings)
-    return prepare(config, Mesh.alone(), graph, model).asked
+    return prepare(config, Mesh.alone(), graph, model).loss_rows
 
 
 def test_only_where_it_is_worth_it():
     graph = sparse_graph()
-    assert asked(graph).ops == {"gcn2"}
-    assert (asked(graph).rows, asked(graph).edges) == (
-        graph.train_mask.sum(), graph.degrees[graph.train_mask].sum(),
-    )  # fmt: skip
+    assert loss_rows(graph).ops == {"gcn2"}
+    assert (loss_rows(graph).rows, loss_rows(graph).edges) == (
+        graph.train_mask.sum(),
+        graph.degrees[graph.train_mask].sum(),
+    )
     # The matrix's rows take more than a layer's.
     half = np.arange(120) % 2 == 0
-    assert asked(replace(small_graph(n=120, degree=60), train_mask=half)) == ALL_ROWS
+    assert loss_rows(replace(small_graph(n=120, degree=60), train_mask=half)) == ALL_ROWS
     # What is copied costs more than is won.
-    assert asked(graph, "sage").ops
-    assert asked(replace(graph, train_mask=half)).ops
-    assert asked(replace(graph, train_mask=half), "sage") == ALL_ROWS
+    assert loss_rows(graph, "sage").ops
+    assert loss_rows(replace(graph, train_mask=half)).ops
+    assert loss_rows(replace(graph, train_mask=half), "sage") == ALL_ROWS
     # Else it would have other bits.
-    assert asked(graph, recompute=True) == asked(graph)
+    assert loss_rows(graph, recompute=True) == loss_rows(graph)
     # Nearly all are asked for.
     most = replace(graph, train_mask=np.arange(120) < 100)
-    assert asked(most) == ALL_ROWS
+    assert loss_rows(most) == ALL_ROWS
     # Attention is no product, and what aggregates once for all epochs makes nothing.
-    assert asked(graph, "gat") == ALL_ROWS
+    assert loss_rows(graph, "gat") == ALL_ROWS
     alone = prepare(quick_config(layers=1, hidden=16), Mesh.alone(), graph)
-    assert alone.once
-    assert alone.asked == ALL_ROWS
+    assert alone.precomputed
+    assert alone.loss_rows == ALL_ROWS
     links = split_links(small_graph(n=120, degree=3), "60/20/20", seed=0)
-    assert asked(links) == ALL_ROWS
+    assert loss_rows(links) == ALL_ROWS
 
 
 def test_a_last_step_that_reads_features_makes_all_rows():
     graph = sparse_graph()
-    assert asked(graph, model=Jumping().double()).ops
-    assert asked(graph, model=Jumping(reads_features=True).double()) == ALL_ROWS
+    assert loss_rows(graph, model=Jumping().double()).ops
+    assert loss_rows(graph, model=Jumping(reads_features=True).double()) == ALL_ROWS
 
 
 class Normed(nn.Module):
@@ -288,9 +294,12 @@ class Normed(nn.Module):
 
 
 NETS = {
-    "jumping": Jumping, "viewing": Viewing, "reading": lambda: Jumping(reads_features=True),
-    "normed": lambda: Normed(False), "normed last": lambda: Normed(True),
-}  # fmt: skip
+    "jumping": Jumping,
+    "viewing": Viewing,
+    "reading": lambda: Jumping(reads_features=True),
+    "normed": lambda: Normed(False),
+    "normed last": lambda: Normed(True),
+}
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -302,21 +311,24 @@ def test_who_is_asked_for_few_rows_takes_no_single_one(name):
     cut = Cut(prepared.model, *prepared.plan.stages[-1])
     chooses = _may_choose(cut, cut.num_steps - 1)
     assert not any(_may_choose(cut, step) for step in range(cut.num_steps - 1))
-    assert chooses or not prepared.asked.ops
-    assert bool(prepared.asked.ops) == (name in ("jumping", "viewing", "normed"))
+    assert chooses or not prepared.loss_rows.ops
+    assert bool(prepared.loss_rows.ops) == (name in ("jumping", "viewing", "normed"))
     assert chooses == (name != "normed last")
 
 
 def test_ops_of_the_last_stage_alone():
     prepared = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph())
     model, n = prepared.model_graph, 120
-    given = {"number_bytes": 8, "row_bytes": 8, "once": ()}
+    given = {"number_bytes": 8, "row_bytes": 8, "precomputed": ()}
     for first in range(3):
-        assert asked_of(model, (first, 3), 30, n, 90, 400, **given).ops == {"gcnii2"}
-    assert asked_of(model, (0, 3), 30, n, 90, 400, **given | {"once": {"gcnii2"}}) == ALL_ROWS
+        assert choose_loss_rows(model, (first, 3), 30, n, 90, 400, **given).ops == {"gcnii2"}
+    assert (
+        choose_loss_rows(model, (0, 3), 30, n, 90, 400, **given | {"precomputed": {"gcnii2"}})
+        == ALL_ROWS
+    )
     # Of the own model what its last ops read of what was made before.
     found = prepare(quick_config(), Mesh.alone(), sparse_graph(), own("jumping"))
-    assert found.asked.carried == 2 * 16
+    assert found.loss_rows.carried == 2 * 16
 
 
 def test_transpose_of_some_rows():
@@ -339,7 +351,7 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
     sizes = chunk_sizes(prepared)
     last = prepared.model_graph.ops[-1]
-    graph, train = prepared.graph, prepared.asked_mask
+    graph, train = prepared.graph, prepared.loss_row_mask
     rows, edges, _ = sizes.columns(last, "after")
     assert (rows.sum(), edges.sum()) == (train.sum(), graph.degrees[train].sum())
     rows, edges, _ = sizes.columns(last, "before")
@@ -350,7 +362,7 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
     rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], "after")
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
     few = memory_by_rank(prepared)
-    monkeypatch.setattr(loss_rows, "asked_of", lambda *_, **__: ALL_ROWS)
+    monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)
     every = memory_by_rank(prepare(quick_config(**settings), Mesh.alone(), sparse_graph()))
     spared = graph.num_vertices - train.sum()
     held = sum(last.kept_widths.values())

@@ -69,9 +69,15 @@ def test_rows_and_gradients_are_those_of_gatconv(read, heads, width, concat, loo
     torch.manual_seed(seed)
     edges = draw_edges(read, reading, count, seed, loops)
     conv = GATConv(
-        5, width, heads=heads, concat=concat, add_self_loops=loops, negative_slope=slope,
-        bias=seed % 2 == 0, residual=seed % 3 == 0,
-    ).double()  # fmt: skip
+        5,
+        width,
+        heads=heads,
+        concat=concat,
+        add_self_loops=loops,
+        negative_slope=slope,
+        bias=seed % 2 == 0,
+        residual=seed % 3 == 0,
+    ).double()
     x = torch.randn(read, 5, dtype=torch.float64)
     both(conv, x, None, edges, reading)
     both(conv, x, torch.randn(reading, 5, dtype=torch.float64), edges, reading)
@@ -217,11 +223,13 @@ EVERY, OF_GATS = [{}, {"concat": False}, {"bias": False}], [{"residual": True}]
 KINDS = [
     *[(name, kind) for name in NARROWED for kind in EVERY],
     *[(name, kind) for name in ("gat", "gatv2") for kind in OF_GATS],
-    ("gatv2", {"share_weights": True}), ("gatv2", {"add_self_loops": False}),
+    ("gatv2", {"share_weights": True}),
+    ("gatv2", {"add_self_loops": False}),
     ("gatv2", {"edge_dim": 3}),
-    ("transformer", {"beta": True}), ("transformer", {"beta": True, "concat": False}),
+    ("transformer", {"beta": True}),
+    ("transformer", {"beta": True, "concat": False}),
     ("transformer", {"root_weight": False}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)

@@ -122,10 +122,12 @@ KINDS = {
     "generator unknown": (words("--dataset synthetic:tree"), ["'tree'", "planted"]),
     "generator key": (words("--dataset synthetic:planted:m=3"), ["'m'"]),
     "generator key twice": (
-        words("--dataset synthetic:planted:n=100,n=200"), ["n is given twice", "leave one out"],
+        words("--dataset synthetic:planted:n=100,n=200"),
+        ["n is given twice", "leave one out"],
     ),
     "generator too large": (
-        words("--dataset synthetic:planted:n=2e9"), ["synthetic:planted:n=2e9", "GiB", "smaller n"],
+        words("--dataset synthetic:planted:n=2e9"),
+        ["synthetic:planted:n=2e9", "GiB", "smaller n"],
     ),
     "space in a value": (lambda f: ["--model", " gcn"], ["--model ' gcn'", "try 'gcn'"]),
     "newline in a path": (lambda f: ["--out", "a\nb"], ["--out 'a\\nb'", "leave it out"]),
@@ -141,7 +143,8 @@ KINDS = {
     "stages without torchrun": (words("--stages 2"), ["--stages 2", "torchrun --nproc-per-node 2"]),
     "shards without torchrun": (words("--shards 3"), ["--shards 3", "torchrun"]),
     "exact and shuffled": (
-        words("--chunks 2 --staleness exact --shuffle-chunks"), ["--shuffle-chunks True"],
+        words("--chunks 2 --staleness exact --shuffle-chunks"),
+        ["--shuffle-chunks True"],
     ),
     "patience unseen": (words("--patience 5 --eval-every 0"), ["--patience 5", "--eval-every 5"]),
     "warm-up past the end": (words("--warmup-epochs 2"), ["--warmup-epochs 2", "--epochs 2"]),
@@ -152,14 +155,17 @@ KINDS = {
     "out in use": (written("a", b"", ["--out", "."]), ["--out '.'", "a new folder"]),
     "out a broken link": (link_to("run.d", "/proc/no/where", ["--out", "run.d"]), ["--out"]),
     "cache a file": (
-        written("a", b"", ["--cache-dir", "a/b", "--chunks", "2"]), ["--cache-dir 'a/b'", "'off'"],
+        written("a", b"", ["--cache-dir", "a/b", "--chunks", "2"]),
+        ["--cache-dir 'a/b'", "'off'"],
     ),
     "cache a device": (words("--cache-dir /dev/null"), ["--cache-dir '/dev/null'", "'off'"]),
     "data a file": (
-        written("a", b"", ["--dataset", "cora", "--data-dir", "a"]), ["--data-dir 'a'"],
+        written("a", b"", ["--dataset", "cora", "--data-dir", "a"]),
+        ["--data-dir 'a'"],
     ),
     "data for OGB a file": (
-        written("a", b"", ["--dataset", "ogbn-arxiv", "--data-dir", "a"]), ["--data-dir 'a'"],
+        written("a", b"", ["--dataset", "ogbn-arxiv", "--data-dir", "a"]),
+        ["--data-dir 'a'"],
     ),
     "out too long": (words("--out " + "a" * 300), ["--out 'aaa", "shorter"]),
     "out of too many": (words("--out " + "a/" * 3000), ["--out 'a/a", "shorter"]),
@@ -197,7 +203,8 @@ KINDS = {
     "npz a link to itself": (link_to("g.npz", "g.npz", ["--dataset", "g.npz"]), ["'g.npz'"]),
     "npz a link to a device": (link_to("g.npz", "/dev/zero", ["--dataset", "g.npz"]), ["g.npz"]),
     "npz a single array": (
-        written("g.npz", entry(np.arange(3)), ["--dataset", "g.npz"]), ["g.npz", "a single array"],
+        written("g.npz", entry(np.arange(3)), ["--dataset", "g.npz"]),
+        ["g.npz", "a single array"],
     ),
     "npz cut off": (cut_off(300), ["'graph.npz'", "savez"]),
     "npz without directory": (cut_off(2000), ["'graph.npz'", "savez"]),
@@ -205,20 +212,24 @@ KINDS = {
     "npz of objects": (npz(y=np.array([{}] * 40, object)), ["y", "objects", "allow_pickle=False"]),
     "npz of evil objects": (evil_npz, ["y", "objects", "allow_pickle=False"]),
     "npz promising terabytes": (
-        packed(entries(x=promising("<f4", (10**12, 5)))), ["x promises 20,000,000,000,000 bytes"],
+        packed(entries(x=promising("<f4", (10**12, 5)))),
+        ["x promises 20,000,000,000,000 bytes"],
     ),
     "npz promising too little": (
-        packed(entries(x=promising("<f4", (4, 5), b"0" * 800))), ["x promises 80 bytes"],
+        packed(entries(x=promising("<f4", (4, 5), b"0" * 800))),
+        ["x promises 80 bytes"],
     ),
     "npz of negative length": (packed(entries(x=promising("<f4", (-4, 5)))), ["x", "shape"]),
     "npz of unknown type": (packed(entries(x=promising("<q9", (4, 5)))), ["graph.npz", "savez"]),
     "npz with a strange header": (packed(entries(x=b"\x93NUMPY\x07\x07??")), ["graph.npz"]),
     "npz with no header": (packed(entries(x=b"hello")), ["graph.npz", "savez"]),
     "npz key twice": (
-        packed([*entries(), ("x", entry(np.zeros((40, 5))))]), ["two entries named 'x'"],
+        packed([*entries(), ("x", entry(np.zeros((40, 5))))]),
+        ["two entries named 'x'"],
     ),
     "npz with .. in names": (
-        packed([(f"../../{name}", content) for name, content in entries()]), ["no key"],
+        packed([(f"../../{name}", content) for name, content in entries()]),
+        ["no key"],
     ),
     "npz packed by lzma": (packed(entries(), compression=14), ["graph.npz", "packed"]),
     # npz: what is in it
@@ -255,9 +266,14 @@ KINDS = {
     "y of three axes": (npz(y=np.zeros((40, 2, 2), int)), ["y has shape [40, 2, 2]"]),
     "no vertices": (
         npz(
-            x=np.ones((0, 5)), y=np.zeros(0, int), edge_index=np.zeros((2, 0), int),
-            train_mask=np.zeros(0, bool), val_mask=np.zeros(0, bool), test_mask=np.zeros(0, bool),
-        ), ["no vertices"],
+            x=np.ones((0, 5)),
+            y=np.zeros(0, int),
+            edge_index=np.zeros((2, 0), int),
+            train_mask=np.zeros(0, bool),
+            val_mask=np.zeros(0, bool),
+            test_mask=np.zeros(0, bool),
+        ),
+        ["no vertices"],
     ),
     "y inf": (npz(y=np.full(40, np.inf), task="regression"), ["y[0, 0] = inf", "NaN = none"]),
     "task unknown": (npz(task="ranking"), ["task 'ranking'", "regression"]),
@@ -272,10 +288,12 @@ KINDS = {
     "mask of words": (npz(train_mask=np.full(40, "yes")), ["train_mask"]),
     "mask nan": (npz(train_mask=np.full(40, np.nan)), ["train_mask"]),
     "x_shape of words": (
-        npz(x=None, x_data=[1.0], x_indices=[0], x_indptr=[0, 1], x_shape="a"), ["CSR"],
+        npz(x=None, x_data=[1.0], x_indices=[0], x_indptr=[0, 1], x_shape="a"),
+        ["CSR"],
     ),
     "x_shape past memory": (
-        npz(x=None, x_data=[1.0], x_indices=[0], x_indptr=[0, 1], x_shape=[10**12, 5]), ["CSR"],
+        npz(x=None, x_data=[1.0], x_indices=[0], x_indptr=[0, 1], x_shape=[10**12, 5]),
+        ["CSR"],
     ),
     "x_indices past columns": (
         npz(x=None, x_data=[1.0], x_indices=[9], x_indptr=[0] + [1] * 40, x_shape=[40, 5]),
@@ -293,7 +311,7 @@ KINDS = {
     "OGB label past all": (ogb(node_label=[0, 1, 40, 3, 4]), ["y[2] = 40", "0..39"]),
     "OGB nan feature": (ogb(node_feat=[[np.nan, 1]] * 5), ["x[0, 0] = nan"]),
     "OGB other count": (ogb(num_node_list=[6]), ["5 labels for 6 vertices"]),
-    "OGB count past all": (ogb(num_node_list=[10**18]), ["10" , "vertices"]),
+    "OGB count past all": (ogb(num_node_list=[10**18]), ["10", "vertices"]),
     "OGB negative count": (ogb(num_node_list=[-3]), ["vertices"]),
     "OGB two splits": (ogb(train=[0, 2, 9]), ["train_mask[2] = 9"]),
     "OGB empty train": (ogb(train=[]), ["train_mask", "--split 60/20/20"]),
@@ -304,20 +322,23 @@ KINDS = {
     # PyG's files
     "PyG of nonsense": (pyg_files(raw__ms_academic_cs_npz=b"no"), ["coauthor:CS", "remove them"]),
     "PyG evil raw": (
-        pyg_files(raw__ms_academic_cs_npz=lambda f: evil_pickle(f)), ["coauthor:CS", "remove them"],
+        pyg_files(raw__ms_academic_cs_npz=lambda f: evil_pickle(f)),
+        ["coauthor:CS", "remove them"],
     ),
     "PyG evil processed": (
-        pyg_files(raw__ms_academic_cs_npz=b"no", processed__data_pt=evil_pt), ["remove them"],
+        pyg_files(raw__ms_academic_cs_npz=b"no", processed__data_pt=evil_pt),
+        ["remove them"],
     ),
     "PyG evil pickle": (
-        pyg_files(raw__ms_academic_cs_npz=b"no", processed__data_pt=evil_pickle), ["remove them"],
+        pyg_files(raw__ms_academic_cs_npz=b"no", processed__data_pt=evil_pickle),
+        ["remove them"],
     ),
     "PyG evil beside": (
         pyg_files(raw__ms_academic_cs_npz=b"no", processed__pre_transform_pt=evil_pt),
         ["remove them"],
     ),
     "PyG member unknown": (words("--dataset coauthor:Maths"), ["coauthor", "'maths'"]),
-}  # fmt: skip
+}
 
 
 def tree_of(folder):
@@ -407,9 +428,14 @@ def test_bad_input_in_a_process_of_its_own(kind, tmp_path):
     arguments = ["train", *SMALL, "--out", "run", *make(tmp_path)]
     before = tree_of(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "gnnpipe", *arguments], cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-m", "gnnpipe", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     # Importing torch may take seconds here, which is not the reader's time.
     check_refused(done.returncode, done.stdout, done.stderr, 0, tmp_path, before)
     for word in expected:

@@ -23,7 +23,7 @@ from gnnpipe.checkpoint.async_saver import Saver
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.staging import StagedTensors
 from gnnpipe.checkpoint.writer import write_checkpoint
-from gnnpipe.checkpoint.writer_process import Beside
+from gnnpipe.checkpoint.writer_process import AsyncWriter
 
 TENSORS = {
     "weight/a": torch.arange(12.0).view(3, 4).t(),  # not contiguous
@@ -41,8 +41,8 @@ def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WORTH_BYTES", 0)
 
 
-def _ready(staged: StagedTensors) -> Beside:
-    beside = Beside(staged)
+def _ready(staged: StagedTensors) -> AsyncWriter:
+    beside = AsyncWriter(staged)
     beside.start()
     assert beside._comes_up()
     return beside
@@ -62,7 +62,7 @@ def test_it_is_not_kept_on_the_core_of_its_rank() -> None:
     staged.take(TENSORS)
     try:
         os.sched_setaffinity(0, {min(cores)})
-        beside = Beside(staged, cores)
+        beside = AsyncWriter(staged, cores)
         beside.start()
         assert beside._comes_up()
         assert beside._process is not None
@@ -110,7 +110,7 @@ def test_without_it_the_rank_writes_the_same(tmp_path: Path) -> None:
 def test_who_waits_does_not_wait_for_it_to_start(tmp_path: Path) -> None:
     staged = StagedTensors()
     staged.take(TENSORS)
-    beside = Beside(staged)
+    beside = AsyncWriter(staged)
     beside.start()
     beside.hurry()
     assert beside.write(tmp_path, 0) is None
@@ -201,21 +201,32 @@ def fit(out: str, epochs: int, resume: bool) -> int:
     """One of two ranks; how often the process beside it has written."""
     module.WORTH_BYTES = 0
     # However long it takes to start.
-    module.Beside.hurry = lambda self: None  # type: ignore[method-assign]
+    module.AsyncWriter.hurry = lambda self: None  # type: ignore[method-assign]
     module._PATIENCE_S = 90.0
     written = []
-    plain = Beside.write
+    plain = AsyncWriter.write
 
-    def write(self: Beside, folder: Path, rank: int) -> module.RankFile | None:
+    def write(self: AsyncWriter, folder: Path, rank: int) -> module.RankFile | None:
         told = plain(self, folder, rank)
         written.append(told)
         return told
 
-    module.Beside.write = write  # type: ignore[method-assign]
+    module.AsyncWriter.write = write  # type: ignore[method-assign]
     config = TrainConfig(
-        model="gcnii", layers=4, hidden=8, chunks=6, epochs=epochs, lr=0.05, dropout=0.5, stages=2,
-        eval_every=1, cache_dir="off", quiet=True, out=out, checkpoint_every=2,
-    )  # fmt: skip
+        model="gcnii",
+        layers=4,
+        hidden=8,
+        chunks=6,
+        epochs=epochs,
+        lr=0.05,
+        dropout=0.5,
+        stages=2,
+        eval_every=1,
+        cache_dir="off",
+        quiet=True,
+        out=out,
+        checkpoint_every=2,
+    )
     Trainer(config, graph=small_graph(), resume=out if resume else None).fit()
     return sum(told is not None for told in written)
 

@@ -98,10 +98,26 @@ def test_recomputed(name):
 
 # One of each kind; what the others differ in is seen on one process.
 ON_RANKS = (
-    "GCN jk lstm", "GIN", "GAT", "PNA", "EdgeCNN batch norm", "gcnii", "deep dense", "appnp",
-    "own softmax", "GIN batch norm", "GraphSAGE layer norm", "zoo", "branches", "weighted",
-    "attributed", "rgcn", "LINKX", "embedded", "sgc",
-)  # fmt: skip
+    "GCN jk lstm",
+    "GIN",
+    "GAT",
+    "PNA",
+    "EdgeCNN batch norm",
+    "gcnii",
+    "deep dense",
+    "appnp",
+    "own softmax",
+    "GIN batch norm",
+    "GraphSAGE layer norm",
+    "zoo",
+    "branches",
+    "weighted",
+    "attributed",
+    "rgcn",
+    "LINKX",
+    "embedded",
+    "sgc",
+)
 
 
 def test_two_ranks():
@@ -202,9 +218,13 @@ def test_ranks_may_meet_again(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     root = str(Path(__file__).resolve().parents[1])
     done = subprocess.run(
-        [sys.executable, *words], timeout=120, check=True, capture_output=True, text=True,
+        [sys.executable, *words],
+        timeout=120,
+        check=True,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     losses = done.stdout.split()
     assert len(losses) == 4
     assert len(set(losses)) == 1

@@ -209,8 +209,10 @@ class NoEdges(nn.Module):
 
 def test_forward_must_take_features_and_edges():
     wrong = (
-        (Needs(), "needs 'batch'"), (NoEdges(), "then edge_index"), (Needs, "is the class Needs"),
-    )  # fmt: skip
+        (Needs(), "needs 'batch'"),
+        (NoEdges(), "then edge_index"),
+        (Needs, "is the class Needs"),
+    )
     for model, message in wrong:
         with pytest.raises(InputError, match=message):
             Trainer(quick_config(), graph=small_graph(), model=model).fit()

@@ -30,8 +30,9 @@ def middle(browser, what):
     browser.run(f"{what}.scrollIntoView({{block: 'center', inline: 'center'}})")
     # Scrolling hides the tip; that event comes with the next frame.
     browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    box = browser.run(f"(({{x, y, width, height}}) => [x, y, width, height])"
-                      f"({what}.getBoundingClientRect())")  # fmt: skip
+    box = browser.run(
+        f"(({{x, y, width, height}}) => [x, y, width, height])({what}.getBoundingClientRect())"
+    )
     return box[0] + box[2] / 2, box[1] + box[3] / 2
 
 

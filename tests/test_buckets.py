@@ -14,9 +14,14 @@ from gnnpipe.runtime.comm.mesh import Mesh
 def layer(index, weights, parameters=100):
     before = (f"x{index - 1}",) if index else ()
     return Op(
-        name=f"op{index}", inputs=before, outputs={f"x{index}": 8}, num_parameters=parameters,
-        flops_per_row=0, push_width=8, weights=weights,
-    )  # fmt: skip
+        name=f"op{index}",
+        inputs=before,
+        outputs={f"x{index}": 8},
+        num_parameters=parameters,
+        flops_per_row=0,
+        push_width=8,
+        weights=weights,
+    )
 
 
 def stack(*weights):
@@ -54,9 +59,15 @@ def losses_of(shapes, bucket_bytes):
     for model in ("gcn", "gat", "sage"):
         for staleness in ("auto", "exact"):
             config = quick_config(
-                model=model, layers=5, hidden=8, stages=stages, shards=shards,
-                chunks=chunks, staleness=staleness, epochs=4,
-            )  # fmt: skip
+                model=model,
+                layers=5,
+                hidden=8,
+                stages=stages,
+                shards=shards,
+                chunks=chunks,
+                staleness=staleness,
+                epochs=4,
+            )
             trainer = Trainer(config, graph=small_graph(), mesh=mesh)
             result = trainer.fit()
             actions = trainer._setup()[1].program.stages[-1]

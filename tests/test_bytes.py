@@ -16,9 +16,16 @@ def bytes_of(shapes, dataset=None, models=("gcn", "gcnii", "sage"), **settings):
     for stages, shards, chunks in shapes:
         for model in models:
             config = TrainConfig(
-                dataset=dataset or "karate", model=model, stages=stages, shards=shards,
-                chunks=chunks, epochs=2, out="off", cache_dir="off", **settings,
-            )  # fmt: skip
+                dataset=dataset or "karate",
+                model=model,
+                stages=stages,
+                shards=shards,
+                chunks=chunks,
+                epochs=2,
+                out="off",
+                cache_dir="off",
+                **settings,
+            )
             trainer = Trainer(config, graph=None if dataset else small_graph())
             result = trainer.fit()
             prepared = trainer._setup()[1]
@@ -43,8 +50,8 @@ def assert_closed_forms(found, layers, hidden, number_bytes=4):
         assert counted["pipeline"] == 2 * (stages - 1) * n * hidden * number_bytes * values, what
         assert counted["graph"] == (2 * layers * m * hidden * number_bytes), what
         assert counted["gradient"] == 2 * (shards - 1) * weights * number_bytes, what
-        pilots = min(n, 16 * (hidden + 1)) if chunks > 1 else 0
-        streams = 2 * pilots * (stages - 1) * hidden * number_bytes * values
+        probes = min(n, 16 * (hidden + 1)) if chunks > 1 else 0
+        streams = 2 * probes * (stages - 1) * hidden * number_bytes * values
         fit = hidden * (hidden + 1) // 2 + hidden * hidden + 2 * hidden + 2
         sums = 2 * (shards - 1) * layers * fit * 8
         assert counted["control"] == (streams + sums if chunks > 1 else 0), what

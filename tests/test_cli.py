@@ -23,9 +23,13 @@ def good_npz():
     y = np.arange(40) % 4
     part = np.arange(40) % 3
     return {
-        "edge_index": rng.integers(0, 40, (2, 160)), "x": rng.random((40, 5), np.float32), "y": y,
-        "train_mask": part == 0, "val_mask": part == 1, "test_mask": part == 2,
-    }  # fmt: skip
+        "edge_index": rng.integers(0, 40, (2, 160)),
+        "x": rng.random((40, 5), np.float32),
+        "y": y,
+        "train_mask": part == 0,
+        "val_mask": part == 1,
+        "test_mask": part == 2,
+    }
 
 
 def npz(folder, **changes):
@@ -66,14 +70,14 @@ BAD_WORDS = [
     (["--chunks", "2", "--staleness", "exact", "--snapshot-every", "5"], ["--snapshot-every 5"]),
     (["--chunks", "2", "--staleness", "exact", "--exact-epochs", "5"], ["--exact-epochs 5"]),
     (
-        ["--chunks", "2", "--staleness", "exact", "--pilots-per-column", "9"],
-        ["--pilots-per-column 9"],
+        ["--chunks", "2", "--staleness", "exact", "--probes-per-column", "9"],
+        ["--probes-per-column 9"],
     ),
     (["--chunks", "2", "--snapshot-every", "5"], ["--snapshot-every 5", "--staleness paper"]),
-    (["--pilots-per-column", "-1"], ["--pilots-per-column -1", "at least 0"]),
+    (["--probes-per-column", "-1"], ["--probes-per-column -1", "at least 0"]),
     (
-        ["--chunks", "2", "--staleness", "paper", "--pilots-per-column", "9"],
-        ["--pilots-per-column 9", "--snapshot-every 1"],
+        ["--chunks", "2", "--staleness", "paper", "--probes-per-column", "9"],
+        ["--probes-per-column 9", "--snapshot-every 1"],
     ),
     (["--keep-weights", "best", "--eval-every", "0"], ["--keep-weights best", "--eval-every 10"]),
     (["--lr-schedule", "plateau", "--eval-every", "1"], ["--lr-patience 50", "--epochs 3"]),
@@ -223,13 +227,19 @@ def test_no_command_and_help(capsys):
 
 
 def torchrun(ranks, *arguments, timeout_s=150):
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200",
-    }  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        *arguments,
+    ]
     return subprocess.run(
         command, env=environment, timeout=timeout_s, capture_output=True, text=True, check=False
     )

@@ -16,9 +16,16 @@ def losses_of(shape, comm_dtype, staleness="auto"):
     found = {}
     for model in MODELS:
         config = quick_config(
-            model=model, layers=4, hidden=8, stages=stages, shards=shards, chunks=chunks,
-            dtype="float32", comm_dtype=comm_dtype, staleness=staleness,
-        )  # fmt: skip
+            model=model,
+            layers=4,
+            hidden=8,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            dtype="float32",
+            comm_dtype=comm_dtype,
+            staleness=staleness,
+        )
         result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
         assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
         found[model] = [row.loss for row in result.history], result.comm_bytes_per_epoch
@@ -40,16 +47,23 @@ def test_losses_are_near_and_rows_take_half(ranks, shape):
         # Weights are summed as they are, and so is what maps are fitted from. All rows are pilots
         # here, and pass between stages twice, forward only.
         assert fewer["gradient"] == sent["gradient"]
-        pilots = sent["pipeline"] if shape[2] > 1 else 0
-        assert sent["control"] - fewer["control"] == pilots // 2
+        probes = sent["pipeline"] if shape[2] > 1 else 0
+        assert sent["control"] - fewer["control"] == probes // 2
 
 
 def movement_of(lr, comm_dtype="bf16"):
     """By epoch, how far the forecast of each layer says that rows move."""
     config = quick_config(
-        model="gcnii", layers=4, hidden=8, stages=4, chunks=6, dtype="float32", lr=lr,
-        comm_dtype=comm_dtype, staleness="auto",
-    )  # fmt: skip
+        model="gcnii",
+        layers=4,
+        hidden=8,
+        stages=4,
+        chunks=6,
+        dtype="float32",
+        lr=lr,
+        comm_dtype=comm_dtype,
+        staleness="auto",
+    )
     return [row.staleness.moved for row in Trainer(config, graph=small_graph()).fit().history]
 
 

@@ -15,9 +15,16 @@ from gnnpipe.cli.main import main
 
 def config(out, **settings):
     defaults = {
-        "layers": 3, "hidden": 8, "chunks": 4, "epochs": 12, "eval_every": 1, "cache_dir": "off",
-        "out": str(out), "quiet": True, "predict": False,
-    }  # fmt: skip
+        "layers": 3,
+        "hidden": 8,
+        "chunks": 4,
+        "epochs": 12,
+        "eval_every": 1,
+        "cache_dir": "off",
+        "out": str(out),
+        "quiet": True,
+        "predict": False,
+    }
     return TrainConfig(**(defaults | settings))
 
 

@@ -122,8 +122,11 @@ def test_threads_that_were_given_places_stay_there():
     run = subprocess.run(
         [sys.executable, "-c", BOUND, str(Path(cpu_affinity.__file__).parents[2])],
         env=os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"},
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     before, within, after = json.loads(run.stdout)
     assert before == within == after
 

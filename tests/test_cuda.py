@@ -10,7 +10,7 @@ from gnnpipe import Trainer
 from gnnpipe.ops.spmm import KERNELS
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import chunk_order, prepare
 from gnnpipe.train.evaluate import train_epoch
 
@@ -39,9 +39,14 @@ def assert_same(rel=1e-9, **settings):
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
-    "shape", [{}, {"chunks": 5}, {"chunks": 5, "staleness": "exact"},
-              {"chunks": 5, "staleness": "paper", "snapshot_every": 2}],
-)  # fmt: skip
+    "shape",
+    [
+        {},
+        {"chunks": 5},
+        {"chunks": 5, "staleness": "exact"},
+        {"chunks": 5, "staleness": "paper", "snapshot_every": 2},
+    ],
+)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn", "gat"])
 def test_built_in_models(model, shape, sparse):
     assert_same(model=model, sparse=sparse, **shape)
@@ -50,20 +55,24 @@ def test_built_in_models(model, shape, sparse):
 @pytest.mark.parametrize(
     ("model", "settings", "wanted"),
     [(m, {}, True) for m in ("gcn", "sage", "gcnii", "resgcn")]
-    + [("gcn", {"recompute": True, "dropout": 0.0}, True), ("gat", {}, None),
-       ("gcn", {"recompute": True}, None), ("gcn", {"chunks": 5}, None)],
-)  # fmt: skip
+    + [
+        ("gcn", {"recompute": True, "dropout": 0.0}, True),
+        ("gat", {}, None),
+        ("gcn", {"recompute": True}, None),
+        ("gcn", {"chunks": 5}, None),
+    ],
+)
 def test_epochs_of_one_chunk_are_recorded(model, settings, wanted):
     """And not only done as before, which gives the same numbers."""
     given = {"model": model, "layers": 3, "hidden": 8, "dropout": 0.5} | settings
     config = quick_config(device=GPU, out="off", **given)
     mesh = Mesh.join(1, 1, GPU)
     prepared = prepare(config, mesh, small_graph())
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     for epoch in range(6):
         order = chunk_order(prepared.config, epoch)
-        train_epoch(assembly, mesh, prepared.program_of(epoch), order, epoch)
-    assert getattr(assembly.executor, "is_recorded", None) == wanted
+        train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
+    assert getattr(rank_runtime.executor, "is_recorded", None) == wanted
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -76,9 +76,14 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     """Nothing that doctor itself needs may import torch first."""
     (tmp_path / "torch.py").write_text("raise OSError('libc10.so: cannot open')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "gnnpipe", "doctor"], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-m", "gnnpipe", "doctor"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 1
     assert "FAULT  torch: cannot be imported (OSError: libc10.so: cannot open)" in done.stdout
     assert done.stderr == ""
@@ -101,8 +106,11 @@ def test_too_little_memory_and_disk(capsys, monkeypatch, quick):
     assert main(["doctor"]) == 1
     found = faults(capsys)
     assert [line.split(":")[0] for line in found] == [
-        "FAULT  memory", "FAULT  --out", "FAULT  --cache-dir", "FAULT  --data-dir",
-    ]  # fmt: skip
+        "FAULT  memory",
+        "FAULT  --out",
+        "FAULT  --cache-dir",
+        "FAULT  --data-dir",
+    ]
     assert all("; try: " in line for line in found)
 
 

@@ -32,9 +32,16 @@ def rare_class():
 
 def config(**settings):
     defaults = {
-        "layers": 3, "hidden": 8, "chunks": 4, "epochs": 6, "eval_every": 2, "dtype": "float64",
-        "cache_dir": "off", "out": "off", "quiet": True,
-    }  # fmt: skip
+        "layers": 3,
+        "hidden": 8,
+        "chunks": 4,
+        "epochs": 6,
+        "eval_every": 2,
+        "dtype": "float64",
+        "cache_dir": "off",
+        "out": "off",
+        "quiet": True,
+    }
     return TrainConfig(**(defaults | settings))
 
 
@@ -136,7 +143,7 @@ def falling(monkeypatch, values):
     """Evaluations whose validation scores are given."""
     made = iter(values)
 
-    def fake(assembly, mesh):
+    def fake(rank_runtime, mesh):
         value = next(made)
         return Scores(value, value, value, value, value, value)
 

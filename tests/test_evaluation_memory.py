@@ -8,7 +8,7 @@ from torch_geometric import nn as pyg
 from gnnpipe.perf.evaluation_memory import evaluation_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate
 
@@ -18,9 +18,14 @@ N, HIDDEN = 400, 32
 def prepared_of(model, chunks, stages=1, **settings):
     settings |= {"model": model} if isinstance(model, str) else {}
     config = quick_config(
-        layers=4, hidden=HIDDEN, chunks=chunks, stages=stages, dtype="float32", staleness="none",
+        layers=4,
+        hidden=HIDDEN,
+        chunks=chunks,
+        stages=stages,
+        dtype="float32",
+        staleness="none",
         **settings,
-    )  # fmt: skip
+    )
     net = None if isinstance(model, str) else model()
     return prepare(config, Mesh.alone(), small_graph(n=N, features=16, degree=3), net)
 
@@ -29,18 +34,25 @@ def counted(prepared, stage=0):
     plan, model = prepared.plan, prepared.model_graph
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
-    pushing = [op for op in ops if not op.is_mean and op.name not in prepared.once]
+    pushing = [op for op in ops if not op.is_mean and op.name not in prepared.precomputed]
     return evaluation_bytes(
-        plan, ops, model.depths(first, last), stage, pushing, own_rows={"": N},
-        table_rows={"": N}, number_bytes=4, row_bytes=prepared.row_dtype.itemsize,
-    )  # fmt: skip
+        plan,
+        ops,
+        model.depths(first, last),
+        stage,
+        pushing,
+        own_rows={"": N},
+        table_rows={"": N},
+        number_bytes=4,
+        row_bytes=prepared.row_dtype.itemsize,
+    )
 
 
 def held_at_most(monkeypatch, prepared):
     """Bytes of tables, of what waits for a next step and of results, at their most."""
-    assembly = assemble(prepared, Mesh.alone())
+    rank_runtime = build_rank(prepared, Mesh.alone())
     train = {
-        h.table.untyped_storage().data_ptr() for h in assembly.executor.stage.histories.values()
+        h.table.untyped_storage().data_ptr() for h in rank_runtime.executor.stage.histories.values()
     }
     forward, most = Stage._forward_step, 0
 
@@ -55,7 +67,7 @@ def held_at_most(monkeypatch, prepared):
         return out
 
     monkeypatch.setattr(Stage, "_forward_step", watched)
-    evaluate(assembly, Mesh.alone())
+    evaluate(rank_runtime, Mesh.alone())
     return most
 
 

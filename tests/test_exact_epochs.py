@@ -19,7 +19,7 @@ from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.resume import find_start, resumed_config
 from gnnpipe.run.summary import result_lines
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.schedule import check
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.setup.prepare import prepare
@@ -34,11 +34,17 @@ def config(**settings):
     # Below 1, so that even short training jumps, and not in every epoch.
     return quick_config(
         **{
-            "model": "gcnii", "layers": 4, "hidden": 8, "chunks": 6, "epochs": EPOCHS, "lr": 0.05,
-            "exact_above": FACTOR, "predict": False,
+            "model": "gcnii",
+            "layers": 4,
+            "hidden": 8,
+            "chunks": 6,
+            "epochs": EPOCHS,
+            "lr": 0.05,
+            "exact_above": FACTOR,
+            "predict": False,
         }
         | settings
-    )  # fmt: skip
+    )
 
 
 def walked_exactly(result):
@@ -74,7 +80,7 @@ def replayed(lengths):
 
 def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
     lengths, stepped = [], []
-    passes = Guard.passes
+    passes = GradClip.passes
 
     def noting(self, loss):
         good = passes(self, loss)
@@ -83,7 +89,7 @@ def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
         stepped.append(math.sqrt(sum(squares)))
         return good
 
-    monkeypatch.setattr(Guard, "passes", noting)
+    monkeypatch.setattr(GradClip, "passes", noting)
     result = Trainer(config(lr=0.3), small_graph()).fit()  # steps so long that gradients are cut
     expected, longest = replayed(lengths)
     limited = [min(pair) for pair in zip(lengths, longest, strict=True)]
@@ -100,7 +106,7 @@ def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
 def test_the_gradients_of_such_an_epoch_are_those_of_exact_training(monkeypatch):
     """From the same weights, with the same dropout: the length is that of one device's."""
     lengths = {}
-    passes = Guard.passes
+    passes = GradClip.passes
     starts = {}
 
     def noting(self, loss):
@@ -108,11 +114,11 @@ def test_the_gradients_of_such_an_epoch_are_those_of_exact_training(monkeypatch)
         lengths.setdefault(len(starts), []).append((self.norm, loss))
         return good
 
-    monkeypatch.setattr(Guard, "passes", noting)
-    once = config(dropout=0.0, lr=1e-12)
-    exact = walked_exactly(Trainer(once, small_graph()).fit())
+    monkeypatch.setattr(GradClip, "passes", noting)
+    precomputed = config(dropout=0.0, lr=1e-12)
+    exact = walked_exactly(Trainer(precomputed, small_graph()).fit())
     starts["then"] = True
-    Trainer(replace(once, staleness="exact", exact_above=None), small_graph()).fit()
+    Trainer(replace(precomputed, staleness="exact", exact_above=None), small_graph()).fit()
     # The weights stand still: every epoch of exact training is the same one.
     length, loss = lengths[1][0]
     assert exact[0]
@@ -179,7 +185,7 @@ def skipping(stages, shards):
 
     def before(self, values, rows):
         pushed, kept = plain(self, values, rows)
-        is_struck = self.index == 2 and not rows.pilot and rows.training and rows.epoch == 3
+        is_struck = self.index == 2 and not rows.is_probe and rows.training and rows.epoch == 3
         return (pushed * float("nan") if is_struck else pushed), kept
 
     GCNIILayer.before, GCNIILayer.pushes_x = before, False
@@ -229,9 +235,12 @@ def test_behind_a_fault_even_with_other_chunks_and_behind_a_jump_not(tmp_path, m
     Trainer(config(epochs=6, out=str(out), checkpoint_every=6), small_graph()).fit()
     (state,) = out.glob("checkpoints/*/state.json")
     for was_faulty, has_jumped, chunks, is_exact in (
-        (False, False, 6, False), (False, True, 6, True), (True, False, 6, True),
-        (False, True, 5, False), (True, False, 5, True),
-    ):  # fmt: skip
+        (False, False, 6, False),
+        (False, True, 6, True),
+        (True, False, 6, True),
+        (False, True, 5, False),
+        (True, False, 5, True),
+    ):
         start = find_start(out, resumed_config(out, {"epochs": 7}), Mesh.alone(), True)[0]
         start = replace(start, was_faulty=was_faulty, has_jumped=has_jumped)
         monkeypatch.setattr(trainer, "find_start", lambda *_, start=start: (start, ""))
@@ -256,14 +265,15 @@ def test_what_counts_as_a_jump():
     program, exact = (SimpleNamespace(is_exact=is_exact) for is_exact in (False, True))
     techniques = SimpleNamespace(exact_above=2.0)
     prepared = SimpleNamespace(
-        config=SimpleNamespace(techniques=techniques), exact_program=exact,
+        config=SimpleNamespace(techniques=techniques),
+        exact_program=exact,
         report=SimpleNamespace(exact=False),
         program_of=lambda epoch: exact if epoch == 0 else program,
-    )  # fmt: skip
-    epochs, guard = ExactEpochs(prepared), SimpleNamespace(longest=None)
+    )
+    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
 
     def walked(epoch, begun=epochs):
-        return begun.begin(epoch, guard), guard.longest
+        return begun.begin(epoch, grad_clip), grad_clip.longest
 
     def stale(*lengths):
         for length in lengths:

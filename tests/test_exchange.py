@@ -55,14 +55,14 @@ def test_a_courier_hands_a_fault_to_who_waits():
     def fails():
         raise ConnectionError("gone")
 
-    courier = Mesh.alone().courier
-    faulty, good = courier.start(fails), courier.start(list)
+    start_thread = Mesh.alone().start_thread
+    faulty, good = start_thread.start(fails), start_thread.start(list)
     good.wait()
     with pytest.raises(ConnectionError, match="gone"):
         faulty.wait()
-    courier.close()
-    courier.start(list).wait()
-    courier.close()
+    start_thread.close()
+    start_thread.start(list).wait()
+    start_thread.close()
 
 
 def recorded(setting):

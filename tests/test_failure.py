@@ -20,7 +20,7 @@ from gnnpipe.run import signals
 from gnnpipe.run.rank_log import is_lost_peer, lost_rank
 from gnnpipe.run.signals import Stopping
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,15 +29,39 @@ ROOT = Path(__file__).resolve().parents[1]
 def launch(out, *words, script=None):
     program = [str(script)] if script else ["-m", "gnnpipe"]
     line = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        *program, "train", "--dataset", "karate", "--hidden", "8", "--stages", "2", "--chunks", "3",
-        "--epochs", "100000", "--cache-dir", "off", "--out", str(out), *words,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *program,
+        "train",
+        "--dataset",
+        "karate",
+        "--hidden",
+        "8",
+        "--stages",
+        "2",
+        "--chunks",
+        "3",
+        "--epochs",
+        "100000",
+        "--cache-dir",
+        "off",
+        "--out",
+        str(out),
+        *words,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        line,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 def begun(process, out, epochs=3):
@@ -101,11 +125,16 @@ def test_what_gloo_says_of_a_rank_that_is_gone():
 
 @pytest.mark.parametrize(
     "own",
-    [KeyboardInterrupt("go on with --resume gloo_runs/a"), ValueError("no /data/gloo/w.pt"),
-     OSError(28, "No space left", "/scratch/gloo/transport/x"), SystemExit(1),
-     FailedError("runs/gloo/transport/a: cannot be written"), RuntimeError("of gloo/w.pt")],
+    [
+        KeyboardInterrupt("go on with --resume gloo_runs/a"),
+        ValueError("no /data/gloo/w.pt"),
+        OSError(28, "No space left", "/scratch/gloo/transport/x"),
+        SystemExit(1),
+        FailedError("runs/gloo/transport/a: cannot be written"),
+        RuntimeError("of gloo/w.pt"),
+    ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_an_error_of_its_own_is_none_of_a_lost_rank(own):
     assert not is_lost_peer(own)
 
@@ -175,7 +204,7 @@ def poisoned(monkeypatch):
 
         def before(self, values, rows):
             pushed, values = plain(self, values, rows)
-            if self.index == 2 and not rows.pilot and bad(rows.epoch, rows.training):
+            if self.index == 2 and not rows.is_probe and bad(rows.epoch, rows.training):
                 pushed = pushed * float("nan")
             return pushed, values
 
@@ -235,9 +264,9 @@ def differing(out):
         with torch.no_grad():
             real = loop.train_epoch
 
-            def train(assembly, *words):
-                found = real(assembly, *words)
-                next(iter(assembly.executor.stage.piece.parameters())).data += 1e-7
+            def train(rank_runtime, *words):
+                found = real(rank_runtime, *words)
+                next(iter(rank_runtime.executor.stage.stage_module.parameters())).data += 1e-7
                 return found
 
             loop.train_epoch = train
@@ -257,9 +286,9 @@ def clipped(stages, limit):
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     for i, weight in enumerate(weights):
         weight.grad = torch.full((3,), float(1 + i + 2 * mesh.rank))
-    guard = Guard([(f"w{i}", w) for i, w in enumerate(weights)], mesh, limit)
-    assert guard.passes(1.0)
-    return guard.norm, [w.grad.tolist() for w in weights]
+    grad_clip = GradClip([(f"w{i}", w) for i, w in enumerate(weights)], mesh, limit)
+    assert grad_clip.passes(1.0)
+    return grad_clip.norm, [w.grad.tolist() for w in weights]
 
 
 def test_gradients_are_clipped_by_their_length_over_all_stages():

@@ -86,7 +86,7 @@ def test_pilots_are_as_many_as_the_rows_that_move_are_wide(name):
     # The second convolution maps first, to the three classes.
     width = max(op.push_width for op in prepared.model_graph.aggregations if op.is_forecast)
     assert width in (3, HIDDEN)
-    assert len(prepared.pilots) == 16 * (width + 1)
+    assert len(prepared.probes) == 16 * (width + 1)
 
 
 def losses(name, **settings):
@@ -97,7 +97,7 @@ def losses(name, **settings):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_forecast_of_them_would_change_nothing(name, monkeypatch):
     """With all vertices for pilots, so that these are the same ones."""
-    every = {"pilots_per_column": 200}
+    every = {"probes_per_column": 200}
     found = losses(name, **every)
     monkeypatch.setattr(Captured, "is_fixed", lambda *_: False)
     assert losses(name, **every) == found
@@ -139,7 +139,7 @@ def test_a_model_whose_rows_never_move_has_no_pilots():
     assert len(trainer.fit().history) == 6
     prepared = trainer._setup()[1]
     assert [op.moves for op in prepared.model_graph.aggregations] == [False]
-    assert len(prepared.pilots) == 0
+    assert len(prepared.probes) == 0
 
 
 def test_a_stage_of_them_alone_is_measured_and_predicted():

@@ -12,9 +12,12 @@ def test_only_our_own_errors(name):
     target = TARGETS[name]
 
     @settings(
-        max_examples=30, deadline=None, derandomize=True, database=None,
+        max_examples=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(target.strategy)
     def run(drawn):
         attempt(target, drawn)

@@ -18,12 +18,13 @@ WRONG = {
     "layer 0 of 1 was made as number 0 of 2": lambda: [GCNLayer(0, SPEC)],
     "layer 0 is a Linear": lambda: [nn.Linear(3, 3), GCNLayer(1, SPEC)],
     "layer 1, GCNIILayer, reads h0, which GCNLayer": lambda: [
-        GCNLayer(0, SPEC), GCNIILayer(1, SPEC),
+        GCNLayer(0, SPEC),
+        GCNIILayer(1, SPEC),
     ],
     "heads 3: does not divide hidden 8": lambda: [
         GATLayer(i, LayerSpec(7, 3, 2, hidden=8, heads=3)) for i in range(2)
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", WRONG)

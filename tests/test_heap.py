@@ -32,8 +32,12 @@ def ran(tmp_path, words, text=SCRIPT, **environment):
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-u", str(script), *words],
-        capture_output=True, text=True, check=True, timeout=60, env=kept | environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=kept | environment,
+    )
     return done.stdout.splitlines()
 
 
@@ -50,12 +54,14 @@ def test_a_command_that_trains_starts_once_more_as_the_same_process(tmp_path):
 @pytest.mark.parametrize(
     ("words", "environment"),
     [
-        (["info"], {}), ([], {}), (["--help"], {}),
+        (["info"], {}),
+        ([], {}),
+        (["--help"], {}),
         (["train"], {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}),
         (["train"], {"GLIBC_TUNABLES": ""}),
         (["train"], {"LD_PRELOAD": "libno-such-malloc.so"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_left_alone(words, environment, tmp_path):
     found = ran(tmp_path, words, **environment)
     assert len(found) == 2

@@ -12,25 +12,32 @@ LAYERS = 4
 def frozen_run(model, stages, shards, epochs, **settings):
     """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import chunk_order, prepare
     from gnnpipe.train.evaluate import train_epoch
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(
-        model=model, layers=LAYERS, hidden=8, stages=stages, shards=shards, chunks=6,
-        dropout=0.0, dtype="float64", cache_dir="off",
+        model=model,
+        layers=LAYERS,
+        hidden=8,
+        stages=stages,
+        shards=shards,
+        chunks=6,
+        dropout=0.0,
+        dtype="float64",
+        cache_dir="off",
         **({"staleness": "none", "shuffle_chunks": True} | settings),
-    )  # fmt: skip
+    )
     prepared = prepare(config, mesh, small_graph())
-    assembly = assemble(prepared, mesh)
-    assembly.executor.optimizer = None
+    rank_runtime = build_rank(prepared, mesh)
+    rank_runtime.executor.optimizer = None
     losses = [
-        train_epoch(assembly, mesh, prepared.program, chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program, chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
-    stage = assembly.executor.stage
-    layout = assembly.target
+    stage = rank_runtime.executor.stage
+    layout = rank_runtime.target
     rows = torch.from_numpy(prepared.chunking.perm[list(layout.own) + list(layout.halo)].copy())
     tables = {name: history.table for name, history in stage.histories.items()}
     return losses, rows, tables
@@ -43,9 +50,8 @@ def exact_tables(model):
     from gnnpipe.verify.reference import Reference
 
     config = TrainConfig(
-        model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64",
-        cache_dir="off",
-    )  # fmt: skip
+        model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64", cache_dir="off"
+    )
     reference = Reference(prepare(config, Mesh.alone(), small_graph()))
     loss = reference.train_epoch(0).loss
     return loss, reference.tables
@@ -73,7 +79,7 @@ def test_frozen_weights_make_the_tables_exact_on_four_ranks():
 def test_frozen_weights_leave_nothing_to_forecast(model):
     """Old and new pilot rows are the same numbers, so the map is the identity to the bit."""
     losses, _, tables = frozen_run(model, 1, 1, LAYERS + 1)
-    settings = {"staleness": "auto", "exact_epochs": 0, "pilots_per_column": 4}
+    settings = {"staleness": "auto", "exact_epochs": 0, "probes_per_column": 4}
     same_losses, _, same_tables = frozen_run(model, 1, 1, LAYERS + 1, **settings)
     assert same_losses == losses
     for name, table in tables.items():

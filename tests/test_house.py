@@ -32,12 +32,14 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
     "perf/evaluation_memory.py evaluation_bytes": "to be cut",
     "perf/memory.py estimate_memory": "to be cut",
-    "plan/asked.py asked_of": "to be cut",
+    "plan/loss_rows.py choose_loss_rows": "to be cut",
+    "cli/main.py _parser": "to be cut",
+    "perf/measured.py measured_spans": "to be cut",
     "planner/uniform.py plan_uniform": "to be cut",
     "run/result.py gather_result": "to be cut",
     "runtime/executor.py __init__": "to be cut",
     "runtime/staleness/forecast.py __init__": "to be cut",
-    "setup/build.py assemble": "to be cut",
+    "setup/build.py build_rank": "to be cut",
     "setup/prepare.py prepare": "to be cut",
     "train/trainer.py _fit": "to be cut",
 }
@@ -47,9 +49,6 @@ ODD_FIRST_WORDS = r"(What|Of|By|Where|Who|Those|Whose|As|In that)\b"
 ODD_FIRST_LINES = 348
 """Docstrings whose first line begins with such a word instead of saying what the thing does or
 returns; the number only falls."""
-
-FMT_SKIPS = 252
-"""``# fmt: skip`` comments; the number only falls."""
 
 # A word and what to say instead (style.md's glossary).
 WORDS = {
@@ -62,7 +61,7 @@ WORDS = {
 
 # (file, word): why it has to stand there.
 ALLOWED: dict[tuple[str, str], str] = {
-    ("data/download.py", "mirror"): "a server that holds a copy of a download",
+    ("data/download.py", "mirror"): "a server that holds a copy of a download"
 }
 
 
@@ -141,7 +140,7 @@ def test_a_docstring_says_what_the_thing_does_or_returns():
 
 
 def test_the_formatter_lays_out_the_code():
-    assert sum(path.read_text().count("# fmt: skip") for path in FILES) <= FMT_SKIPS
+    assert not [name_of(path) for path in FILES if "# fmt: skip" in path.read_text()]
 
 
 def test_a_small_file_has_several_readers():
@@ -216,7 +215,7 @@ def imported_at_top(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 KNOWN_CYCLES = {
-    "gnnpipe.capture.stage.piece": {"gnnpipe.capture.captured"},
+    "gnnpipe.capture.stage.stage_module": {"gnnpipe.capture.captured"},
     "gnnpipe.capture.stage.split": {"gnnpipe.capture.captured"},
 }
 """To be cut: types of their own that the parts of a captured model see."""

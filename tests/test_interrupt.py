@@ -31,8 +31,11 @@ def interrupts_are_heard():
 def started(folder, *words, **settings):
     return subprocess.Popen(
         [sys.executable, "-m", "gnnpipe", "train", *words, "--out", str(folder), "--quiet"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **settings,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        **settings,
+    )
 
 
 def until(is_there, process, limit_s=120):

@@ -13,7 +13,7 @@ from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.ops.spmm import KERNELS, embedding_bag
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
 from gnnpipe.train.evaluate import evaluate, train_epoch
@@ -24,13 +24,13 @@ def trained(epochs=3, **settings):
     config = quick_config(epochs=epochs, layers=3, hidden=16, dropout=0.3, **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, small_graph(n=120, degree=3))
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]
-    return losses, weights, evaluate(assembly, mesh), assembly
+    return losses, weights, evaluate(rank_runtime, mesh), rank_runtime
 
 
 def apart(monkeypatch):
@@ -102,10 +102,10 @@ def test_rows_of_chunks_that_have_not_recorded_are_not_read(settings, monkeypatc
 
 
 def test_evaluation_has_no_table_of_gradients():
-    assembly = trained(model="gcn", chunks=4)[3]
-    stage, seen = assembly.executor.stage, []
+    rank_runtime = trained(model="gcn", chunks=4)[3]
+    stage, seen = rank_runtime.executor.stage, []
     stage.watch = lambda *_: seen.extend(stage._scratch.values())
-    evaluate(assembly, Mesh.alone())
+    evaluate(rank_runtime, Mesh.alone())
     assert {id(history) for history in seen} & {id(h) for h in stage.histories.values()} == set()
     assert seen
     assert {len(history._grads) for history in seen} == {0}
@@ -138,7 +138,7 @@ def test_who_shares():
 def test_every_stage_by_itself():
     config = quick_config(layers=5, hidden=16, chunks=5, stages=3)
     prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
-    ops, few = prepared.model_graph.ops, prepared.asked.ops
+    ops, few = prepared.model_graph.ops, prepared.loss_rows.ops
     runs = [{op.name for op in ops[first:last]} for first, last in prepared.plan.stages]
     assert {len(run) for run in runs} == {1, 2}
     expected = [run - few if len(run - few) > 1 else set() for run in runs]

@@ -238,9 +238,10 @@ def test_no_direction_of_a_held_out_link_is_left():
     whole = small_graph()
     e = torch.from_numpy(whole.edge_index)
     data = Data(
-        x=torch.from_numpy(whole.x), edge_index=torch.cat([e, e[:, :1]], 1),
+        x=torch.from_numpy(whole.x),
+        edge_index=torch.cat([e, e[:, :1]], 1),
         edge_weight=torch.ones(e.shape[1] + 1),
-    )  # fmt: skip
+    )
     graph = Graph.from_pyg(data, task="links", split="60/20/20")
     kept = {tuple(pair) for pair in graph.edge_index.T.tolist()}
     held = graph.pairs.ends[:, (graph.pairs.label == 1) & (graph.pairs.part > 0)].T.tolist()
@@ -254,8 +255,8 @@ def test_no_pair_is_drawn_that_another_part_asks_for():
         data_of(small_graph())
     )
     pairs = Graph.from_pyg(parts, task="links").pairs
-    asked = [set(map(frozenset, pairs.ends[:, pairs.part == i].T.tolist())) for i in range(3)]
-    assert not asked[0] & (asked[1] | asked[2])
+    loss_rows = [set(map(frozenset, pairs.ends[:, pairs.part == i].T.tolist())) for i in range(3)]
+    assert not loss_rows[0] & (loss_rows[1] | loss_rows[2])
 
 
 def plain_scores(model, graph):
@@ -284,7 +285,7 @@ def test_buffers_and_frozen_weights_of_decode():
     trainer = Trainer(quick_config(chunks=4), graph=linked(), model=model)
     result = trainer.fit()
     assert torch.equal(model.lins[0].weight, before.double())
-    names = dict(trainer._ready()[2].executor.stage.piece.named_state())
+    names = dict(trainer._ready()[2].executor.stage.stage_module.named_state())
     assert {"scale", "lins.0.weight", "lins.1.bias", "conv1.bias"} <= names.keys()
     graph = linked()
     label, part = torch.from_numpy(graph.pairs.label), graph.pairs.part
@@ -429,9 +430,11 @@ def test_bad_pairs_are_told():
         with pytest.warns(UserWarning, match="loop"):
             Graph.from_pyg(full, task="links")
     for bad, words in (
-        ((), "no graphs"), ((parts[0], None, parts[2]), "a NoneType"), ({}, "no features x"),
+        ((), "no graphs"),
+        ((parts[0], None, parts[2]), "a NoneType"),
+        ({}, "no features x"),
         ("cora", "a str"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=words):
             Graph.from_pyg(bad, task="links")
     with pytest.raises(InputError, match="task 'link'"):
@@ -447,9 +450,16 @@ def test_bad_pairs_are_told():
 def test_by_name():
     """As the command line has it."""
     config = TrainConfig(
-        dataset="karate", task="links", epochs=60, out="off", quiet=True, model="sage", hidden=16,
-        dropout=0.0, eval_every=0,
-    )  # fmt: skip
+        dataset="karate",
+        task="links",
+        epochs=60,
+        out="off",
+        quiet=True,
+        model="sage",
+        hidden=16,
+        dropout=0.0,
+        eval_every=0,
+    )
     result = Trainer(config).fit()
     assert result.train_metric > 0.8
     with pytest.raises(InputError, match="--task"):
@@ -491,8 +501,15 @@ def test_learns_the_links_of_a_planted_partition():
     """Links are mostly within classes, and features tell the class."""
     config = TrainConfig(
         dataset="synthetic:planted:n=600,degree=12,classes=4,features=16,homophily=0.9,noise=1",
-        task="links", epochs=80, out="off", quiet=True, model="gcn", hidden=16, dropout=0.0,
-        chunks=4, eval_every=0,
-    )  # fmt: skip
+        task="links",
+        epochs=80,
+        out="off",
+        quiet=True,
+        model="gcn",
+        hidden=16,
+        dropout=0.0,
+        chunks=4,
+        eval_every=0,
+    )
     result = Trainer(config).fit()
     assert result.test_metric > 0.75

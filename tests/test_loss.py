@@ -23,9 +23,15 @@ def own_loss(shapes):
     for stages, shards, chunks in shapes:
         mesh = Mesh.join(stages, shards)
         run = TrainConfig(
-            layers=3, hidden=8, stages=stages, shards=shards, chunks=chunks, epochs=3,
-            dtype="float64", cache_dir="off",
-        )  # fmt: skip
+            layers=3,
+            hidden=8,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            epochs=3,
+            dtype="float64",
+            cache_dir="off",
+        )
         prepared = prepare(run, mesh, small_graph(), loss_fn=weighted)
         found += [c.largest for c in verify(prepared, mesh, 3)]
     return max(found)
@@ -61,9 +67,11 @@ def test_a_loss_that_is_no_sum_is_refused(loss, message):
 def only_one_class(logits, y):
     """A constant where a chunk has none of it, which some losses give."""
     chosen = y == 2
-    return F.cross_entropy(logits[chosen], y[chosen], reduction="sum") if chosen.any() else (
-        torch.zeros((), dtype=logits.dtype)
-    )  # fmt: skip
+    return (
+        F.cross_entropy(logits[chosen], y[chosen], reduction="sum")
+        if chosen.any()
+        else (torch.zeros((), dtype=logits.dtype))
+    )
 
 
 def test_a_chunk_that_the_loss_leaves_out_loses_no_gradient():
@@ -82,9 +90,15 @@ def test_a_chunk_that_the_loss_leaves_out_loses_no_gradient():
     weights = []
     for chunks in (1, 20):
         run = TrainConfig(
-            chunks=chunks, staleness="exact", epochs=2, lr=0.1, dtype="float64", out="off",
-            cache_dir="off", quiet=True,
-        )  # fmt: skip
+            chunks=chunks,
+            staleness="exact",
+            epochs=2,
+            lr=0.1,
+            dtype="float64",
+            out="off",
+            cache_dir="off",
+            quiet=True,
+        )
         trainer = Trainer(run, graph=graph, model=Rowwise(), loss_fn=only_one_class)
         trainer.fit()
         weights.append(trainer.model.state_dict())

@@ -96,9 +96,12 @@ def test_two_weights_and_a_bias_of_one_norm():
     grads = torch.autograd.grad(found.square().sum(), given)
     low = rounded(to_total)
     wanted = [
-        to_total.sum(0), rounded(low @ rounded(first)), rounded(low.t() @ rounded(x)),
-        rounded(low @ rounded(second)), rounded(low.t() @ rounded(y)),
-    ]  # fmt: skip
+        to_total.sum(0),
+        rounded(low @ rounded(first)),
+        rounded(low.t() @ rounded(x)),
+        rounded(low @ rounded(second)),
+        rounded(low.t() @ rounded(y)),
+    ]
     # Sums in another order may be rounded to the other side.
     for a, b in zip(grads, wanted, strict=True):
         assert torch.allclose(a, b, rtol=0.01, atol=0.01)
@@ -128,9 +131,15 @@ def losses_of(shape, kind):
         torch.manual_seed(0)
         module = OwnModel() if model == "own" else None
         config = quick_config(
-            model="gcn" if module else model, layers=4, hidden=8, stages=stages, shards=shards,
-            chunks=chunks, dtype="float32", matmul_dtype=kind,
-        )  # fmt: skip
+            model="gcn" if module else model,
+            layers=4,
+            hidden=8,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            dtype="float32",
+            matmul_dtype=kind,
+        )
         # Sparse features are not rounded, so it is the layers' products that differ.
         graph = small_graph(sparse=True)
         result = Trainer(config, graph=graph, model=module, mesh=mesh).fit()
@@ -187,17 +196,14 @@ FIRST, MIDDLE = (7, 16), (16, 12)
 SCORING = {
     "a linear map": (Chain(nn.Linear(7, 16), nn.Linear(16, 12), nn.Linear(12, 3)), {MIDDLE}),
     "behind a softmax": (
-        Chain(nn.Linear(7, 16), nn.Linear(16, 12), nn.Linear(12, 3), nn.LogSoftmax(1)), {MIDDLE},
+        Chain(nn.Linear(7, 16), nn.Linear(16, 12), nn.Linear(12, 3), nn.LogSoftmax(1)),
+        {MIDDLE},
     ),
     # These add up the narrower rows, so what the first map multiplies is dense.
-    "a convolution": (
-        Chain(GCNConv(7, 16), GCNConv(16, 12), GCNConv(12, 3)), {FIRST, MIDDLE},
-    ),
-    "two maps of one": (
-        Chain(SAGEConv(7, 16), SAGEConv(16, 12), SAGEConv(12, 3)), {FIRST, MIDDLE},
-    ),
+    "a convolution": (Chain(GCNConv(7, 16), GCNConv(16, 12), GCNConv(12, 3)), {FIRST, MIDDLE}),
+    "two maps of one": (Chain(SAGEConv(7, 16), SAGEConv(16, 12), SAGEConv(12, 3)), {FIRST, MIDDLE}),
     "an aggregation": (Chain(nn.Linear(7, 16), nn.Linear(16, 3), SimpleConv()), set()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCORING)
@@ -226,11 +232,17 @@ def test_a_model_without_a_map_to_round_is_told():
 @pytest.mark.parametrize(
     ("model", "layers", "sparse", "is_any"),
     [
-        ("gcn", 3, True, True), ("gcn", 2, True, False), ("gcn", 2, False, True),
-        ("sage", 2, True, False), ("gat", 2, True, True), ("gat", 1, True, False),
-        ("resgcn", 1, True, True), ("gcnii", 1, True, True), ("sage", 1, False, True),
+        ("gcn", 3, True, True),
+        ("gcn", 2, True, False),
+        ("gcn", 2, False, True),
+        ("sage", 2, True, False),
+        ("gat", 2, True, True),
+        ("gat", 1, True, False),
+        ("resgcn", 1, True, True),
+        ("gcnii", 1, True, True),
+        ("sage", 1, False, True),
     ],
-)  # fmt: skip
+)
 def test_a_built_in_model_tells_whether_it_rounds_anything(
     model, layers, sparse, is_any, monkeypatch
 ):
@@ -244,8 +256,8 @@ def test_a_built_in_model_tells_whether_it_rounds_anything(
     for module in ("products", "fused"):
         monkeypatch.setattr(f"gnnpipe.models.{module}.rounded", note)
     config = quick_config(
-        dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=8, epochs=1,
-    )  # fmt: skip
+        dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=8, epochs=1
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = Trainer(config, graph=small_graph(sparse=sparse))

@@ -22,24 +22,34 @@ def notes_of_two_stages():
         return Action(kind, stage, position, steps, peer), start, end
 
     first = EpochSpans(
-        10.0, 18.0, 18.0,
+        10.0,
+        18.0,
+        18.0,
         messages=[Message(("B", 1, 1), 100, 10, 16.0, 16.5)],
         sent_s={("F", 1, 0): 12.0, ("F", 1, 1): 14.0},
         actions=[
-            act("F", 0, 0, 10, 12), act("SEND_F", 0, 0, 12, 12.01, peer=1),
-            act("F", 0, 1, 12.01, 14), act("SEND_F", 0, 1, 14, 14.01, peer=1),
+            act("F", 0, 0, 10, 12),
+            act("SEND_F", 0, 0, 12, 12.01, peer=1),
+            act("F", 0, 1, 12.01, 14),
+            act("SEND_F", 0, 1, 14, 14.01, peer=1),
             act("B", 0, 1, 16, 18),
-        ], order=(0, 1),
-    )  # fmt: skip
+        ],
+        order=(0, 1),
+    )
     second = EpochSpans(
-        10.0, 18.0, 16.25,
+        10.0,
+        18.0,
+        16.25,
         messages=[Message(("F", 0, 0), 100, 10, 10, 12.0), Message(("F", 0, 1), 100, 10, 13, 14.5)],
         sent_s={("B", 0, 1): 16.2},
         actions=[
-            act("F", 1, 0, 10, 13), act("F", 1, 1, 13, 15.5), act("B", 1, 1, 15.5, 16.2),
+            act("F", 1, 0, 10, 13),
+            act("F", 1, 1, 13, 15.5),
+            act("B", 1, 1, 15.5, 16.2),
             act("SEND_B", 1, 1, 16.2, 16.25, peer=0),
-        ], order=(0, 1),
-    )  # fmt: skip
+        ],
+        order=(0, 1),
+    )
     return [first, second]
 
 
@@ -49,9 +59,7 @@ def test_spans_begin_at_zero_and_say_what_they_are():
     send = next(s for s in spans if s.kind == "SEND_F")
     assert (send.peer, send.size_bytes, send.chunk) == (1, 100, 0)
     waits = [(s.rank, s.start_s, s.end_s) for s in spans if s.kind == "WAIT"]
-    assert waits == [
-        (0, 6, 6.5), (1, 0, 2), (1, 3, 4.5), (1, 6.25, 8)
-    ]  # fmt: skip
+    assert waits == [(0, 6, 6.5), (1, 0, 2), (1, 3, 4.5), (1, 6.25, 8)]
     for rank in (0, 1):
         starts = [s.start_s for s in spans if s.rank == rank]
         assert starts == sorted(starts)
@@ -70,11 +78,14 @@ def test_the_last_shard_to_come_is_on_the_path():
     step = Action("STEP", 0)
     notes = [
         EpochSpans(
-            0, 6, 6, collectives=[Collective(begun, begun, 5)],
+            0,
+            6,
+            6,
+            collectives=[Collective(begun, begun, 5)],
             actions=[(step, 0, 5.5), (step, 5.5, 6)],
         )
         for begun in (1, 4)
-    ]  # fmt: skip
+    ]
     spans = measured_spans(notes, 2)
     first = [[s.is_critical for s in spans if s.rank == r and s.kind == "STEP"] for r in (0, 1)]
     # Shard 0 goes on last, but until 4 s it was shard 1 that both waited for.

@@ -13,7 +13,7 @@ from torch_geometric import nn as pyg
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
 from gnnpipe.tasks.loss import kept_by_loss, labels_of, loss_sum
@@ -44,21 +44,24 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     config = quick_config(layers=layers, hidden=HIDDEN, epochs=1, chunks=chunks, **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, graph, net)
-    assembly = assemble(prepared, mesh)
-    train_epoch(assembly, mesh, prepared.program_of(0), chunk_order(config, 0), 0)
+    rank_runtime = build_rank(prepared, mesh)
+    train_epoch(rank_runtime, mesh, prepared.program_of(0), chunk_order(config, 0), 0)
     monkeypatch.setattr(Stage, "forward", forward)
     # Masks are not for backward, but are written over by the next epoch's and not freed.
-    masks = {rows.masks for rows in assembly.executor.stage.rows if rows.masks is not None}
+    masks = {rows.masks for rows in rank_runtime.executor.stage.rows if rows.masks is not None}
     for one in masks:
         for _, mask, _ in one._made.values():
             keep(mask)
     # Those made once count as features, and tables as what they are.
-    stage = assembly.executor.stage
-    elsewhere = list(stage._once.values())
+    stage = rank_runtime.executor.stage
+    elsewhere = list(stage._precomputed.values())
     for history in stage.histories.values():
         elsewhere += [history.table, history._grads] if chunks > 1 else []
     features = {x.untyped_storage().data_ptr() for x in elsewhere}
-    weights = {p.untyped_storage().data_ptr() for p in assembly.executor.stage.piece.parameters()}
+    weights = {
+        p.untyped_storage().data_ptr()
+        for p in rank_runtime.executor.stage.stage_module.parameters()
+    }
     return sum(
         size
         for place, (_, size) in kept.items()
@@ -68,14 +71,14 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
 
 def in_tables(op, prepared):
     """Numbers that tables hold anyway, of what is kept for an op and of what it pushes."""
-    recompute, asked = prepared.config.recompute, prepared.asked
+    recompute, loss_rows = prepared.config.recompute, prepared.loss_rows
     if prepared.config.chunks == 1:
         return 0
     # What was aggregated is where its gradient will be, where a table has both.
     is_shared = op.name in shared_of(prepared)
-    found = is_shared * asked.rows_of(op.name, N) * op.push_width
+    found = is_shared * loss_rows.rows_of(op.name, N) * op.push_width
     # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
-    is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)
+    is_kept = not recompute or (op.holds_pushed and op.name not in loss_rows.ops)
     return found + bool(op.push_maker and is_kept) * N * op.push_width
 
 
@@ -108,11 +111,11 @@ def test_layers_keep_what_they_say(model, recompute, chunks, is_few, monkeypatch
     spared = [
         o.rows_spared_recomputed if recompute else o.rows_spared
         for o in ends
-        if o.name in prepared.once
+        if o.name in prepared.precomputed
     ]
-    assert bool(prepared.asked.ops) == (is_few and model != "gat")
-    last = prepared.asked.kept_numbers(ends[-1], N, recompute)
-    scores = 3 * prepared.asked.rows_of(ends[-1].name, N)
+    assert bool(prepared.loss_rows.ops) == (is_few and model != "gat")
+    last = prepared.loss_rows.kept_numbers(ends[-1], N, recompute)
+    scores = 3 * prepared.loss_rows.rows_of(ends[-1].name, N)
     there = sum(in_tables(o, prepared) for o in (*ends[:3], ends[-1])) - 4 * in_tables(op, prepared)
     beyond = 4 * N * (first - 2 * said - sum(spared)) + 4 * (last + scores - there)
     assert four - 4 * (eight - four) / 4 == pytest.approx(beyond, abs=4 * N * HIDDEN * 0.2)
@@ -292,8 +295,8 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     kept = kept_bytes(monkeypatch, 3, graph, chunks, NETS[name](), **settings)
     config = quick_config(layers=3, hidden=HIDDEN, chunks=chunks, **settings)
     prepared = prepare(config, Mesh.alone(), graph, NETS[name]())
-    ops, asked = prepared.model_graph.ops, prepared.asked
-    said = sum(asked.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
+    ops, loss_rows = prepared.model_graph.ops, prepared.loss_rows
+    said = sum(loss_rows.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
     said += 3 * int(graph.train_mask.sum())
     blocks = [op for op in ops if op.aggregates and not (op.is_linear or op.is_mean)]
     share = copied_rows(prepared.graph, prepared.chunking) / N
@@ -304,6 +307,6 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     # Recomputed, of what is handed to a last step that makes fewer rows there are no more than
     # those; which of it that is, the graph of ops does not tell.
     waiting = sum(op.kept_per_row_recomputed for op in ops if not op.aggregates)
-    spare = waiting * (N - asked.rows) if recompute and asked.ops else 0
+    spare = waiting * (N - loss_rows.rows) if recompute and loss_rows.ops else 0
     assert said - spare <= 1.15 * kept / 4
     assert kept / 4 <= 1.03 * said

@@ -18,13 +18,13 @@ from gnnpipe.models.sage import SAGELayer
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.plan import made_once
+from gnnpipe.plan import precomputed_aggregations
 from gnnpipe.profile.profile import take_profile
 from gnnpipe.profile.steps import measure_steps
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import row_blocks
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, prepare
 from gnnpipe.verify.verify import verify
@@ -49,8 +49,17 @@ OWN = {
     "own sgc": lambda: SGConv(7, 3, K=2),
     "own dropped": Dropped,
 }
-ONCE = {"gcn": 1, "sage": 1, "gcnii": 0, "resgcn": 0, "gat": 0,
-        "own gcn": 1, "own sage": 1, "own sgc": 1, "own dropped": 0}  # fmt: skip
+ONCE = {
+    "gcn": 1,
+    "sage": 1,
+    "gcnii": 0,
+    "resgcn": 0,
+    "gat": 0,
+    "own gcn": 1,
+    "own sage": 1,
+    "own sgc": 1,
+    "own dropped": 0,
+}
 
 
 def module_of(name, dtype=torch.float64):
@@ -67,7 +76,7 @@ def config(name="gcn", **settings):
 @pytest.mark.parametrize("name", ONCE)
 def test_which_aggregations_are_made_once(name):
     prepared = prepare(config(name), Mesh.alone(), small_graph(), module_of(name))
-    assert len(prepared.once) == ONCE[name]
+    assert len(prepared.precomputed) == ONCE[name]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,7 @@ def test_which_aggregations_are_made_once(name):
 )
 def test_when_they_are(settings, features, count):
     prepared = prepare(config(**settings), Mesh.alone(), small_graph(**features))
-    assert len(prepared.once) == count
+    assert len(prepared.precomputed) == count
 
 
 def test_several_shards_send_what_the_closed_form_says():
@@ -95,7 +104,7 @@ def test_several_shards_send_what_the_closed_form_says():
     prepared = prepare(config(), Mesh.alone(), small_graph())
     for shards, count in ((1, 1), (2, 0)):
         plan = replace(prepared.plan, shards=shards)
-        assert len(made_once(prepared.model_graph, plan, False)) == count
+        assert len(precomputed_aggregations(prepared.model_graph, plan, False)) == count
 
 
 def compare(shapes):
@@ -106,7 +115,7 @@ def compare(shapes):
         for name in ONCE:
             settings = config(name, stages=stages, chunks=chunks, staleness="exact")
             prepared = prepare(settings, mesh, small_graph(), module_of(name))
-            assert len(prepared.once) == ONCE[name]
+            assert len(prepared.precomputed) == ONCE[name]
             found.append((max(c.largest for c in verify(prepared, mesh, 3)), name, stages, chunks))
     return found
 
@@ -140,7 +149,7 @@ def test_an_epoch_has_two_products_less(name, recompute, monkeypatch):
     """Forward and backward of the first of three layers: 4 are left, and what comes once."""
     counts = [products(monkeypatch, name, e, recompute=recompute) for e in (2, 5)]
     assert counts[1] - counts[0] == 3 * 4
-    monkeypatch.setattr(Prepared, "once", frozenset())
+    monkeypatch.setattr(Prepared, "precomputed", frozenset())
     counts = [products(monkeypatch, name, e, recompute=recompute) for e in (2, 5)]
     assert counts[1] - counts[0] == 3 * 6
 
@@ -157,7 +166,7 @@ def test_training_and_scores_are_those_of_making_them_anew(name, monkeypatch):
     losses, scores, _ = trained(name, epochs=6, eval_every=1)
     again, _, _ = trained(name, epochs=6, eval_every=1, recompute=True)
     assert again == losses
-    monkeypatch.setattr(Prepared, "once", frozenset())
+    monkeypatch.setattr(Prepared, "precomputed", frozenset())
     plain, plain_scores, _ = trained(name, epochs=6, eval_every=1)
     assert losses == pytest.approx(plain, rel=1e-11)
     assert scores == plain_scores
@@ -169,7 +178,7 @@ def test_blocks_of_rows_read_their_part(monkeypatch):
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 10 * 8 * 8)
     found, _, trainer = trained("sage", epochs=4)
     assert trainer.plan.chunks == 6
-    assert len(trainer._setup()[1].once) == 1
+    assert len(trainer._setup()[1].precomputed) == 1
     assert found == pytest.approx(losses, rel=1e-11)
 
 
@@ -193,7 +202,7 @@ def test_pairs_are_scored_behind_them(name, chunks):
     given = replace(config(name, chunks=chunks, staleness="exact"), hidden=7)
     module = GraphSAGE(7, 7, 2).double() if name in OWN else None
     prepared = prepare(given, Mesh.alone(), graph, module)
-    assert len(prepared.once) == 1
+    assert len(prepared.precomputed) == 1
     assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
 
 
@@ -232,7 +241,7 @@ def test_layers_of_ones_own_say_what_they_push(kind, count):
     torch.manual_seed(0)
     model = GNN([kind(i, spec) for i in range(3)])
     prepared = prepare(config(), Mesh.alone(), small_graph(), model)
-    assert len(prepared.once) == count
+    assert len(prepared.precomputed) == count
     assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
 
 
@@ -264,7 +273,7 @@ def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
     monkeypatch.setattr("gnnpipe.profile.profile.measure_steps", watched)
     take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
     assert len(seen) > 0
-    assert all(prepared.report.exact and not prepared.once for prepared in seen)
+    assert all(prepared.report.exact and not prepared.precomputed for prepared in seen)
 
 
 def test_one_product_serves_all_that_add_up_the_same():
@@ -278,7 +287,7 @@ def test_one_product_serves_all_that_add_up_the_same():
             return self.last(sum(conv(x, edge_index) for conv in self.convs).relu())
 
     prepared = prepare(config(), Mesh.alone(), small_graph(), Thrice().double())
-    found = assemble(prepared, Mesh.alone()).executor.stage._once
+    found = build_rank(prepared, Mesh.alone()).executor.stage._precomputed
     assert len(found) == 3
     assert len({rows.data_ptr() for rows in found.values()}) == 1
 

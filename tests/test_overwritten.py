@@ -16,7 +16,7 @@ from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import chunk_order, prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
@@ -138,13 +138,13 @@ def trained(name, **settings):
     config = quick_config(epochs=EPOCHS, **kind, **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
         for e in range(EPOCHS)
     ]
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]
-    return losses, weights, evaluate(assembly, mesh)
+    return losses, weights, evaluate(rank_runtime, mesh)
 
 
 def watched(monkeypatch):

@@ -248,7 +248,8 @@ BAD = {
     "a short line": (replace_text("metrics.csv", "epoch,loss\n1\n2,0.5\n"), "line 2"),
     "a column twice": (replace_text("metrics.csv", "epoch,loss,loss\n1,1,1\n"), "one loss"),
     "a cell of a megabyte": (
-        replace_text("metrics.csv", "epoch,loss\n1," + "9" * 1_000_000), "metrics.csv",
+        replace_text("metrics.csv", "epoch,loss\n1," + "9" * 1_000_000),
+        "metrics.csv",
     ),
     "a result that is a list": (replace_text("result.json", "[]"), "result.json"),
     "half a result": (replace_text("result.json", '{"loss": '), "result.json"),
@@ -275,10 +276,8 @@ BAD = {
         lambda run: [os.remove(run / "trace.json"), (run / "trace.json").symlink_to("/dev/zero")],
         "no plain file",
     ),
-    "a file past all sizes": (
-        lambda run: os.truncate(run / "result.json", 300 << 20), "more than",
-    ),
-}  # fmt: skip
+    "a file past all sizes": (lambda run: os.truncate(run / "result.json", 300 << 20), "more than"),
+}
 
 
 @pytest.mark.parametrize(("spoil", "words"), BAD.values(), ids=BAD)
@@ -309,10 +308,13 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("model.pt", "something else"), ("", "give a file"), ("none/page.html", "cannot be"),
-        (".", "something else"), ("plan.json/page.html", "cannot be"),
+        ("model.pt", "something else"),
+        ("", "give a file"),
+        ("none/page.html", "cannot be"),
+        (".", "something else"),
+        ("plan.json/page.html", "cannot be"),
     ],
-)  # fmt: skip
+)
 def test_a_page_replaces_nothing_else(run, capsys, target, words):
     held = contents(run)
     save = str(run / target) if target else ""
@@ -325,8 +327,9 @@ def test_pictures_for_a_paper(run, capsys):
     pytest.importorskip("matplotlib")
     assert main(["report", str(run), "--png"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert names == [str(run / n) for n in
-                     ("report.html", "report-curves.png", "report-timeline.png")]  # fmt: skip
+    assert names == [
+        str(run / n) for n in ("report.html", "report-curves.png", "report-timeline.png")
+    ]
     for name in names[1:]:
         with open(name, "rb") as file:
             assert file.read(8) == b"\x89PNG\r\n\x1a\n"

@@ -28,9 +28,17 @@ def compare(
         mesh = Mesh.join(stages, shards)
         for model in models:
             config = TrainConfig(
-                model=model, layers=4, hidden=8, stages=stages, shards=shards,
-                chunks=chunks, dtype=dtype, epochs=epochs, cache_dir="off", **settings,
-            )  # fmt: skip
+                model=model,
+                layers=4,
+                hidden=8,
+                stages=stages,
+                shards=shards,
+                chunks=chunks,
+                dtype=dtype,
+                epochs=epochs,
+                cache_dir="off",
+                **settings,
+            )
             prepared = prepare(config, mesh, make(**(graph or {})))
             worst = max(verify(prepared, mesh, epochs), key=lambda c: c.largest)
             found.append((worst.largest, f"{model} ({stages},{shards},{chunks}) {worst}"))
@@ -51,7 +59,7 @@ def assert_equal(found, dtype):
         (8, {"staleness": "none", "epochs": 2}),
         (8, {"staleness": "exact", "epochs": 2}),
         (8, {"epochs": 5}),
-        (8, {"exact_epochs": 0, "scale_live_gradients": 1.5, "pilots_per_column": 4}),
+        (8, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
         (8, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
         (8, {"shuffle_chunks": True, "staleness": "none"}),
         (8, {"partitioner": "random", "dropout": 0.3}),

@@ -8,14 +8,14 @@ from torch_geometric.nn import GAT
 from gnnpipe import InputError, Trainer, info
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.gcn import GCNLayer
-from gnnpipe.models.layer_stack import LayerPiece
+from gnnpipe.models.layer_stack import LayerStageModule
 from gnnpipe.models.resgcn import ResGCNLayer
 from gnnpipe.models.sage import SAGELayer
-from gnnpipe.ops.in_place_rows import Place
 from gnnpipe.ops.norm_relu import norm_relu
+from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import chunk_order, prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
@@ -74,15 +74,15 @@ def trained(name, epochs=EPOCHS, chunks=CHUNKS, **settings):
     mesh = Mesh.alone()
     model = stack(name) if name in STACKS else None
     prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
-    assembly = assemble(prepared, mesh)
+    rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(assembly, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
         for e in range(epochs)
     ]
-    histories = assembly.executor.stage.histories.values()
+    histories = rank_runtime.executor.stage.histories.values()
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]
     drift = [h.drift.sums for h in histories if h.drift is not None]
-    return losses, [*weights, *(h.table for h in histories), *drift], evaluate(assembly, mesh)
+    return losses, [*weights, *(h.table for h in histories), *drift], evaluate(rank_runtime, mesh)
 
 
 def counted(monkeypatch):
@@ -90,7 +90,7 @@ def counted(monkeypatch):
     found, push = [], History.push
 
     def watched(self, chunk, rows):
-        found.append(Place.of(self.table, *self.rows(chunk)).holds(rows))
+        found.append(OutputBuffer.of(self.table, *self.rows(chunk)).holds(rows))
         push(self, chunk, rows)
 
     monkeypatch.setattr(History, "push", watched)
@@ -118,7 +118,7 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
     # Evaluation makes its rows there, too.
     expected = 0 if "comm_dtype" in settings else PLACES[name] * CHUNKS * (EPOCHS + 1)
     assert sum(made) == expected
-    monkeypatch.setattr(LayerPiece, "makes_in_place", lambda self, index: False)
+    monkeypatch.setattr(LayerStageModule, "makes_in_place", lambda self, index: False)
     made.clear()
     copied = trained(name, **settings)
     assert not any(made)
@@ -132,16 +132,16 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
 def test_who_makes_what_is_pushed(name):
     model = stack(name)
     count = len(STACKS[name])
-    piece = model.piece(0, count)
-    assert sum(piece.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
+    stage_module = model.stage_module(0, count)
+    assert sum(stage_module.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
     # In front of a stage there is nobody in the same one.
-    assert model.piece(2, count).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
+    assert model.stage_module(2, count).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
 
 
 def test_backward_finds_rows_that_other_chunks_stood_beside():
     table = torch.zeros(6, 4)
     norm, x = torch.nn.LayerNorm(4), torch.randn(3, 4, requires_grad=True)
-    made = norm_relu(norm, None, x, None, place=Place.of(table, 2, 5))
+    made = norm_relu(norm, None, x, None, output_buffer=OutputBuffer.of(table, 2, 5))
     assert torch.equal(table[2:5], made.detach())
     assert not table[[0, 1, 5]].any()
     table[:2] = 7.0
@@ -153,8 +153,8 @@ def test_backward_finds_rows_that_other_chunks_stood_beside():
 
 
 def test_an_empty_chunk_has_an_empty_place():
-    place = Place.of(torch.zeros(4, 3), 2, 2)
-    assert place.rows.shape == (0, 3)
+    output_buffer = OutputBuffer.of(torch.zeros(4, 3), 2, 2)
+    assert output_buffer.rows.shape == (0, 3)
 
 
 class Breaking(GCNLayer):
@@ -190,9 +190,9 @@ def test_widths_that_do_not_meet():
     first, second = (LayerSpec(7, 3, 2, hidden) for hidden in (16, 8))
     with pytest.raises(InputError, match=r"layer 1, GCNLayer, pushes rows of 8, but layer 0 makes"):
         GNN([GCNLayer(0, first), GCNLayer(1, second)])
-    norm, place = torch.nn.LayerNorm(4), Place.of(torch.zeros(6, 3), 2, 5)
+    norm, output_buffer = torch.nn.LayerNorm(4), OutputBuffer.of(torch.zeros(6, 3), 2, 5)
     with pytest.raises(ValueError, match=r"\[3, 4\] rows do not fit"):
-        norm_relu(norm, None, torch.randn(3, 4), None, place=place)
+        norm_relu(norm, None, torch.randn(3, 4), None, output_buffer=output_buffer)
 
 
 class WritingLater(Saying):

@@ -109,8 +109,12 @@ class PlainGAT(nn.Module):
 
 
 PLAIN = {
-    "gcn": PlainGCN, "sage": PlainSAGE, "gcnii": PlainGCNII, "resgcn": PlainResGCN, "gat": PlainGAT,
-}  # fmt: skip
+    "gcn": PlainGCN,
+    "sage": PlainSAGE,
+    "gcnii": PlainGCNII,
+    "resgcn": PlainResGCN,
+    "gat": PlainGAT,
+}
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -118,10 +122,15 @@ PLAIN = {
 def test_equals_plain_pyg_step_by_step(name, sparse):
     graph = small_graph(sparse=sparse, directed=True)
     config = TrainConfig(
-        model=name, layers=LAYERS, hidden=HIDDEN, dropout=0.0, epochs=12, eval_every=1,
+        model=name,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        dropout=0.0,
+        epochs=12,
+        eval_every=1,
         weight_decay=5e-4,
         out="off",
-    )  # fmt: skip
+    )
     trainer = Trainer(config, graph=graph)
     plain = PLAIN[name](trainer.model.stack(), graph)
     x = torch.from_numpy(graph.x.toarray() if sparse else graph.x)

@@ -82,29 +82,31 @@ def test_memory_estimate_falls_with_every_axis():
     plain = memory_by_rank(stale)[0]
     # A table and gradients, of the last layer for the rows that the loss asks for; then two tables.
     widths, n = [op.push_width for op in stale.model_graph.aggregations], stale.graph.num_vertices
-    assert stale.asked.ops == {stale.model_graph.ops[-1].name}
-    assert plain.history == 4 * (2 * n * sum(widths) - (n - stale.asked.rows) * widths[-1])
+    assert stale.loss_rows.ops == {stale.model_graph.ops[-1].name}
+    assert plain.history == 4 * (2 * n * sum(widths) - (n - stale.loss_rows.rows) * widths[-1])
     assert snapshot.history - plain.history == 4 * n * sum(widths)
 
 
 def test_memory_estimate_counts_pilots_and_kept_weights():
     plain = memory_by_rank(prepared(model="gcn", chunks=4, staleness="none"))[0]
-    pilots = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto"))[0]
+    probes = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto"))[0]
     both = memory_by_rank(prepared(model="gcn", chunks=4, staleness="auto", keep_weights="best"))[0]
     assert plain.weights % 4 == 0
-    assert pilots.weights == plain.weights // 4 * 5
+    assert probes.weights == plain.weights // 4 * 5
     assert both.weights == plain.weights // 4 * 6
-    assert pilots.structure > plain.structure
-    assert pilots.features > plain.features
+    assert probes.structure > plain.structure
+    assert probes.features > plain.features
     # Of every pilot what it pushed and what it read, for each aggregation but the last: it is not
     # read for pilots, for nothing follows.
     auto = prepared(model="gcn", chunks=4, staleness="auto")
     widths = [op.push_width for op in auto.model_graph.aggregations]
-    recalled = len(auto.pilots) * (2 * sum(widths) - widths[-1]) * 4
-    assert pilots.history == plain.history + recalled
+    recalled = len(auto.probes) * (2 * sum(widths) - widths[-1]) * 4
+    assert probes.history == plain.history + recalled
     # A stage that hands on to another reads for it.
-    cut = [memory_by_rank(prepared(model="gcn", chunks=4, staleness=s, stages=2))[0]
-           for s in ("none", "auto")]  # fmt: skip
+    cut = [
+        memory_by_rank(prepared(model="gcn", chunks=4, staleness=s, stages=2))[0]
+        for s in ("none", "auto")
+    ]
     first = prepared(model="gcn", chunks=4, staleness="auto", stages=2)
     widths = [op.push_width for op in first.model_graph.ops[: first.plan.stages[0][1]]]
-    assert cut[1].history == cut[0].history + 2 * len(first.pilots) * sum(widths) * 4
+    assert cut[1].history == cut[0].history + 2 * len(first.probes) * sum(widths) * 4

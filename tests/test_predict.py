@@ -14,7 +14,7 @@ from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import ChangedCosts
 from gnnpipe.profile.predict import run_costs
-from gnnpipe.schedule import PILOTS
+from gnnpipe.schedule import PROBES
 
 
 def test_one_rank_takes_the_sum_of_its_steps():
@@ -27,9 +27,9 @@ def test_one_rank_takes_the_sum_of_its_steps():
         for chunk in range(3)
         for step in range(prepared.plan.steps[0])
     )
-    once = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
-    pilots = sum(costs.pilot_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
-    assert made == pytest.approx(steps + once + pilots)
+    precomputed = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
+    probes = sum(costs.pilot_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
+    assert made == pytest.approx(steps + precomputed + probes)
 
 
 def normed(**changes):
@@ -48,13 +48,19 @@ def test_bytes_on_the_wires_are_the_closed_form(shape, has_norm):
         prepared.program, run_costs(prepared, profile_of(prepared.model_graph), 4)
     )
     sent = {"pipeline": 0, "graph": 0, "gradient": 0, "control": 0}
-    wires = {"SEND_F": "pipeline", "SEND_B": "pipeline", "EXCHANGE_F": "graph",
-             "EXCHANGE_B": "graph", "REDUCE_MEAN": "graph", "REDUCE_FIT": "control",
-             "REDUCE_GRAD": "gradient"}  # fmt: skip
+    wires = {
+        "SEND_F": "pipeline",
+        "SEND_B": "pipeline",
+        "EXCHANGE_F": "graph",
+        "EXCHANGE_B": "graph",
+        "REDUCE_MEAN": "graph",
+        "REDUCE_FIT": "control",
+        "REDUCE_GRAD": "gradient",
+    }
     for what in tasks.what:
         name = wires.get(what.kind)
         if name is not None:
-            sent["control" if what.position in PILOTS else name] += what.size_bytes
+            sent["control" if what.position in PROBES else name] += what.size_bytes
     assert sent | {"total": prepared.volume.total} == prepared.volume.to_dict()
 
 
@@ -69,9 +75,10 @@ def test_sums_of_the_fits_take_the_wire_and_no_device():
         assert tasks.duration_s[i] == costs.reduce_s(0, costs.fit_bytes(0)[0])
     for rank, speed in ((0, 0.5), (2, 1.0)):
         own = [
-            tasks.duration_s[i] for i, what in enumerate(tasks.what)
+            tasks.duration_s[i]
+            for i, what in enumerate(tasks.what)
             if what.kind == "FORECAST" and 2 * what.stage + what.shard == rank
-        ]  # fmt: skip
+        ]
         assert sum(own) == pytest.approx(costs.pilot_s("FORECAST", rank // 2, 0) / speed)
 
 

@@ -32,9 +32,7 @@ def test_every_rank_is_told_of_from_beginning_to_end(shape, tmp_path):
         worked = sum(s.end_s - s.start_s for s in own if s.kind != "WAIT")
         assert worked == timeline.busy_s()[rank]
         done = {(s.kind, s.chunk, step) for s in own for step in range(*s.steps)}
-        assert done == {
-            (way, c, step) for way in "FB" for c in range(chunks) for step in range(3)
-        }  # fmt: skip
+        assert done == {(way, c, step) for way in "FB" for c in range(chunks) for step in range(3)}
     critical = [s for s in spans if s.is_critical]
     times = {(s.start_s, s.end_s) for s in critical}  # an exchange is on the path of all shards
     assert sum(end - start for start, end in times) == timeline.makespan_s
@@ -51,6 +49,8 @@ def test_a_message_stands_with_the_rank_that_sends_it():
     _, spans = spans_of(chain(2, 1, shards=2), link_time_s=0.5)
     sent = {(s.kind, s.rank, s.peer, s.lane, s.size_bytes) for s in spans if "SEND" in s.kind}
     assert sent == {
-        ("SEND_F", 0, 2, "to 2", 8), ("SEND_F", 1, 3, "to 3", 8),
-        ("SEND_B", 2, 0, "to 0", 8), ("SEND_B", 3, 1, "to 1", 8),
-    }  # fmt: skip
+        ("SEND_F", 0, 2, "to 2", 8),
+        ("SEND_F", 1, 3, "to 3", 8),
+        ("SEND_B", 2, 0, "to 0", 8),
+        ("SEND_B", 3, 1, "to 1", 8),
+    }

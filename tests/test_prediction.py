@@ -38,14 +38,22 @@ def both_ways(shapes, module=None, **changes):
         runs = []
         for predict in (True, False):
             settings = {
-                "epochs": LEAST_EPOCHS, "layers": 4, "hidden": 8, "model": "gcnii",
-                "stages": stages, "shards": shards, "chunks": chunks, "dtype": "float32",
-            }  # fmt: skip
+                "epochs": LEAST_EPOCHS,
+                "layers": 4,
+                "hidden": 8,
+                "model": "gcnii",
+                "stages": stages,
+                "shards": shards,
+                "chunks": chunks,
+                "dtype": "float32",
+            }
             torch.manual_seed(0)
             trainer = Trainer(
-                quick_config(**settings | {"predict": predict} | changes), graph=small_graph(),
-                model=None if module is None else module(), mesh=mesh,
-            )  # fmt: skip
+                quick_config(**settings | {"predict": predict} | changes),
+                graph=small_graph(),
+                model=None if module is None else module(),
+                mesh=mesh,
+            )
             result = trainer.fit()
             state = {k: v.clone() for k, v in trainer.model.state_dict().items()}
             losses = [row.loss for row in result.history]
@@ -110,9 +118,10 @@ def own_blocks():
     """A convolution that runs on blocks, with messages."""
     from torch_geometric.nn import GATv2Conv, Sequential
 
-    return Sequential("x, edge_index", [
-        (GATv2Conv(7, 8), "x, edge_index -> x"), (GATv2Conv(8, 3), "x, edge_index -> x"),
-    ])  # fmt: skip
+    return Sequential(
+        "x, edge_index",
+        [(GATv2Conv(7, 8), "x, edge_index -> x"), (GATv2Conv(8, 3), "x, edge_index -> x")],
+    )
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "own model", "own blocks"])

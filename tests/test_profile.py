@@ -19,7 +19,7 @@ from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.profile.steps import measure_steps
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import PILOTS
+from gnnpipe.schedule import PROBES
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import prepare
 
@@ -33,11 +33,21 @@ def profile_of(model, **changes):
     ops = {op_kind(op): times for op in model.ops}
     compute = tuple(ComputeTimes(n, ops, part, part, 1e-9) for n in (1, 2))
     fields = {
-        "machine": "made up", "source": "by hand", "note": "", "device": "cpu", "dtype": "float32",
-        "comm_dtype": "same", "matmul_dtype": "same", "kernel": "auto",
-        "recompute": False, "threads": 1,
-        "compute": compute, "message": LINK, "exchange": LINK, "gradient_sum": LINK,
-    }  # fmt: skip
+        "machine": "made up",
+        "source": "by hand",
+        "note": "",
+        "device": "cpu",
+        "dtype": "float32",
+        "comm_dtype": "same",
+        "matmul_dtype": "same",
+        "kernel": "auto",
+        "recompute": False,
+        "threads": 1,
+        "compute": compute,
+        "message": LINK,
+        "exchange": LINK,
+        "gradient_sum": LINK,
+    }
     return Profile(**fields | changes)
 
 
@@ -217,9 +227,14 @@ def test_masks_are_part_of_an_epoch_of_one_chunk_too():
         profile = profile_of(prepared.model_graph)
         times = replace(profile.compute[0], begin=fitted.costs["begin"])
         costs = ProfiledCosts(
-            replace(profile, compute=(times,)), prepared.plan, prepared.model_graph,
-            chunk_sizes(prepared), number_bytes=4, row_bytes=4, ranks_at_once=1,
-        )  # fmt: skip
+            replace(profile, compute=(times,)),
+            prepared.plan,
+            prepared.model_graph,
+            chunk_sizes(prepared),
+            number_bytes=4,
+            row_bytes=4,
+            ranks_at_once=1,
+        )
         measured = max(s.time_s for s in some if list(s.parts) == ["begin"])
         assert measured > 1e-4, "masks of 6,000 x 128 x 3 entries"
         assert costs.begin_s(0, 0) == pytest.approx(measured, rel=0.5)
@@ -245,9 +260,17 @@ def bytes_of(shapes, model):
     found = []
     for stages, shards, chunks in shapes:
         config = TrainConfig(
-            model=model, layers=4, hidden=8, stages=stages, shards=shards, chunks=chunks,
-            epochs=2, out="off", cache_dir="off", quiet=True,
-        )  # fmt: skip
+            model=model,
+            layers=4,
+            hidden=8,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            epochs=2,
+            out="off",
+            cache_dir="off",
+            quiet=True,
+        )
         trainer = Trainer(config, graph=small_graph())
         counted = trainer.fit().comm_bytes_per_epoch
         found.append((counted, predicted_bytes(trainer._setup()[1])))
@@ -256,10 +279,14 @@ def bytes_of(shapes, model):
 
 def costs_of(prepared):
     return ProfiledCosts(
-        profile_of(prepared.model_graph), prepared.plan, prepared.model_graph,
-        chunk_sizes(prepared), number_bytes=prepared.dtype.itemsize,
-        row_bytes=prepared.row_dtype.itemsize, ranks_at_once=2,
-    )  # fmt: skip
+        profile_of(prepared.model_graph),
+        prepared.plan,
+        prepared.model_graph,
+        chunk_sizes(prepared),
+        number_bytes=prepared.dtype.itemsize,
+        row_bytes=prepared.row_dtype.itemsize,
+        ranks_at_once=2,
+    )
 
 
 def predicted_bytes(prepared):
@@ -268,8 +295,10 @@ def predicted_bytes(prepared):
     both = [(t.source, t.target) for t in plan.transfers]
     pipeline = sum(
         said.message_bytes("F", a, b, g, c) + said.message_bytes("B", b, a, g, c)
-        for a, b in both for g in shards for c in chunks
-    )  # fmt: skip
+        for a, b in both
+        for g in shards
+        for c in chunks
+    )
     graph = sum(
         said.exchange_bytes(way, stage, g, c, step)
         for way in "FB"
@@ -282,10 +311,10 @@ def predicted_bytes(prepared):
         2 * (plan.shards - 1) * said.gradient_bytes(s, (0, steps))
         for s, steps in enumerate(plan.steps)
     )
-    pilots = sum(
-        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PILOTS
+    probes = sum(
+        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PROBES
     )
-    return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": pilots}
+    return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 
 
 @pytest.mark.parametrize("model", ["gcnii", "sage"])
@@ -306,13 +335,13 @@ def test_costs_are_those_of_the_profile():
     assert rows + int(sizes.rows[""][0, 0]) == 34
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
     # The last op reads for the rows that the loss asks for, and makes no others.
-    assert prepared.asked.ops == {"gcn1"}
-    asked, into_asked = int(sizes.asked_rows[0, 1]), int(sizes.asked_edges[0, 1])
-    assert 0 < asked < rows
+    assert prepared.loss_rows.ops == {"gcn1"}
+    loss_rows, into_asked = int(sizes.find_loss_rows[0, 1]), int(sizes.asked_edges[0, 1])
+    assert 0 < loss_rows < rows
     # The middle step is of two ops: what one aggregated, and what the next one pushes.
     made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked
     assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + pushed)
-    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * asked + 1e-6 * into_asked)
+    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * loss_rows + 1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)
     assert said.link_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
@@ -323,9 +352,14 @@ def test_a_profile_of_something_else_is_refused():
     other = profile_of(prepared_of(model="sage").model_graph)
     with pytest.raises(InputError, match="profile: has no layer like gcn0"):
         ProfiledCosts(
-            other, prepared.plan, prepared.model_graph, chunk_sizes(prepared),
-            number_bytes=4, row_bytes=4, ranks_at_once=1,
-        )  # fmt: skip
+            other,
+            prepared.plan,
+            prepared.model_graph,
+            chunk_sizes(prepared),
+            number_bytes=4,
+            row_bytes=4,
+            ranks_at_once=1,
+        )
 
 
 def test_a_profile_without_links_is_refused_where_there_are_stages():
@@ -333,17 +367,22 @@ def test_a_profile_without_links_is_refused_where_there_are_stages():
     profile = profile_of(prepared.model_graph, message=None)
     with pytest.raises(InputError, match="torchrun"):
         ProfiledCosts(
-            profile, prepared.plan, prepared.model_graph, chunk_sizes(prepared),
-            number_bytes=4, row_bytes=4, ranks_at_once=1,
-        )  # fmt: skip
+            profile,
+            prepared.plan,
+            prepared.model_graph,
+            chunk_sizes(prepared),
+            number_bytes=4,
+            row_bytes=4,
+            ranks_at_once=1,
+        )
 
 
 def test_stale_rows_are_counted_as_they_are_read():
     """Their mean over orders is near what the orders give."""
-    from gnnpipe.setup.build import assemble
+    from gnnpipe.setup.build import build_rank
 
     prepared = prepared_of(graph=small_graph(400, 4), model="gcn", layers=2, chunks=6)
-    forecaster = assemble(prepared, Mesh.alone()).executor.forecaster
+    forecaster = build_rank(prepared, Mesh.alone()).executor.forecaster
     stale = next(iter(forecaster._stale.values()))
     stale._is_always[:] = False
     rng = np.random.default_rng(0)

@@ -7,9 +7,20 @@ from gnnpipe.cli.main import main
 from gnnpipe.perf import Profile
 
 SMALL = [
-    "profile", "--dataset", "karate", "--hidden", "8", "--model", "gcnii", "--layers", "3",
-    "--cache-dir", "off", "--device", "cpu",
-]  # fmt: skip
+    "profile",
+    "--dataset",
+    "karate",
+    "--hidden",
+    "8",
+    "--model",
+    "gcnii",
+    "--layers",
+    "3",
+    "--cache-dir",
+    "off",
+    "--device",
+    "cpu",
+]
 
 
 def test_a_profile_of_one_rank(tmp_path, capsys):

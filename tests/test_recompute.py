@@ -17,9 +17,16 @@ OURS = ("gcn", "sage", "gcnii", "resgcn", "gat")
 def losses_and_weights(shape, model, recompute, mesh=None, **more):
     stages, shards, chunks = shape
     config = quick_config(
-        model=model, layers=4, hidden=8, stages=stages, shards=shards, chunks=chunks,
-        dtype="float32", recompute=recompute, **more,
-    )  # fmt: skip
+        model=model,
+        layers=4,
+        hidden=8,
+        stages=stages,
+        shards=shards,
+        chunks=chunks,
+        dtype="float32",
+        recompute=recompute,
+        **more,
+    )
     trainer = Trainer(config, graph=small_graph(sparse=True), mesh=mesh)
     result = trainer.fit()
     return [row.loss for row in result.history], trainer.model.state_dict()

@@ -29,11 +29,20 @@ ROOT = Path(__file__).resolve().parents[1]
 def config(out, **settings):
     return TrainConfig(
         **{
-            "model": "gcnii", "layers": 4, "hidden": 8, "chunks": 6, "epochs": EPOCHS, "lr": 0.05,
-            "dropout": 0.5, "eval_every": 2, "cache_dir": "off", "quiet": True, "out": str(out),
+            "model": "gcnii",
+            "layers": 4,
+            "hidden": 8,
+            "chunks": 6,
+            "epochs": EPOCHS,
+            "lr": 0.05,
+            "dropout": 0.5,
+            "eval_every": 2,
+            "cache_dir": "off",
+            "quiet": True,
+            "out": str(out),
         }
         | settings
-    )  # fmt: skip
+    )
 
 
 def table(out):
@@ -51,10 +60,10 @@ def stop_after(epoch):
     """SIGTERM, as a scheduler sends it, while epoch ``epoch`` (from 1) is trained."""
     real = loop.train_epoch
 
-    def train(assembly, mesh, program, order, number):
+    def train(rank_runtime, mesh, program, order, number):
         if number + 1 == epoch:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(assembly, mesh, program, order, number)
+        return real(rank_runtime, mesh, program, order, number)
 
     return train
 
@@ -160,8 +169,9 @@ def test_two_checkpoints_remain_and_a_new_folder_leaves_the_old_one_alone(tmp_pa
     out, new = tmp_path / "run", tmp_path / "new"
     Trainer(config(out, epochs=7, checkpoint_every=2), small_graph()).fit()
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
-        "epoch-000006", "epoch-000007",
-    ]  # fmt: skip
+        "epoch-000006",
+        "epoch-000007",
+    ]
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
     run = resumed_config(out, {"epochs": EPOCHS, "out": str(new)})
     Trainer(run, small_graph(), resume=out).fit()
@@ -301,8 +311,11 @@ def test_restarts_need_a_folder(monkeypatch):
 def test_a_killed_rank_is_started_again_and_nothing_is_lost():
     found = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "kill_ranks.py"), "--times", "1", "--epochs", "16"],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -366,9 +379,9 @@ def test_what_the_optimizer_keeps_lies_as_its_weight_does(tmp_path, monkeypatch)
     seen = []
     whole = loop.load_tensors
 
-    def noted(stored, prepared, assembly, mesh):
-        found = whole(stored, prepared, assembly, mesh)
-        for weight, kept in assembly.executor.optimizer.state.items():
+    def noted(stored, prepared, rank_runtime, mesh):
+        found = whole(stored, prepared, rank_runtime, mesh)
+        for weight, kept in rank_runtime.executor.optimizer.state.items():
             seen.extend((value.stride(), weight.stride()) for value in kept.values() if value.dim())
         return found
 

@@ -189,16 +189,16 @@ def test_a_forged_state_is_one_line(name, tmp_path):
 def test_a_skipped_step_leaves_moving_statistics_alone(tmp_path, monkeypatch):
     from test_resume import normed
 
-    from gnnpipe.runtime.grad_clip import Guard
+    from gnnpipe.runtime.grad_clip import GradClip
 
-    real = Guard.passes
+    real = GradClip.passes
     seen = []
 
     def passes(self, loss):
         seen.append(loss)
         return real(self, float("nan") if len(seen) == 3 else loss)
 
-    monkeypatch.setattr(Guard, "passes", passes)
+    monkeypatch.setattr(GradClip, "passes", passes)
     model = normed()
     stats = []
     plain = loop.train_epoch

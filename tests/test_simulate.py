@@ -87,9 +87,14 @@ def test_pilot_rows_go_ahead_of_the_chunks(pilot):
 def test_one_chunk_on_shards_shows_its_exchanges(own_share):
     f, b, steps, wire = 2.0, 8.0, 5, 3.0
     costs = StatedCosts(
-        f, b, own_share=own_share, exchange_time_s=wire, reduce_time_s=7.0, update_time_s=1.0,
+        f,
+        b,
+        own_share=own_share,
+        exchange_time_s=wire,
+        reduce_time_s=7.0,
+        update_time_s=1.0,
         begin_time_s=0.5,
-    )  # fmt: skip
+    )
     timeline = timeline_of(chain(1, 1, layers_each=steps - 1, shards=3), costs)
     back = max(own_share * b, wire) + (1 - own_share) * b
     expected = 0.5 + steps * f + (steps - 1) * (wire + back) + b + 7.0 + 1.0
@@ -142,15 +147,20 @@ def test_a_slow_shard_is_waited_for():
 
 def test_the_critical_path_in_words():
     costs = StatedCosts(
-        forward_s=1.0, backward_s=1.0, link_time_s=50.0,
+        forward_s=1.0,
+        backward_s=1.0,
+        link_time_s=50.0,
         scale=lambda stage, shard, chunk: 25.0 if stage == 1 else 0.0,
-    )  # fmt: skip
+    )
     timeline = timeline_of(chain(3, 1, layers_each=1), costs)
     shares = critical_shares(timeline)
     assert list(shares) == [
-        "compute of stage 1", "transfer 0 to 1", "transfer 1 to 2", "transfer 2 to 1",
+        "compute of stage 1",
+        "transfer 0 to 1",
+        "transfer 1 to 2",
+        "transfer 2 to 1",
         "transfer 1 to 0",
-    ]  # fmt: skip
+    ]
     assert sum(shares.values()) == pytest.approx(1)
     names = ["layers 1 to 4", "layers 5 to 8", "layers 9 to 12"]
     assert critical_text(timeline, names, least=0.2) == (
@@ -174,8 +184,12 @@ def test_a_wire_serves_first_come_first_served_and_a_device_keeps_its_order():
     assert timeline.start_s[behind] == 11.0
     assert timeline.start_s[free] == 12.0
     assert [step.reason for step in timeline.critical_path()] == [
-        "start", "dependency", "resource", "dependency", "resource",
-    ]  # fmt: skip
+        "start",
+        "dependency",
+        "resource",
+        "dependency",
+        "resource",
+    ]
 
 
 def test_what_waits_for_ever_is_named():
@@ -285,8 +299,10 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
         steps, chunks = plan.steps[stage], plan.chunks
         done = sum(
             costs.step_s(way, stage, shard, chunk, step)
-            for way in "FB" for chunk in range(chunks) for step in range(steps)
-        )  # fmt: skip
+            for way in "FB"
+            for chunk in range(chunks)
+            for step in range(steps)
+        )
         mine = [
             timeline.tasks.duration_s[task]
             for task, on in enumerate(timeline.tasks.resource)
@@ -298,8 +314,9 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
         costs.message_bytes(way, *ends, shard, chunk)
         for t in plan.transfers
         for way, ends in (("F", (t.source, t.target)), ("B", (t.target, t.source)))
-        for shard in range(plan.shards) for chunk in range(plan.chunks)
-    )  # fmt: skip
+        for shard in range(plan.shards)
+        for chunk in range(plan.chunks)
+    )
 
 
 @settings(deadline=None, max_examples=80)

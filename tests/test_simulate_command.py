@@ -18,12 +18,7 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import sensitivity
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profile.predict import run_costs
-from gnnpipe.profile.scenario import (
-    GraphShape,
-    memory_of_shape,
-    scenario_of,
-    scenario_of_shape,
-)
+from gnnpipe.profile.scenario import GraphShape, memory_of_shape, scenario_of, scenario_of_shape
 from gnnpipe.profile.simulate import simulated
 
 SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
@@ -131,11 +126,9 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
     words = str(caught.value).split("by estimate ")[1].split(" fits")[0].split()
     wanted = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     tried = scenario_of_shape(
-        config_of(
-            stages=wanted["--stages"], shards=wanted["--shards"], chunks=wanted["--chunks"]
-        ),
+        config_of(stages=wanted["--stages"], shards=wanted["--shards"], chunks=wanted["--chunks"]),
         shape,
-    )  # fmt: skip
+    )
     assert max(tried.memory_bytes) <= need // 3
     with pytest.raises(InputError, match="nor does any shape on these 4 devices"):
         simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=1000))
@@ -192,8 +185,9 @@ def test_many_ranks_are_told_by_what_not_by_where():
     assert set(found.sensitivity) <= set(found.critical_path)
     assert all(
         -0.1 * found.critical_path[kind] - 1e-9 <= change < 0
-        for kind, change in found.sensitivity.items() if found.critical_path[kind] > 1e-6
-    )  # fmt: skip
+        for kind, change in found.sensitivity.items()
+        if found.critical_path[kind] > 1e-6
+    )
 
 
 def test_what_is_not_on_the_path_changes_nothing():
@@ -214,30 +208,40 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100"], ["--hardware 'h100'", "names no link", "like h100:100gbe"]),
         (["--hardware", "h100:"], ["names no link", "like h100:100gbe"]),
         (["--hardware", "p4:10gbe"], ["--hardware 'p4:10gbe'", "give a device and a link"]),
-        (["--hardware", "h100:10gbe", "--shape=" + SHAPE, "--dataset", "karate"],
-         ["--dataset karate", "goes with no --shape"]),
-        (["--hardware", "h100:10gbe", "--shape", "vertices=3,edges=10,features=1,classes=2"],
-         ["edges must be at most", "9"]),
+        (
+            ["--hardware", "h100:10gbe", "--shape=" + SHAPE, "--dataset", "karate"],
+            ["--dataset karate", "goes with no --shape"],
+        ),
+        (
+            ["--hardware", "h100:10gbe", "--shape", "vertices=3,edges=10,features=1,classes=2"],
+            ["edges must be at most", "9"],
+        ),
         (["--hardware", "h100:10gbe", "--cluster", "x.toml"], ["--cluster", "x.toml"]),
         (["--hardware", "h100:10gbe", "--json", ""], ["--json ''"]),
         (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "'no' is no folder"]),
         (["--hardware", "h100:10gbe", "--json", "."], ["--json '.'", "is there already"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",edges=2"], ["edges is given twice"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",stored=1e9"], ["at most vertices"]),
-        (["--hardware", "h100:10gbe", "--shape", "vertices=1e15,edges=1,features=1e5,classes=2"],
-         ["vertices times features must be at most"]),
-        (["--hardware", "h100:10gbe", "--shape", "vertices=3"],
-         ["--shape", "edges and features and classes missing", "vertices=1e6"]),
+        (
+            ["--hardware", "h100:10gbe", "--shape", "vertices=1e15,edges=1,features=1e5,classes=2"],
+            ["vertices times features must be at most"],
+        ),
+        (
+            ["--hardware", "h100:10gbe", "--shape", "vertices=3"],
+            ["--shape", "edges and features and classes missing", "vertices=1e6"],
+        ),
         (["--hardware", "h100:10gbe", "--shape", "vertexes=3"], ["did you mean 'vertices'"]),
         (["--hardware", "h100:10gbe", "--shape", "vertices=x"], ["vertices 'x'"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=-1"], ["halo must be"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",halo=nan"], ["halo must be"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE, "--chunks", "1001"], ["--chunks 1001"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE, "--stages", "9"], ["--stages 9"]),
-        (["--hardware", "h100:10gbe", "--shape", "vertices=3e9,edges=6e10,features=1,classes=2"],
-         ["rank 0 takes", "its device has 74.5 GiB", "fits; try that"]),
+        (
+            ["--hardware", "h100:10gbe", "--shape", "vertices=3e9,edges=6e10,features=1,classes=2"],
+            ["rank 0 takes", "its device has 74.5 GiB", "fits; try that"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dataset = [] if "--shape" in words else ["--dataset", "karate"]

@@ -37,8 +37,9 @@ def test_the_closed_forms_hold(variant, training, devices, iterations):
     # The first iteration has nothing to come in under.
     assert first == come + iteration_s(
         Training(training.layers, 0.0, 0.0, training.update_s, training.all_reduce),
-        variant, devices,
-    )  # fmt: skip
+        variant,
+        devices,
+    )
     assert makespan(training, variant, devices, iterations) == first + (iterations - 1) * each
 
 

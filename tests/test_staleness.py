@@ -22,11 +22,19 @@ EPOCHS = 4
 def config(**settings):
     return TrainConfig(
         **{
-            "model": "gcnii", "layers": 4, "hidden": 8, "chunks": 6, "epochs": EPOCHS, "lr": 0.05,
-            "dtype": "float64", "cache_dir": "off", "out": "off", "quiet": True,
+            "model": "gcnii",
+            "layers": 4,
+            "hidden": 8,
+            "chunks": 6,
+            "epochs": EPOCHS,
+            "lr": 0.05,
+            "dtype": "float64",
+            "cache_dir": "off",
+            "out": "off",
+            "quiet": True,
         }
         | settings
-    )  # fmt: skip
+    )
 
 
 def measured(shape, **settings):
@@ -104,13 +112,13 @@ def distance_to_exact(**settings):
     reference = Reference(prepared)
     for epoch in range(5):
         reference.train_epoch(epoch)
-    if len(prepared.pilots):
+    if len(prepared.probes):
         reference._forecast()
     seen = [t.clone() for t in reference.tables.values()]
     with torch.no_grad():
         reference._forward(5, exact=True)
     others = np.ones(graph.num_vertices, dtype=bool)
-    others[prepared.pilots] = False
+    others[prepared.probes] = False
     rows = torch.from_numpy(np.flatnonzero(others))
     pairs = zip(seen, reference.tables.values(), strict=True)
     return [float((a[rows] - b[rows]).norm() / b[rows].norm()) for a, b in pairs]

@@ -97,12 +97,7 @@ def slow_rank(shape, slow, staleness="none"):
     Stage.forward = napping
     backward, stage._backward = stage._backward, napping_back
     config = quick_config(
-        stages=stages,
-        shards=shards,
-        chunks=chunks,
-        layers=4,
-        staleness=staleness,
-        eval_every=0,
+        stages=stages, shards=shards, chunks=chunks, layers=4, staleness=staleness, eval_every=0
     )
     try:
         result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
@@ -138,7 +133,7 @@ def test_boundary_rows_travel_while_the_next_chunk_is_computed():
 
 
 def test_one_rank_computes_all_the_time():
-    (shares, _), = run_ranks(slow_rank, 1, (1, 1, 1), -1)  # fmt: skip
+    ((shares, _),) = run_ranks(slow_rank, 1, (1, 1, 1), -1)
     assert shares[0].compute_s == pytest.approx(shares[0].epoch_s, rel=0.05)
 
 

@@ -62,9 +62,7 @@ def test_a_viewer_can_draw_it(tmp_path):
     assert spans[0]["dur"] == 250_000  # microseconds
 
 
-@given(
-    st.lists(st.floats(0, 1e4), min_size=4, max_size=4).map(sorted),
-)
+@given(st.lists(st.floats(0, 1e4), min_size=4, max_size=4).map(sorted))
 def test_rounding_keeps_a_span_inside_another(tmp_path_factory, times):
     outer = Span(0, "F", times[0], times[3])
     inner = Span(0, "WAIT", times[1], times[2])
@@ -97,7 +95,7 @@ WRONG = {
     "half a step": lambda d: d["traceEvents"][-1]["args"].update(steps=[0, 0.5]),
     "a kind that is a number": lambda d: d["traceEvents"][-1].update(cat=1),
     "a lane that is null": lambda d: d["traceEvents"][-1]["args"].update(lane=None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spoil", WRONG.values(), ids=WRONG)

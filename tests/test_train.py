@@ -18,19 +18,43 @@ from gnnpipe.setup.prepare import chunk_order
 from gnnpipe.train.evaluate import Scores
 
 RESULT_KEYS = {
-    "dataset", "model", "layers", "hidden", "stages", "shards", "chunks", "world_size", "epochs",
-    "seed", "exact", "loss", "train_acc", "val_acc", "test_acc", "best_val_acc",
-    "test_acc_at_best_val", "best_epoch", "epoch_time_s", "comm_bytes_per_epoch",
-    "comm_bytes_closed_form", "peak_memory_bytes", "versions",
-}  # fmt: skip
+    "dataset",
+    "model",
+    "layers",
+    "hidden",
+    "stages",
+    "shards",
+    "chunks",
+    "world_size",
+    "epochs",
+    "seed",
+    "exact",
+    "loss",
+    "train_acc",
+    "val_acc",
+    "test_acc",
+    "best_val_acc",
+    "test_acc_at_best_val",
+    "best_epoch",
+    "epoch_time_s",
+    "comm_bytes_per_epoch",
+    "comm_bytes_closed_form",
+    "peak_memory_bytes",
+    "versions",
+}
 
 
 def losses(shape, epochs, **settings):
     stages, shards = shape
     config = TrainConfig(
-        stages=stages, shards=shards, epochs=epochs, eval_every=0, out="off", cache_dir="off",
+        stages=stages,
+        shards=shards,
+        epochs=epochs,
+        eval_every=0,
+        out="off",
+        cache_dir="off",
         **settings,
-    )  # fmt: skip
+    )
     result = Trainer(config, graph=small_graph(n=300, features=20)).fit()
     return [row.loss for row in result.history]
 
@@ -54,15 +78,28 @@ def _many_losses(shape, settings):
 def test_run_folder_is_whole_and_repeats(tmp_path):
     out = tmp_path / "run"
     config = TrainConfig(
-        dataset="karate", model="gcnii", layers=4, hidden=8, chunks=3, epochs=7, eval_every=3,
-        out=str(out), cache_dir="off",
-    )  # fmt: skip
+        dataset="karate",
+        model="gcnii",
+        layers=4,
+        hidden=8,
+        chunks=3,
+        epochs=7,
+        eval_every=3,
+        out=str(out),
+        cache_dir="off",
+    )
     result = Trainer(config).fit()
     names = {p.name for p in out.iterdir()}
     assert names == {
-        "config.toml", "plan.json", "program.txt", "metrics.csv", "result.json", "model.pt", "logs",
+        "config.toml",
+        "plan.json",
+        "program.txt",
+        "metrics.csv",
+        "result.json",
+        "model.pt",
+        "logs",
         "trace.json",
-    }  # fmt: skip
+    }
     trace = read_trace(out / "trace.json")
     assert trace.predicted == ()
     kinds = [(s.kind, s.steps) for s in trace.measured if s.kind != "WAIT"]
@@ -77,8 +114,12 @@ def test_run_folder_is_whole_and_repeats(tmp_path):
     assert set(written) >= RESULT_KEYS
     assert written["exact"] is False
     assert set(written["comm_bytes_per_epoch"]) == {
-        "pipeline", "graph", "gradient", "control", "total",
-    }  # fmt: skip
+        "pipeline",
+        "graph",
+        "gradient",
+        "control",
+        "total",
+    }
     assert written["peak_memory_bytes"][0] > 2**20
 
     values = TrainConfig.read_toml(out / "config.toml") | {"out": "off"}
@@ -104,9 +145,16 @@ def test_model_holds_the_trained_weights_and_predict_uses_the_graphs_order():
 
 def trained_weights(shape):
     config = TrainConfig(
-        model="gcnii", layers=4, hidden=8, stages=shape[0], shards=shape[1], chunks=4, epochs=3,
-        out="off", cache_dir="off",
-    )  # fmt: skip
+        model="gcnii",
+        layers=4,
+        hidden=8,
+        stages=shape[0],
+        shards=shape[1],
+        chunks=4,
+        epochs=3,
+        out="off",
+        cache_dir="off",
+    )
     trainer = Trainer(config, graph=small_graph())
     trainer.fit()
     return trainer.model.state_dict(), trainer.predict(), trainer.evaluate()
@@ -124,12 +172,12 @@ def test_every_rank_ends_with_all_weights():
 
 def test_techniques_follow_the_preset_unless_set_one_by_one():
     auto = TrainConfig(chunks=4).techniques
-    assert (auto.pilots_per_column, auto.exact_epochs, auto.snapshot_every) == (16, 1, 1)
+    assert (auto.probes_per_column, auto.exact_epochs, auto.snapshot_every) == (16, 1, 1)
     paper = TrainConfig(chunks=4, staleness="paper").techniques
-    assert paper.pilots_per_column == 0
+    assert paper.probes_per_column == 0
     short = TrainConfig(chunks=4, epochs=3, exact_epochs=3).techniques
     assert short.exact, "a run of exact epochs alone is an exact run"
-    assert not short.pilots_per_column
+    assert not short.probes_per_column
     assert (paper.shuffle_chunks, paper.snapshot_every, paper.scale_live_gradients) == (True, 23, 2)
     none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).techniques
     assert (none.shuffle_chunks, none.snapshot_every, none.scale_live_gradients) == (False, 5, 1)
@@ -138,8 +186,9 @@ def test_techniques_follow_the_preset_unless_set_one_by_one():
 
 def test_evaluation_drops_nothing_and_training_drops_anew_every_epoch():
     graph = small_graph()
-    config = TrainConfig(layers=2, hidden=8, dropout=0.5, lr=1e-30, weight_decay=0.0, epochs=3,
-                         out="off", quiet=True)  # fmt: skip
+    config = TrainConfig(
+        layers=2, hidden=8, dropout=0.5, lr=1e-30, weight_decay=0.0, epochs=3, out="off", quiet=True
+    )
     with_dropout = Trainer(config, graph=graph)
     without = Trainer(replace(config, dropout=0.0), graph=graph)
     torch.testing.assert_close(with_dropout.predict(), without.predict())
@@ -160,7 +209,7 @@ def test_chunks_are_walked_in_a_new_order_every_epoch():
 def test_best_epoch_is_the_first_with_the_best_validation_and_time_is_training_alone(monkeypatch):
     made = iter([(0.1, 0.4, 0.1), (0.2, 0.9, 0.2), (0.3, 0.9, 0.3), (0.4, 0.5, 0.4)])
 
-    def slow(assembly, mesh):
+    def slow(rank_runtime, mesh):
         time.sleep(0.2)
         scores = next(made)
         return Scores(*scores, *scores)

@@ -72,9 +72,9 @@ def test_pieces_grow_with_the_matrix(monkeypatch):
             seen.setattr(spmm, "_cut", lambda o, n, c=cut, s=sizes: s.append(n) or c(o, n))
             near(product(*parts)(draw(45, 7).to(HERE)), dense @ draw(45, 7), torch.float64)
         assert sizes == [longest]
-        pieces, _ = cut(parts[0], longest)
-        assert int((pieces.stops - pieces.starts).max()) == longest
-        assert pieces.num_apart <= max(2 * most, 2 * len(parts[1]) // 4)
+        stage_modules, _ = cut(parts[0], longest)
+        assert int((stage_modules.stops - stage_modules.starts).max()) == longest
+        assert stage_modules.num_apart <= max(2 * most, 2 * len(parts[1]) // 4)
 
 
 def test_rows_of_no_features():

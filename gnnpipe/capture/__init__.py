@@ -2,7 +2,8 @@
 
 ``trace`` records the model's forward as a graph of calls, with every convolution that can be
 lowered (``rules``) already taken apart; ``probe`` finds out on a small sample what each call does
-to rows, and that the recording computes what the model computes; ``captured`` and ``piece`` cut it.
+to rows, and that the recording computes what the model computes; ``captured`` and ``stage_module``
+cut it.
 """
 
 from gnnpipe.capture.captured import Captured, capture

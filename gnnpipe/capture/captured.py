@@ -31,7 +31,7 @@ from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.linear import is_linear
-from gnnpipe.capture.stage.piece import CapturedPiece
+from gnnpipe.capture.stage.stage_module import CapturedStageModule
 from gnnpipe.capture.trace import trace
 from gnnpipe.capture.trial.facts import Facts, probe
 from gnnpipe.capture.trial.sample_graph import make_sample
@@ -295,6 +295,6 @@ class Captured(Model):
             return structure, vertex_type, vertex_type
         return structure, *relation_ends(self._relations, structure)
 
-    def piece(self, first: int, last: int) -> CapturedPiece:
+    def stage_module(self, first: int, last: int) -> CapturedStageModule:
         """Ops first..last-1."""
-        return CapturedPiece(self, first, last)
+        return CapturedStageModule(self, first, last)

@@ -12,9 +12,21 @@ from torch import fx, nn
 from gnnpipe.graph.graph import Graph
 
 __all__ = [
-    "BY_HAND", "EDGES", "FEATURES", "OUT_OF_PLACE", "attribute", "called", "dropout_arguments",
-    "entry", "first_line", "input_name", "input_number", "is_input", "is_own", "line_of",
-]  # fmt: skip
+    "BY_HAND",
+    "EDGES",
+    "FEATURES",
+    "OUT_OF_PLACE",
+    "attribute",
+    "called",
+    "dropout_arguments",
+    "entry",
+    "first_line",
+    "input_name",
+    "input_number",
+    "is_input",
+    "is_own",
+    "line_of",
+]
 
 FEATURES, EDGES = "x", "edge_index"
 """Names of the recording's inputs, whatever the model calls them; others are ``EDGE_DATA``."""

@@ -24,9 +24,9 @@ from gnnpipe.capture.trial.perturb import names_of_weights, stir
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
+from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
-__all__ = ["PAIR_SCORES", "PairModel", "PairPiece"]
+__all__ = ["PAIR_SCORES", "PairModel", "PairStageModule"]
 
 PAIR_SCORES = "pair_scores"
 """The op that scores; its table holds the final rows."""
@@ -47,7 +47,7 @@ class PairModel(Model):
         self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
         """Of ``decode``: what each dropout drops, the names of its weights, and the numbers that
         autograd keeps of a pair."""
-        whole = inner.piece(0, num_ops)
+        whole = inner.stage_module(0, num_ops)
         told = {name for name, _ in whole.named_state()} | set(self.decode_weights)
         state = inner.module.state_dict(keep_vars=True).items()
         self.decode_buffers = tuple(
@@ -79,19 +79,19 @@ class PairModel(Model):
         """The inner model's."""
         return self.inner.module
 
-    def piece(self, first: int, last: int) -> Piece:
+    def stage_module(self, first: int, last: int) -> StageModule:
         """The inner model's ops, and behind them the scores."""
-        inner = self.inner.piece(first, min(last, self.num_ops))
-        return PairPiece(self, inner) if last > self.num_ops else inner
+        inner = self.inner.stage_module(first, min(last, self.num_ops))
+        return PairStageModule(self, inner) if last > self.num_ops else inner
 
 
-class PairPiece(Piece):
+class PairStageModule(StageModule):
     """The last stage: its ops of the inner model, then the scores.
 
     What leaves it is ``x`` [P_c, 1], the scores of a chunk's pairs, and ``rows`` [C, d].
     """
 
-    def __init__(self, model: PairModel, inner: Piece) -> None:
+    def __init__(self, model: PairModel, inner: StageModule) -> None:
         self._model, self._inner = model, inner
         scores = Aggregation(PAIR_SCORES, PAIRS, model.width, PAIRS, "")
         self.rounds = [*inner.rounds, (scores,)]
@@ -99,13 +99,13 @@ class PairPiece(Piece):
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """Run one step (see ``Piece``)."""
+        """Run one step (see ``StageModule``)."""
         if index < self._inner.num_steps:
             pushed, values = self._inner.step(index, values, received, rows)
             if index < self._inner.num_steps - 1:
                 return pushed, values
             return {PAIR_SCORES: values["x"]}, {"rows": values["x"]}
-        if rows.pilot:
+        if rows.is_probe:
             return {}, {}  # A forecast ends with the last table.
         found = received[PAIR_SCORES]
         assert found.block is not None
@@ -121,10 +121,10 @@ class PairPiece(Piece):
             scores = _Products.apply(found.rows, own, source, target)  # type: ignore[no-untyped-call]
         return {}, {"x": scores.reshape(-1, 1), "rows": own}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PairPiece:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PairStageModule:
         """The inner piece first: it knows which weights are another stage's, and not copied."""
         inner = copy.deepcopy(self._inner, memo)
-        return PairPiece(copy.deepcopy(self._model, memo), inner)
+        return PairStageModule(copy.deepcopy(self._model, memo), inner)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the inner ops, then those of ``decode``."""
@@ -179,8 +179,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: Tensor, own: Tensor, source: Tensor, target: Tensor) -> Tensor:
         ctx.save_for_backward(read, own, source, target)
-        pieces = zip(_split(source), _split(target), strict=True)
-        found = [(read[s] * own[t]).sum(1) for s, t in pieces]
+        stage_modules = zip(_split(source), _split(target), strict=True)
+        found = [(read[s] * own[t]).sum(1) for s, t in stage_modules]
         return torch.cat(found)
 
     @staticmethod

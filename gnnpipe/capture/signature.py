@@ -20,11 +20,11 @@ def edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[s
 
     ``InputError`` unless it takes features, edges and nothing else that is needed.
     """
-    asked = model
+    loss_rows = model
     if method == "encode" and isinstance(model, pyg.GAE):
-        asked, method = model.encoder, "forward"  # It hands on whatever it is given.
-    parameters = list(inspect.signature(getattr(asked, method)).parameters.values())
-    name = type(asked).__name__
+        loss_rows, method = model.encoder, "forward"  # It hands on whatever it is given.
+    parameters = list(inspect.signature(getattr(loss_rows, method)).parameters.values())
+    name = type(loss_rows).__name__
     # A second argument without a default takes the edges, whatever it is called.
     second = parameters[1] if len(parameters) > 1 else None
     if (

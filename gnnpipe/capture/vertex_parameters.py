@@ -15,9 +15,7 @@ from gnnpipe.capture.fx_names import attribute
 from gnnpipe.capture.markers import of_vertices
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights",
-]  # fmt: skip
+__all__ = ["check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights"]
 
 
 def mark_vertex_weights(

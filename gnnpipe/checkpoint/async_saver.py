@@ -24,7 +24,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from gnnpipe.checkpoint.retention import checkpoint_path, drop_old, sweep
 from gnnpipe.checkpoint.staging import StagedTensors
 from gnnpipe.checkpoint.writer import write_checkpoint
-from gnnpipe.checkpoint.writer_process import Beside
+from gnnpipe.checkpoint.writer_process import AsyncWriter
 from gnnpipe.files import how_to_write
 
 __all__ = ["Saver"]
@@ -88,7 +88,7 @@ class Saver:
         """
         self.run, self._kept, self._group, self._rank = run, kept, group, rank
         self._staged = StagedTensors()
-        self._beside = Beside(self._staged, cores)
+        self._beside = AsyncWriter(self._staged, cores)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._free_bytes = 0

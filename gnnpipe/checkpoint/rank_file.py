@@ -46,10 +46,12 @@ def write_rank_file(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> R
     for result in written:
         tensor = tensors[result.index.fqn]
         entries[result.index.fqn] = {
-            "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
-            "file": name, "offset": result.storage_data.offset,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "file": name,
+            "offset": result.storage_data.offset,
             "length": result.storage_data.length,
-        }  # fmt: skip
+        }
     return RankFile(name, checksum_of(folder / name), entries)
 
 

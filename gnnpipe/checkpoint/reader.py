@@ -19,10 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -46,9 +43,19 @@ MOST_TEXT_BYTES = 1 << 28
 """Of a manifest, or of the rows of so far."""
 _DTYPES = {
     str(t).removeprefix("torch."): t
-    for t in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64,
-              torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}  # fmt: skip
+    for t in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
 
 
 def metadata_of(tensors: Mapping[str, Mapping[str, Any]]) -> Metadata:
@@ -61,8 +68,8 @@ def metadata_of(tensors: Mapping[str, Mapping[str, Any]]) -> Metadata:
         size = torch.Size(entry["shape"])
         origin = torch.Size([0] * len(size))
         properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
-        piece = ChunkStorageMetadata(offsets=origin, sizes=size)
-        found[name] = TensorStorageMetadata(properties, size, [piece])
+        stage_module = ChunkStorageMetadata(offsets=origin, sizes=size)
+        found[name] = TensorStorageMetadata(properties, size, [stage_module])
         info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
         storage[MetadataIndex(name, origin)] = info
     return Metadata(found, storage_data=storage, storage_meta=StorageMeta())

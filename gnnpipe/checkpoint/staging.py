@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Place", "StagedTensors", "tensors_at"]
+__all__ = ["StagedTensors", "TensorPlace", "tensors_at"]
 
-Place = tuple[str, str, list[int], int]
+TensorPlace = tuple[str, str, list[int], int]
 """Name, dtype, shape and offset in bytes: plain, to be sent."""
 
 _ALIGNED_BYTES = 64
@@ -34,7 +34,7 @@ class StagedTensors:
         # However the run ends: nobody has to remember.
         weakref.finalize(self, os.close, self.handle)
         self.size_bytes = 0
-        self.places: list[Place] = []
+        self.places: list[TensorPlace] = []
         self._block: mmap.mmap | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class StagedTensors:
         return copies
 
 
-def tensors_at(block: mmap.mmap, places: Iterable[Place]) -> dict[str, Tensor]:
+def tensors_at(block: mmap.mmap, places: Iterable[TensorPlace]) -> dict[str, Tensor]:
     """The tensors that lie in ``block``, without a copy."""
     found = {}
     for name, word, shape, offset in places:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.errors import InputError
-from gnnpipe.models import Piece
+from gnnpipe.models import StageModule
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.mean import MeanHistory
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["draw_states", "load_tensors", "set_draw_states", "tensors_of"]
@@ -34,7 +34,7 @@ VERTICES, ROWS, MEAN, DRAWS = "vertices", "rows", "mean", "draws"
 
 def tensors_of(
     prepared: Prepared,
-    assembly: Assembly,
+    rank_runtime: RankRuntime,
     mesh: Mesh,
     kept: Mapping[str, Tensor],
     with_tables: bool,
@@ -43,20 +43,20 @@ def tensors_of(
 
     ``kept``: weights of the best epoch, by name; ``with_tables``: the history's, too.
     """
-    executor = assembly.executor
+    executor = rank_runtime.executor
     found: dict[str, Tensor] = {}
     if mesh.shard == 0:  # the shards of a stage hold the same weights
-        piece = executor.stage.piece
-        found |= {f"{WEIGHT}/{n}": t for n, t in piece.named_state()}
+        stage_module = executor.stage.stage_module
+        found |= {f"{WEIGHT}/{n}": t for n, t in stage_module.named_state()}
         found |= {f"{BEST}/{n}": t for n, t in kept.items()}
         if executor.forecaster is not None:
             before = executor.forecaster.before
             found |= {f"{BEFORE}/{n}": t for n, t in before.named_state()}
         assert executor.optimizer is not None
-        for name, parameter in _trained(piece):
+        for name, parameter in _trained(stage_module):
             for key, value in executor.optimizer.state[parameter].items():
                 found[f"{OPTIMIZER}/{name}/{key}"] = value
-    for name, history, kind in _histories(prepared, assembly) if with_tables else ():
+    for name, history, kind in _histories(prepared, rank_runtime) if with_tables else ():
         if isinstance(history, MeanHistory):
             if mesh.shard == 0:
                 found[f"{MEAN}/{name}"] = history.lasting
@@ -70,15 +70,15 @@ def tensors_of(
 
 
 def load_tensors(
-    stored: StoredCheckpoint, prepared: Prepared, assembly: Assembly, mesh: Mesh
+    stored: StoredCheckpoint, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh
 ) -> dict[str, Tensor]:
     """Take what this rank needs of a checkpoint; the weights of its best epoch, by name.
 
     Raises ``InputError`` where the checkpoint does not fit the run.
     """
-    executor = assembly.executor
-    piece = executor.stage.piece
-    own = dict(piece.named_state())
+    executor = rank_runtime.executor
+    stage_module = executor.stage.stage_module
+    own = dict(stage_module.named_state())
     _copy(stored, WEIGHT, own)
     if executor.forecaster is not None:
         # A run that has forecast nothing so far starts from weights that have not moved.
@@ -88,7 +88,7 @@ def load_tensors(
     assert executor.optimizer is not None
     is_fused = executor.optimizer.param_groups[0]["fused"]
     names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]
-    for name, parameter in _trained(piece):
+    for name, parameter in _trained(stage_module):
         start = f"{OPTIMIZER}/{name}/"
         values = stored.read([n for n in names if n.startswith(start)])
         executor.optimizer.state[parameter] = {
@@ -96,7 +96,7 @@ def load_tensors(
             n.removeprefix(start): _like(parameter, v) if v.dim() or is_fused else v
             for n, v in values.items()
         }
-    _load_histories(stored, prepared, assembly, mesh)
+    _load_histories(stored, prepared, rank_runtime, mesh)
     best = {name for name in own if f"{BEST}/{name}" in stored.tensors}
     values = stored.read([f"{BEST}/{name}" for name in best])
     return {n.removeprefix(f"{BEST}/"): v.to(mesh.device) for n, v in values.items()}
@@ -110,12 +110,12 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _load_histories(
-    stored: StoredCheckpoint, prepared: Prepared, assembly: Assembly, mesh: Mesh
+    stored: StoredCheckpoint, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh
 ) -> None:
     """Fill the tables, halo rows and all, from the rows of whatever ranks there were."""
     if not _has(stored, ROWS) and not _has(stored, MEAN):
         return  # It was left out, or the run so far had none: the tables stay as they are, zero.
-    for name, history, kind in _histories(prepared, assembly):
+    for name, history, kind in _histories(prepared, rank_runtime):
         if isinstance(history, MeanHistory):
             history.settle_at(stored.read([f"{MEAN}/{name}"])[f"{MEAN}/{name}"].to(mesh.device))
             continue
@@ -130,8 +130,9 @@ def _load_histories(
             both = stored.read([part, which])
             rows, numbers = both[part], both[which]
             is_known = len(numbers) == len(rows) and rows.shape[1:] == history.lasting.shape[1:]
-            if not is_known or (len(numbers) and not 0 <= int(numbers.min())
-                                <= int(numbers.max()) < len(place)):  # fmt: skip
+            if not is_known or (
+                len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(place)
+            ):
                 raise InputError(f"{stored.path}: {part!r} is of another model or graph")
             to = torch.from_numpy(place)[numbers]
             chosen = to >= 0
@@ -143,17 +144,17 @@ def _load_histories(
             )
 
 
-def _histories(prepared: Prepared, assembly: Assembly) -> Iterator[tuple[str, History, str]]:
+def _histories(prepared: Prepared, rank_runtime: RankRuntime) -> Iterator[tuple[str, History, str]]:
     """Those whose rows outlast an epoch: name, history, type of what is pushed."""
     if prepared.report.exact:
         return
     kinds = {op.name: op.pushed_type for op in prepared.model_graph.aggregations}
-    for name, history in assembly.executor.stage.histories.items():
+    for name, history in rank_runtime.executor.stage.histories.items():
         yield name, history, kinds[name]
 
 
-def _trained(piece: Piece) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in piece.named_parameters() if p.requires_grad]
+def _trained(stage_module: StageModule) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in stage_module.named_parameters() if p.requires_grad]
 
 
 def _has(stored: StoredCheckpoint, kind: str) -> bool:

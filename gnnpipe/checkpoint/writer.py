@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnpipe.checkpoint.rank_file import RankFile, checksum_of, write_rank_file
 from gnnpipe.checkpoint.reader import MANIFEST, VERSION, metadata_of
-from gnnpipe.checkpoint.writer_process import Beside
+from gnnpipe.checkpoint.writer_process import AsyncWriter
 
 __all__ = ["is_aside", "write_checkpoint"]
 
@@ -35,7 +35,7 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor] | Exception,
     texts: Mapping[str, str],
     group: dist.ProcessGroup | None,
-    beside: Beside | None = None,
+    beside: AsyncWriter | None = None,
 ) -> None:
     """Write this rank's ``tensors`` (on the CPU), and of the first rank ``texts``, to ``path``.
 
@@ -90,8 +90,11 @@ def _finish(path: Path, aside: Path, parts: Sequence[RankFile], texts: Mapping[s
         held = aside / part.name
         last = max(entry["offset"] + entry["length"] for entry in part.tensors.values())
         if not held.is_file() or held.stat().st_size < last:
-            raise OSError(0, "what other ranks have written is not there; --out must be on a disk "
-                             "that all ranks share")  # fmt: skip
+            raise OSError(
+                0,
+                "what other ranks have written is not there; --out must be on a disk "
+                "that all ranks share",
+            )
         tensors |= part.tensors
     _write_whole(aside / _TORCHS_TABLE, pickle.dumps(metadata_of(tensors)))
     for name, text in texts.items():

@@ -30,7 +30,7 @@ from torch.serialization import set_crc32_options
 from gnnpipe.checkpoint.rank_file import RankFile, write_rank_file
 from gnnpipe.checkpoint.staging import StagedTensors, tensors_at
 
-__all__ = ["Beside", "serve"]
+__all__ = ["AsyncWriter", "serve"]
 
 WORTH_BYTES = 16 << 20
 """Less is written by the rank itself: the process takes two seconds and 265 MiB to start."""
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 _PATIENCE_S, _SLOW_BYTES_PER_S = 5.0, 50e6
 
 
-class Beside:
+class AsyncWriter:
     """The rank's side; where the process is not there (yet, or any more) there is no answer."""
 
     def __init__(self, staged: StagedTensors, cores: Collection[int] = ()) -> None:
@@ -76,10 +76,13 @@ class Beside:
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                pass_fds=(self._staged.handle,), text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                pass_fds=(self._staged.handle,),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for those who train.
-            )  # fmt: skip
+            )
             weakref.finalize(self, _end, self._process)
 
     def hurry(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, TextIO
 
-from gnnpipe.cli.parser import Words, may_speak, one_line, reader
+from gnnpipe.cli.parser import Parser, may_speak, one_line, reader
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.config.train_config import check_stages, check_verifiable
@@ -45,80 +45,99 @@ def add_profile_flags(command: argparse.ArgumentParser) -> None:
 def add_simulate_flags(command: argparse.ArgumentParser) -> None:
     """What is simulated, on what, and where the answer goes."""
     command.add_argument(
-        "--shape", metavar="N=V,...",
+        "--shape",
+        metavar="N=V,...",
         help="simulate no dataset but a graph in numbers, shared out evenly: vertices=..,edges=..,"
         "features=..,classes=.. and maybe halo=.. (rows of other shards read for each own row, "
         "default 1) and stored=.. (numbers that sparse features hold)",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--hardware", metavar="DEVICE:LINK", help=f"by data sheets instead of --profile: {SHEETS}"
     )
     command.add_argument(
-        "--cluster", metavar="FILE",
+        "--cluster",
+        metavar="FILE",
         help="TOML file of devices (speed, memory) and links; without it every rank is as the "
         "profile says",
-    )  # fmt: skip
+    )
     command.add_argument("--json", metavar="FILE", help="also write the answer there (JSON)")
 
 
 GROUPS = (
-    "data", "model", "training", "evaluation", "shape", "staleness", "ranks", "output",
+    "data",
+    "model",
+    "training",
+    "evaluation",
+    "shape",
+    "staleness",
+    "ranks",
+    "output",
     "checkpoints",
-)  # fmt: skip
+)
 
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
 """Where ``verify`` differs from ``train``."""
 
 
-def _parser() -> tuple[Words, dict[str, Words]]:
-    parser = Words(
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(
         prog="gnnpipe",
         description="Train deep graph neural networks on the whole graph, on one device or many.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gnnpipe {version('gnnpipe')}")
-    commands = parser.add_subparsers(dest="command", parser_class=Words)
+    commands = parser.add_subparsers(dest="command", parser_class=Parser)
     train = commands.add_parser("train", help="train a model", allow_abbrev=False)
     info = commands.add_parser(
-        "info", help="graph, cut, memory and bytes of a shape, before any training",
+        "info",
+        help="graph, cut, memory and bytes of a shape, before any training",
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     info.add_argument("--list", action="store_true", help="list the datasets known by name")
     verify = commands.add_parser(
-        "verify", help="train a shape and one device, compare losses and gradients",
+        "verify",
+        help="train a shape and one device, compare losses and gradients",
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     verify.add_argument(
-        "--tolerance", type=reader(float), metavar="FLOAT",
+        "--tolerance",
+        type=reader(float),
+        metavar="FLOAT",
         help="largest relative difference allowed (default 1e-9 in float64, 1e-5 in float32)",
-    )  # fmt: skip
+    )
 
     train.add_argument(
-        "--seeds", type=reader(int), metavar="INT",
+        "--seeds",
+        type=reader(int),
+        metavar="INT",
         help="train so many times, from --seed on, and print mean and deviation",
-    )  # fmt: skip
+    )
     train.add_argument(
-        "--resume", metavar="DIR",
+        "--resume",
+        metavar="DIR",
         help="go on with the run in this folder, from its newest whole checkpoint; other flags "
         "change its settings from there on",
-    )  # fmt: skip
+    )
     profile = commands.add_parser(
-        "profile", help="measure what this machine takes for a model and its links",
+        "profile",
+        help="measure what this machine takes for a model and its links",
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     add_profile_flags(profile)
     tried = commands.add_parser(
-        "simulate", help="what an epoch would take, in any shape, on devices that are not here",
+        "simulate",
+        help="what an epoch would take, in any shape, on devices that are not here",
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     add_simulate_flags(tried)
     page = commands.add_parser("report", help="make a page of a run folder", allow_abbrev=False)
     add_flags(page)
     both = commands.add_parser(
-        "compare", help="set the scores of two runs, or of their seeds, side by side",
+        "compare",
+        help="set the scores of two runs, or of their seeds, side by side",
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     add_compare_flags(both)
     health = commands.add_parser(
         "doctor", help="look whether this machine has what a run needs", allow_abbrev=False
@@ -128,9 +147,15 @@ def _parser() -> tuple[Words, dict[str, Words]]:
         command.add_argument("--config", help="TOML file with any of the settings below")
         _add_settings(command, VERIFY_DEFAULTS if command is verify else {})
     return parser, {
-        "train": train, "info": info, "verify": verify, "profile": profile, "report": page,
-        "compare": both, "doctor": health, "simulate": tried,
-    }  # fmt: skip
+        "train": train,
+        "info": info,
+        "verify": verify,
+        "profile": profile,
+        "report": page,
+        "compare": both,
+        "doctor": health,
+        "simulate": tried,
+    }
 
 
 def _add_settings(command: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -266,9 +291,15 @@ def _main(arguments: Sequence[str] | None) -> int:
             known = ", ".join(commands)
             raise InputError(f"gnnpipe: give a command: {known}; see `gnnpipe --help`")
         run = {
-            "train": _train, "info": _info, "verify": _verify, "profile": _profile,
-            "report": report, "compare": compare, "doctor": doctor, "simulate": _simulate,
-        }  # fmt: skip
+            "train": _train,
+            "info": _info,
+            "verify": _verify,
+            "profile": _profile,
+            "report": report,
+            "compare": compare,
+            "doctor": doctor,
+            "simulate": _simulate,
+        }
         return run[options.command](options)
     except LostRankError as error:
         _stay()

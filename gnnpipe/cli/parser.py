@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 
-__all__ = ["Words", "may_speak", "one_line", "reader"]
+__all__ = ["Parser", "may_speak", "one_line", "reader"]
 
 KINDS = {"int": ("a whole number", "16"), "float": ("a number", "0.01")}
 
 
-class Words(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -34,7 +34,7 @@ class Words(argparse.ArgumentParser):
         raise InputError(f"{message}; see `{self.prog} --help`")
 
     def refuse(
-        self, unknown: Sequence[str], words: Sequence[str], commands: Mapping[str, Words]
+        self, unknown: Sequence[str], words: Sequence[str], commands: Mapping[str, Parser]
     ) -> NoReturn:
         """``unknown`` of the ``words`` are no flags: the first, with what may have been meant."""
         word = unknown[0]

@@ -41,9 +41,14 @@ def setting(
 ) -> Any:
     """A field with its help text and its border: low <= v <= high, above < v < below."""
     meta = {
-        "help": text, "group": group, "low": low, "above": above, "below": below,
-        "high": high, "choices": choices,
-    }  # fmt: skip
+        "help": text,
+        "group": group,
+        "low": low,
+        "above": above,
+        "below": below,
+        "high": high,
+        "choices": choices,
+    }
     return field(default=default, metadata=meta)
 
 

@@ -46,7 +46,7 @@ class Techniques:
     scale_live_gradients: float
     exact: bool
     """Walk layer by layer, so that nothing is stale."""
-    pilots_per_column: int = 0
+    probes_per_column: int = 0
     """Pilot rows of the forecast, for each of the F + 1 numbers in a column of an affine map on
     rows of width F; 0: no forecast."""
     exact_epochs: int = 0
@@ -60,7 +60,7 @@ class Techniques:
 PRESETS = {
     "none": Techniques(False, 1, 1.0, False),
     "paper": Techniques(True, 23, 2.0, False),
-    "auto": Techniques(True, 1, 1.5, False, pilots_per_column=16, exact_epochs=1, exact_above=3.0),
+    "auto": Techniques(True, 1, 1.5, False, probes_per_column=16, exact_epochs=1, exact_above=3.0),
     "exact": Techniques(False, 1, 1.0, True),
 }
 
@@ -70,9 +70,10 @@ class RunSettings:
     """The part of ``TrainConfig`` that is not about the model or its training."""
 
     out: str = setting(
-        "", "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
+        "",
+        "folder of the run (default runs/<dataset>-<model>-<time>; 'off' writes none)",
         group="output",
-    )  # fmt: skip
+    )
     quiet: bool = setting(False, "print nothing while training", group="output")
     predict: bool = setting(
         True,
@@ -80,13 +81,16 @@ class RunSettings:
         "short profile taken before the first epoch (about 2 s, or 5 % of the run's time; not on "
         "GPUs, nor for less than 10 epochs)",
         group="output",
-    )  # fmt: skip
+    )
     profile: str = setting(
         "", "predict from this file of `gnnpipe profile --save` instead", group="output"
     )
-    device: str = setting("auto", "auto, cpu or cuda (one GPU a rank, of those that "
-                           "CUDA_VISIBLE_DEVICES names)", group="ranks",
-                           choices=("auto", "cpu", "cuda"))  # fmt: skip
+    device: str = setting(
+        "auto",
+        "auto, cpu or cuda (one GPU a rank, of those that CUDA_VISIBLE_DEVICES names)",
+        group="ranks",
+        choices=("auto", "cpu", "cuda"),
+    )
     kernel: str = setting(
         "auto",
         "what multiplies the adjacency with rows: embedding-bag, csr (torch's), torch-sparse (if "
@@ -94,25 +98,29 @@ class RunSettings:
         "run, and with it the last digits), or auto: embedding-bag on CPUs, triton on GPUs",
         group="ranks",
         choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse", "triton"),
-    )  # fmt: skip
+    )
     timeout_s: float = setting(
         120.0,
         "seconds a rank waits for another before the run is ended; one that gives no sign of life "
         "is given up after an eighth of it",
-        group="ranks", above=0, high=1e6,
-    )  # fmt: skip
+        group="ranks",
+        above=0,
+        high=1e6,
+    )
 
     check_weights: bool = setting(
-        False, "whenever the model is evaluated, compare the weights that shards hold in common",
+        False,
+        "whenever the model is evaluated, compare the weights that shards hold in common",
         group="ranks",
-    )  # fmt: skip
+    )
 
     checkpoint_every: int | None = setting(
         None,
         "epochs from one checkpoint to the next (default: as many as take about ten minutes; 0: "
         "none, except when the run is told to stop)",
-        group="checkpoints", low=0,
-    )  # fmt: skip
+        group="checkpoints",
+        low=0,
+    )
     keep: int = setting(
         2, "checkpoints that remain; older ones are removed", group="checkpoints", low=1
     )
@@ -121,13 +129,14 @@ class RunSettings:
         "keep the history tables in checkpoints; without them they are small, and the first epoch "
         "after --resume is walked exactly, to fill the tables again",
         group="checkpoints",
-    )  # fmt: skip
+    )
     time_limit_s: float = setting(
         0.0,
         "seconds after which the run writes a checkpoint and ends with exit code 75, as it does on "
         "SIGTERM (0: no limit)",
-        group="checkpoints", low=0,
-    )  # fmt: skip
+        group="checkpoints",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +147,10 @@ class TrainConfig(RunSettings):
     """
 
     dataset: str = setting(
-        "debian", "graph to train on: a name (see `gnnpipe info --list`) or a path to an .npz file",
+        "debian",
+        "graph to train on: a name (see `gnnpipe info --list`) or a path to an .npz file",
         group="data",
-    )  # fmt: skip
+    )
     data_dir: str = setting("", "folder that holds downloaded datasets", group="data")
     split: str = setting(
         "given",
@@ -154,8 +164,9 @@ class TrainConfig(RunSettings):
         "labels",
         "what is learned: labels of the vertices, or links: which pairs of vertices are joined by "
         "an edge (--split is then that of the edges; 'given' is 85/5/10)",
-        group="data", choices=("labels", "links"),
-    )  # fmt: skip
+        group="data",
+        choices=("labels", "links"),
+    )
 
     model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
     layers: int = setting(2, "number of GNN layers L", group="model", low=1, high=10_000)
@@ -164,49 +175,70 @@ class TrainConfig(RunSettings):
     dropout: float = setting(0.5, "dropout probability", group="model", low=0, below=1)
     alpha: float = setting(0.1, "gcnii: share of h0 in every layer", group="model", low=0, below=1)
     theta: float = setting(
-        0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
-        group="model", above=0,
-    )  # fmt: skip
+        0.5,
+        "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
+        group="model",
+        above=0,
+    )
 
     epochs: int = setting(200, "epochs to train", group="training", low=1)
     lr: float = setting(0.01, "learning rate (Adam)", group="training", above=0)
     weight_decay: float = setting(0.0, "L2 penalty (Adam)", group="training", low=0)
-    seed: int = setting(0, "seed of weights, dropout, chunk order and splits",
-                         group="training", low=0, high=2**32 - 1)  # fmt: skip
-    dtype: str = setting("float32", "number type of weights and rows (features: of float32)",
-                         group="training", choices=("float32", "float64"))  # fmt: skip
+    seed: int = setting(
+        0,
+        "seed of weights, dropout, chunk order and splits",
+        group="training",
+        low=0,
+        high=2**32 - 1,
+    )
+    dtype: str = setting(
+        "float32",
+        "number type of weights and rows (features: of float32)",
+        group="training",
+        choices=("float32", "float64"),
+    )
     matmul_dtype: str = setting(
-        "same", "number type of products with weights, but for the last: same (as --dtype), or "
+        "same",
+        "number type of products with weights, but for the last: same (as --dtype), or "
         "bf16 (8 bits of precision; faster where the processor computes in bf16)",
-        group="training", choices=("same", "bf16"))  # fmt: skip
+        group="training",
+        choices=("same", "bf16"),
+    )
     comm_dtype: str = setting(
         "same",
         "number type of the rows on the wire and in the tables: same (as --dtype), or bf16 (half "
         "the bytes, 8 bits of precision, of edge weights and aggregated rows too)",
-        group="training", choices=("same", "bf16"),
-    )  # fmt: skip
+        group="training",
+        choices=("same", "bf16"),
+    )
     lr_schedule: str = setting(
         "constant",
         "learning rate over the epochs: constant, cosine (half a cosine down, 0 after the last "
         "epoch) or plateau (halved when the validation metric is no better for --lr-patience "
         "epochs)",
-        group="training", choices=("constant", "cosine", "plateau"),
-    )  # fmt: skip
+        group="training",
+        choices=("constant", "cosine", "plateau"),
+    )
     warmup_epochs: int = setting(
-        0, "epochs at the start in which the learning rate rises in equal steps",
-        group="training", low=0,
-    )  # fmt: skip
+        0,
+        "epochs at the start in which the learning rate rises in equal steps",
+        group="training",
+        low=0,
+    )
     lr_patience: int = setting(50, "see --lr-schedule plateau", group="training", low=1)
     clip_norm: float = setting(
-        0.0, "gradients longer than this, over all weights, are made so long (0: never)",
-        group="training", low=0,
-    )  # fmt: skip
+        0.0,
+        "gradients longer than this, over all weights, are made so long (0: never)",
+        group="training",
+        low=0,
+    )
     on_nan: str = setting(
         "stop",
         "when loss or gradients are no numbers: stop, skip (leave out the step) or restore (go on "
         "from the last checkpoint with half the learning rate)",
-        group="training", choices=("stop", "skip", "restore"),
-    )  # fmt: skip
+        group="training",
+        choices=("stop", "skip", "restore"),
+    )
 
     eval_every: int = setting(
         10, "evaluate every n-th epoch and the last (0: only the last)", group="evaluation", low=0
@@ -218,41 +250,48 @@ class TrainConfig(RunSettings):
         "links and for two classes with one below 30 %, r2 for numbers, else accuracy",
         group="evaluation",
         choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
-    )  # fmt: skip
+    )
     patience: int = setting(
-        0, "stop after so many epochs without a better validation metric (0: never)",
-        group="evaluation", low=0,
-    )  # fmt: skip
+        0,
+        "stop after so many epochs without a better validation metric (0: never)",
+        group="evaluation",
+        low=0,
+    )
     keep_weights: str | None = setting(
         None,
         "weights at the end: those of the last epoch or of the best by the validation metric "
         "(default: best with --patience, else last)",
-        group="evaluation", choices=("last", "best"),
-    )  # fmt: skip
+        group="evaluation",
+        choices=("last", "best"),
+    )
 
     stages: int = setting(1, "pipeline stages S the layers are cut into", group="shape", low=1)
     shards: int = setting(1, "shards G: ranks that share one stage", group="shape", low=1)
-    chunks: int = setting(1, "chunks K of the vertices, walked one by one (exact: or together)",
-                           group="shape", low=1)  # fmt: skip
-    partitioner: str = setting("metis", "how vertices are cut: metis, range or random",
-                                group="shape")  # fmt: skip
+    chunks: int = setting(
+        1, "chunks K of the vertices, walked one by one (exact: or together)", group="shape", low=1
+    )
+    partitioner: str = setting(
+        "metis", "how vertices are cut: metis, range or random", group="shape"
+    )
     order: str = setting(
         "auto",
         "order of the vertices inside a chunk: metis (neighbours together: faster out of cache), "
         "given, or auto (metis from 16,384 vertices on, if they are cut by it)",
-        group="shape", choices=("auto", "metis", "given"),
-    )  # fmt: skip
-    cache_dir: str = setting(
-        "", "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
         group="shape",
-    )  # fmt: skip
+        choices=("auto", "metis", "given"),
+    )
+    cache_dir: str = setting(
+        "",
+        "folder of cached partitions (default ~/.cache/gnnpipe; 'off' keeps none)",
+        group="shape",
+    )
 
     recompute: bool = setting(
         False,
         "keep only what each layer reads until backward, and make the rest again there, dropout "
         "and all: less memory, the same results, one more forward pass of the dense work",
         group="shape",
-    )  # fmt: skip
+    )
 
     staleness: str = setting(
         "auto",
@@ -262,9 +301,10 @@ class TrainConfig(RunSettings):
         choices=("auto", "none", "paper", "exact"),
     )
     shuffle_chunks: bool | None = setting(
-        None, "walk the chunks in a new order every epoch (default: by --staleness)",
+        None,
+        "walk the chunks in a new order every epoch (default: by --staleness)",
         group="staleness",
-    )  # fmt: skip
+    )
     snapshot_every: int | None = setting(
         None,
         "stale reads come from a snapshot refreshed every n epochs; 1: from the last epoch "
@@ -273,28 +313,33 @@ class TrainConfig(RunSettings):
         low=1,
     )
     scale_live_gradients: float | None = setting(
-        None, "factor on gradients that arrive from other chunks (default: by --staleness)",
-        group="staleness", above=0,
-    )  # fmt: skip
-    pilots_per_column: int | None = setting(
+        None,
+        "factor on gradients that arrive from other chunks (default: by --staleness)",
+        group="staleness",
+        above=0,
+    )
+    probes_per_column: int | None = setting(
         None,
         "vertices that pass ahead each epoch to forecast the stale rows of all others, for each "
         "column of a row; 0: no forecast (default: by --staleness)",
-        group="staleness", low=0,
-    )  # fmt: skip
+        group="staleness",
+        low=0,
+    )
     exact_epochs: int | None = setting(
         None,
         "epochs at the start that are walked layer by layer, without stale reads "
         "(default: by --staleness)",
-        group="staleness", low=0,
-    )  # fmt: skip
+        group="staleness",
+        low=0,
+    )
     exact_above: float | None = setting(
         None,
         "where the gradients of an epoch were longer than this times the median of the last 20, "
         "walk the next one layer by layer; and cut gradients to twice that median; 0: neither "
         "(default: by --staleness)",
-        group="staleness", low=0,
-    )  # fmt: skip
+        group="staleness",
+        low=0,
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(TrainConfig)
@@ -326,7 +371,7 @@ class TrainConfig(RunSettings):
                 "shuffle_chunks",
                 "snapshot_every",
                 "scale_live_gradients",
-                "pilots_per_column",
+                "probes_per_column",
                 "exact_epochs",
                 "exact_above",
             )
@@ -502,17 +547,21 @@ def _off(name: str, idle: float) -> str:
 def _check_staleness(config: TrainConfig) -> None:
     if config.staleness == "exact" and config.chunks > 1:
         for name, idle in (
-            ("shuffle_chunks", False), ("snapshot_every", 1), ("scale_live_gradients", 1),
-            ("pilots_per_column", 0), ("exact_epochs", 0), ("exact_above", 0),
-        ):  # fmt: skip
+            ("shuffle_chunks", False),
+            ("snapshot_every", 1),
+            ("scale_live_gradients", 1),
+            ("probes_per_column", 0),
+            ("exact_epochs", 0),
+            ("exact_above", 0),
+        ):
             if getattr(config, name) not in (None, idle):
                 raise InputError(
                     f"{flag(name)} {getattr(config, name)}: has no meaning with --staleness "
                     f"exact, where nothing is stale; drop one of the two, or try {_off(name, idle)}"
                 )
     found = config.techniques
-    if found.pilots_per_column and found.snapshot_every > 1:
-        name = "pilots_per_column" if config.snapshot_every is None else "snapshot_every"
+    if found.probes_per_column and found.snapshot_every > 1:
+        name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
         hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"
         raise InputError(
             f"{flag(name)} {getattr(config, name)}: a forecast carries rows over from the last "

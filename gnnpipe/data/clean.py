@@ -97,9 +97,10 @@ def clean(
         train, val, test = split_masks(has_label, fractions, seed)
     elif masks is None:
         fail(
-            name, "no split (train_mask, val_mask, test_mask)",
+            name,
+            "no split (train_mask, val_mask, test_mask)",
             "--split 60/20/20, or Graph.from_pyg(data, split='60/20/20') in Python",
-        )  # fmt: skip
+        )
     else:
         train, val, test = (
             given_mask(m, field, name, n, seed) for m, field in zip(masks, SPLIT_NAMES, strict=True)
@@ -122,16 +123,25 @@ def clean(
     # Last, so that data which is refused is not commented on as well. The level is the line that
     # calls ``load_graph`` or ``Graph.from_pyg``.
     for note in (
-        chosen if splits > 1 else "", overlap((train, val, test)), edges.removed,
+        chosen if splits > 1 else "",
+        overlap((train, val, test)),
+        edges.removed,
         one_hot(labels) if report else "",
-    ):  # fmt: skip
+    ):
         if note:
             warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
     return Graph(
-        name=name, indptr=edges.indptr, indices=edges.indices, x=features, y=labels,
-        train_mask=train, val_mask=val, test_mask=test,
-        num_classes=_num_classes(labels, num_classes), **edges.data,
-    )  # fmt: skip
+        name=name,
+        indptr=edges.indptr,
+        indices=edges.indices,
+        x=features,
+        y=labels,
+        train_mask=train,
+        val_mask=val,
+        test_mask=test,
+        num_classes=_num_classes(labels, num_classes),
+        **edges.data,
+    )
 
 
 def _num_classes(labels: Labels, given: int | None) -> int:
@@ -166,9 +176,10 @@ def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
             features = np.asarray(raw, dtype=np.float32)
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
         fail(
-            name, f"x has shape {list(features.shape)} for {n} vertices{counted}",
+            name,
+            f"x has shape {list(features.shape)} for {n} vertices{counted}",
             f"[{n}, F] with F >= 1",
-        )  # fmt: skip
+        )
     if sp.issparse(features):
         bad = _first_not_finite(features.data[:, None])
         if bad is not None:

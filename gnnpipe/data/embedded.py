@@ -19,11 +19,41 @@ from gnnpipe.graph.graph import Graph
 __all__ = ["debian_class_names", "read_debian", "read_karate"]
 
 KARATE_NEIGHBOURS = (
-    "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31", "2 3 7 13 17 19 21 30", "3 7 8 9 13 27 28 32",
-    "7 12 13", "6 10", "6 10 16", "16", "", "30 32 33", "33", "", "", "", "33", "32 33", "32 33",
-    "", "", "32 33", "33", "32 33", "", "32 33", "25 27 29 32 33", "25 27 31", "31", "29 33", "33",
-    "31 33", "32 33", "32 33", "32 33", "33", "",
-)  # fmt: skip
+    "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31",
+    "2 3 7 13 17 19 21 30",
+    "3 7 8 9 13 27 28 32",
+    "7 12 13",
+    "6 10",
+    "6 10 16",
+    "16",
+    "",
+    "30 32 33",
+    "33",
+    "",
+    "",
+    "",
+    "33",
+    "32 33",
+    "32 33",
+    "",
+    "",
+    "32 33",
+    "33",
+    "32 33",
+    "",
+    "32 33",
+    "25 27 29 32 33",
+    "25 27 31",
+    "31",
+    "29 33",
+    "33",
+    "31 33",
+    "32 33",
+    "32 33",
+    "32 33",
+    "33",
+    "",
+)
 """Zachary (1977): for each member v the members above v that v is friends with, counted from 0."""
 
 KARATE_GROUPS = "1111333101311100310101002200200200"
@@ -42,9 +72,15 @@ def read_karate(*, split: str = "given", seed: int = 0, symmetrize: bool = False
     pairs = [(v, int(w)) for v, line in enumerate(KARATE_NEIGHBOURS) for w in line.split()]
     y = np.array([int(c) for c in KARATE_GROUPS])
     return clean(
-        np.array(pairs).T, name="karate", x=np.eye(len(y), dtype=np.float32), y=y,
-        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
-    )  # fmt: skip
+        np.array(pairs).T,
+        name="karate",
+        x=np.eye(len(y), dtype=np.float32),
+        y=y,
+        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
+        split=split,
+        seed=seed,
+        symmetrize=True,
+    )
 
 
 def read_debian(*, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
@@ -61,10 +97,15 @@ def read_debian(*, split: str = "given", seed: int = 0, symmetrize: bool = False
     lower = np.repeat(np.arange(n, dtype=np.int64), np.diff(above))
     ones = np.ones(len(word), dtype=np.float32)
     return clean(
-        np.stack([lower, higher]), name="debian", y=y,
+        np.stack([lower, higher]),
+        name="debian",
+        y=y,
         x=sp.csr_array((ones, word, words), shape=(n, num_words)),
-        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0), split=split, seed=seed, symmetrize=True,
-    )  # fmt: skip
+        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
+        split=split,
+        seed=seed,
+        symmetrize=True,
+    )
 
 
 def debian_class_names() -> list[str]:

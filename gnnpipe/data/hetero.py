@@ -79,11 +79,18 @@ def graph_from_hetero(
     labels = np.full((n, *y.shape[1:]), np.nan if y.dtype.kind == "f" else -1, dtype=y.dtype)
     labels[own] = y
     graph = clean(
-        np.concatenate(edges, axis=1), name=name, x=sp.csr_array((n, 1), dtype=np.float32),
-        y=labels, masks=_masks(data[target], name, own, n, seed), num_vertices=n,
-        split=split, seed=seed, report=True, task=task,
+        np.concatenate(edges, axis=1),
+        name=name,
+        x=sp.csr_array((n, 1), dtype=np.float32),
+        y=labels,
+        masks=_masks(data[target], name, own, n, seed),
+        num_vertices=n,
+        split=split,
+        seed=seed,
+        report=True,
+        task=task,
         edge_data={"edge_type": np.concatenate(kinds)},
-    )  # fmt: skip
+    )
     if unread:
         warnings.warn(
             f"graph {name!r}: {', '.join(unread)} not read: of several types of vertices only the "

@@ -108,7 +108,7 @@ def split_links(graph: Graph, split: str, seed: int) -> Graph:
     pairs = Pairs.build(
         np.concatenate([ends, none], axis=1), label, np.concatenate([part, part]), n
     )
-    return _asked(_without(graph, part_of_edge > 0), pairs)
+    return _loss_rows(_without(graph, part_of_edge > 0), pairs)
 
 
 def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
@@ -145,7 +145,7 @@ def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
     pairs = Pairs.build(
         np.concatenate(ends, axis=1), np.concatenate(labels), np.concatenate(part), n
     )
-    return _asked(graph, pairs)
+    return _loss_rows(graph, pairs)
 
 
 _STREAM = 0x11A7
@@ -208,10 +208,15 @@ def _without(graph: Graph, gone: npt.NDArray[np.bool_]) -> Graph:
     return replace(graph, indptr=before[graph.indptr], indices=graph.indices[~gone], **data)
 
 
-def _asked(graph: Graph, pairs: Pairs) -> Graph:
+def _loss_rows(graph: Graph, pairs: Pairs) -> Graph:
     """The graph with pairs in the place of labels."""
     none = np.zeros(graph.num_vertices, dtype=bool)
     return replace(
-        graph, y=np.full(graph.num_vertices, -1), train_mask=none, val_mask=none, test_mask=none,
-        num_classes=0, pairs=pairs,
-    )  # fmt: skip
+        graph,
+        y=np.full(graph.num_vertices, -1),
+        train_mask=none,
+        val_mask=none,
+        test_mask=none,
+        num_classes=0,
+        pairs=pairs,
+    )

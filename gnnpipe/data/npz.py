@@ -66,12 +66,19 @@ def read_npz(
                 "Training needs edge_index, x, y and the masks."
             )
     return clean(
-        arrays["edge_index"], name=path.stem, x=_features(arrays, path), y=arrays["y"],
-        masks=_masks(arrays), num_classes=_num_classes(arrays, path),
-        split=split, seed=seed, symmetrize=symmetrize, report=True,
+        arrays["edge_index"],
+        name=path.stem,
+        x=_features(arrays, path),
+        y=arrays["y"],
+        masks=_masks(arrays),
+        num_classes=_num_classes(arrays, path),
+        split=split,
+        seed=seed,
+        symmetrize=symmetrize,
+        report=True,
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
         task=str(arrays["task"]) if "task" in arrays else "classification",
-    )  # fmt: skip
+    )
 
 
 def _count(arrays: Arrays) -> int:

@@ -54,12 +54,7 @@ OGB_DATASETS = {
 
 
 def read_ogb(
-    name: str,
-    *,
-    data_dir: str = "",
-    split: str = "given",
-    seed: int = 0,
-    symmetrize: bool = False,
+    name: str, *, data_dir: str = "", split: str = "given", seed: int = 0, symmetrize: bool = False
 ) -> Graph:
     """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
 
@@ -94,9 +89,17 @@ def read_ogb(
         )
     n = int(counts.item())
     return clean(
-        edge_index, name=name, x=x, y=y, masks=masks, num_vertices=n, num_classes=facts.classes,
-        split=split, seed=seed, symmetrize=symmetrize or facts.one_direction,
-    )  # fmt: skip
+        edge_index,
+        name=name,
+        x=x,
+        y=y,
+        masks=masks,
+        num_vertices=n,
+        num_classes=facts.classes,
+        split=split,
+        seed=seed,
+        symmetrize=symmetrize or facts.one_direction,
+    )
 
 
 def _folder(name: str, facts: _Ogb, root: Path) -> Path:

@@ -206,12 +206,19 @@ def graph_from_data(
         )
     masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
     graph = clean(
-        edge_index, name=name, x=None if x is None else array_of(x), y=array_of(y),
+        edge_index,
+        name=name,
+        x=None if x is None else array_of(x),
+        y=array_of(y),
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(shape_of(x)[0]),
-        split=split, seed=seed, symmetrize=symmetrize, report=report, edge_data=edge_data,
+        split=split,
+        seed=seed,
+        symmetrize=symmetrize,
+        report=report,
+        edge_data=edge_data,
         task=task,
-    )  # fmt: skip
+    )
     if has_values and report:
         warnings.warn(
             f"graph {name!r}: the values of adj_t are not used; set data.edge_index and "

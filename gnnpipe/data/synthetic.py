@@ -111,9 +111,16 @@ def make_synthetic(
     rng = np.random.default_rng(spec.seed)
     edges, x, y = _planted(spec, rng) if isinstance(spec, Planted) else _rmat(spec, rng)
     return clean(
-        edges, name=dataset, x=x, y=y, masks=split_masks(y >= 0, STANDARD_SPLIT, spec.seed),
-        num_classes=spec.classes, split=split, seed=seed, symmetrize=True,
-    )  # fmt: skip
+        edges,
+        name=dataset,
+        x=x,
+        y=y,
+        masks=split_masks(y >= 0, STANDARD_SPLIT, spec.seed),
+        num_classes=spec.classes,
+        split=split,
+        seed=seed,
+        symmetrize=True,
+    )
 
 
 def _number(dataset: str, key: str, text: str, default: float) -> int | float:

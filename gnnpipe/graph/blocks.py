@@ -54,10 +54,12 @@ class Incidence:
         order = None
         if with_loops:
             loops = torch.arange(min(size), device=source.device)
-            order = torch.cat([
-                torch.nonzero(source != target)[:, 0],
-                torch.arange(len(source), len(source) + len(loops), device=source.device),
-            ])  # fmt: skip
+            order = torch.cat(
+                [
+                    torch.nonzero(source != target)[:, 0],
+                    torch.arange(len(source), len(source) + len(loops), device=source.device),
+                ]
+            )
             source, target = torch.cat([source, loops])[order], torch.cat([target, loops])[order]
         if bool((target[1:] < target[:-1]).any()):
             target, place = torch.sort(target, stable=True)

@@ -164,9 +164,15 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
 
 
 def make_chunking(
-    graph: Graph, *, chunks: int, shards: int, partitioner: str, seed: int, order: str = "given",
+    graph: Graph,
+    *,
+    chunks: int,
+    shards: int,
+    partitioner: str,
+    seed: int,
+    order: str = "given",
     cache_dir: str = "",
-) -> Chunking:  # fmt: skip
+) -> Chunking:
     """Cut ``graph`` into K ``chunks`` and each of them into G ``shards``.
 
     The chunks do not depend on ``shards``, nor on ``order``, which is that of the vertices in a
@@ -185,10 +191,13 @@ def make_chunking(
     folder, key = folder_of(cache_dir), ""
     if folder is not None:
         settings = {
-            "scheme": _SCHEME, "chunks": chunks, "shards": shards, "seed": seed,
+            "scheme": _SCHEME,
+            "chunks": chunks,
+            "shards": shards,
+            "seed": seed,
             "order": f"{order} {version_of(order)}",
             "partitioner": f"{partitioner} {version_of(partitioner)}",
-        }  # fmt: skip
+        }
         key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
         kept = _recalled(folder, key, (n, chunks, shards))
         if kept is not None:
@@ -249,9 +258,14 @@ def _chunk_of_vertex(
 
 
 def _part_of_vertex(
-    adjacency: sp.csr_array, work: IntArray, chunk: Parts, chunks: int, shards: int,
-    cut: Partitioner, seed: int,
-) -> Parts:  # fmt: skip
+    adjacency: sp.csr_array,
+    work: IntArray,
+    chunk: Parts,
+    chunks: int,
+    shards: int,
+    cut: Partitioner,
+    seed: int,
+) -> Parts:
     """[N], the part of each vertex within its chunk, in [0, G)."""
     part = np.zeros(len(chunk), dtype=np.int32)
     if shards == 1:

@@ -76,9 +76,12 @@ class RowCSR:
         start = torch.repeat_interleave(self.indptr.long()[rows] - indptr[:-1], counts)
         entries = start + torch.arange(len(start), device=rows.device)
         return RowCSR(
-            indptr.to(self.indptr.dtype), self.indices[entries], self.values[entries],
-            self.num_columns, self.kernel,
-        )  # fmt: skip
+            indptr.to(self.indptr.dtype),
+            self.indices[entries],
+            self.values[entries],
+            self.num_columns,
+            self.kernel,
+        )
 
     def only(self, start: int, stop: int, kind: Tensor, is_kept: Tensor) -> RowCSR:
         """A copy of rows start:stop with entries of columns of some kinds alone.
@@ -94,9 +97,12 @@ class RowCSR:
         else:
             entries = kept.nonzero().squeeze(1)
         part = RowCSR(
-            before.index_select(0, offsets), indices.index_select(0, entries),
-            values.index_select(0, entries), self.num_columns, self.kernel,
-        )  # fmt: skip
+            before.index_select(0, offsets),
+            indices.index_select(0, entries),
+            values.index_select(0, entries),
+            self.num_columns,
+            self.kernel,
+        )
         # Known without a look at the numbers, for which a GPU would have to be waited for (its own
         # kernel does so, to see which rows are long).
         part._ranges[0, stop - start] = part.indices, part.indptr, part.values
@@ -106,11 +112,12 @@ class RowCSR:
         """The transpose [T, R], rows ascending in each of its rows."""
         place = sp.csr_array(
             (
-                np.arange(self.indices.numel()), self.indices.cpu().numpy(),
+                np.arange(self.indices.numel()),
+                self.indices.cpu().numpy(),
                 self.indptr.cpu().numpy(),
             ),
             shape=(self.num_rows, self.num_columns),
-        ).T.tocsr()  # fmt: skip
+        ).T.tocsr()
         place.sort_indices()
         kind = self.indices.dtype
         indptr, indices, entries = (
@@ -149,7 +156,8 @@ class RowCSR:
             pointer = self.indptr[start : stop + 1]
             first, last = int(pointer[0]), int(pointer[-1])
             self._ranges[start, stop] = (
-                self.indices[first:last], pointer - first if first else pointer,
+                self.indices[first:last],
+                pointer - first if first else pointer,
                 self.values[first:last],
-            )  # fmt: skip
+            )
         return self._ranges[start, stop]

@@ -116,9 +116,15 @@ def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
         send_rows.append(number[rows[kept]])
         send_counts.append(np.diff(_before(kept)[np.cumsum([0, *counts])]))
     return ShardLayout(
-        layout.shard, layout.own[own], layout.halo[halo], number[layout.own_ptr],
-        _before(halo)[layout.halo_ptr], received, np.array(send_counts), tuple(send_rows),
-    )  # fmt: skip
+        layout.shard,
+        layout.own[own],
+        layout.halo[halo],
+        number[layout.own_ptr],
+        _before(halo)[layout.halo_ptr],
+        received,
+        np.array(send_counts),
+        tuple(send_rows),
+    )
 
 
 def _before(chosen: BoolArray) -> Int64:

@@ -24,10 +24,22 @@ from gnnpipe.machine import memory_bytes
 __all__ = ["UNREADABLE", "Entries", "opened", "read_arrays"]
 
 UNREADABLE = (
-    OSError, ValueError, TypeError, SyntaxError, EOFError, KeyError, IndexError, MemoryError,
-    NotImplementedError, RuntimeError, OverflowError, struct.error, tokenize.TokenError,
-    zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    TypeError,
+    SyntaxError,
+    EOFError,
+    KeyError,
+    IndexError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 """What reading a file raises that is missing, cut off, pickled, locked or something else."""
 
 _READ_HEADER = {

@@ -70,9 +70,15 @@ class Partitioner(Protocol):
     """A way to cut; the entries of ``PARTITIONERS``."""
 
     def __call__(
-        self, adjacency: sp.csr_array, work: IntArray, parts: int, *, least: int, seed: int,
+        self,
+        adjacency: sp.csr_array,
+        work: IntArray,
+        parts: int,
+        *,
+        least: int,
+        seed: int,
         objective: str,
-    ) -> Parts:  # fmt: skip
+    ) -> Parts:
         """The part of each vertex, int32 [N] in [0, parts).
 
         ``adjacency`` [N, N] as from ``structure``, ``work`` [N] as from ``vertex_work``. Every part

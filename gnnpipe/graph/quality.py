@@ -21,8 +21,13 @@ from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.partition import vertex_work
 
 __all__ = [
-    "CutQuality", "chunk_edges", "copied_rows", "crossing_degrees", "cut_quality", "stale_share",
-]  # fmt: skip
+    "CutQuality",
+    "chunk_edges",
+    "copied_rows",
+    "crossing_degrees",
+    "cut_quality",
+    "stale_share",
+]
 
 
 @dataclass(frozen=True)

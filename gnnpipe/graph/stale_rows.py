@@ -20,7 +20,7 @@ from gnnpipe.graph.graph import BoolArray
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import LinearOperator
 
-__all__ = ["StaleRows", "choose_drift_rows", "choose_pilots"]
+__all__ = ["StaleRows", "choose_drift_rows", "choose_probe_vertices"]
 
 
 # Keep the draws apart from others with the same seed.
@@ -28,7 +28,7 @@ _PILOT_STREAM = 0x9110
 _DRIFT_STREAM = 0xD21F
 
 
-def choose_pilots(
+def choose_probe_vertices(
     chunking: Chunking, counts: Mapping[str, int], types: Mapping[str, BoolArray], seed: int
 ) -> npt.NDArray[np.int64]:
     """``counts`` rows of each type of the renumbered graph, all if there are not so many.

@@ -51,6 +51,10 @@ class VertexTypes:
             if name in self.features:
                 features[name] = self.features[name][place[perm[is_old[perm]]]]
         return VertexTypes(
-            self.names, self.of_vertex[perm], self.number[perm], features, self.relations,
+            self.names,
+            self.of_vertex[perm],
+            self.number[perm],
+            features,
+            self.relations,
             self.target,
-        )  # fmt: skip
+        )

@@ -6,9 +6,22 @@ Importing this folder registers every model by name.
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
 from gnnpipe.models.layer_stack import GNN
-from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
+from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
 __all__ = [
-    "GNN", "MODELS", "Aggregation", "Layer", "LayerSpec", "Model", "Piece", "Received", "Rows",
-    "Values", "gat", "gcn", "gcnii", "resgcn", "sage",
-]  # fmt: skip
+    "GNN",
+    "MODELS",
+    "Aggregation",
+    "Layer",
+    "LayerSpec",
+    "Model",
+    "Received",
+    "Rows",
+    "StageModule",
+    "Values",
+    "gat",
+    "gcn",
+    "gcnii",
+    "resgcn",
+    "sage",
+]

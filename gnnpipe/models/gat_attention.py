@@ -32,8 +32,16 @@ class _AdditiveAttention(torch.autograd.Function):
     """See ``additive_attention``. Head by head: what belongs to edges is kept as [H, E]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor | None, reads: Tensor, reading: Tensor,
-                keep: Tensor | None, edges: Incidence, slope: float) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        own: Tensor | None,
+        reads: Tensor,
+        reading: Tensor,
+        keep: Tensor | None,
+        edges: Incidence,
+        slope: float,
+    ) -> Tensor:
         count, heads, width = len(edges.offsets) - 1, x.shape[1], x.shape[2]
         out, total = x.new_empty(count, heads, width), x.new_empty(count, heads)
         signed = x.new_empty(heads, len(edges.source))
@@ -112,9 +120,14 @@ def _bags(
 
 
 def additive_attention(
-    x: Tensor, own: Tensor | None, reads: Tensor, reading: Tensor, edges: Incidence, slope: float,
+    x: Tensor,
+    own: Tensor | None,
+    reads: Tensor,
+    reading: Tensor,
+    edges: Incidence,
+    slope: float,
     keep: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rows [C, H, D]: of every vertex the mean of its neighbours' ``x`` [T, H, D], by head.
 
     Weighed by the softmax, over the edges into it, of ``leaky_relu(s_j + t_i)`` with that negative

@@ -56,10 +56,15 @@ class GCNLayer(Layer):
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
         x = norm_relu(
-            self.norm, self.bias, received, weight, is_rounded=self.spec.is_rounded,
-            mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+            self.norm,
+            self.bias,
+            received,
+            weight,
+            is_rounded=self.spec.is_rounded,
+            mask=self.dropout_mask(rows, len(self.bias)),
+            output_buffer=rows.output_buffer,
             overwrites=rows.may_overwrite,
-        )  # fmt: skip
+        )
         return {"x": x}
 
 

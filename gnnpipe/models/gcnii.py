@@ -73,10 +73,17 @@ class GCNIILayer(Layer):
         """Mix with h0, map, norm, activation and dropout."""
         h0 = values["h0"]
         x = gcnii_mix(
-            received, h0, self.lin.weight, self.norm, self.spec.alpha, self.beta,
-            self.spec.is_rounded, self.dropout_mask(rows, self.spec.hidden), rows.place,
+            received,
+            h0,
+            self.lin.weight,
+            self.norm,
+            self.spec.alpha,
+            self.beta,
+            self.spec.is_rounded,
+            self.dropout_mask(rows, self.spec.hidden),
+            rows.output_buffer,
             rows.may_overwrite,
-        )  # fmt: skip
+        )
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 
 

@@ -19,7 +19,7 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
 from gnnpipe.models.sparse_input_linear import FeatureLinear, FeatureRows
 from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
-from gnnpipe.ops.in_place_rows import Place
+from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.registry import Registry
 
 __all__ = ["MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
@@ -40,7 +40,7 @@ class Rows:
     seed: int = 0
     epoch: int = 0
     training: bool = False
-    pilot: bool = False
+    is_probe: bool = False
     """Of a forecast: as in training, but for dropout."""
     vertices: Tensor | None = None
     """[C] int64, the number of each vertex in the graph as it was read."""
@@ -49,7 +49,7 @@ class Rows:
     masks: KeptMasks | None = None
     """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
     start: int = 0
-    place: Place | None = None
+    output_buffer: OutputBuffer | None = None
     """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
     may_overwrite: bool = False
     """Nobody else reads what ``after`` receives; see ``Layer.overwrites_received``."""
@@ -61,9 +61,12 @@ class Rows:
         if not vertex_type:
             return self
         return replace(
-            self.parts[vertex_type], seed=self.seed, epoch=self.epoch, training=self.training,
-            pilot=self.pilot,
-        )  # fmt: skip
+            self.parts[vertex_type],
+            seed=self.seed,
+            epoch=self.epoch,
+            training=self.training,
+            is_probe=self.is_probe,
+        )
 
     def mask(self, width: int, probability: float, site: int) -> Mask | None:
         """What keyed dropout keeps of rows [C, ``width``] while training; None: all.
@@ -73,9 +76,15 @@ class Rows:
         if not self.training:
             return None
         return keyed_mask(
-            self.keys, width, probability, seed=self.seed, epoch=self.epoch, site=site,
-            masks=self.masks, start=self.start,
-        )  # fmt: skip
+            self.keys,
+            width,
+            probability,
+            seed=self.seed,
+            epoch=self.epoch,
+            site=site,
+            masks=self.masks,
+            start=self.start,
+        )
 
     def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
         """``x`` [C, F] behind that dropout."""
@@ -153,8 +162,8 @@ class Layer(nn.Module, ABC):
     """But for the first layer, what ``before`` of this very class pushes is the value x as it is,
     and nothing writes to it afterwards. A subclass with another ``before`` must say so anew."""
     before_in_place: ClassVar[bool] = False
-    """What ``before`` of this very class returns to be pushed is ``rows.place.rows`` itself, if
-    there is a place; nothing is written to it afterwards."""
+    """What ``before`` of this very class returns to be pushed is ``rows.output_buffer.rows``
+    itself, if there is a place; nothing is written to it afterwards."""
     after_in_place: ClassVar[bool] = False
     """The same of the value x of ``after``, but for the last layer's."""
 

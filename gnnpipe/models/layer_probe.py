@@ -163,14 +163,20 @@ class _Trial:
         )
 
     def _try(
-        self, what: str, part: slice, method: Callable[..., Any], *given: Any,
+        self,
+        what: str,
+        part: slice,
+        method: Callable[..., Any],
+        *given: Any,
         may_overwrite: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         rows = Rows(
             row_keys(self.vertices[part]),
             self.features.rows(part.start, part.stop) if self.layer.is_first else None,
-            training=True, vertices=self.vertices[part], may_overwrite=may_overwrite,
-        )  # fmt: skip
+            training=True,
+            vertices=self.vertices[part],
+            may_overwrite=may_overwrite,
+        )
         try:
             return method(*given, rows)
         except Exception as error:

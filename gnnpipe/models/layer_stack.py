@@ -10,9 +10,9 @@ from torch import nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
-from gnnpipe.models.stage_module import Aggregation, Model, Piece, Received
+from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
-__all__ = ["GNN", "LayerPiece", "layer_name"]
+__all__ = ["GNN", "LayerStageModule", "layer_name"]
 
 
 def layer_name(layer: Layer) -> str:
@@ -70,9 +70,9 @@ class GNN(nn.Module, Model):
         """The layers in order, typed."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def piece(self, first: int, last: int) -> LayerPiece:
+    def stage_module(self, first: int, last: int) -> LayerStageModule:
         """Layers first..last-1."""
-        return LayerPiece(self.stack()[first:last])
+        return LayerStageModule(self.stack()[first:last])
 
 
 def _check(layers: Sequence[Layer]) -> None:
@@ -104,7 +104,7 @@ def _check(layers: Sequence[Layer]) -> None:
         made = layer.out_widths
 
 
-class LayerPiece(Piece):
+class LayerStageModule(StageModule):
     """Consecutive layers: step j is what layer j - 1 makes of its aggregate, and j's push.
 
     Between stages a value is known as 'gcnii7.h0'; inside, as the layers call it.
@@ -133,18 +133,18 @@ class LayerPiece(Piece):
         self._is_aggregated = False
 
     def begin_aggregated(self, names: Collection[str]) -> None:
-        """See ``Piece``."""
+        """See ``StageModule``."""
         self._is_aggregated = self._names[0] in names
 
     @property
     def needs_features(self) -> bool:
-        """See ``Piece``."""
+        """See ``StageModule``."""
         return not self._is_aggregated or self.layers[0].keeps_features
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """Run one step (see ``Piece``)."""
+        """Run one step (see ``StageModule``)."""
         if index == 0:
             values = {name.rpartition(".")[2]: value for name, value in values.items()}
             if self._is_aggregated:
@@ -173,19 +173,19 @@ class LayerPiece(Piece):
         The other way round ``before`` pushes what it is given. And to write over what it received
         is only for a layer that says that it does.
         """
-        if rows.place is not None and self._makers[index] is self.layers[index]:
-            rows = replace(rows, place=None)
+        if rows.output_buffer is not None and self._makers[index] is self.layers[index]:
+            rows = replace(rows, output_buffer=None)
         if rows.may_overwrite and not self._may_overwrite[index - 1]:
             rows = replace(rows, may_overwrite=False)
         return rows
 
     @property
     def is_repeatable(self) -> bool:
-        """See ``Piece``."""
+        """See ``StageModule``."""
         return all(layer.is_repeatable for layer in self.layers)
 
     def makes_in_place(self, index: int) -> bool:
-        """See ``Piece``."""
+        """See ``StageModule``."""
         return index < len(self.layers) and self._makers[index] is not None
 
     def to(self, device: torch.device) -> None:

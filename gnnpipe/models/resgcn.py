@@ -54,7 +54,9 @@ class ResGCNLayer(Layer):
         # Inside of the layer: not where another layer drops what it makes.
         site = self.spec.num_layers + 1 + self.index
         mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
-        return norm_relu(self.norm, None, x, None, mask=mask, place=rows.place), {"x": x}
+        return norm_relu(self.norm, None, x, None, mask=mask, output_buffer=rows.output_buffer), {
+            "x": x
+        }
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Transform and add to the residual."""

@@ -74,10 +74,14 @@ class SAGELayer(Layer):
         weights = (None, None) if self.is_first else (self.lin.weight, self.lin_self.weight)
         pairs = received, weights[0], own, weights[1]
         x = norm_relu(
-            self.norm, self.bias, *pairs, is_rounded=self.spec.is_rounded,
-            mask=self.dropout_mask(rows, len(self.bias)), place=rows.place,
+            self.norm,
+            self.bias,
+            *pairs,
+            is_rounded=self.spec.is_rounded,
+            mask=self.dropout_mask(rows, len(self.bias)),
+            output_buffer=rows.output_buffer,
             overwrites=rows.may_overwrite,
-        )  # fmt: skip
+        )
         return {"x": x}
 
 

@@ -20,7 +20,7 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION
 from gnnpipe.models.layer import Rows, Values
 
-__all__ = ["Aggregation", "Model", "Piece", "Received"]
+__all__ = ["Aggregation", "Model", "Received", "StageModule"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Received:
     block: Block | None = None
 
 
-class Piece(ABC):
+class StageModule(ABC):
     """The ops of one stage."""
 
     rounds: Sequence[tuple[Aggregation, ...]]
@@ -131,7 +131,7 @@ class Piece(ABC):
         return False
 
     def makes_in_place(self, index: int) -> bool:
-        """What step ``index`` pushes is ``rows.place.rows``, if there is a place.
+        """What step ``index`` pushes is ``rows.output_buffer.rows``, if there is a place.
 
         Only of a step that pushes for one aggregation alone, which is no mean.
         """
@@ -193,5 +193,5 @@ class Model(ABC):
             own[name].copy_(value)
 
     @abstractmethod
-    def piece(self, first: int, last: int) -> Piece:
+    def stage_module(self, first: int, last: int) -> StageModule:
         """Ops first..last-1 as a stage runs them; the weights stay the model's own."""

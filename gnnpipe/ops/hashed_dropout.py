@@ -164,9 +164,15 @@ class KeptMasks:
         """By width and probability, where a GPU has the masks of all sites."""
 
     def rows(
-        self, start: int, count: int, width: int, probability: float, seed: int, epoch: int,
+        self,
+        start: int,
+        count: int,
+        width: int,
+        probability: float,
+        seed: int,
+        epoch: int,
         site: int,
-    ) -> tuple[Tensor, float]:  # fmt: skip
+    ) -> tuple[Tensor, float]:
         """Mask [count, width] int8 of the rows from ``start`` on, and the share that is kept."""
         what = site, width, probability
         if what not in self._made or self._made[what][0] != _scalar_key(seed, epoch, site):

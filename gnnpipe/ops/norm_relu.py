@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gnnpipe.ops.bf16_matmul import product, rounded
 from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.in_place_rows import Place, room_for
 from gnnpipe.ops.norm_relu_blocks import KEPT, TOTAL, Tail, TailBackward, blocks_of, keep, plus
+from gnnpipe.ops.output_buffer import OutputBuffer, room_for
 
 __all__ = ["gcnii_mix", "norm_relu"]
 
@@ -26,15 +26,24 @@ class _NormRelu(torch.autograd.Function):
     """``drop(relu(norm(sum of x W^T + bias)))``; a weight may be missing, and is one then."""
 
     @staticmethod
-    def forward(ctx: Any, scale: Tensor, shift: Tensor, eps: float, is_rounded: bool,
-                mask: Mask | None, place: Place | None, overwrites: bool, bias: Tensor | None,
-                *pairs: Tensor | None) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        scale: Tensor,
+        shift: Tensor,
+        eps: float,
+        is_rounded: bool,
+        mask: Mask | None,
+        output_buffer: OutputBuffer | None,
+        overwrites: bool,
+        bias: Tensor | None,
+        *pairs: Tensor | None,
+    ) -> Tensor:
         several = [
             (x, None if weight is None else rounded(weight, is_rounded).t())
             for x, weight in _in_pairs(pairs)
         ]
         first, width = several[0][0], len(scale)
-        out = room_for(place, first, width)
+        out = room_for(output_buffer, first, width)
         # A single summand is what the norm reads.
         is_made = bias is not None or len(several) > 1 or several[0][1] is not None
         total = first
@@ -60,12 +69,17 @@ class _NormRelu(torch.autograd.Function):
         half = len(several) // 2
         products = [
             _ProductBackward(
-                x, weight, grad, needs[8 + 2 * i], needs[9 + 2 * i], ctx.is_rounded,
+                x,
+                weight,
+                grad,
+                needs[8 + 2 * i],
+                needs[9 + 2 * i],
+                ctx.is_rounded,
                 overwrites and i == 0,
             )
             for i, (x, weight) in enumerate(zip(several[:half], several[half:], strict=True))
             if weight is not None
-        ]  # fmt: skip
+        ]
         # What is added up as it is has the gradient of the sum.
         is_plain = [w is None and needs[8 + 2 * i] for i, w in enumerate(several[half:])]
         blocks = blocks_of(grad, grad.shape[1])
@@ -100,9 +114,15 @@ class _ProductBackward:
     """Gradients of x and W from blocks of that of x W^T."""
 
     def __init__(
-        self, x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool,
-        is_rounded: bool, overwrites: bool,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        wants_x: bool,
+        wants_weight: bool,
+        is_rounded: bool,
+        overwrites: bool,
+    ) -> None:
         """``overwrites``: the gradient of x is made where x is."""
         self._x, self._weight = x, rounded(weight, is_rounded)
         self._dtype, self._is_rounded, self._wants_weight = grad.dtype, is_rounded, wants_weight
@@ -128,9 +148,11 @@ def _in_pairs(pairs: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Tensor |
 
 
 def _add_up(
-    total: Tensor, bias: Tensor | None, several: Sequence[tuple[Tensor, Tensor | None]],
+    total: Tensor,
+    bias: Tensor | None,
+    several: Sequence[tuple[Tensor, Tensor | None]],
     is_rounded: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Fill ``total`` [r, F] with bias and products x W, W [K, F] or none."""
     for i, (x, weight) in enumerate(several):
         before = total if i else bias
@@ -160,18 +182,23 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype
 
 
 def norm_relu(
-    norm: nn.LayerNorm, bias: Tensor | None, *pairs: Tensor | None, is_rounded: bool = False,
-    mask: Mask | None = None, place: Place | None = None, overwrites: bool = False,
-) -> Tensor:  # fmt: skip
+    norm: nn.LayerNorm,
+    bias: Tensor | None,
+    *pairs: Tensor | None,
+    is_rounded: bool = False,
+    mask: Mask | None = None,
+    output_buffer: OutputBuffer | None = None,
+    overwrites: bool = False,
+) -> Tensor:
     """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
 
     x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
-    see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``place``: to make them in.
-    ``overwrites``: nobody else reads the rows x_1. Without a weight the sum is made there, and
-    behind backward, which is run once, their gradient is there, if they have one.
+    see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``output_buffer``: to make
+    them in. ``overwrites``: nobody else reads the rows x_1. Without a weight the sum is made there,
+    and behind backward, which is run once, their gradient is there, if they have one.
     """
     found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
-        norm.weight, norm.bias, norm.eps, is_rounded, mask, place, overwrites, bias, *pairs
+        norm.weight, norm.bias, norm.eps, is_rounded, mask, output_buffer, overwrites, bias, *pairs
     )
     return found
 
@@ -180,13 +207,24 @@ class _GCNIIMix(torch.autograd.Function):
     """GCNII's mix with the first rows, its linear map, norm, ReLU and dropout."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, first: Tensor, weight: Tensor, scale: Tensor,
-                shift: Tensor, alpha: float, beta: float, eps: float,
-                is_rounded: bool, mask: Mask | None, place: Place | None,
-                overwrites: bool) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        received: Tensor,
+        first: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        alpha: float,
+        beta: float,
+        eps: float,
+        is_rounded: bool,
+        mask: Mask | None,
+        output_buffer: OutputBuffer | None,
+        overwrites: bool,
+    ) -> Tensor:
         mixed = received.detach() if overwrites else torch.empty_like(received)
         total = torch.empty_like(received)
-        out = room_for(place, received, len(scale))
+        out = room_for(output_buffer, received, len(scale))
         tail, stats = Tail(scale, shift, eps, mask), []
         for block in blocks_of(received, len(scale)):
             torch.lerp(received[block], first[block], alpha, out=mixed[block])
@@ -228,19 +266,36 @@ def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool, into: Tens
 
 
 def gcnii_mix(
-    received: Tensor, first: Tensor, weight: Tensor, norm: nn.LayerNorm, alpha: float, beta: float,
-    is_rounded: bool = False, mask: Mask | None = None, place: Place | None = None,
+    received: Tensor,
+    first: Tensor,
+    weight: Tensor,
+    norm: nn.LayerNorm,
+    alpha: float,
+    beta: float,
+    is_rounded: bool = False,
+    mask: Mask | None = None,
+    output_buffer: OutputBuffer | None = None,
     overwrites: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``relu(norm((1 - beta) m + beta m W^T))`` with ``m`` between ``received`` and ``first``.
 
     ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F]. ``is_rounded``: see
-    ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``place``: to make them in.
-    ``overwrites``: nobody else reads ``received``; m is made there, and in backward, which is run
-    once, its gradient.
+    ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``output_buffer``: to make them
+    in. ``overwrites``: nobody else reads ``received``; m is made there, and in backward, which is
+    run once, its gradient.
     """
     found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
-        received, first, weight, norm.weight, norm.bias, alpha, beta, norm.eps, is_rounded, mask,
-        place, overwrites,
-    )  # fmt: skip
+        received,
+        first,
+        weight,
+        norm.weight,
+        norm.bias,
+        alpha,
+        beta,
+        norm.eps,
+        is_rounded,
+        mask,
+        output_buffer,
+        overwrites,
+    )
     return found

@@ -70,9 +70,11 @@ class Tail:
             return found
         if self._scaled is None:
             plain = self._scale, self._shift
-            self._scaled = plain if self._kept is None else (
-                self._scale * self.factor, self._shift * self.factor
-            )  # fmt: skip
+            self._scaled = (
+                plain
+                if self._kept is None
+                else (self._scale * self.factor, self._shift * self.factor)
+            )
         rows, mean, rstd = torch.native_layer_norm(
             total[block], total.shape[-1:], *self._scaled, self._eps
         )
@@ -101,9 +103,15 @@ class TailBackward:
         """
         if (tails := _kernels(self._total)) is not None:  # the block is all rows
             rows, sums = tails.tail_backward(
-                grad, self._out, self._total, self._scale, self._mean, self._rstd, self._factor,
+                grad,
+                self._out,
+                self._total,
+                self._scale,
+                self._mean,
+                self._rstd,
+                self._factor,
                 into,
-            )  # fmt: skip
+            )
             *found, self._sum = sums.unbind()
             self._found = [
                 one if wants else None for one, wants in zip(found, self._wants[1:], strict=True)
@@ -113,9 +121,15 @@ class TailBackward:
             self._scaled = self._scale if self._factor == 1.0 else self._scale * self._factor
         total = self._total[block]
         rows, *found = _norm_backward(
-            _relu_backward(grad[block], self._out[block], 0), total, total.shape[-1:],
-            self._mean[block], self._rstd[block], self._scaled, self._shift, self._wants,
-        )  # fmt: skip
+            _relu_backward(grad[block], self._out[block], 0),
+            total,
+            total.shape[-1:],
+            self._mean[block],
+            self._rstd[block],
+            self._scaled,
+            self._shift,
+            self._wants,
+        )
         if into is not None:
             into.copy_(rows)
         self._found = [plus(a, b) for a, b in zip(self._found, found, strict=True)]
@@ -137,8 +151,9 @@ def plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None or part is None else total.add_(part)
 
 
-def keep(scale: Tensor, shift: Tensor, total: Tensor, out: Tensor,
-          stats: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:  # fmt: skip
+def keep(
+    scale: Tensor, shift: Tensor, total: Tensor, out: Tensor, stats: Sequence[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
     """What backward needs of a tail."""
     mean, rstd = stats[0] if len(stats) == 1 else (torch.cat(s) for s in zip(*stats, strict=True))
     return [scale, shift, total, out, mean, rstd]

@@ -23,9 +23,16 @@ from gnnpipe.ops import triton
 from gnnpipe.registry import Registry
 
 __all__ = [
-    "KERNELS", "Kernel", "Product", "bag_sums", "default_kernel", "embedding_bag", "index_type",
-    "kernel_named", "time_kernels",
-]  # fmt: skip
+    "KERNELS",
+    "Kernel",
+    "Product",
+    "bag_sums",
+    "default_kernel",
+    "embedding_bag",
+    "index_type",
+    "kernel_named",
+    "time_kernels",
+]
 
 Product = Callable[[Tensor], Tensor]
 """Dense rows [T, F] to [R, F]; no autograd."""

@@ -39,9 +39,12 @@ class LearningRate:
             self._late = lr_scheduler.CosineAnnealingLR(optimizer, T_max=left)
         elif config.lr_schedule == "plateau":
             self._plateau = lr_scheduler.ReduceLROnPlateau(
-                optimizer, mode="max", factor=PLATEAU_FACTOR, threshold=0.0,
+                optimizer,
+                mode="max",
+                factor=PLATEAU_FACTOR,
+                threshold=0.0,
                 patience=math.ceil(config.lr_patience / max(config.eval_every, 1)) - 1,
-            )  # fmt: skip
+            )
 
     @property
     def value(self) -> float:

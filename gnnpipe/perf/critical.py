@@ -11,20 +11,30 @@ from gnnpipe.perf.tasks import Task
 __all__ = ["critical_shares", "critical_text", "kind_of", "place_of"]
 
 _OF_A_STAGE = {
-    "F": "compute of", "B": "compute of", "PULL": "compute of", "BEGIN": "begin of",
-    "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
+    "F": "compute of",
+    "B": "compute of",
+    "PULL": "compute of",
+    "BEGIN": "begin of",
+    "FORECAST": "forecast of",
+    "CARRY": "forecast of",
+    "RECALL": "forecast of",
     "STEP": "optimizer of",
-    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_FIT": "forecast of",
+    "EXCHANGE_F": "exchange in",
+    "EXCHANGE_B": "exchange in",
+    "REDUCE_FIT": "forecast of",
     "REDUCE_MEAN": "exchange in",
     "REDUCE_GRAD": "gradient sum of",
-}  # fmt: skip
+}
 
 
 _OF_ALL = {
-    "compute of": "all compute", "begin of": "all beginnings", "forecast of": "all forecasts",
-    "optimizer of": "all optimizers", "exchange in": "all exchanges",
+    "compute of": "all compute",
+    "begin of": "all beginnings",
+    "forecast of": "all forecasts",
+    "optimizer of": "all optimizers",
+    "exchange in": "all exchanges",
     "gradient sum of": "all gradient sums",
-}  # fmt: skip
+}
 
 
 def critical_shares(

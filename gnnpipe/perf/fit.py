@@ -31,9 +31,11 @@ class Work:
     def __add__(self, other: Work) -> Work:
         """Both, one after the other."""
         return Work(
-            self.rows + other.rows, self.edges + other.edges, self.entries + other.entries,
+            self.rows + other.rows,
+            self.edges + other.edges,
+            self.entries + other.entries,
             self.times + other.times,
-        )  # fmt: skip
+        )
 
     def columns(self) -> tuple[float, float, float, float]:
         """What the four numbers of an ``Affine`` are multiplied by."""

@@ -93,9 +93,8 @@ def _sheets(name: str) -> tuple[Sheet, Wire]:
 
 
 def hardware_profile(
-    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str,
-    recompute: bool,
-) -> Profile:  # fmt: skip
+    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str, recompute: bool
+) -> Profile:
     """Of ``name``, 'DEVICE:LINK', for the ops of a model; ``InputError`` for another name."""
     sheet, wire = _sheets(name)
     number_bytes = 8 if dtype == "float64" else 4
@@ -117,13 +116,22 @@ def hardware_profile(
     # Two exchanges, of which each moves at most as many bytes as there are.
     summed = LinkTimes(wire.latency_s, wire.bandwidth_bytes_per_s / 2, 0.0)
     return Profile(
-        machine=name, source="by hand",
+        machine=name,
+        source="by hand",
         note=f"{sheet.source}; {wire.source}; assumed: {SHARE:.0%} of its speed and memory's, "
         f"{LAUNCH_S * 1e6:g} us a kernel, {wire.latency_s * 1e6:g} us a message",
-        device="cuda", dtype=dtype, comm_dtype=comm_dtype, matmul_dtype=matmul_dtype,
-        kernel="auto", recompute=recompute,
-        threads=1, compute=(compute,), message=times, exchange=times, gradient_sum=summed,
-    )  # fmt: skip
+        device="cuda",
+        dtype=dtype,
+        comm_dtype=comm_dtype,
+        matmul_dtype=matmul_dtype,
+        kernel="auto",
+        recompute=recompute,
+        threads=1,
+        compute=(compute,),
+        message=times,
+        exchange=times,
+        gradient_sum=summed,
+    )
 
 
 @dataclass(frozen=True)
@@ -171,16 +179,22 @@ class _Roof:
         forecast_row_s = once_row_s + self._longer(10 * fitted**2, 4 * fitted)
         recall_row_s = once_row_s + self._longer(2 * fitted**2, fitted)
         return OpTimes(
-            forward_before, forward_after, backward_before, backward_after, finish,
+            forward_before,
+            forward_after,
+            backward_before,
+            backward_after,
+            finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, forecast_row_s),
             recall=Affine(KERNELS["recall"] * LAUNCH_S, recall_row_s),
             carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(2 * push**2, 3 * push)),
             relative_error=0.0,
-        )  # fmt: skip
+        )
 
 
 def _sum(a: Affine, b: Affine) -> Affine:
     return Affine(
-        a.base_s + b.base_s, a.per_row_s + b.per_row_s, a.per_edge_s + b.per_edge_s,
+        a.base_s + b.base_s,
+        a.per_row_s + b.per_row_s,
+        a.per_edge_s + b.per_edge_s,
         a.per_entry_s + b.per_entry_s,
-    )  # fmt: skip
+    )

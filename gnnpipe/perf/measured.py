@@ -45,11 +45,17 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
         stage, shard = divmod(rank, shards)
         waits = [
             Span(
-                rank, "WAIT", m.asked_s, m.taken_s, _chunk(notes, m.key[2]), stage,
-                peer=m.key[1], size_bytes=m.size_bytes,
+                rank,
+                "WAIT",
+                m.asked_s,
+                m.taken_s,
+                _chunk(notes, m.key[2]),
+                stage,
+                peer=m.key[1],
+                size_bytes=m.size_bytes,
             )
             for m in notes.messages
-        ]  # fmt: skip
+        ]
         met = [*notes.collectives, *filter(None, [notes.meeting])]
         waits += [Span(rank, "WAIT", c.asked_s, c.left_s, stage=stage) for c in met]
         waited = _Stretches([(w.start_s, w.end_s) for w in waits])
@@ -68,10 +74,18 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
             is_critical = work[rank].inside(start_s, end_s) > own_s / 2
             mine.append(
                 Span(
-                    rank, action.kind, start_s, end_s, _chunk(notes, action.position), stage,
-                    action.steps, peer, size, is_critical,
+                    rank,
+                    action.kind,
+                    start_s,
+                    end_s,
+                    _chunk(notes, action.position),
+                    stage,
+                    action.steps,
+                    peer,
+                    size,
+                    is_critical,
                 )
-            )  # fmt: skip
+            )
         # Of equal beginnings the longer one first: viewers draw the later inside the earlier.
         found += sorted(mine, key=lambda s: (s.start_s, -s.end_s))
     return tuple(found)
@@ -142,6 +156,4 @@ def _releases(ranks: Sequence[EpochSpans], rank: int, shards: int) -> list[Relea
     if rank in met:
         last = max(met, key=lambda r: met[r].asked_s)
         found.append((met[rank].asked_s, met[rank].left_s, last, met[last].asked_s))
-    return sorted(
-        (w for w in found if w[1] - w[0] > SHORTEST_WAIT_S), key=lambda w: w[1]
-    )  # fmt: skip
+    return sorted((w for w in found if w[1] - w[0] > SHORTEST_WAIT_S), key=lambda w: w[1])

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gnnpipe.perf.evaluation_memory import evaluation_bytes
-from gnnpipe.plan import Asked, ModelGraph, Op, Plan, made_once, shared_tables
+from gnnpipe.plan import LossRows, ModelGraph, Op, Plan, precomputed_aggregations, shared_tables
 
 __all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory", "human_bytes"]
 
@@ -61,7 +61,7 @@ def estimate_memory(
     recompute: bool,
     copied_share: float,
     loss_numbers: int,
-    asked: Asked,
+    loss_rows: LossRows,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -73,8 +73,8 @@ def estimate_memory(
     their features; ``extra_weights``: copies of the weights beside those that are trained;
     ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
     that a chunk reads from others, per own row, which convolutions on blocks keep a copy of;
-    ``loss_numbers``: those that the loss keeps of the shard's training vertices; ``asked``: of this
-    shard.
+    ``loss_numbers``: those that the loss keeps of the shard's training vertices; ``loss_rows``: of
+    this shard.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -83,18 +83,20 @@ def estimate_memory(
     linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + n
-    once = made_once(model, plan, row_bytes != number_bytes)
-    shared = shared_tables(model, plan, once, asked.ops, row_bytes != number_bytes)
+    precomputed = precomputed_aggregations(model, plan, row_bytes != number_bytes)
+    shared = shared_tables(model, plan, precomputed, loss_rows.ops, row_bytes != number_bytes)
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
         # Where each row begins: in the whole, and of several chunks in each chunk.
         pointer = 4 * (1 + (plan.chunks > 1))
         structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
-        if any(op.aggregates and op.name in asked.ops for op in ops):
-            structure += asked.structure_bytes(row_bytes) + pointer * (asked.rows + read_rows)
-        counts = {False: entries, True: asked.edges + asked.rows}
-        cut_out = {(op.structure, op.name in asked.ops) for op in ops if op.name in shared}
+        if any(op.aggregates and op.name in loss_rows.ops for op in ops):
+            structure += loss_rows.structure_bytes(row_bytes) + pointer * (
+                loss_rows.rows + read_rows
+            )
+        counts = {False: entries, True: loss_rows.edges + loss_rows.rows}
+        cut_out = {(op.structure, op.name in loss_rows.ops) for op in ops if op.name in shared}
         for _, is_asked in cut_out if live_share else ():
             structure += int(live_share * counts[is_asked] * (4 + row_bytes)) + 4 * read_rows
             # A byte, two numbers and half of a third one while that is made, chunk by chunk.
@@ -116,12 +118,12 @@ def estimate_memory(
     # Where nothing is rounded, the rows of a single chunk are their own table.
     tables = 0 if alone and row_bytes == number_bytes else 2 if snapshot else 1
     features += number_bytes * sum(
-        op.features_kept * own_rows[op.vertex_type] for op in ops if op.name in once
+        op.features_kept * own_rows[op.vertex_type] for op in ops if op.name in precomputed
     )
-    pushing = [op for op in ops if op.aggregates and not op.is_mean and op.name not in once]
+    pushing = [op for op in ops if op.aggregates and not op.is_mean and op.name not in precomputed]
     numbers = 0
     for op in pushing:
-        read, reading = rows[op.pushed_type], asked.rows_of(op.name, own_rows[op.vertex_type])
+        read, reading = rows[op.pushed_type], loss_rows.rows_of(op.name, own_rows[op.vertex_type])
         # Gradients are kept of the rows that read, where the aggregation is a product; a single
         # chunk's go at once.
         is_transient = op.is_linear and plan.chunks == 1
@@ -142,24 +144,29 @@ def estimate_memory(
         for op in pushing
     )
     in_tables = _kept_in_tables(
-        ops, pushing if tables and row_bytes == number_bytes else [], shared, own_rows, asked,
+        ops,
+        pushing if tables and row_bytes == number_bytes else [],
+        shared,
+        own_rows,
+        loss_rows,
         recompute,
-    )  # fmt: skip
+    )
     kept = {
-        op.name: asked.kept_numbers(op, own_rows[op.vertex_type], recompute) - in_tables[op.name]
+        op.name: loss_rows.kept_numbers(op, own_rows[op.vertex_type], recompute)
+        - in_tables[op.name]
         for op in ops
     }
     activations = sum(
         kept[op.name]
         - (op.rows_spared_recomputed if recompute else op.rows_spared)
-        * (op.name in once)
+        * (op.name in precomputed)
         * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
         if not op.over_pairs
     )
-    if asked.ops & {op.name for op in ops}:
-        activations += asked.carried * asked.rows
+    if loss_rows.ops & {op.name for op in ops}:
+        activations += loss_rows.carried * loss_rows.rows
     activations += sum(
         int(
             (op.push_width + op.kept_per_read_row * (not recompute))
@@ -183,7 +190,7 @@ def estimate_memory(
     activations += of_loss
     passing, gone = widest * sum(pilot_rows.values()), of_loss // plan.chunks
     for op in reversed(ops):
-        made = op.passing_per_row * asked.rows_of(op.name, n)
+        made = op.passing_per_row * loss_rows.rows_of(op.name, n)
         # Gradients of what is kept of a chunk's edges; recomputed, that itself is no sooner there.
         made += op.kept_per_edge * entries * (1 + recompute)
         passing = max(passing, made // plan.chunks - gone)
@@ -193,7 +200,10 @@ def estimate_memory(
         # Gradients of the encoded features wait for those of the other chunks, but for features
         # that are aggregated before they are encoded.
         activations += sum(
-            (op.flops_per_feature // 2 - op.push_width * (op.name in once and op.reads_features))
+            (
+                op.flops_per_feature // 2
+                - op.push_width * (op.name in precomputed and op.reads_features)
+            )
             * own_rows[op.vertex_type]
             for op in ops
             if op.flops_per_feature
@@ -205,9 +215,16 @@ def estimate_memory(
             activations += op.push_width * (rows[op.pushed_type] + own_rows[op.vertex_type])
             activations += each * own_pairs
     held = evaluation_bytes(
-        plan, ops, list(depths.values()), stage, pushing, own_rows=own_rows, table_rows=rows,
-        number_bytes=number_bytes, row_bytes=row_bytes,
-    )  # fmt: skip
+        plan,
+        ops,
+        list(depths.values()),
+        stage,
+        pushing,
+        own_rows=own_rows,
+        table_rows=rows,
+        number_bytes=number_bytes,
+        row_bytes=row_bytes,
+    )
     # Weight, gradient and Adam's two.
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     most = max(activations * number_bytes, held)
@@ -219,7 +236,7 @@ def _kept_in_tables(
     pushing: Sequence[Op],
     shared: Collection[str],
     own_rows: Mapping[str, int],
-    asked: Asked,
+    loss_rows: LossRows,
     recompute: bool,
 ) -> dict[str, int]:
     """Of what each op keeps, the numbers that are in a table of one of ``pushing`` anyway."""
@@ -227,9 +244,9 @@ def _kept_in_tables(
     for op in pushing:
         if op.name in shared:
             # What was aggregated is where its gradient will be.
-            found[op.name] += op.push_width * asked.rows_of(op.name, own_rows[op.vertex_type])
+            found[op.name] += op.push_width * loss_rows.rows_of(op.name, own_rows[op.vertex_type])
         # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
-        is_kept = not recompute or (op.holds_pushed and op.name not in asked.ops)
+        is_kept = not recompute or (op.holds_pushed and op.name not in loss_rows.ops)
         if op.push_maker in found and is_kept:
             found[op.push_maker] += op.push_width * own_rows[op.pushed_type]
     return found

@@ -25,17 +25,18 @@ class Part:
 
 
 def step_parts(
-    model: ModelGraph, first: int, last: int, once: Collection[str] = ()
+    model: ModelGraph, first: int, last: int, precomputed: Collection[str] = ()
 ) -> list[list[Part]]:
     """By step of a stage of ops first..last-1; an op without a push is all 'after'.
 
-    ``once``: ops that push nothing, for what they aggregate is there; all they do is done behind.
+    ``precomputed``: ops that push nothing, for what they aggregate is there; all they do is done
+    behind.
     """
     steps: list[list[Part]] = [[] for _ in range(model.num_steps(first, last))]
     for i, depth in enumerate(model.depths(first, last), first):
         op = model.ops[i]
         if op.aggregates:
-            steps[depth - (op.name not in once)].append(Part(i, "before"))
+            steps[depth - (op.name not in precomputed)].append(Part(i, "before"))
         steps[depth].append(Part(i, "after"))
     return steps
 
@@ -63,13 +64,14 @@ class ChunkSizes:
     """Rows of other shards that are read."""
     stale: Mapping[str, Counts]
     """[G] own and halo rows that are read stale, the mean over all orders of the chunks."""
-    pilots: Mapping[str, Counts]
+    probes: Mapping[str, Counts]
     """[G] pilot rows among the own rows."""
-    once: frozenset[str] = frozenset()
+    precomputed: frozenset[str] = frozenset()
     """Ops whose aggregation is made once for all epochs."""
-    asked: frozenset[str] = frozenset()
-    """Ops whose values are made of the rows that the loss asks for alone (``plan.asked_of``)."""
-    asked_rows: Counts = field(default_factory=_no_counts)
+    loss_rows: frozenset[str] = frozenset()
+    """Ops whose values are made of the rows that the loss asks for alone
+    (``plan.choose_loss_rows``)."""
+    loss_row_counts: Counts = field(default_factory=_no_counts)
     """Those rows, and the edges into them."""
     asked_edges: Counts = field(default_factory=_no_counts)
     asked_pulled: Counts = field(default_factory=_no_counts)
@@ -116,9 +118,9 @@ class ChunkSizes:
         entries = edges = nothing
         if op.reads_features and side == ("before" if op.aggregates else "after"):
             entries = self.entries[op.vertex_type]
-        if op.aggregates and not op.is_mean and op.name not in self.once:
+        if op.aggregates and not op.is_mean and op.name not in self.precomputed:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
-        if op.name in self.asked and op.aggregates:
+        if op.name in self.loss_rows and op.aggregates:
             edges = self.asked_pulled if side == "before" else self.asked_edges
         if side == "before":
             # What a product brings back; the way forward there has none.
@@ -127,6 +129,6 @@ class ChunkSizes:
                 share = self.stale_edges[op.vertex_type] / every
                 edges = np.round(edges * (1 - share)).astype(np.int64)
             return self.rows[op.pushed_type], edges, entries
-        if op.name in self.asked:
-            return self.asked_rows, edges, entries
+        if op.name in self.loss_rows:
+            return self.loss_row_counts, edges, entries
         return edges if op.over_pairs else self.rows[op.vertex_type], edges, entries

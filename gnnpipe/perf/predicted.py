@@ -88,10 +88,18 @@ def predicted_spans(timeline: Timeline, num_steps: Sequence[int], shards: int) -
             # The product that halo gradients travel under is a part of its step.
             kind = "B" if what.kind == "PULL" else what.kind
             span = Span(
-                at, kind, start_s, end_s, what.chunk, what.stage,
-                steps if kind in ("F", "B") else (0, 0), peer, what.size_bytes, task in critical,
+                at,
+                kind,
+                start_s,
+                end_s,
+                what.chunk,
+                what.stage,
+                steps if kind in ("F", "B") else (0, 0),
+                peer,
+                what.size_bytes,
+                task in critical,
                 lane,
-            )  # fmt: skip
+            )
             (lanes if lane else own)[at].append(span)
     for rank in range(ranks):
         if timeline.makespan_s > over_s[rank]:

@@ -40,9 +40,11 @@ class Affine:
         3.0
         """
         return (
-            self.base_s + self.per_row_s * rows + self.per_edge_s * edges
+            self.base_s
+            + self.per_row_s * rows
+            + self.per_edge_s * edges
             + self.per_entry_s * entries
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
-from gnnpipe.schedule import PILOTS
+from gnnpipe.schedule import PROBES
 
 __all__ = ["ProfiledCosts", "meeting_time_s"]
 
@@ -49,7 +49,7 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._ops = [self._times_of(op) for op in model.ops]
-        self._parts = [step_parts(model, *run, sizes.once) for run in plan.stages]
+        self._parts = [step_parts(model, *run, sizes.precomputed) for run in plan.stages]
         self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -167,11 +167,11 @@ class ProfiledCosts:
         first, last = self.plan.stages[stage]
         total = 0.0
         for op, times in zip(self.model.ops[first:last], self._ops[first:last], strict=True):
-            pilots = float(self.sizes.pilots[op.vertex_type][shard])
+            probes = float(self.sizes.probes[op.vertex_type][shard])
             if kind == "RECALL":
-                total += times.recall.time_s(pilots)
+                total += times.recall.time_s(probes)
             elif kind == "FORECAST":
-                total += times.forecast.time_s(pilots)
+                total += times.forecast.time_s(probes)
             elif op.is_forecast:
                 total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
         return total
@@ -188,10 +188,10 @@ class ProfiledCosts:
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Rows of a chunk times the widths of what the stages hand on."""
         ends = (source, target) if way == "F" else (target, source)
-        if chunk not in PILOTS:
+        if chunk not in PROBES:
             return int(self._sizes_between(*ends)[shard, chunk])
         return sum(
-            int(self.sizes.pilots[t.types.get(value, "")][shard]) * width * self._row_bytes
+            int(self.sizes.probes[t.types.get(value, "")][shard]) * width * self._row_bytes
             for t in self._transfers.get(ends, ())
             for value, width in t.widths.items()
         )

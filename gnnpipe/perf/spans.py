@@ -78,7 +78,9 @@ class EpochSpans:
         """The same notes on a clock that shows ``offset_s`` more."""
         o = offset_s
         return EpochSpans(
-            self.start_s + o, self.end_s + o, self.done_s + o,
+            self.start_s + o,
+            self.end_s + o,
+            self.done_s + o,
             [
                 Message(m.key, m.size_bytes, m.posted_s + o, m.asked_s + o, m.taken_s + o)
                 for m in self.messages
@@ -87,11 +89,9 @@ class EpochSpans:
             [Collective(c.started_s + o, c.asked_s + o, c.left_s + o) for c in self.collectives],
             [(action, start_s + o, end_s + o) for action, start_s, end_s in self.actions],
             self.order,
-            None
-            if self.meeting is None
-            else Collective(*(at + o for at in astuple(self.meeting))),
+            None if self.meeting is None else Collective(*(at + o for at in astuple(self.meeting))),
             self.is_exact,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,9 @@ def time_shares(
             exposed_graph += c.left_s - c.asked_s - late
             hidden_graph += max(c.asked_s - max(last, c.started_s), 0.0)
         if spans.meeting is not None:
-            asked, left = spans.meeting.asked_s, spans.meeting.left_s
+            loss_rows, left = spans.meeting.asked_s, spans.meeting.left_s
             stage_there = min(max(_there(other) for other in stage), left)
-            imbalance += stage_there - asked
+            imbalance += stage_there - loss_rows
             bubble += max(min(max(map(_there, ranks)), left) - stage_there, 0.0)
         stage_done = max(other.done_s for other in stage)
         imbalance += stage_done - spans.done_s
@@ -164,8 +164,13 @@ def time_shares(
         waited = exposed + exposed_graph + bubble + imbalance
         found.append(
             TimeShares(
-                spans.end_s - spans.start_s - waited, exposed, exposed_graph, bubble, imbalance,
-                hidden, hidden_graph,
+                spans.end_s - spans.start_s - waited,
+                exposed,
+                exposed_graph,
+                bubble,
+                imbalance,
+                hidden,
+                hidden_graph,
             )
-        )  # fmt: skip
+        )
     return found

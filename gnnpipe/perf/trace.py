@@ -53,7 +53,7 @@ class Span:
 
     @property
     def name(self) -> str:
-        """What a reader is shown: ``F 3``, ``STEP``, ``SEND_F pilots``."""
+        """What a reader is shown: ``F 3``, ``STEP``, ``SEND_F probes``."""
         return self.kind + {-1: "", -2: " pilots", -3: " pilots recalled"}.get(
             self.chunk, f" {self.chunk}"
         )
@@ -99,24 +99,39 @@ def _names(
         told.append((first + rank, "thread_name", {"name": label}))
         told.append((first + rank, "thread_sort_index", {"sort_index": place}))
     return [
-        {"ph": "M", "pid": process, "tid": thread or used[0][1] + used[0][0], "name": what,
-         "args": args}
+        {
+            "ph": "M",
+            "pid": process,
+            "tid": thread or used[0][1] + used[0][0],
+            "name": what,
+            "args": args,
+        }
         for thread, what, args in told
-    ]  # fmt: skip
+    ]
 
 
 def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
     # Whole nanoseconds at both ends: what lies inside another span still does when it is rounded.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     return {
-        "ph": "X", "pid": process, "tid": thread, "name": span.name, "cat": span.kind,
-        "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000,
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "name": span.name,
+        "cat": span.kind,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
         "args": {
-            "rank": span.rank, "chunk": span.chunk, "stage": span.stage,
-            "steps": list(span.steps), "peer": span.peer, "bytes": span.size_bytes,
-            "critical": span.is_critical, "lane": span.lane,
+            "rank": span.rank,
+            "chunk": span.chunk,
+            "stage": span.stage,
+            "steps": list(span.steps),
+            "peer": span.peer,
+            "bytes": span.size_bytes,
+            "critical": span.is_critical,
+            "lane": span.lane,
         },
-    }  # fmt: skip
+    }
 
 
 def read_trace(path: Path) -> Trace:
@@ -160,13 +175,18 @@ def _span(event: dict[str, Any], where: str) -> Span:
         raise InputError(f"{where}: steps {steps!r}; give two whole numbers")
     first, last = (_whole({"steps": step}, "steps", where, 0) for step in steps)
     return Span(
-        rank=_whole(args, "rank", where, 0), kind=_text(event, "cat", where),
-        start_s=start_us / 1e6, end_s=(start_us + duration_us) / 1e6,
-        chunk=_whole(args, "chunk", where, -3), stage=_whole(args, "stage", where, -1),
-        steps=(first, last), peer=_whole(args, "peer", where, -1),
-        size_bytes=_whole(args, "bytes", where, 0), is_critical=args.get("critical") is True,
+        rank=_whole(args, "rank", where, 0),
+        kind=_text(event, "cat", where),
+        start_s=start_us / 1e6,
+        end_s=(start_us + duration_us) / 1e6,
+        chunk=_whole(args, "chunk", where, -3),
+        stage=_whole(args, "stage", where, -1),
+        steps=(first, last),
+        peer=_whole(args, "peer", where, -1),
+        size_bytes=_whole(args, "bytes", where, 0),
+        is_critical=args.get("critical") is True,
         lane=_text(args, "lane", where),
-    )  # fmt: skip
+    )
 
 
 def _number(values: dict[str, Any], name: str, where: str) -> float:

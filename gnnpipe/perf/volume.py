@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["CommVolume", "closed_form_volume", "fit_numbers", "pilot_rows_bytes"]
+__all__ = ["CommVolume", "closed_form_volume", "fit_numbers", "probe_rows_bytes"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def closed_form_volume(
     crossings: Mapping[str, int],
     number_bytes: int,
     row_bytes: int,
-    pilots: Mapping[str, int],
+    probes: Mapping[str, int],
 ) -> CommVolume:
     """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
 
@@ -52,8 +52,8 @@ def closed_form_volume(
     pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
     width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
     and for a mean over all vertices 4 K (G-1) x its width in float64;
-    gradient: 2 (G-1) P for P weights; control, where P ``pilots`` forecast stale rows: 2 P x the
-    widths of every transfer (``pilot_rows_bytes``: once with old weights, once with new ones), and
+    gradient: 2 (G-1) P for P weights; control, where P ``probes`` forecast stale rows: 2 P x the
+    widths of every transfer (``probe_rows_bytes``: once with old weights, once with new ones), and
     for every aggregation whose rows move 2 (G-1) times the float64 numbers of a fit,
     F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
     """
@@ -67,14 +67,14 @@ def closed_form_volume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
         graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
         gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
-        control=2 * pilot_rows_bytes(plan, pilots, row_bytes)
-        + 2 * (plan.shards - 1) * fit * 8 * any(pilots.values()),
+        control=2 * probe_rows_bytes(plan, probes, row_bytes)
+        + 2 * (plan.shards - 1) * fit * 8 * any(probes.values()),
     )
 
 
-def pilot_rows_bytes(plan: Plan, pilots: Mapping[str, int], row_bytes: int) -> int:
+def probe_rows_bytes(plan: Plan, probes: Mapping[str, int], row_bytes: int) -> int:
     """The pilot rows, P by type, once from stage to stage: P x the widths of every transfer."""
-    return sum(pilots[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
+    return sum(probes[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
 
 
 def _widths_sent(plan: Plan) -> Counter[str]:

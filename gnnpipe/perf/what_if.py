@@ -167,12 +167,14 @@ def what_ifs(
     if len(program.stages) > 1:
         times = [
             costs.link_s(
-                what.stage * shards + what.shard, what.peer * shards + what.shard,
+                what.stage * shards + what.shard,
+                what.peer * shards + what.shard,
                 round(what.size_bytes / 2),
             )
-            if what.kind.startswith("SEND_") else time_s
+            if what.kind.startswith("SEND_")
+            else time_s
             for what, time_s in zip(tasks.what, tasks.duration_s, strict=True)
-        ]  # fmt: skip
+        ]
         found["twice the bandwidth between stages"] = _makespan_s(tasks, times)
     if shards > 1:
         changed = ChangedCosts(costs, shards, shard_bandwidth=2)

@@ -14,7 +14,14 @@ from itertools import accumulate
 
 from gnnpipe.plan.plan import Plan, Transfer
 
-__all__ = ["EDGE_FLOPS", "KEPT_FLOPS", "ModelGraph", "Op", "made_once", "shared_tables"]
+__all__ = [
+    "EDGE_FLOPS",
+    "KEPT_FLOPS",
+    "ModelGraph",
+    "Op",
+    "precomputed_aggregations",
+    "shared_tables",
+]
 
 
 EDGE_FLOPS = 10
@@ -26,13 +33,17 @@ activation, dropout and copies pass over it."""
 
 
 def shared_tables(
-    model: ModelGraph, plan: Plan, once: Collection[str], asked: Collection[str], rounds_rows: bool
+    model: ModelGraph,
+    plan: Plan,
+    precomputed: Collection[str],
+    loss_rows: Collection[str],
+    rounds_rows: bool,
 ) -> frozenset[str]:
     """Names of their ops.
 
-    ``once``: aggregations that are made once (``made_once``); ``asked``: ops that make the rows
-    that the loss asks for, with a matrix of their own (``Asked.ops``); ``rounds_rows``: the tables
-    have fewer bits, and hold nothing that is aggregated.
+    ``precomputed``: aggregations that are made once (``precomputed_aggregations``); ``loss_rows``:
+    ops that make the rows that the loss asks for, with a matrix of their own (``LossRows.ops``);
+    ``rounds_rows``: the tables have fewer bits, and hold nothing that is aggregated.
     """
     if plan.chunks == 1 or rounds_rows:
         return frozenset()
@@ -40,8 +51,8 @@ def shared_tables(
     for first, last in plan.stages:
         alike = defaultdict(list)
         for op in model.ops[first:last]:
-            if op.aggregates and op.is_linear and not op.is_mean and op.name not in once:
-                alike[op.structure, op.name in asked].append(op.name)
+            if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
+                alike[op.structure, op.name in loss_rows].append(op.name)
         for names in alike.values():
             # Where nothing is stale, nothing is cut out.
             if len(names) > 1 or not plan.reads_stale:
@@ -49,7 +60,7 @@ def shared_tables(
     return frozenset(found)
 
 
-def made_once(model: ModelGraph, plan: Plan, rounds_rows: bool) -> frozenset[str]:
+def precomputed_aggregations(model: ModelGraph, plan: Plan, rounds_rows: bool) -> frozenset[str]:
     """The ops whose aggregation is made once for all epochs.
 
     ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not.
@@ -119,8 +130,7 @@ class Op:
     of_features: bool = False
     """What it pushes is the features or a linear map of them, and not wider than that is worth."""
     features_kept: int = 0
-    """Where its aggregation is made once (``plan.once``): numbers of a row kept for it, beside the
-    features."""
+    """Where its aggregation is precomputed: numbers of a row kept for it, beside the features."""
     rows_spared: int = 0
     """In that place: numbers that are not kept of a row until backward."""
     rows_spared_recomputed: int = 0

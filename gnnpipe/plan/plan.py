@@ -105,12 +105,13 @@ class Plan:
             data["shards"], data["chunks"] = _whole(data["shards"]), _whole(data["chunks"])
             data["transfers"] = tuple(
                 Transfer(
-                    _whole(t["source"]), _whole(t["target"]),
+                    _whole(t["source"]),
+                    _whole(t["target"]),
                     {str(k): _whole(v) for k, v in t["widths"].items()},
                     {str(k): str(v) for k, v in t["types"].items()},
                 )
                 for t in data["transfers"]
-            )  # fmt: skip
+            )
             return cls(**data)
         except InputError as error:
             raise InputError(f"{error}; try the plan.json of a run, or no plan") from None

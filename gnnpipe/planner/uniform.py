@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, Op, Plan
+from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Op, Plan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 
 __all__ = ["op_costs", "plan_uniform", "split_evenly"]
@@ -27,28 +27,28 @@ def op_costs(
     num_vertices: Mapping[str, int],
     num_edges: Mapping[str, int],
     feature_entries: Mapping[str, int],
-    asked: Asked = ALL_ROWS,
+    loss_rows: LossRows = ALL_ROWS,
 ) -> list[float]:
     """What each op takes, in floating-point operations of a dense product.
 
     By the type of the vertices, '' if there is but one: how many there are, how many edges lead
     into them (of all relations, a bound where there are several; or how many pairs are scored), and
-    the stored features. ``asked``: of the whole graph.
+    the stored features. ``loss_rows``: of the whole graph.
     """
     return [
-        _cost(op, num_vertices, num_edges, asked)
+        _cost(op, num_vertices, num_edges, loss_rows)
         + float(op.flops_per_feature * feature_entries.get(op.vertex_type, 0))
         for op in model.ops
     ]
 
 
 def _cost(
-    op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int], asked: Asked
+    op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int], loss_rows: LossRows
 ) -> float:
     """Without its features."""
-    made = asked.rows_of(op.name, num_vertices[op.vertex_type])
+    made = loss_rows.rows_of(op.name, num_vertices[op.vertex_type])
     scored = num_edges[op.pushed_type] if op.over_pairs else made
-    read = asked.edges if op.name in asked.ops else _read(op, num_vertices, num_edges)
+    read = loss_rows.edges if op.name in loss_rows.ops else _read(op, num_vertices, num_edges)
     return float(
         op.flops_per_row * scored
         + EDGE_FLOPS * op.push_width * read
@@ -103,11 +103,7 @@ def _least_limit(total: Sequence[float], stages: int, cuts: Sequence[int]) -> fl
 
 
 def _narrowest(
-    total: Sequence[float],
-    stages: int,
-    cuts: Sequence[int],
-    widths: Sequence[int],
-    limit: float,
+    total: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int], limit: float
 ) -> tuple[int, ...]:
     """The cuts into exactly ``stages`` runs, none above the limit, whose widths sum to least.
 
@@ -156,7 +152,7 @@ def plan_uniform(
     num_vertices: Mapping[str, int],
     num_edges: Mapping[str, int],
     feature_entries: Mapping[str, int],
-    asked: Asked = ALL_ROWS,
+    loss_rows: LossRows = ALL_ROWS,
 ) -> Plan:
     """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale.
 
@@ -170,7 +166,7 @@ def plan_uniform(
             "weights that several calls share must stay on one stage); "
             f"try --stages {len(cuts) + 1} or more --shards"
         )
-    costs = op_costs(model, num_vertices, num_edges, feature_entries, asked)
+    costs = op_costs(model, num_vertices, num_edges, feature_entries, loss_rows)
     crossing = model.crossing()
     runs = split_evenly(costs, stages, cuts, [crossing[cut] for cut in cuts])
     return Plan(

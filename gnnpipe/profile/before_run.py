@@ -19,9 +19,9 @@ from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Sample, fit_costs
 from gnnpipe.profile.comm_times import Probe
-from gnnpipe.profile.dry_run import Rehearsal, rehearsal
+from gnnpipe.profile.dry_run import DryRun, rehearsal
 from gnnpipe.profile.profile import compute_times, link_times
-from gnnpipe.profile.steps import Place, typical_walk, work_at
+from gnnpipe.profile.steps import StepPlace, typical_walk, work_at
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import Prepared
 
@@ -61,24 +61,30 @@ def take_short_profile(
     config = prepared.config
     together = max(hosts.count(host) for host in hosts)
     return Profile(
-        machine=platform.node(), source="measured", note="short, before the run",
-        device=mesh.device.type, dtype=config.dtype, comm_dtype=config.comm_dtype,
-        matmul_dtype=config.matmul_dtype, kernel=config.kernel, recompute=config.recompute,
+        machine=platform.node(),
+        source="measured",
+        note="short, before the run",
+        device=mesh.device.type,
+        dtype=config.dtype,
+        comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype,
+        kernel=config.kernel,
+        recompute=config.recompute,
         threads=torch.get_num_threads(),
         # What shards take out of tables for each other was part of the steps.
         compute=(compute_times(fit_costs(samples), together, boundary_per_number_s=0.0),),
         **links,
-    )  # fmt: skip
+    )
 
 
-def _walks(stage: Rehearsal, mesh: Mesh, epochs: int) -> Mapping[Place, float] | None:
+def _walks(stage: DryRun, mesh: Mesh, epochs: int) -> Mapping[StepPlace, float] | None:
     """Typical seconds by place; ``None`` on every rank if there is no time for it."""
     first_s = _walk(stage, mesh, [])
     most_s = max(LEAST_S, RUN_SHARE * epochs * first_s)
     if first_s > most_s:
         return None
     # The first one faulted all pages in, and does not count.
-    walks: list[Mapping[Place, float]] = []
+    walks: list[Mapping[StepPlace, float]] = []
     spent_s = first_s
     for _ in range(REPEATS):
         spent_s += _walk(stage, mesh, walks)
@@ -87,7 +93,7 @@ def _walks(stage: Rehearsal, mesh: Mesh, epochs: int) -> Mapping[Place, float] |
     return typical_walk(walks)
 
 
-def _walk(stage: Rehearsal, mesh: Mesh, walks: list[Mapping[Place, float]]) -> float:
+def _walk(stage: DryRun, mesh: Mesh, walks: list[Mapping[StepPlace, float]]) -> float:
     """Walk once, on all ranks together; the seconds of the slowest."""
     mesh.gather(None)  # at once means at once
     start_s = time.perf_counter()

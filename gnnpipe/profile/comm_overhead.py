@@ -56,8 +56,8 @@ def message_load(mesh: Mesh, pair: tuple[int, int], repeats: int) -> list[Load]:
     def start(size_bytes: int) -> Sequence[_Waits]:
         room = torch.empty(size_bytes, dtype=torch.uint8, device=mesh.device)
         data = torch.zeros_like(room)
-        arriving = mesh.courier.start(lambda: [dist.irecv(room, src=other)])
-        return arriving, mesh.courier.start(lambda: [dist.isend(data, dst=other)])
+        arriving = mesh.start_thread.start(lambda: [dist.irecv(room, src=other)])
+        return arriving, mesh.start_thread.start(lambda: [dist.isend(data, dst=other)])
 
     by_rank = mesh.gather(_by_size(mesh, start, repeats, mesh.rank in pair))
     ends = zip(*(by_rank[rank] for rank in pair), strict=True)
@@ -74,7 +74,7 @@ def exchange_load(mesh: Mesh, repeats: int) -> list[Load]:
     return [
         Load(statistics.fmean(e.own_s for e in all_of), statistics.fmean(e.other_s for e in all_of))
         for all_of in zip(*by_rank, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _by_size(mesh: Mesh, start: Start, repeats: int, takes_part: bool) -> list[Load]:

@@ -41,7 +41,7 @@ def clock_offset(mesh: Mesh) -> float:
             continue
         for _ in range(ROUNDS):
             time = torch.zeros(1, dtype=torch.float64)
-            asked = mesh.recorder.clock()
+            loss_rows = mesh.recorder.clock()
             if mesh.rank == 0:
                 dist.recv(time, src=rank, group=mesh.control_group)
                 time[0] = mesh.recorder.clock()
@@ -50,8 +50,8 @@ def clock_offset(mesh: Mesh) -> float:
                 dist.send(time, dst=0, group=mesh.control_group)
                 dist.recv(time, src=0, group=mesh.control_group)
                 answered = mesh.recorder.clock()
-                offset = float(time) - (asked + answered) / 2
-                best = min(best, (answered - asked, offset))
+                offset = float(time) - (loss_rows + answered) / 2
+                best = min(best, (answered - loss_rows, offset))
     return best[1]
 
 
@@ -109,12 +109,12 @@ def message_times(mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]]) ->
 def _there_and_back(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
     data = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
     if mesh.rank == first:
-        arriving = mesh.courier.start(lambda: [dist.irecv(torch.empty_like(data), src=second)])
-        mesh.courier.start(lambda: [dist.isend(data, dst=second)]).wait()
+        arriving = mesh.start_thread.start(lambda: [dist.irecv(torch.empty_like(data), src=second)])
+        mesh.start_thread.start(lambda: [dist.isend(data, dst=second)]).wait()
         arriving.wait()
     else:
-        mesh.courier.start(lambda: [dist.irecv(torch.empty_like(data), src=first)]).wait()
-        mesh.courier.start(lambda: [dist.isend(data, dst=first)]).wait()
+        mesh.start_thread.start(lambda: [dist.irecv(torch.empty_like(data), src=first)]).wait()
+        mesh.start_thread.start(lambda: [dist.isend(data, dst=first)]).wait()
 
 
 def exchange_of(size_bytes: int, mesh: Mesh) -> Arrival:

@@ -18,25 +18,29 @@ import torch
 from torch import Tensor
 
 from gnnpipe.perf import EpochSpans
-from gnnpipe.profile.steps import BEGIN, UPDATE, Place, walk_order
+from gnnpipe.profile.steps import BEGIN, UPDATE, StepPlace, walk_order
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.p2p import Mailbox
+from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.start_thread import Transfer
 from gnnpipe.schedule import Action, Program
-from gnnpipe.setup.build import assemble
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import Prepared
 
-__all__ = ["Rehearsal", "rehearsal"]
+__all__ = ["DryRun", "rehearsal"]
 
 WHAT = {
-    "F": "forward", "B": "backward", "FORECAST": "forecast", "CARRY": "carry", "RECALL": "recall",
+    "F": "forward",
+    "B": "backward",
+    "FORECAST": "forecast",
+    "CARRY": "carry",
+    "RECALL": "recall",
     "STEP": UPDATE,
-}  # fmt: skip
+}
 
 
-class Rehearsal:
+class DryRun:
     """Walks on one rank, as often as asked; every rank must ask alike."""
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
@@ -44,18 +48,25 @@ class Rehearsal:
         has_cores = crowding(threads, mesh.gather) <= 1
         recorder = _CpuRecorder() if threads == 1 and has_cores else Recorder()
         self._mesh = _Aside(
-            mesh.stages, mesh.shards, mesh.rank, mesh.device, mesh.graph_group, mesh.control_group,
-            recorder=recorder, courier=mesh.courier, down_group=mesh.down_group,
-        )  # fmt: skip
+            mesh.stages,
+            mesh.shards,
+            mesh.rank,
+            mesh.device,
+            mesh.graph_group,
+            mesh.control_group,
+            recorder=recorder,
+            start_thread=mesh.start_thread,
+            down_group=mesh.down_group,
+        )
         self._prepared = prepared
-        self._assembly = assemble(prepared, self._mesh)
-        executor = self._assembly.executor
-        executor.mailbox = _MadeUp(self._mesh, prepared.dtype, prepared.row_dtype)
+        self._rank_runtime = build_rank(prepared, self._mesh)
+        executor = self._rank_runtime.executor
+        executor.p2p = _MadeUp(self._mesh, prepared.dtype, prepared.row_dtype)
         self._walked = 0
-        self.state = [t for _, t in executor.stage.piece.named_state()]
+        self.state = [t for _, t in executor.stage.stage_module.named_state()]
         """Weights, and what else the walks change of the model."""
 
-    def walk(self) -> Mapping[Place, float]:
+    def walk(self) -> Mapping[StepPlace, float]:
         """Seconds by place, of one epoch."""
         prepared, notes = self._prepared, self._mesh.recorder
         # Past the exact epochs, where there are others.
@@ -64,17 +75,17 @@ class Rehearsal:
         program = _step_by_step(prepared.program_of(first))
         # Each is an epoch of its own: what is made once an epoch, as masks are, is made anew.
         epoch, self._walked = first + self._walked, self._walked + 1
-        self._assembly.executor.run(program, order, epoch=epoch, training=True)
+        self._rank_runtime.executor.run(program, order, epoch=epoch, training=True)
         notes.end()
         return _times(notes.epochs[-1], self._mesh.stage, order)
 
 
 @contextmanager
-def rehearsal(prepared: Prepared, mesh: Mesh) -> Iterator[Rehearsal]:
+def rehearsal(prepared: Prepared, mesh: Mesh) -> Iterator[DryRun]:
     """Nothing is left of it behind the block, neither memory nor a changed weight."""
     # A model of the user's own may draw random numbers.
     with torch.random.fork_rng([]):
-        made = Rehearsal(prepared, mesh)
+        made = DryRun(prepared, mesh)
         kept = [t.detach().clone() for t in made.state]
         try:
             yield made
@@ -102,7 +113,7 @@ class _Aside(Mesh):
         return values
 
 
-class _MadeUp(Mailbox):
+class _MadeUp(PointToPoint):
     """Has something for everyone who asks, and sends nothing."""
 
     def post(
@@ -136,9 +147,9 @@ def _step_by_step(program: Program) -> Program:
     return replace(program, stages=tuple(stages))
 
 
-def _times(notes: EpochSpans, stage: int, order: Sequence[int]) -> dict[Place, float]:
+def _times(notes: EpochSpans, stage: int, order: Sequence[int]) -> dict[StepPlace, float]:
     """Seconds by place, without waiting for other shards."""
-    found: dict[Place, float] = {}
+    found: dict[StepPlace, float] = {}
     waits = iter(notes.collectives)
     wait = next(waits, None)
     for action, start_s, end_s in notes.actions:

@@ -22,8 +22,13 @@ from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, chunk_order
 
 __all__ = [
-    "Predicted", "Predictor", "check_profile", "check_profile_file", "read_profile", "run_costs",
-]  # fmt: skip
+    "Predicted",
+    "Predictor",
+    "check_profile",
+    "check_profile_file",
+    "read_profile",
+    "run_costs",
+]
 
 LEAST_EPOCHS = 10
 """A shorter run is over before it is worth a profile of its own."""
@@ -101,9 +106,10 @@ class Predictor:
             notes = simulated_notes(timeline, plan.shards)
             links = [self._link_bytes_per_s] * plan.world_size
             found = Predicted(
-                timeline.makespan_s, time_shares(notes, plan.shards, links),
+                timeline.makespan_s,
+                time_shares(notes, plan.shards, links),
                 predicted_spans(timeline, plan.steps, plan.shards),
-            )  # fmt: skip
+            )
         # Spans are many, and only rank 0 writes them.
         told: Predicted = self._mesh.share(None if found is None else replace(found, timeline=()))
         return told if found is None else found
@@ -143,12 +149,16 @@ def run_costs(
     ``sizes``: those of the run's chunks, if they are known. ``InputError`` if the profile was taken
     with other settings, or lacks an op or a link.
     """
-    check_profile(prepared.config, profile, ranks_per_machine, len(prepared.pilots) > 0)
+    check_profile(prepared.config, profile, ranks_per_machine, len(prepared.probes) > 0)
     return ProfiledCosts(
-        profile, prepared.plan, prepared.model_graph, sizes or chunk_sizes(prepared),
-        number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
+        profile,
+        prepared.plan,
+        prepared.model_graph,
+        sizes or chunk_sizes(prepared),
+        number_bytes=prepared.dtype.itemsize,
+        row_bytes=prepared.row_dtype.itemsize,
         ranks_at_once=min(ranks_per_machine, prepared.plan.world_size),
-    )  # fmt: skip
+    )
 
 
 def check_profile(

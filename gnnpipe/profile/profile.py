@@ -73,9 +73,13 @@ def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
     """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
     prepared = prepare(config, mesh)
     found = hardware_profile(
-        name, prepared.model_graph, dtype=config.dtype, comm_dtype=config.comm_dtype,
-        matmul_dtype=config.matmul_dtype, recompute=config.recompute,
-    )  # fmt: skip
+        name,
+        prepared.model_graph,
+        dtype=config.dtype,
+        comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype,
+        recompute=config.recompute,
+    )
     return replace(found, note=f"dataset {config.dataset}; {found.note}")
 
 
@@ -140,12 +144,15 @@ def take_profile(
             f"{config.dataset}, {mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
         ),
         device=mesh.device.type,
-        dtype=config.dtype, comm_dtype=config.comm_dtype,
-        matmul_dtype=config.matmul_dtype, kernel=config.kernel,
-        recompute=config.recompute, threads=torch.get_num_threads(),
+        dtype=config.dtype,
+        comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype,
+        kernel=config.kernel,
+        recompute=config.recompute,
+        threads=torch.get_num_threads(),
         compute=tuple(compute),
         **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False),
-    )  # fmt: skip
+    )
     shared: Profile = mesh.share(profile)
     return shared
 

@@ -19,7 +19,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
-from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, made_once
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomputed_aggregations
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -90,9 +90,9 @@ def _least(fits: Callable[[int], bool], most: int) -> int:
     return high
 
 
-def _powers(asked: int, most: int) -> list[int]:
+def _powers(loss_rows: int, most: int) -> list[int]:
     """Powers of 2, and what was asked for, up to ``most``."""
-    found = {asked} if asked <= most else set()
+    found = {loss_rows} if loss_rows <= most else set()
     power = 1
     while power <= most:
         found.add(power)
@@ -192,14 +192,19 @@ def scenario_of(prepared: Prepared) -> Scenario:
     stored = int(x.nnz) if isinstance(x, sp.csr_array) else 0
     halo = prepared.quality.crossings_per_vertex if prepared.plan.shards > 1 else 1.0
     return Scenario(
-        config, prepared.plan, prepared.model_graph, prepared.program,
-        chunk_order(config, prepared.exact_epochs), chunk_sizes(prepared), prepared.volume,
+        config,
+        prepared.plan,
+        prepared.model_graph,
+        prepared.program,
+        chunk_order(config, prepared.exact_epochs),
+        chunk_sizes(prepared),
+        prepared.volume,
         [m.total for m in memory_by_rank(prepared)],
         GraphShape(
             graph.num_vertices, graph.num_edges, graph.num_features, graph.num_classes, halo, stored
         ),
-        len(prepared.pilots) > 0,
-    )  # fmt: skip
+        len(prepared.probes) > 0,
+    )
 
 
 def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
@@ -208,31 +213,46 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
-    pilots = _pilots(config, shape, model, plan)
+    probes = _probes(config, shape, model, plan)
     rows = _shared_out(shape.vertices, shards, chunks)
     crossing = np.round(rows * halo).astype(np.int64)
-    stale = STALE_SHARE * (1 + halo) * rows.sum(1) if pilots else 0 * rows.sum(1)
+    stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
     sizes = ChunkSizes(
-        rows={"": rows}, edges={"": _shared_out(shape.edges, shards, chunks)},
-        entries={"": _shared_out(stored, shards, chunks)}, boundary={"": crossing},
-        halo={"": crossing}, stale={"": np.round(stale).astype(np.int64)},
-        pilots={"": _shared_out(pilots, shards, 1)[:, 0]},
-        once=made_once(model, plan, row_dtype(config) != number_dtype(config)),
-    )  # fmt: skip
+        rows={"": rows},
+        edges={"": _shared_out(shape.edges, shards, chunks)},
+        entries={"": _shared_out(stored, shards, chunks)},
+        boundary={"": crossing},
+        halo={"": crossing},
+        stale={"": np.round(stale).astype(np.int64)},
+        probes={"": _shared_out(probes, shards, 1)[:, 0]},
+        precomputed=precomputed_aggregations(
+            model, plan, row_dtype(config) != number_dtype(config)
+        ),
+    )
     volume = closed_form_volume(
-        plan, model, num_vertices={"": shape.vertices}, crossings={"": int(crossing.sum())},
-        pilots={"": pilots}, number_bytes=number_dtype(config).itemsize,
+        plan,
+        model,
+        num_vertices={"": shape.vertices},
+        crossings={"": int(crossing.sum())},
+        probes={"": probes},
+        number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
-    )  # fmt: skip
+    )
     memory = [size for size in memory_of_shape(config, shape, model, plan) for _ in range(shards)]
     return Scenario(
-        config, plan, model,
+        config,
+        plan,
+        model,
         training_program(
-            plan, pilots > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
+            plan, probes > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
         ),
-        chunk_order(config, config.techniques.exact_epochs), sizes, volume, memory, shape,
-        pilots > 0,
-    )  # fmt: skip
+        chunk_order(config, config.techniques.exact_epochs),
+        sizes,
+        volume,
+        memory,
+        shape,
+        probes > 0,
+    )
 
 
 def memory_of_shape(
@@ -240,40 +260,49 @@ def memory_of_shape(
 ) -> list[int]:
     """Bytes of a rank, by stage; ``InputError`` where the shape cannot be planned."""
     plan = plan or _plan_of_shape(config, shape, model)
-    shards, pilots = config.shards, _pilots(config, shape, model, plan)
+    shards, probes = config.shards, _probes(config, shape, model, plan)
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
     return [
         estimate_memory(
-            plan, model, stage, own_rows={"": own},
+            plan,
+            model,
+            stage,
+            own_rows={"": own},
             halo_rows={"": math.ceil(own * _halo(config, shape))},
-            own_edges=math.ceil(shape.edges / shards), own_pairs=0,
+            own_edges=math.ceil(shape.edges / shards),
+            own_pairs=0,
             # How many lead from one chunk to another is not known: the most it can be.
             live_share=float(plan.reads_stale),
-            feature_entries=math.ceil(stored / shards), sparse_features=shape.stored > 0,
-            symmetric=True, snapshot=config.techniques.snapshot_every > 1,
-            pilot_rows={"": math.ceil(pilots / shards)},
-            pilot_edges=math.ceil(pilots * shape.edges / shape.vertices / shards),
-            pilot_feature_entries=math.ceil(pilots * stored / shape.vertices / shards),
-            extra_weights=(pilots > 0) + (config.kept_epoch == "best"),
-            recompute=config.recompute, copied_share=shape.halo,
+            feature_entries=math.ceil(stored / shards),
+            sparse_features=shape.stored > 0,
+            symmetric=True,
+            snapshot=config.techniques.snapshot_every > 1,
+            pilot_rows={"": math.ceil(probes / shards)},
+            pilot_edges=math.ceil(probes * shape.edges / shape.vertices / shards),
+            pilot_feature_entries=math.ceil(probes * stored / shape.vertices / shards),
+            extra_weights=(probes > 0) + (config.kept_epoch == "best"),
+            recompute=config.recompute,
+            copied_share=shape.halo,
             # Which vertices are trained on is not known either: all of them, with cross entropy.
-            loss_numbers=own * shape.classes, asked=ALL_ROWS,
-            number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+            loss_numbers=own * shape.classes,
+            loss_rows=ALL_ROWS,
+            number_bytes=number_dtype(config).itemsize,
+            row_bytes=row_dtype(config).itemsize,
         ).total
         for stage in range(plan.num_stages)
-    ]  # fmt: skip
+    ]
 
 
 def _halo(config: TrainConfig, shape: GraphShape) -> float:
     return shape.halo if config.shards > 1 else 0.0
 
 
-def _pilots(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
+def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
     if not plan.reads_stale:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
-    return min(config.techniques.pilots_per_column * (widest + 1), shape.vertices)
+    return min(config.techniques.probes_per_column * (widest + 1), shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
@@ -284,10 +313,15 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
             "vertices; try fewer"
         )
     return plan_uniform(
-        model, stages=config.stages, shards=shards, chunks=chunks, exact=config.techniques.exact,
-        num_vertices={"": shape.vertices}, num_edges={"": shape.edges},
+        model,
+        stages=config.stages,
+        shards=shards,
+        chunks=chunks,
+        exact=config.techniques.exact,
+        num_vertices={"": shape.vertices},
+        num_edges={"": shape.edges},
         feature_entries={"": shape.stored or shape.vertices * shape.features},
-    )  # fmt: skip
+    )
 
 
 def _shared_out(total: int, shards: int, chunks: int) -> np.ndarray:
@@ -300,10 +334,16 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
     """The config's model, on a graph of one vertex."""
     nobody = np.zeros(1, dtype=bool)
     stand_in = Graph(
-        "shape", np.zeros(2, dtype=np.int64), np.empty(0, dtype=np.int32),
-        np.zeros((1, shape.features), dtype=np.float32), np.zeros(1, dtype=np.int64),
-        ~nobody, nobody, nobody, shape.classes,
-    )  # fmt: skip
+        "shape",
+        np.zeros(2, dtype=np.int64),
+        np.empty(0, dtype=np.int32),
+        np.zeros((1, shape.features), dtype=np.float32),
+        np.zeros(1, dtype=np.int64),
+        ~nobody,
+        nobody,
+        nobody,
+        shape.classes,
+    )
     check_parts(config, None, None)
     model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config))
     return describe(model, stand_in)

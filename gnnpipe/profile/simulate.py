@@ -82,10 +82,11 @@ class Simulation:
         yield f"profile: {self.profile}"
         yield f"predicted: {epoch_s:.4g} s an epoch"
         parts = {
-            "compute": ("compute_s",), "exposed communication":
-            ("exposed_pipeline_s", "exposed_graph_s"), "bubble": ("bubble_s",),
+            "compute": ("compute_s",),
+            "exposed communication": ("exposed_pipeline_s", "exposed_graph_s"),
+            "bubble": ("bubble_s",),
             "imbalance": ("imbalance_s",),
-        }  # fmt: skip
+        }
         shares = [asdict(share) for share in self.predicted_time_shares]
         means = {
             name: statistics.mean(sum(share[key] for key in keys) for share in shares) / epoch_s
@@ -139,9 +140,11 @@ def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
         )
     file = NewFile("--json", options.json, "simulated.json")
     found = simulated(
-        config, None if options.shape is None else GraphShape.parse(options.shape), hardware,
+        config,
+        None if options.shape is None else GraphShape.parse(options.shape),
+        hardware,
         None if options.cluster is None else Cluster.read(options.cluster),
-    )  # fmt: skip
+    )
     print("\n".join(found.lines()), flush=True)
     file.write(found.to_json())
     return 0
@@ -171,9 +174,13 @@ def simulated(
         _check_memory(scenario, room_bytes, cluster is None)
     if profile is None:
         profile = hardware_profile(
-            hardware or "", scenario.model, dtype=config.dtype, comm_dtype=config.comm_dtype,
-            matmul_dtype=config.matmul_dtype, recompute=config.recompute,
-        )  # fmt: skip
+            hardware or "",
+            scenario.model,
+            dtype=config.dtype,
+            comm_dtype=config.comm_dtype,
+            matmul_dtype=config.matmul_dtype,
+            recompute=config.recompute,
+        )
         config = replace(config, kernel=profile.kernel)
     if cluster is not None:
         profile = with_links(profile, cluster, config.shards)
@@ -189,7 +196,9 @@ def simulated(
         changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
     name = kind_of if ranks > SHOWN_RANKS else place_of
     return Simulation(
-        stages=config.stages, shards=config.shards, chunks=scenario.plan.chunks,
+        stages=config.stages,
+        shards=config.shards,
+        chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
         predicted_epoch_time_s=timeline.makespan_s,
@@ -197,9 +206,10 @@ def simulated(
         memory_bytes=scenario.memory_bytes,
         device_memory_bytes=room_bytes[:ranks],
         comm_bytes_per_epoch=scenario.volume.to_dict(),
-        critical_path=critical_shares(timeline, name), what_if_s=changed,
+        critical_path=critical_shares(timeline, name),
+        what_if_s=changed,
         sensitivity=sensitivity(timeline, name),
-    )  # fmt: skip
+    )
 
 
 def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
@@ -216,10 +226,14 @@ def _costs(
     together = min(max(times.ranks for times in profile.compute), config.world_size)
     check_profile(config, profile, together, scenario.forecasts)
     costs = ProfiledCosts(
-        profile, scenario.plan, scenario.model, scenario.sizes,
-        number_bytes=number_dtype(config).itemsize, row_bytes=row_dtype(config).itemsize,
+        profile,
+        scenario.plan,
+        scenario.model,
+        scenario.sizes,
+        number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
         ranks_at_once=together,
-    )  # fmt: skip
+    )
     if cluster is None:
         return costs
     return ClusterCosts(costs, config.shards, config.world_size, cluster)

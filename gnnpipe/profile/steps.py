@@ -29,14 +29,20 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
-from gnnpipe.setup.build import Assembly, assemble
+from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, chunk_order
 
 __all__ = [
-    "BEGIN", "UPDATE", "Place", "boundary_time_per_number_s", "measure_steps", "typical_walk",
-    "walk_order", "work_at",
-]  # fmt: skip
+    "BEGIN",
+    "UPDATE",
+    "StepPlace",
+    "boundary_time_per_number_s",
+    "measure_steps",
+    "typical_walk",
+    "walk_order",
+    "work_at",
+]
 
 WARM_UP, REPEATS, MOST_REPEATS = 2, 5, 40
 """Epochs; the first ones fault every page in."""
@@ -48,7 +54,7 @@ do on the same host, comes and goes within seconds."""
 BEGIN, UPDATE = "begin", "update"
 """Parts of a sample beside those of the ops, which are (kind, part)."""
 
-Place = tuple[str, int, int, int]
+StepPlace = tuple[str, int, int, int]
 """(what was timed, stage, chunk, step)."""
 
 
@@ -62,12 +68,15 @@ def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> lis
     for cuts in dict.fromkeys([(), model.cuts]):
         runs = tuple(pairwise((0, *cuts, model.num_ops)))
         plan = replace(
-            prepared.plan, stages=runs, steps=tuple(model.num_steps(*run) for run in runs),
-            schedule="fill-drain", transfers=model.transfers(runs),
-        )  # fmt: skip
+            prepared.plan,
+            stages=runs,
+            steps=tuple(model.num_steps(*run) for run in runs),
+            schedule="fill-drain",
+            transfers=model.transfers(runs),
+        )
         cut = replace(prepared, plan=plan)
         sizes, chain = chunk_sizes(cut), _Chain(cut, mesh, has_cores)
-        walks: list[Mapping[Place, float]] = []
+        walks: list[Mapping[StepPlace, float]] = []
         start_s = time.perf_counter()
         for epoch in range(WARM_UP + MOST_REPEATS):
             is_enough = epoch >= WARM_UP + REPEATS
@@ -83,7 +92,7 @@ def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> lis
     return found
 
 
-def typical_walk(walks: Sequence[Mapping[Place, float]]) -> Mapping[Place, float]:
+def typical_walk(walks: Sequence[Mapping[StepPlace, float]]) -> Mapping[StepPlace, float]:
     """By place the mean of the walks that as a whole are in the middle half.
 
     Whole walks are left out, not single steps: every epoch has some steps that something came
@@ -100,7 +109,7 @@ def typical_walk(walks: Sequence[Mapping[Place, float]]) -> Mapping[Place, float
 
 
 def work_at(
-    place: Place, prepared: Prepared, sizes: ChunkSizes, shard: int
+    place: StepPlace, prepared: Prepared, sizes: ChunkSizes, shard: int
 ) -> Mapping[Hashable, Work]:
     """What a shard does at a place, by part: of an op (its kind, the part), BEGIN or UPDATE.
 
@@ -117,7 +126,7 @@ def work_at(
         return {BEGIN: sizes.begun(ops, shard)}
     summed: dict[Hashable, Work] = {}
     if what in ("forecast", "recall"):
-        found = [(op, what, Work(int(sizes.pilots[op.vertex_type][shard]))) for op in ops]
+        found = [(op, what, Work(int(sizes.probes[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
         found = [
             (op, what, Work(int(sizes.stale[op.pushed_type][shard])))
@@ -127,7 +136,7 @@ def work_at(
     else:
         found = [
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
-            for p in step_parts(model, first, last, sizes.once)[step]
+            for p in step_parts(model, first, last, sizes.precomputed)[step]
         ]
         if (what, chunk, step) == ("backward", walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]
@@ -166,15 +175,15 @@ class _Chain:
     def __init__(self, prepared: Prepared, mesh: Mesh, has_cores: bool) -> None:
         self._prepared, self._device = prepared, mesh.device
         self._clocks_processor = has_cores and torch.get_num_threads() == 1
-        self._times: dict[Place, float] = defaultdict(float)
+        self._times: dict[StepPlace, float] = defaultdict(float)
         count, said = prepared.plan.num_stages, list[Any]()
-        self._ranks: list[Assembly] = [
-            assemble(prepared, _Played(count, 1, stage, mesh.device, None, None, said=said))
+        self._ranks: list[RankRuntime] = [
+            build_rank(prepared, _Played(count, 1, stage, mesh.device, None, None, said=said))
             for stage in range(count)
         ]
         self._stages: list[Stage] = [rank.executor.stage for rank in self._ranks]
 
-    def epoch(self, epoch: int) -> Mapping[Place, float]:
+    def epoch(self, epoch: int) -> Mapping[StepPlace, float]:
         """Seconds by place."""
         self._times = defaultdict(float)
         order = walk_order(self._prepared)

@@ -15,9 +15,10 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN", help="folder of a run")
     command.add_argument("--save", metavar="FILE", help="the page (default RUN/report.html)")
     command.add_argument(
-        "--png", action="store_true",
+        "--png",
+        action="store_true",
         help="also the curves and the timeline as PNG files beside the page, for a paper",
-    )  # fmt: skip
+    )
 
 
 def report(options: argparse.Namespace) -> int:

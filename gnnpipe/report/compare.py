@@ -138,12 +138,15 @@ def _ended(run: Run) -> _Ended:
     result = run.result
     late = [score for score in run.metrics.get("test_metric", ())[-TAIL:] if score is not None]
     return _Ended(
-        result.text("dataset"), result.text("metric"), str(run.config.get("split", "?")),
+        result.text("dataset"),
+        result.text("metric"),
+        str(run.config.get("split", "?")),
         {
             LAST: result.perhaps("test_metric"),
             # One of them is the last epoch again.
             LATE: statistics.fmean(late) if len(late) > 1 else None,
             BEST: result.perhaps("test_metric_at_best_val")
-            if result.perhaps("best_val_metric") is not None else None,
+            if result.perhaps("best_val_metric") is not None
+            else None,
         },
-    )  # fmt: skip
+    )

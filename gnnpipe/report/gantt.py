@@ -21,12 +21,21 @@ ROW, GAP, AXIS = 22, 4, 20
 MOST_SPANS = 6_000
 """Of one timeline; past it the shortest of each row are left out, and the page says so."""
 WORDS = {
-    "F": "forward of", "B": "backward of", "WAIT": "on the wire to", "STEP": "optimizer of",
-    "FORECAST": "forecast of", "CARRY": "forecast of", "RECALL": "forecast of",
+    "F": "forward of",
+    "B": "backward of",
+    "WAIT": "on the wire to",
+    "STEP": "optimizer of",
+    "FORECAST": "forecast of",
+    "CARRY": "forecast of",
+    "RECALL": "forecast of",
     "REDUCE_FIT": "forecast of",
-    "SEND_F": "transfer from", "SEND_B": "transfer from", "REDUCE_GRAD": "gradient sum of",
-    "EXCHANGE_F": "exchange in", "EXCHANGE_B": "exchange in", "REDUCE_MEAN": "exchange in",
-}  # fmt: skip
+    "SEND_F": "transfer from",
+    "SEND_B": "transfer from",
+    "REDUCE_GRAD": "gradient sum of",
+    "EXCHANGE_F": "exchange in",
+    "EXCHANGE_B": "exchange in",
+    "REDUCE_MEAN": "exchange in",
+}
 """What the critical path spends its time with."""
 HUE_STEP = 137.5
 """Degrees: neighbours in number are far apart in colour, and no two of a hundred agree."""

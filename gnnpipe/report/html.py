@@ -26,15 +26,18 @@ MOST_LAYERS = 8
 MOST_PROGRAM = 20_000
 """Characters of program.txt."""
 
-NOT_YET = (
-    '<p class="note">A run writes this at its end; this one has no result.json yet.</p>'
-)  # fmt: skip
+NOT_YET = '<p class="note">A run writes this at its end; this one has no result.json yet.</p>'
 
 TITLES = {
-    "curves": "Loss and accuracy", "drift": "Staleness", "timeline": "Timeline of one epoch",
-    "time": "Where the time goes", "memory": "Memory", "bytes": "Bytes sent",
-    "chunks": "Chunks and shards", "settings": "Settings and program",
-}  # fmt: skip
+    "curves": "Loss and accuracy",
+    "drift": "Staleness",
+    "timeline": "Timeline of one epoch",
+    "time": "Where the time goes",
+    "memory": "Memory",
+    "bytes": "Bytes sent",
+    "chunks": "Chunks and shards",
+    "settings": "Settings and program",
+}
 
 
 def page(run: Run) -> str:
@@ -100,17 +103,29 @@ def _summary(run: Run) -> str:
     rows[0] = ("graph", result.text("dataset"))
     metric = result.text("metric")
     rows += [
-        ("reads", "exact: none is stale" if result.flag("exact") else
-            f"{result.number('stale_reads'):.1%} of the edges stale; "
-            f"{result.whole('exact_epochs')} of {result.whole('epochs')} epochs exact"),
-        ("last epoch", f"loss {result.number('loss'):.4f}, {metric} "
-            + ", ".join(f"{part} {_score(result.perhaps(part + '_metric'))}"
-                        for part in ("train", "val", "test"))),
-        ("best validation", f"{_score(result.perhaps('best_val_metric'))} at epoch "
+        (
+            "reads",
+            "exact: none is stale"
+            if result.flag("exact")
+            else f"{result.number('stale_reads'):.1%} of the edges stale; "
+            f"{result.whole('exact_epochs')} of {result.whole('epochs')} epochs exact",
+        ),
+        (
+            "last epoch",
+            f"loss {result.number('loss'):.4f}, {metric} "
+            + ", ".join(
+                f"{part} {_score(result.perhaps(part + '_metric'))}"
+                for part in ("train", "val", "test")
+            ),
+        ),
+        (
+            "best validation",
+            f"{_score(result.perhaps('best_val_metric'))} at epoch "
             f"{result.whole('best_epoch')}: test "
-            f"{_score(result.perhaps('test_metric_at_best_val'))}"),
+            f"{_score(result.perhaps('test_metric_at_best_val'))}",
+        ),
         ("an epoch takes", f"{result.number('epoch_time_s'):.4g} s"),
-    ]  # fmt: skip
+    ]
     return _table(rows)
 
 

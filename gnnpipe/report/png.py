@@ -74,15 +74,14 @@ def _timeline(axis: Axes, name: str, spans: list[Span]) -> None:
     rows = sorted({(s.rank, s.lane) for s in spans})
     for place, (rank, lane) in enumerate(rows):
         for is_wait in (False, True):  # waits over the actions that they lie in
-            mine = [
-                s for s in spans
-                if (s.rank, s.lane, s.kind == "WAIT") == (rank, lane, is_wait)
-            ]  # fmt: skip
+            mine = [s for s in spans if (s.rank, s.lane, s.kind == "WAIT") == (rank, lane, is_wait)]
             axis.broken_barh(
-                [(s.start_s, s.end_s - s.start_s) for s in mine], (place - 0.4, 0.8),
+                [(s.start_s, s.end_s - s.start_s) for s in mine],
+                (place - 0.4, 0.8),
                 facecolors=[_colour(s) for s in mine],
-                edgecolors=["crimson" if s.is_critical else "none" for s in mine], linewidth=0.6,
-            )  # fmt: skip
+                edgecolors=["crimson" if s.is_critical else "none" for s in mine],
+                linewidth=0.6,
+            )
     axis.set_yticks(range(len(rows)), [lane or f"rank {r}" for r, lane in rows])
     axis.set_title(name, loc="left", fontsize="medium")
     axis.invert_yaxis()

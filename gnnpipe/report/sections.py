@@ -8,9 +8,12 @@ from gnnpipe.report.svg import bars, escape
 __all__ = ["bytes_section", "chunks_section", "memory_section", "size", "time_section"]
 
 SHARES = {
-    "compute": "compute_s", "exposed pipeline": "exposed_pipeline_s",
-    "exposed graph": "exposed_graph_s", "bubble": "bubble_s", "imbalance": "imbalance_s",
-}  # fmt: skip
+    "compute": "compute_s",
+    "exposed pipeline": "exposed_pipeline_s",
+    "exposed graph": "exposed_graph_s",
+    "bubble": "bubble_s",
+    "imbalance": "imbalance_s",
+}
 AXES = ("pipeline", "graph", "gradient", "control", "total")
 HELD = "held before"
 PARTS = ("structure", "features", "history", "activations", "weights")
@@ -75,8 +78,9 @@ def memory_section(result: Fields) -> str:
 def bytes_section(result: Fields) -> str:
     """What was counted beside the closed form, by axis."""
     counted, formula = (
-        result.inside("comm_bytes_per_epoch"), result.inside("comm_bytes_closed_form")
-    )  # fmt: skip
+        result.inside("comm_bytes_per_epoch"),
+        result.inside("comm_bytes_closed_form"),
+    )
     lines, same = [], True
     for axis in AXES:
         a, b = counted.whole(axis), formula.whole(axis)
@@ -88,9 +92,7 @@ def bytes_section(result: Fields) -> str:
     head = "<tr><th>axis</th><th>counted</th><th>closed form</th><th></th></tr>"
     words = "" if same else '<p class="warning">Counted and closed form differ.</p>'
     note = "Bytes of the last epoch over all ranks. Control: the forecast of stale rows."
-    return (
-        f'{words}<div class="table"><table>{head}{"".join(lines)}</table></div>{_note(note)}'
-    )  # fmt: skip
+    return f'{words}<div class="table"><table>{head}{"".join(lines)}</table></div>{_note(note)}'
 
 
 def chunks_section(result: Fields) -> str:
@@ -107,9 +109,12 @@ def chunks_section(result: Fields) -> str:
         ("how many", str(cut.whole("chunks")), str(cut.whole("shards"))),
         ("edge cut", edges, shard_edges),
         ("halo: rows read from others", halo, crossings),
-        ("balance: heaviest / mean work", f"{cut.number('chunk_balance'):.2f}",
-         f"{cut.number('cell_balance'):.2f} (chunk and shard)"),
-    ]  # fmt: skip
+        (
+            "balance: heaviest / mean work",
+            f"{cut.number('chunk_balance'):.2f}",
+            f"{cut.number('cell_balance'):.2f} (chunk and shard)",
+        ),
+    ]
     lines = "".join(
         f"<tr><th>{escape(a)}</th><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in rows
     )

@@ -90,16 +90,16 @@ def line_chart(title: str, epochs: Column, lines: Sequence[Line]) -> str:
         for x, y in points:
             at, over = place(x, y)
             tip = escape(f"{line.name}\nepoch {x:g}\n{y:.5g}")
-            out.append(f'<circle class="dot{few} c{i % COLOURS}" cx="{at}" cy="{over}" r="3" '
-                       f'data-tip="{tip}"/>')  # fmt: skip
+            out.append(
+                f'<circle class="dot{few} c{i % COLOURS}" cx="{at}" cy="{over}" r="3" '
+                f'data-tip="{tip}"/>'
+            )
     out.append(f"</svg>{legend([line.name for line in lines])}</figure>")
     return "".join(out)
 
 
 def _points(epochs: Column, values: Column) -> list[tuple[float, float]]:
-    both = [
-        (x, y) for x, y in zip(epochs, values, strict=True) if x is not None and y is not None
-    ]  # fmt: skip
+    both = [(x, y) for x, y in zip(epochs, values, strict=True) if x is not None and y is not None]
     every = math.ceil(len(both) / MOST_POINTS)
     # From the end, for the last epoch is the one that counts.
     return both[::-1][::every][::-1] if both else []
@@ -143,8 +143,10 @@ def bars(
             share = max(size, 0.0) / most * 100
             colour = names.index(name) % COLOURS
             tip = escape(f"{label}\n{name}\n{words(size)}")
-            out.append(f'<rect class="fill c{colour}" x="{at:.3f}%" width="{share:.3f}%" '
-                       f'height="16" data-tip="{tip}"/>')  # fmt: skip
+            out.append(
+                f'<rect class="fill c{colour}" x="{at:.3f}%" width="{share:.3f}%" '
+                f'height="16" data-tip="{tip}"/>'
+            )
             at += share
         out.append("</svg></div>")
     out.append(legend(names) if len(names) > 1 else "")

@@ -35,9 +35,12 @@ def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
 def time_lines(shares: list[TimeShares]) -> list[str]:
     """A line for every rank."""
     names = {
-        "compute": "compute_s", "exposed pipeline": "exposed_pipeline_s",
-        "exposed graph": "exposed_graph_s", "bubble": "bubble_s", "imbalance": "imbalance_s",
-    }  # fmt: skip
+        "compute": "compute_s",
+        "exposed pipeline": "exposed_pipeline_s",
+        "exposed graph": "exposed_graph_s",
+        "bubble": "bubble_s",
+        "imbalance": "imbalance_s",
+    }
     lines = []
     for rank, share in enumerate(shares):
         values = asdict(share)
@@ -60,9 +63,10 @@ def prediction_line(
         f"(prediction off by {off:+.0%}{_busy_words(off)})"
     )
     names = {
-        "compute": ("compute_s",), "communication": ("exposed_pipeline_s", "exposed_graph_s"),
+        "compute": ("compute_s",),
+        "communication": ("exposed_pipeline_s", "exposed_graph_s"),
         "bubble": ("bubble_s", "imbalance_s"),
-    }  # fmt: skip
+    }
     parts = []
     for name, keys in names.items() if measured else ():
         both = (

@@ -18,7 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.schedule import Program
 from gnnpipe.setup.prepare import Prepared
 
@@ -49,13 +49,13 @@ class ExactEpochs:
         self.lengths = deque(lengths, maxlen=WINDOW)
         self.was_faulty, self.has_jumped = was_faulty, has_jumped
 
-    def begin(self, epoch: int, guard: Guard) -> Program:
-        """What an epoch (from 0) runs; ``guard`` is told how long its gradients may be."""
+    def begin(self, epoch: int, grad_clip: GradClip) -> Program:
+        """What an epoch (from 0) runs; ``grad_clip`` is told how long its gradients may be."""
         program = self._prepared.program_of(epoch)
         if (self.was_faulty or self.has_jumped) and self._factor:
             program = self._prepared.exact_program
         usual = self._usual
-        guard.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
+        grad_clip.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
         return program
 
     def end(self, program: Program, length: float, has_stepped: bool) -> None:

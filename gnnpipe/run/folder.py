@@ -36,9 +36,7 @@ from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.resume import note_launch
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = [
-    "RunFolder", "claim_folder", "plain", "run_path", "versions",
-]  # fmt: skip
+__all__ = ["RunFolder", "claim_folder", "plain", "run_path", "versions"]
 
 
 def run_path(config: TrainConfig) -> Path:

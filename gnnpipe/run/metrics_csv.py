@@ -11,7 +11,7 @@ from typing import Any
 
 from gnnpipe.graph.quality import stale_share
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.scoring import Scores
 
@@ -47,7 +47,7 @@ class Staleness:
 
 
 def measure_staleness(
-    prepared: Prepared, assembly: Assembly, mesh: Mesh, order: Sequence[int], exact: bool
+    prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh, order: Sequence[int], exact: bool
 ) -> Staleness | None:
     """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale.
 
@@ -58,19 +58,17 @@ def measure_staleness(
     places = {op.name: i for i, op in enumerate(prepared.model_graph.aggregations)}
     num_layers = len(places)
     columns = [[0.0] * num_layers for _ in range(4)]
-    for name, history in assembly.executor.stage.histories.items():
+    for name, history in rank_runtime.executor.stage.histories.items():
         index = places[name]
         assert history.drift is not None
         columns[0][index], columns[1][index] = history.drift.sums.tolist()
-    forecaster = assembly.executor.forecaster
+    forecaster = rank_runtime.executor.forecaster
     if forecaster is not None and not exact and mesh.shard == 0:
         for name, found in forecaster.maps.items():
             index = places[name]
             columns[2][index], columns[3][index] = found.moved, found.missed
     totals = mesh.sum([value for column in columns for value in column])
-    change, size, moved, missed = (
-        totals[i * num_layers : (i + 1) * num_layers] for i in range(4)
-    )  # fmt: skip
+    change, size, moved, missed = (totals[i * num_layers : (i + 1) * num_layers] for i in range(4))
     if exact:
         moved = missed = [math.nan] * num_layers
     drift = [(c / s) ** 0.5 if s else 0.0 for c, s in zip(change, size, strict=True)]
@@ -139,9 +137,14 @@ def _row_of(cells: Mapping[str, str]) -> EpochRow:
         }
         staleness = Staleness(float(cells["stale_reads"]), **layers)
     return EpochRow(
-        int(cells["epoch"]), float(cells["loss"]), scores, float(cells["epoch_time_s"]),
-        float(cells["eval_time_s"] or 0), float(cells["lr"]), staleness,
-    )  # fmt: skip
+        int(cells["epoch"]),
+        float(cells["loss"]),
+        scores,
+        float(cells["epoch_time_s"]),
+        float(cells["eval_time_s"] or 0),
+        float(cells["lr"]),
+        staleness,
+    )
 
 
 def _number(cell: str) -> float:

@@ -45,10 +45,13 @@ class Progress:
     def __enter__(self) -> Progress:
         if self.speaks and self.console.is_terminal:
             live = RichProgress(
-                TextColumn("epoch"), MofNCompleteColumn(), BarColumn(bar_width=24),
-                TextColumn("{task.description}"), TimeRemainingColumn(),
+                TextColumn("epoch"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
                 console=self.console,
-            )  # fmt: skip
+            )
             task = live.add_task("", total=self.epochs, completed=self._done)
             self._update = lambda text: live.update(task, advance=1, description=text)
             self._live = live

@@ -18,7 +18,7 @@ from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.memory_estimate import memory_of_rank
 from gnnpipe.setup.prepare import Prepared
 
@@ -118,7 +118,7 @@ class RunResult:
 def gather_result(
     mesh: Mesh,
     prepared: Prepared,
-    assembly: Assembly,
+    rank_runtime: RankRuntime,
     rows: Sequence[EpochRow],
     best: BestEpoch,
     path: Path | None,
@@ -144,16 +144,29 @@ def gather_result(
     epoch, links = gather_epoch(mesh, counted_epochs), mesh.gather(link_bytes_per_s)
     predicted = predictor and predictor.epoch(epoch[0].order if epoch else None)
     return RunResult(
-        dataset=prepared.graph.name, model=prepared.model.name,
+        dataset=prepared.graph.name,
+        model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
-        stages=config.stages, shards=config.shards, chunks=prepared.quality.chunks,
-        world_size=mesh.world_size, epochs=len(rows), seed=config.seed,
-        exact=prepared.report.exact and all(exact), loss=rows[-1].loss,
-        train_acc=last.train_acc, val_acc=last.val_acc, test_acc=last.test_acc,
-        best_val_acc=chosen.val_acc, test_acc_at_best_val=chosen.test_acc, best_epoch=best.epoch,
-        metric=prepared.metric, train_metric=last.train_metric, val_metric=last.val_metric,
-        test_metric=last.test_metric, best_val_metric=chosen.val_metric,
+        stages=config.stages,
+        shards=config.shards,
+        chunks=prepared.quality.chunks,
+        world_size=mesh.world_size,
+        epochs=len(rows),
+        seed=config.seed,
+        exact=prepared.report.exact and all(exact),
+        loss=rows[-1].loss,
+        train_acc=last.train_acc,
+        val_acc=last.val_acc,
+        test_acc=last.test_acc,
+        best_val_acc=chosen.val_acc,
+        test_acc_at_best_val=chosen.test_acc,
+        best_epoch=best.epoch,
+        metric=prepared.metric,
+        train_metric=last.train_metric,
+        val_metric=last.val_metric,
+        test_metric=last.test_metric,
+        best_val_metric=chosen.val_metric,
         test_metric_at_best_val=chosen.test_metric,
         weights_of_epoch=best.epoch if config.kept_epoch == "best" else len(rows),
         epoch_time_s=statistics.median(times[-counted_epochs:]),
@@ -169,9 +182,12 @@ def gather_result(
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
-        memory_before_bytes=mesh.gather(assembly.memory_before_bytes + code_bytes(mesh.device)),
+        memory_before_bytes=mesh.gather(rank_runtime.memory_before_bytes + code_bytes(mesh.device)),
         memory_estimate_bytes=mesh.gather(estimate),
-        cut=prepared.quality, versions=versions(),
-        history=list(rows), timeline=measured_spans(epoch, config.shards) if epoch else (),
-        predicted_timeline=predicted.timeline if predicted else (), path=path,
-    )  # fmt: skip
+        cut=prepared.quality,
+        versions=versions(),
+        history=list(rows),
+        timeline=measured_spans(epoch, config.shards) if epoch else (),
+        predicted_timeline=predicted.timeline if predicted else (),
+        path=path,
+    )

@@ -98,9 +98,22 @@ STATE, METRICS = "state.json", "metrics.csv"
 """What a checkpoint holds beside tensors."""
 
 FIXED = (
-    "split", "symmetrize", "task", "model", "layers", "hidden", "heads", "dropout",
-    "alpha", "theta", "seed", "dtype", "comm_dtype", "matmul_dtype", "metric",
-)  # fmt: skip
+    "split",
+    "symmetrize",
+    "task",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "dropout",
+    "alpha",
+    "theta",
+    "seed",
+    "dtype",
+    "comm_dtype",
+    "matmul_dtype",
+    "metric",
+)
 """Settings that say which run it is."""
 
 
@@ -282,12 +295,18 @@ def state_text(
     exact_epochs: ExactEpochs,
 ) -> str:
     """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
-    return json.dumps({
-        "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
-        "identity": dict(identity), "lr_factor": lr_factor, "sent_bytes": list(sent_bytes),
-        "cut": dict(cut), "lengths": list(exact_epochs.lengths),
-        "was_faulty": exact_epochs.was_faulty, "has_jumped": exact_epochs.has_jumped,
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
+            "identity": dict(identity),
+            "lr_factor": lr_factor,
+            "sent_bytes": list(sent_bytes),
+            "cut": dict(cut),
+            "lengths": list(exact_epochs.lengths),
+            "was_faulty": exact_epochs.was_faulty,
+            "has_jumped": exact_epochs.has_jumped,
+        }
+    )
 
 
 def _start(stored: StoredCheckpoint) -> Start:

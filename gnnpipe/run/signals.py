@@ -118,6 +118,7 @@ def _leave() -> None:
     print(
         f"gnnpipe: the epoch was not over {GRACE_S:.0f} s after SIGTERM; what remains is the last "
         "checkpoint",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(STOPPED)

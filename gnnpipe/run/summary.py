@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from gnnpipe.run.metrics_csv import Staleness
     from gnnpipe.run.result import RunResult
 
-__all__ = [
-    "head_lines", "info_lines", "result_lines", "score",
-]  # fmt: skip
+__all__ = ["head_lines", "info_lines", "result_lines", "score"]
 
 
 def _count(number: int, thing: str) -> str:
@@ -59,9 +57,9 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
-    if prepared.asked.ops:
+    if prepared.loss_rows.ops:
         lines.append(
-            f"behind the last aggregation training makes {prepared.asked.rows:,} rows of "
+            f"behind the last aggregation training makes {prepared.loss_rows.rows:,} rows of "
             f"{graph.num_vertices:,}, those that the loss asks for"
         )
     lines += rounding_lines(config, prepared.model, graph)
@@ -73,8 +71,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         if t.snapshot_every > 1:
             words.append(f"snapshot every {t.snapshot_every} epochs")
         words.append(f"live gradients x {t.scale_live_gradients:g}")
-        if len(prepared.pilots):
-            words.append(f"stale rows forecast from {len(prepared.pilots):,} pilot rows")
+        if len(prepared.probes):
+            words.append(f"stale rows forecast from {len(prepared.probes):,} pilot rows")
         if t.exact_epochs:
             many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
             words.append(f"the first {many} exact")
@@ -119,10 +117,12 @@ def result_lines(result: RunResult) -> list[str]:
     if result.predicted_epoch_time_s is not None:
         lines.append(
             prediction_line(
-                result.predicted_epoch_time_s, result.epoch_time_s, result.predicted_time_shares,
+                result.predicted_epoch_time_s,
+                result.epoch_time_s,
+                result.predicted_time_shares,
                 result.time_shares,
             )
-        )  # fmt: skip
+        )
     if result.drift:
         measured = [row.staleness for row in result.history if row.staleness is not None]
         # In an exact one nothing was stale that could be measured.

@@ -21,7 +21,7 @@ from gnnpipe.ops import triton
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.schedule import Action
 
-__all__ = ["Replay", "ReplayExecutor"]
+__all__ = ["CudaGraphExecutor", "Replay"]
 
 T = TypeVar("T")
 
@@ -101,13 +101,13 @@ class Replay(Generic[T]):
         return True
 
 
-class ReplayExecutor(Executor):
+class CudaGraphExecutor(Executor):
     """Of a GPU by itself with one chunk, whose piece ``is_repeatable``."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._replay: Replay[dict[int, dict[str, Tensor]]] = Replay(
-            self.stage.piece.parameters(), self.mesh.device
+            self.stage.stage_module.parameters(), self.mesh.device
         )
 
     @property
@@ -116,18 +116,20 @@ class ReplayExecutor(Executor):
         return self._replay.is_recorded
 
     def _walk(
-        self, actions: Sequence[Action], epoch: int,
+        self,
+        actions: Sequence[Action],
+        epoch: int,
         run: Mapping[str, Callable[[Executor, Action], None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         work = tuple(action for action in actions if action.kind != "STEP")
         if len(work) == len(actions) or self.stage.watch is not None:
             super()._walk(actions, epoch, run)
             return
         walk = super()._walk
 
-        def once() -> dict[int, dict[str, Tensor]]:
+        def precomputed() -> dict[int, dict[str, Tensor]]:
             walk(work, epoch, run)
             return dict(self._results)
 
-        self._results = dict(self._replay.run(work, once))
+        self._results = dict(self._replay.run(work, precomputed))
         walk(actions[len(work) :], epoch, run)

@@ -17,13 +17,13 @@ from torch import Tensor
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Values
 from gnnpipe.plan import Plan
-from gnnpipe.runtime.comm.halo_exchange import Exchange, GradientSum
+from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.p2p import Mailbox
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.comm.p2p import PointToPoint
+from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.stage import Stage
-from gnnpipe.runtime.staleness.forecast import Forecaster, PilotRows
-from gnnpipe.schedule import PILOTS, Action, Program, recall_actions
+from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
+from gnnpipe.schedule import PROBES, Action, Program, recall_actions
 
 __all__ = ["CommBytes", "Executor"]
 
@@ -51,15 +51,15 @@ class Executor:
         mesh: Mesh,
         stage: Stage,
         layouts: Mapping[str, ShardLayout],
-        exchanges: Sequence[Exchange],
+        exchanges: Sequence[HaloExchange],
         gradient_sum: GradientSum,
         optimizer: torch.optim.Optimizer | None,
         dtypes: tuple[torch.dtype, torch.dtype],
-        guard: Guard,
+        grad_clip: GradClip,
         forecaster: Forecaster | None = None,
     ) -> None:
         """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories;
-        ``dtypes``: of values, and of what stages send of them; ``guard`` looks at the gradients.
+        ``dtypes``: of values, and of what stages send of them; ``grad_clip`` checks the gradients.
         """
         self.plan = plan
         self.mesh = mesh
@@ -68,22 +68,20 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = optimizer
         self.forecaster = forecaster
-        self.guard = guard
+        self.grad_clip = grad_clip
         self.has_stepped = True
         """Whether the last training pass changed the weights: not where loss or gradients were no
         numbers."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was no number in the last training pass."""
-        self.mailbox = Mailbox(mesh, *dtypes)
+        self.p2p = PointToPoint(mesh, *dtypes)
         self.gradient_sum = gradient_sum
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
         leaving = {name for widths in self._widths_out.values() for name in widths}
-        self._pilots = (
-            PilotRows(forecaster, leaving, self.mailbox.is_rounding) if forecaster else None
-        )
+        self._probes = ProbeRows(forecaster, leaving, self.p2p.is_rounding) if forecaster else None
         self._types = {k: v for t in plan.transfers for k, v in t.types.items()}
-        self._pilot_bytes = 0
+        self._probe_bytes = 0
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
@@ -115,7 +113,7 @@ class Executor:
         self.stage.begin(epoch, training, program.is_exact)
         self._walk(actions, epoch, _RUN)
         recorder.done()
-        self.mailbox.drain()
+        self.p2p.drain()
         self._leaving.clear()
         self.stage.end(self.has_stepped)
         if training:
@@ -147,15 +145,16 @@ class Executor:
         if not forecaster.is_ready:
             again = {"RECALL": Executor._pass_recalled}
             self._walk(recall_actions(self.plan, self.mesh.stage), epoch, _RUN | again)
-            self.mailbox.drain()
+            self.p2p.drain()
 
     def _sent_bytes(self) -> tuple[int, int, int, int]:
-        control = self._pilot_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
+        control = self._probe_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
         return (
-            self.mailbox.sent_bytes - self._pilot_bytes,
+            self.p2p.sent_bytes - self._probe_bytes,
             sum(exchange.sent_bytes for exchange in self.exchanges),
-            self.gradient_sum.sent_bytes, control,
-        )  # fmt: skip
+            self.gradient_sum.sent_bytes,
+            control,
+        )
 
     @property
     def doing(self) -> str:
@@ -185,7 +184,7 @@ class Executor:
         if action.steps[0] == 0:
             values: dict[str, Tensor] = {}
             for peer in self._widths_in:
-                values |= self.mailbox.take("F", peer, action.position)
+                values |= self.p2p.take("F", peer, action.position)
             self.stage.enter(chunk, values)
         values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
@@ -203,7 +202,7 @@ class Executor:
             else:
                 grads: dict[str, Tensor] = {}
                 for peer in self._widths_out:
-                    for name, grad in self.mailbox.take("B", peer, action.position).items():
+                    for name, grad in self.p2p.take("B", peer, action.position).items():
                         grads[name] = grads[name] + grad if name in grads else grad
                 self.stage.seed(chunk, grads)
         grads = self.stage.backward(chunk, range(*action.steps), self._following(action))
@@ -221,8 +220,8 @@ class Executor:
         return self._order[self._next.position]
 
     def _forecast(self, action: Action) -> None:
-        assert self._pilots is not None
-        self._leaving[action.position] = self._pilots.run(self._pilot_values(action))
+        assert self._probes is not None
+        self._leaving[action.position] = self._probes.run(self._probe_values(action))
 
     def _recall(self, action: Action) -> None:
         assert self.forecaster is not None
@@ -230,13 +229,13 @@ class Executor:
         self._pass_recalled(action)
 
     def _pass_recalled(self, action: Action) -> None:
-        assert self._pilots is not None
-        self._leaving[action.position] = self._pilots.recall(self._pilot_values(action))
+        assert self._probes is not None
+        self._leaving[action.position] = self._probes.recall(self._probe_values(action))
 
-    def _pilot_values(self, action: Action) -> Values:
+    def _probe_values(self, action: Action) -> Values:
         values: Values = {}
         for peer in self._widths_in:
-            values |= self.mailbox.take("F", peer, action.position)
+            values |= self.p2p.take("F", peer, action.position)
         return values
 
     def _carry(self, action: Action) -> None:
@@ -244,10 +243,10 @@ class Executor:
         self.forecaster.carry(self._order)
 
     def _send_forward(self, action: Action) -> None:
-        before = self.mailbox.sent_bytes
+        before = self.p2p.sent_bytes
         self._send(action, "F", self._widths_out[action.peer])
-        if action.position in PILOTS:
-            self._pilot_bytes += self.mailbox.sent_bytes - before
+        if action.position in PROBES:
+            self._probe_bytes += self.p2p.sent_bytes - before
 
     def _send_backward(self, action: Action) -> None:
         self._send(action, "B", self._widths_in[action.peer])
@@ -255,7 +254,7 @@ class Executor:
     def _send(self, action: Action, way: str, names: Iterable[str]) -> None:
         values = self._leaving[action.position]
         wanted = {name: values[name] for name in names}
-        self.mailbox.send(way, action.peer, action.position, wanted)
+        self.p2p.send(way, action.peer, action.position, wanted)
 
     def _receive_forward(self, action: Action) -> None:
         self._post(action, "F")
@@ -265,14 +264,14 @@ class Executor:
 
     def _post(self, action: Action, way: str) -> None:
         widths = (self._widths_in if way == "F" else self._widths_out)[action.peer]
-        if action.position in PILOTS:
+        if action.position in PROBES:
             assert self.forecaster is not None
             counts = self.forecaster.num_rows
             sizes = {name: (counts[self._types.get(name, "")], w) for name, w in widths.items()}
         else:
             chunk = self._order[action.position]
             sizes = {name: (self._rows(chunk, name), w) for name, w in widths.items()}
-        self.mailbox.post(way, action.peer, action.position, sizes)
+        self.p2p.post(way, action.peer, action.position, sizes)
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.begin(range(*action.steps))
@@ -281,7 +280,7 @@ class Executor:
         self.gradient_sum.finish()
         losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
         self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
-        self.has_stepped = self.guard.passes(sum(losses.values()))
+        self.has_stepped = self.grad_clip.passes(sum(losses.values()))
         if self.optimizer is not None:
             if self.has_stepped:
                 self.optimizer.step()
@@ -291,9 +290,15 @@ class Executor:
 # Not of an instance, which a cycle through its own methods would keep, and its tables with it.
 _Method: TypeAlias = Callable[[Executor, Action], None]
 _RUN: dict[str, _Method] = {
-    "F": Executor._forward, "B": Executor._backward,
-    "SEND_F": Executor._send_forward, "RECV_F": Executor._receive_forward,
-    "SEND_B": Executor._send_backward, "RECV_B": Executor._receive_backward,
-    "FORECAST": Executor._forecast, "CARRY": Executor._carry, "RECALL": Executor._recall,
-    "REDUCE_GRAD": Executor._reduce, "STEP": Executor._step,
-}  # fmt: skip
+    "F": Executor._forward,
+    "B": Executor._backward,
+    "SEND_F": Executor._send_forward,
+    "RECV_F": Executor._receive_forward,
+    "SEND_B": Executor._send_backward,
+    "RECV_B": Executor._receive_backward,
+    "FORECAST": Executor._forecast,
+    "CARRY": Executor._carry,
+    "RECALL": Executor._recall,
+    "REDUCE_GRAD": Executor._reduce,
+    "STEP": Executor._step,
+}

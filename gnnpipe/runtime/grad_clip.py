@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["Guard"]
+__all__ = ["GradClip"]
 
 
-class Guard:
+class GradClip:
     """Of one rank."""
 
     def __init__(

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
+from gnnpipe.models import Aggregation, Received, Rows, StageModule, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
-from gnnpipe.ops.in_place_rows import Place
+from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
-__all__ = ["AskedRows", "Stage"]
+__all__ = ["ChunkLossRows", "Stage"]
 
 Criterion = Callable[[Tensor, int], Tensor]
 """Logits [C, classes] of a chunk's own rows, or of those asked for, and the chunk to its part of
@@ -41,7 +41,7 @@ class _Step:
     received: dict[str, Received]
     made: tuple[Entries, Entries] | None
     """Of what was pushed, and of what was handed on; None: the step is to be run again."""
-    place: Place | None  # of what was pushed
+    output_buffer: OutputBuffer | None  # of what was pushed
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Walk:
 
 
 @dataclass(frozen=True, eq=False)
-class AskedRows:
+class ChunkLossRows:
     """The rows that the last step of training makes, where it does not make all of a chunk."""
 
     rows: Sequence[Rows]
@@ -68,13 +68,13 @@ class Stage:
 
     def __init__(
         self,
-        piece: Piece,
+        stage_module: StageModule,
         rows: Sequence[Rows],
         open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
         recompute: bool = False,
-        once: Mapping[str, Tensor] | None = None,
-        asked: AskedRows | None = None,
+        precomputed: Mapping[str, Tensor] | None = None,
+        loss_rows: ChunkLossRows | None = None,
     ) -> None:
         """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
 
@@ -82,33 +82,34 @@ class Stage:
         With ``recompute`` only what a step reads is kept until backward, not what it makes on the
         way; what it read stale cannot be read again, for the tables have moved on.
 
-        ``once``: by aggregation of features its result [n, F], of all rows; it needs no history.
-        ``asked``: what the loss asks for, where that is not all; what the last aggregations read in
-        training has as many rows.
+        ``precomputed``: by aggregation of features its result [n, F] for all rows, without history.
+        ``loss_rows``: the rows that the last aggregations make in training, if not all.
         """
-        self._once = once or {}
+        self._precomputed = precomputed or {}
         self.recompute = recompute
-        self.piece = piece
+        self.stage_module = stage_module
         self.rows = list(rows)
         self.criterion = criterion
         self.watch: Callable[[int, int, Values], None] | None = None
         """Called with (chunk, step, what it made), where somebody looks for a fault."""
         self._open = open_history
         self.histories = {
-            a.name: open_history(a, True) for a in piece.aggregations if a.name not in self._once
+            a.name: open_history(a, True)
+            for a in stage_module.aggregations
+            if a.name not in self._precomputed
         }
         """Of all aggregations but those that are made once."""
         self._scratch: dict[str, History] = {}
         self._walks: dict[int, _Walk] = {}
-        self._asked = asked
-        self._rows_now = self._asked_now = self.rows
+        self._loss_rows = loss_rows
+        self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
         self._training = self._is_exact = False
 
     @property
     def num_steps(self) -> int:
         """Those of the piece."""
-        return self.piece.num_steps
+        return self.stage_module.num_steps
 
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
         """Start a pass over all chunks; ``is_exact``: none of its reads is stale."""
@@ -116,11 +117,11 @@ class Stage:
         self._rows_now = _in_pass(self.rows, epoch, training)
         self._walks.clear()
         if training:
-            asked = [] if self._asked is None else self._asked.rows
-            self._asked_now = _in_pass(asked, epoch, training)
+            loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
+            self._loss_rows_now = _in_pass(loss_rows, epoch, training)
             for table in self._feature_tables():
                 table.begin()
-            for rows in self._parts([*self.rows[:1], *asked[:1]]):
+            for rows in self._parts([*self.rows[:1], *loss_rows[:1]]):
                 if rows.masks is not None:
                     rows.masks.begin(rows.seed, epoch)
             for history in self.histories.values():
@@ -137,7 +138,7 @@ class Stage:
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch, self._is_exact)
                 if has_stepped and isinstance(history, MeanHistory) and history.count:
-                    self.piece.observe(name, history.mean, history.count)
+                    self.stage_module.observe(name, history.mean, history.count)
         self._scratch.clear()
         self._walks.clear()
 
@@ -166,60 +167,71 @@ class Stage:
         received = {}
         if not self._training:
             # Step by step only the tables that are read and those that are written are needed.
-            alive = {a.name for one in self.piece.rounds[max(step - 1, 0) : step + 1] for a in one}
+            alive = {
+                a.name for one in self.stage_module.rounds[max(step - 1, 0) : step + 1] for a in one
+            }
             self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
         if step > 0:
-            for aggregation in self.piece.rounds[step - 1]:
-                if aggregation.name in self._once:
-                    rows = self._once[aggregation.name][self._rows_of(chunk)]
+            for aggregation in self.stage_module.rounds[step - 1]:
+                if aggregation.name in self._precomputed:
+                    rows = self._precomputed[aggregation.name][self._rows_of(chunk)]
                     received[aggregation.name] = Received(rows)
                     continue
                 history = self._history(aggregation)
                 block = history.block(chunk) if isinstance(history, BlockHistory) else None
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
-        place = self._place(chunk, step)
-        with torch.set_grad_enabled(once := self._training and not self.recompute):
-            pushed, values = self._compute(chunk, step, leaves, received, once, place)
-        if place is not None:
-            place.check(pushed)
+        output_buffer = self._output_buffer(chunk, step)
+        with torch.set_grad_enabled(precomputed := self._training and not self.recompute):
+            pushed, values = self._compute(
+                chunk, step, leaves, received, precomputed, output_buffer
+            )
+        if output_buffer is not None:
+            output_buffer.check(pushed)
         if self.watch is not None:
             self.watch(chunk, step, pushed | values)
         if step < self.num_steps - 1:
-            for aggregation in self.piece.rounds[step]:
+            for aggregation in self.stage_module.rounds[step]:
                 if aggregation.name in pushed:
                     self._history(aggregation).push(chunk, pushed[aggregation.name])
         if self._training:
             made = None if self.recompute else (_entries(pushed), _entries(values))
-            walk.tape.append(_Step(leaves, received, made, place))
+            walk.tape.append(_Step(leaves, received, made, output_buffer))
         return values
 
     def _compute(
-        self, chunk: int, step: int, leaves: Values, received: dict[str, Received],
-        may_overwrite: bool, place: Place | None = None,
-    ) -> tuple[Values, Values]:  # fmt: skip
+        self,
+        chunk: int,
+        step: int,
+        leaves: Values,
+        received: dict[str, Received],
+        may_overwrite: bool,
+        output_buffer: OutputBuffer | None = None,
+    ) -> tuple[Values, Values]:
         """What a step of the piece pushes and hands on; behind the last one the loss."""
-        asked = self._asked if self._training else None
+        loss_rows = self._loss_rows if self._training else None
         is_last = step == self.num_steps - 1
-        rows = (self._asked_now if is_last and asked is not None else self._rows_now)[chunk]
-        rows = replace(rows, place=place, may_overwrite=may_overwrite)
-        pushed, values = self.piece.step(step, leaves, received, rows)
-        pushed = {name: made for name, made in pushed.items() if name not in self._once}
-        if step == self.num_steps - 2 and asked is not None:
+        rows = (self._loss_rows_now if is_last and loss_rows is not None else self._rows_now)[chunk]
+        rows = replace(rows, output_buffer=output_buffer, may_overwrite=may_overwrite)
+        pushed, values = self.stage_module.step(step, leaves, received, rows)
+        pushed = {name: made for name, made in pushed.items() if name not in self._precomputed}
+        if step == self.num_steps - 2 and loss_rows is not None:
             # Inside of the step, so that autograd brings the gradients to their places.
-            values = {name: v.index_select(0, asked.places[chunk]) for name, v in values.items()}
+            values = {
+                name: v.index_select(0, loss_rows.places[chunk]) for name, v in values.items()
+            }
         if is_last and self._training and self.criterion is not None:
             values = {"loss": self.criterion(values["x"], chunk)}
         return pushed, values
 
-    def _place(self, chunk: int, step: int) -> Place | None:
+    def _output_buffer(self, chunk: int, step: int) -> OutputBuffer | None:
         """Where the step can make what it pushes; not again in backward, with ``recompute``."""
-        if not self.piece.makes_in_place(step):
+        if not self.stage_module.makes_in_place(step):
             return None
-        (aggregation,) = self.piece.rounds[step]
-        if aggregation.name in self._once:
+        (aggregation,) = self.stage_module.rounds[step]
+        if aggregation.name in self._precomputed:
             return None
-        return self._history(aggregation).place(chunk)
+        return self._history(aggregation).output_buffer(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
         """Gradients of the values that the chunk left the stage with.
@@ -244,8 +256,8 @@ class Stage:
         for step in reversed(steps):
             record = walk.tape.pop()
             made = record.made
-            if record.place is not None:
-                record.place.check_kept()
+            if record.output_buffer is not None:
+                record.output_buffer.check_kept()
             if made is None:
                 with torch.enable_grad():
                     again = self._compute(chunk, step, record.leaves, record.received, True)
@@ -259,7 +271,7 @@ class Stage:
                     self.histories[name].begin_pull(following)
             _backward([*pushed.values(), *handed_on.values()], grads)
             for name, received in record.received.items():
-                if name not in self._once:
+                if name not in self._precomputed:
                     self.histories[name].record(chunk, _grad(received.rows))
             walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
         return walk.grads

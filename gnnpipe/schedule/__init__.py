@@ -2,9 +2,17 @@
 
 from gnnpipe.schedule.check import ProgramReport, check
 from gnnpipe.schedule.lower import evaluation_program, recall_actions, training_program
-from gnnpipe.schedule.program import PILOT, PILOTS, RECALLED, Action, Program
+from gnnpipe.schedule.program import PROBE, PROBES, RECALLED, Action, Program
 
 __all__ = [
-    "PILOT", "PILOTS", "RECALLED", "Action", "Program", "ProgramReport", "check",
-    "evaluation_program", "recall_actions", "training_program",
-]  # fmt: skip
+    "PROBE",
+    "PROBES",
+    "RECALLED",
+    "Action",
+    "Program",
+    "ProgramReport",
+    "check",
+    "evaluation_program",
+    "recall_actions",
+    "training_program",
+]

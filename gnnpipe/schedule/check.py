@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.schedule.program import PILOT, RECALLED, Action, Program
+from gnnpipe.schedule.program import PROBE, RECALLED, Action, Program
 
 __all__ = ["ProgramError", "ProgramReport", "check"]
 
@@ -166,7 +166,7 @@ def _check_forecast(program: Program) -> None:
         if (
             kinds != wanted
             or len(others) != len(wanted) - 1
-            or any(a.position != PILOT for a in others)
+            or any(a.position != PROBE for a in others)
         ):
             raise ProgramError(
                 f"stage {stage}: must run FORECAST and then CARRY, once and before its first F, as "
@@ -197,15 +197,15 @@ def _check_pairs(program: Program) -> None:
     That is the order of all that two stages exchange, both ways together: NCCL runs the messages of
     two ranks one after the other, as they were asked for.
     """
-    asked: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    loss_rows: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     """By (stage, the other one): way, source and position of each message."""
     for actions in program.stages:
         for a in actions:
             if a.kind.startswith(("SEND_", "RECV_")):
                 source = a.stage if a.kind.startswith("SEND_") else a.peer
-                asked[a.stage, a.peer].append((a.kind[-1], source, a.position))
-    for (stage, peer), mine in list(asked.items()):
-        theirs = asked[peer, stage]
+                loss_rows[a.stage, a.peer].append((a.kind[-1], source, a.position))
+    for (stage, peer), mine in list(loss_rows.items()):
+        theirs = loss_rows[peer, stage]
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
             if at < 0:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from gnnpipe.plan import Plan
 from gnnpipe.schedule.compute import ORDERS
-from gnnpipe.schedule.program import PILOT, RECALLED, Action, Program
+from gnnpipe.schedule.program import PROBE, RECALLED, Action, Program
 
 __all__ = ["evaluation_program", "recall_actions", "training_program"]
 
@@ -51,11 +51,11 @@ def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
 
 def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
     return (
-        *_receives(plan, stage, PILOT),
-        Action("FORECAST", stage, PILOT),
-        *_sends(plan, stage, PILOT),
+        *_receives(plan, stage, PROBE),
+        Action("FORECAST", stage, PROBE),
+        *_sends(plan, stage, PROBE),
         # After the send: the next stage waits for the pilot rows, not for these tables.
-        Action("CARRY", stage, PILOT),
+        Action("CARRY", stage, PROBE),
     )
 
 
@@ -167,8 +167,10 @@ def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Act
         compute,
         [t.source for t in plan.receives(compute[0].stage)],
         [t.target for t in plan.sends(compute[0].stage)],
-        "F", first=lambda a: a.steps[0] == 0, last=lambda a: a.steps[1] == num_steps,
-    )  # fmt: skip
+        "F",
+        first=lambda a: a.steps[0] == 0,
+        last=lambda a: a.steps[1] == num_steps,
+    )
 
 
 def _with_backward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:
@@ -176,8 +178,10 @@ def _with_backward(plan: Plan, compute: list[Action], num_steps: int) -> list[Ac
         compute,
         [t.target for t in plan.sends(compute[0].stage)],
         [t.source for t in plan.receives(compute[0].stage)],
-        "B", first=lambda a: a.steps[1] == num_steps, last=lambda a: a.steps[0] == 0,
-    )  # fmt: skip
+        "B",
+        first=lambda a: a.steps[1] == num_steps,
+        last=lambda a: a.steps[0] == 0,
+    )
 
 
 def _interleave(

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PILOT", "PILOTS", "RECALLED", "Action", "Program"]
+__all__ = ["PROBE", "PROBES", "RECALLED", "Action", "Program"]
 
-PILOT, RECALLED = -2, -3
+PROBE, RECALLED = -2, -3
 """Positions of the pilot rows with the current weights, which pass through the stages before the
 chunks do, and of the same rows with the weights that are about to change."""
 
-PILOTS = (PILOT, RECALLED)
+PROBES = (PROBE, RECALLED)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Action:
         if self.kind == "REDUCE_GRAD":
             return f"{self.stage}{self.kind}{part}"
         peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
-        place = {PILOT: "P", RECALLED: "R"}.get(self.position, str(self.position))
+        place = {PROBE: "P", RECALLED: "R"}.get(self.position, str(self.position))
         return f"{self.stage}{self.kind}{place}{part}{peer}"
 
 

@@ -20,33 +20,27 @@ from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layo
 from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
-from gnnpipe.models import Aggregation, Piece, Rows
+from gnnpipe.models import Aggregation, Rows, StageModule
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
-from gnnpipe.ops.spmm import (
-    Kernel,
-    default_kernel,
-    embedding_bag,
-    kernel_named,
-    time_kernels,
-)
+from gnnpipe.ops.spmm import Kernel, default_kernel, embedding_bag, kernel_named, time_kernels
 from gnnpipe.plan import gradient_steps
-from gnnpipe.runtime.comm.halo_exchange import Exchange, GradientSum
+from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.cuda_graph import ReplayExecutor
+from gnnpipe.runtime.cuda_graph import CudaGraphExecutor
 from gnnpipe.runtime.executor import Executor
-from gnnpipe.runtime.grad_clip import Guard
+from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.mean import open_history
 from gnnpipe.runtime.memory_use import held_bytes
-from gnnpipe.runtime.stage import AskedRows, Stage
+from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.schedule import Program, evaluation_program
-from gnnpipe.setup.memory_check import check_room
+from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepare import Prepared, shared_of
-from gnnpipe.tasks.loss import Answers, Loss, data_of_pairs, num_targets
+from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
 
-__all__ = ["AskedPart", "Assembly", "ChunkRows", "asked_part", "assemble"]
+__all__ = ["ChunkRows", "LossRowsPart", "RankRuntime", "build_rank", "loss_rows_part"]
 
 
 class ChunkRows:
@@ -120,30 +114,30 @@ class ChunkRows:
 
 
 @dataclass(frozen=True, eq=False)
-class AskedPart:
+class LossRowsPart:
     """The last step of training; other ranks have none."""
 
-    rows: AskedRows | None
+    rows: ChunkLossRows | None
     """None: all are made."""
     operators: Mapping[str, LinearOperator]
     """By aggregation."""
 
 
-def asked_part(
+def loss_rows_part(
     prepared: Prepared,
-    piece: Piece,
+    stage_module: StageModule,
     layouts: Mapping[str, ShardLayout],
     structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
     device: torch.device,
-) -> AskedPart:
+) -> LossRowsPart:
     """Of a stage's piece, cut out of the ``structures`` of its aggregations."""
-    reading = [a for a in piece.aggregations if a.name in prepared.asked.ops]
+    reading = [a for a in stage_module.aggregations if a.name in prepared.loss_rows.ops]
     if not reading:
-        return AskedPart(None, {})
+        return LossRowsPart(None, {})
     layout = layouts[prepared.graph.target]
-    asked = restrict(layout, prepared.asked_mask)
-    number = np.searchsorted(layout.own, asked.own)
-    rows, pointer = torch.from_numpy(number).to(device), asked.own_ptr.tolist()
+    loss_rows = restrict(layout, prepared.loss_row_mask)
+    number = np.searchsorted(layout.own, loss_rows.own)
+    rows, pointer = torch.from_numpy(number).to(device), loss_rows.own_ptr.tolist()
     operators: dict[tuple[str, str, str], LinearOperator] = {}
     for a in reading:
         whole = structures[a.over]
@@ -154,19 +148,21 @@ def asked_part(
         rows[first:last] - start
         for (first, last), start in zip(pairwise(pointer), layout.own_ptr.tolist(), strict=False)
     ]
-    of_chunks = ChunkRows(prepared, False, device).chunks({prepared.graph.target: asked})
-    return AskedPart(AskedRows(of_chunks, places), {a.name: operators[a.over] for a in reading})
+    of_chunks = ChunkRows(prepared, False, device).chunks({prepared.graph.target: loss_rows})
+    return LossRowsPart(
+        ChunkLossRows(of_chunks, places), {a.name: operators[a.over] for a in reading}
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Assembly:
+class RankRuntime:
     """What runs on one rank."""
 
     executor: Executor
     target: ShardLayout
     """Of the vertices that have labels."""
     evaluation: Program
-    answers: Answers
+    targets: Targets
     """What is to be learned; empty but on the last stage."""
     metric: str
     """What ``evaluate`` gives beside accuracy."""
@@ -177,101 +173,131 @@ class Assembly:
     """What the rank held before any of this, pages of code aside."""
 
 
-def assemble(prepared: Prepared, mesh: Mesh) -> Assembly:
+def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer.
 
     ``InputError`` if that cannot fit into memory.
     """
-    check_room(prepared, mesh)
+    check_memory(prepared, mesh)
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     memory_before_bytes = held_bytes(mesh.device)
     mesh.recorder.forget()
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
     layouts = table_layouts(graph, prepared.chunking, whole)
     first, last = prepared.plan.stages[mesh.stage]
-    piece = prepared.model.piece(first, last)
-    piece.to(mesh.device)
+    stage_module = prepared.model.stage_module(first, last)
+    stage_module.to(mesh.device)
     kernel = _kernel(prepared, layouts, mesh)
     structures = {
-        a.over: _structure(a, prepared, layouts, mesh.device, kernel) for a in piece.aggregations
+        a.over: _structure(a, prepared, layouts, mesh.device, kernel)
+        for a in stage_module.aggregations
     }
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
-    asked = asked_part(prepared, piece, layouts, structures, mesh.device)
+    loss_rows = loss_rows_part(prepared, stage_module, layouts, structures, mesh.device)
     shared = shared_of(prepared)
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = (training if is_training else evaluation)[aggregation.pushed_type]
         structure = structures[aggregation.over]
         if is_training:
-            structure = asked.operators.get(aggregation.name, structure)
+            structure = loss_rows.operators.get(aggregation.name, structure)
         is_shared = is_training and aggregation.name in shared
         return open_history(spec, aggregation.width, structure, is_shared)
 
     reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
-    once = _once(prepared, piece, structures, mesh.device)
-    piece.begin_aggregated(once.keys())
-    rows = ChunkRows(prepared, reads_features and piece.needs_features, mesh.device)
+    precomputed = _precomputed(prepared, stage_module, structures, mesh.device)
+    stage_module.begin_aggregated(precomputed.keys())
+    rows = ChunkRows(prepared, reads_features and stage_module.needs_features, mesh.device)
     target = layouts[graph.target]
     is_last = mesh.stage == mesh.stages - 1
     pairs = structures.get((PAIRS, PAIRS, ""))
     if isinstance(pairs, Blocks):
-        answers = Answers.of_pairs(pairs)
+        targets = Targets.of_pairs(pairs)
     else:
-        answers = Answers.of_vertices(graph, target if is_last else None, dtype, mesh.device)
-    made = None if asked.rows is None else asked.rows.places
-    criterion = Loss(answers, prepared.loss_fn, num_targets(graph), made)
+        targets = Targets.of_vertices(graph, target if is_last else None, dtype, mesh.device)
+    made = None if loss_rows.rows is None else loss_rows.rows.places
+    criterion = Loss(targets, prepared.loss_fn, num_targets(graph), made)
     stage = Stage(
-        piece, rows.chunks(layouts), history,
-        criterion if is_last else None, config.recompute, once, asked.rows,
-    )  # fmt: skip
+        stage_module,
+        rows.chunks(layouts),
+        history,
+        criterion if is_last else None,
+        config.recompute,
+        precomputed,
+        loss_rows.rows,
+    )
     forecaster = None
-    if len(prepared.pilots):
-        is_pilot = np.isin(np.arange(graph.num_vertices), prepared.pilots)
+    if len(prepared.probes):
+        is_probe = np.isin(np.arange(graph.num_vertices), prepared.probes)
         places = {
-            name: torch.from_numpy(np.flatnonzero(is_pilot[layout.own])).to(mesh.device)
+            name: torch.from_numpy(np.flatnonzero(is_probe[layout.own])).to(mesh.device)
             for name, layout in layouts.items()
         }
         totals = {
-            name: (int(is_pilot[chosen].sum()), bool(is_pilot[chosen].all()))
+            name: (int(is_probe[chosen].sum()), bool(is_probe[chosen].all()))
             for name, chosen in graph.table_rows.items()
         }
         forecaster = Forecaster(
-            piece, stage.histories, lambda aggregation: structures[aggregation.over], places,
-            replace(rows.of(whole.own[is_pilot[whole.own]]), pilot=True), totals, mesh, dtype,
+            stage_module,
+            stage.histories,
+            lambda aggregation: structures[aggregation.over],
+            places,
+            replace(rows.of(whole.own[is_probe[whole.own]]), is_probe=True),
+            totals,
+            mesh,
+            dtype,
             bool(prepared.plan.sends(mesh.stage)),
-        )  # fmt: skip
+        )
     # As a group, which may be empty: a stage need not have weights.
     optimizer = torch.optim.Adam(
-        [{"params": piece.parameters()}], lr=config.lr, weight_decay=config.weight_decay,
+        [{"params": stage_module.parameters()}],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
         fused=mesh.device.type == "cuda",
-    )  # fmt: skip
+    )
     steps = gradient_steps(prepared.model_graph, first, last)
-    trained = [(p, steps.get(name, 0)) for name, p in piece.named_parameters() if p.requires_grad]
+    trained = [
+        (p, steps.get(name, 0)) for name, p in stage_module.named_parameters() if p.requires_grad
+    ]
     is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
     # To recompute, masks are made anew in the midst of backward.
     makes_masks = config.recompute and config.dropout > 0
-    repeats = is_alone and piece.is_repeatable and prepared.loss_fn is None and not makes_masks
-    executor = (ReplayExecutor if repeats else Executor)(
-        prepared.plan, mesh, stage, layouts, [spec.exchange for spec in training.values()],
-        GradientSum(trained, mesh), optimizer, (dtype, prepared.row_dtype),
-        Guard(piece.named_parameters(), mesh, config.clip_norm), forecaster,
-    )  # fmt: skip
-    return Assembly(
-        executor, target, evaluation_program(prepared.plan), answers, prepared.metric,
-        graph.is_multi_label or graph.pairs is not None, prepared.model_graph.num_classes,
+    repeats = (
+        is_alone and stage_module.is_repeatable and prepared.loss_fn is None and not makes_masks
+    )
+    executor = (CudaGraphExecutor if repeats else Executor)(
+        prepared.plan,
+        mesh,
+        stage,
+        layouts,
+        [spec.exchange for spec in training.values()],
+        GradientSum(trained, mesh),
+        optimizer,
+        (dtype, prepared.row_dtype),
+        GradClip(stage_module.named_parameters(), mesh, config.clip_norm),
+        forecaster,
+    )
+    return RankRuntime(
+        executor,
+        target,
+        evaluation_program(prepared.plan),
+        targets,
+        prepared.metric,
+        graph.is_multi_label or graph.pairs is not None,
+        prepared.model_graph.num_classes,
         memory_before_bytes,
-    )  # fmt: skip
+    )
 
 
-def _once(
+def _precomputed(
     prepared: Prepared,
-    piece: Piece,
+    stage_module: StageModule,
     structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
     device: torch.device,
 ) -> dict[str, Tensor]:
     """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
-    chosen = {a.name: a.over for a in piece.aggregations if a.name in prepared.once}
+    chosen = {a.name: a.over for a in stage_module.aggregations if a.name in prepared.precomputed}
     if not chosen:
         return {}
     table = FeatureTable(prepared.graph.x, prepared.dtype, device)
@@ -296,7 +322,7 @@ def _history_specs(
     return {
         name: HistorySpec(
             layout,
-            Exchange(layout, mesh, prepared.row_dtype),
+            HaloExchange(layout, mesh, prepared.row_dtype),
             prepared.dtype,
             techniques.snapshot_every,
             techniques.scale_live_gradients,
@@ -314,7 +340,7 @@ def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) 
     if name == "auto":
         return default_kernel(mesh.device)
     if name == "measured":
-        whole = prepared.model.piece(0, prepared.plan.num_ops)
+        whole = prepared.model.stage_module(0, prepared.plan.num_ops)
         linear = [a for a in whole.aggregations if a.is_linear]
         name = "embedding-bag"
         if linear and mesh.rank == 0:

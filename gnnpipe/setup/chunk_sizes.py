@@ -31,8 +31,8 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
     degrees = dict.fromkeys(graph.row_types, graph.degrees)
     if graph.pairs is not None:
         degrees[PAIRS] = graph.pairs.degrees
-    is_pilot = np.zeros(graph.num_vertices, dtype=np.int64)
-    is_pilot[prepared.pilots] = 1
+    is_probe = np.zeros(graph.num_vertices, dtype=np.int64)
+    is_probe[prepared.probes] = 1
     entries = {name: _entries(graph, name) for name in graph.row_types}
     names = list(layouts[0])
 
@@ -43,7 +43,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         }
 
     nothing = np.zeros(graph.num_vertices, dtype=np.int64)
-    asked = prepared.asked_mask
+    loss_rows = prepared.loss_row_mask
     crossing = crossing_degrees(graph, chunking) if prepared.plan.reads_stale else nothing
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
@@ -56,21 +56,21 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         boundary=stacked(lambda _, of: of.send_counts.sum(1)),
         halo=stacked(lambda _, of: of.receive_counts.sum(1)),
         stale=stacked(lambda name, of: _stale_rows(prepared, name, of)),
-        pilots=stacked(lambda _, of: is_pilot[of.own].sum()),
-        once=prepared.once,
-        asked=prepared.asked.ops,
-        asked_rows=summed({graph.target: asked.astype(np.int64)})[graph.target],
-        asked_edges=summed({graph.target: graph.degrees * asked})[graph.target],
-        asked_pulled=_pulled(prepared, asked),
+        probes=stacked(lambda _, of: is_probe[of.own].sum()),
+        precomputed=prepared.precomputed,
+        loss_rows=prepared.loss_rows.ops,
+        loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
+        asked_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
+        asked_pulled=_pulled(prepared, loss_rows),
         shared=shared_of(prepared),
         stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
 
 
-def _pulled(prepared: Prepared, asked: BoolArray) -> Numbers:
-    """[G, K], edges into the rows ``asked`` for of each shard, by the chunk that is read."""
+def _pulled(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
+    """[G, K], edges into the rows ``loss_rows`` for of each shard, by the chunk that is read."""
     graph, chunking = prepared.graph, prepared.chunking
-    is_into = np.repeat(asked, graph.degrees)
+    is_into = np.repeat(loss_rows, graph.degrees)
     shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
     chunk = chunking.chunk_of_row()[graph.indices[is_into]]
     cells = np.bincount(

@@ -35,7 +35,7 @@ __all__ = [
     "row_dtype",
     "warn_of_vain_rounding",
     "without_unread",
-]  # fmt: skip
+]
 
 
 def check_parts(
@@ -242,10 +242,14 @@ def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
         num_features=graph.num_features,
         # Where links are learned, the numbers of a final row.
         num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
-        num_layers=config.layers, hidden=config.hidden, dropout=config.dropout,
-        heads=config.heads, alpha=config.alpha, theta=config.theta,
+        num_layers=config.layers,
+        hidden=config.hidden,
+        dropout=config.dropout,
+        heads=config.heads,
+        alpha=config.alpha,
+        theta=config.theta,
         is_rounded=config.matmul_dtype == "bf16",
-    )  # fmt: skip
+    )
 
 
 def _warn_of_unread(config: TrainConfig) -> None:

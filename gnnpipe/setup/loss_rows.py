@@ -12,17 +12,17 @@ import numpy.typing as npt
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph
-from gnnpipe.plan import ALL_ROWS, Asked, ModelGraph, asked_of
+from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, choose_loss_rows
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 
-__all__ = ["asked_among", "asked_mask", "asked_rows"]
+__all__ = ["find_loss_rows", "loss_row_mask", "loss_rows_of_shard"]
 
 _LEAST = 2
 """Rows of a chunk on a shard: what a user's model does with rows it may not do with none, or it may
 take a single one for no row at all (``squeeze``)."""
 
 
-def asked_mask(graph: Graph, chunking: Chunking) -> BoolArray:
+def loss_row_mask(graph: Graph, chunking: Chunking) -> BoolArray:
     """[N], training vertices, and others where a chunk on a shard has too few of them.
 
     ``graph`` in the order of ``chunking``.
@@ -35,33 +35,41 @@ def asked_mask(graph: Graph, chunking: Chunking) -> BoolArray:
     return mask
 
 
-def asked_rows(
+def find_loss_rows(
     config: TrainConfig,
     model: ModelGraph,
     graph: Graph,
     mask: BoolArray,
     last_stage: tuple[int, int],
-    once: Collection[str] = (),
-) -> Asked:
-    """Of the rows of a ``mask``; ``last_stage``: its ops (see ``plan.asked_of``)."""
+    precomputed: Collection[str] = (),
+) -> LossRows:
+    """Of the rows of a ``mask``; ``last_stage``: its ops (see ``plan.choose_loss_rows``)."""
     if graph.types is not None or graph.pairs is not None:
         return ALL_ROWS
     found = _counted(graph, mask, np.arange(graph.num_vertices))
-    return asked_of(
-        model, last_stage, found.rows, graph.num_vertices, found.edges, graph.num_edges,
-        once=once, number_bytes=number_dtype(config).itemsize,
+    return choose_loss_rows(
+        model,
+        last_stage,
+        found.rows,
+        graph.num_vertices,
+        found.edges,
+        graph.num_edges,
+        precomputed=precomputed,
+        number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
-    )  # fmt: skip
+    )
 
 
-def asked_among(graph: Graph, mask: BoolArray, asked: Asked, own: npt.NDArray[np.int64]) -> Asked:
-    """What is ``asked`` for of a graph, of a shard that owns these rows."""
-    if not asked.ops:
-        return asked
+def loss_rows_of_shard(
+    graph: Graph, mask: BoolArray, loss_rows: LossRows, own: npt.NDArray[np.int64]
+) -> LossRows:
+    """What is ``loss_rows`` for of a graph, of a shard that owns these rows."""
+    if not loss_rows.ops:
+        return loss_rows
     counted = _counted(graph, mask, own)
-    return replace(asked, rows=counted.rows, edges=counted.edges)
+    return replace(loss_rows, rows=counted.rows, edges=counted.edges)
 
 
-def _counted(graph: Graph, mask: BoolArray, own: npt.NDArray[np.int64]) -> Asked:
+def _counted(graph: Graph, mask: BoolArray, own: npt.NDArray[np.int64]) -> LossRows:
     chosen = own[mask[own]]
-    return Asked(len(chosen), int(graph.degrees[chosen].sum()))
+    return LossRows(len(chosen), int(graph.degrees[chosen].sum()))

@@ -22,10 +22,10 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
-__all__ = ["check_room", "least_bytes"]
+__all__ = ["check_memory", "least_bytes"]
 
 
-def check_room(prepared: Prepared, mesh: Mesh) -> None:
+def check_memory(prepared: Prepared, mesh: Mesh) -> None:
     """``InputError`` on every rank if the ranks of some machine cannot fit into it."""
     error = None
     if mesh.device.type == "cuda":
@@ -51,23 +51,32 @@ def check_room(prepared: Prepared, mesh: Mesh) -> None:
 def least_bytes(prepared: Prepared, stage: int) -> int:
     """Bytes of a rank of ``stage`` if its shard were the mean one and read no halo rows."""
     graph, plan, shards = prepared.graph, prepared.plan, prepared.plan.shards
-    asked = prepared.asked
+    loss_rows = prepared.loss_rows
     features = [graph.x] if graph.types is None else list(graph.types.features.values())
     entries = sum(x.nnz if isinstance(x, sp.csr_array) else x.size for x in features)
     return estimate_memory(
-        plan, prepared.model_graph, stage,
+        plan,
+        prepared.model_graph,
+        stage,
         own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
         halo_rows=dict.fromkeys(graph.table_rows, 0),
-        own_edges=graph.num_edges // shards, live_share=0.0,
+        own_edges=graph.num_edges // shards,
+        live_share=0.0,
         own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
         feature_entries=entries // shards,
         sparse_features=any(isinstance(x, sp.csr_array) for x in features),
         symmetric=True,
         snapshot=prepared.config.techniques.snapshot_every > 1,
-        pilot_rows=dict.fromkeys(graph.table_rows, 0), pilot_edges=0, pilot_feature_entries=0,
+        pilot_rows=dict.fromkeys(graph.table_rows, 0),
+        pilot_edges=0,
+        pilot_feature_entries=0,
         extra_weights=0,
-        number_bytes=prepared.dtype.itemsize, row_bytes=prepared.row_dtype.itemsize,
-        recompute=prepared.config.recompute, copied_share=0.0,
+        number_bytes=prepared.dtype.itemsize,
+        row_bytes=prepared.row_dtype.itemsize,
+        recompute=prepared.config.recompute,
+        copied_share=0.0,
         loss_numbers=int(graph.train_mask.sum()) // shards * kept_by_loss(graph),
-        asked=replace(asked, rows=asked.rows // shards, edges=asked.edges // shards),
-    ).total  # fmt: skip
+        loss_rows=replace(
+            loss_rows, rows=loss_rows.rows // shards, edges=loss_rows.edges // shards
+        ),
+    ).total

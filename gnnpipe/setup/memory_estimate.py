@@ -14,8 +14,8 @@ from gnnpipe.graph.operators import EVERYONE
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.perf import MemoryEstimate, estimate_memory
-from gnnpipe.plan import Asked
-from gnnpipe.setup.loss_rows import asked_among
+from gnnpipe.plan import LossRows
+from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
@@ -56,14 +56,14 @@ class _Held:
     pilot_edges: int
     pilot_feature_entries: int
     loss_numbers: int
-    asked: Asked
+    loss_rows: LossRows
 
     @classmethod
     def of(cls, prepared: Prepared, shard: int, crossing: Counts | None) -> _Held:
         graph = prepared.graph
         layout = shard_layout(graph, prepared.chunking, shard)
         layouts = table_layouts(graph, prepared.chunking, layout)
-        pilots = np.intersect1d(layout.own, prepared.pilots)
+        probes = np.intersect1d(layout.own, prepared.probes)
         return cls(
             own_rows={t: of.num_own for t, of in layouts.items()},
             halo_rows={t: len(of.halo) for t, of in layouts.items()},
@@ -71,11 +71,13 @@ class _Held:
             own_edges=int(graph.degrees[layout.own].sum()),
             live_share=_live_share(graph, layout.own, crossing),
             feature_entries=_feature_entries(graph, layout.own),
-            pilot_rows={t: int(np.isin(of.own, pilots).sum()) for t, of in layouts.items()},
-            pilot_edges=int(graph.degrees[pilots].sum()),
-            pilot_feature_entries=_feature_entries(graph, pilots),
+            pilot_rows={t: int(np.isin(of.own, probes).sum()) for t, of in layouts.items()},
+            pilot_edges=int(graph.degrees[probes].sum()),
+            pilot_feature_entries=_feature_entries(graph, probes),
             loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
-            asked=asked_among(graph, prepared.asked_mask, prepared.asked, layout.own),
+            loss_rows=loss_rows_of_shard(
+                graph, prepared.loss_row_mask, prepared.loss_rows, layout.own
+            ),
         )
 
 
@@ -93,7 +95,7 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
         sparse_features=sparse,
         symmetric=_symmetric(prepared),
         snapshot=config.techniques.snapshot_every > 1,
-        extra_weights=(len(prepared.pilots) > 0) + (config.kept_epoch == "best"),
+        extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
         number_bytes=prepared.dtype.itemsize,
         row_bytes=prepared.row_dtype.itemsize,
         recompute=config.recompute,
@@ -137,7 +139,7 @@ def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
 
 def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
-    whole = prepared.model.piece(0, prepared.plan.num_ops)
+    whole = prepared.model.stage_module(0, prepared.plan.num_ops)
     kinds = {a.structure for a in whole.aggregations} - {PAIRS}
     return kinds <= {"gcn", "gcn-improved", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
         prepared.graph.is_symmetric

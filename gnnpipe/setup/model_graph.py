@@ -71,7 +71,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
     """One op per recorded call; weights that several calls share count for the first."""
     ops: list[Op] = []
     counted: set[str] = set()
-    aggregations = {a.name: a for a in model.piece(0, len(model.ops)).aggregations}
+    aggregations = {a.name: a for a in model.stage_module(0, len(model.ops)).aggregations}
     cut = Cut(model, 0, len(model.ops))
     handed_on, beside = _handed_on(cut), _beside(cut)
     for call in model.ops:

@@ -1,7 +1,7 @@
 """From a config to every decision: graph, chunks, model, plan, program, closed forms.
 
 All of it is checked here, before anything large is allocated; ``gnnpipe info`` stops at this point,
-and ``assemble`` goes on.
+and ``build_rank`` goes on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
-from gnnpipe.graph.stale_rows import choose_pilots
+from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
-from gnnpipe.perf import CommVolume, closed_form_volume, pilot_rows_bytes
-from gnnpipe.plan import Asked, ModelGraph, Plan, gradient_buckets, made_once, shared_tables
+from gnnpipe.perf import CommVolume, closed_form_volume, probe_rows_bytes
+from gnnpipe.plan import (
+    LossRows,
+    ModelGraph,
+    Plan,
+    gradient_buckets,
+    precomputed_aggregations,
+    shared_tables,
+)
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program, ProgramReport, check, training_program
@@ -42,7 +49,7 @@ from gnnpipe.setup.inputs import (
     row_dtype,
     without_unread,
 )
-from gnnpipe.setup.loss_rows import asked_mask, asked_rows
+from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.row_blocks import walked
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
@@ -86,9 +93,12 @@ def _digest(graph: Graph) -> str:
 def shared_of(prepared: Prepared) -> frozenset[str]:
     """Names of their ops (see ``plan.shared_tables``)."""
     return shared_tables(
-        prepared.model_graph, prepared.plan, prepared.once, prepared.asked.ops,
+        prepared.model_graph,
+        prepared.plan,
+        prepared.precomputed,
+        prepared.loss_rows.ops,
         prepared.row_dtype != prepared.dtype,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +124,7 @@ class Prepared:
     """Bytes of an epoch with a forecast, if there are any."""
     recall_bytes: int
     """Of its pilot rows, those that pass with the weights of the last epoch."""
-    pilots: npt.NDArray[np.int64]
+    probes: npt.NDArray[np.int64]
     """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
     chunk_edges: sp.coo_array | None
     """[K, K] edges by (reading chunk, chunk read); none where nothing is stale."""
@@ -147,22 +157,26 @@ class Prepared:
         return 0 if self.report.exact else self.config.techniques.exact_epochs
 
     @property
-    def once(self) -> frozenset[str]:
+    def precomputed(self) -> frozenset[str]:
         """Aggregations that are made once for all epochs."""
-        return made_once(self.model_graph, self.plan, self.row_dtype != self.dtype)
+        return precomputed_aggregations(self.model_graph, self.plan, self.row_dtype != self.dtype)
 
     @cached_property
-    def asked(self) -> Asked:
+    def loss_rows(self) -> LossRows:
         """What the loss asks for of the whole graph."""
-        return asked_rows(
-            self.config, self.model_graph, self.graph, self.asked_mask, self.plan.stages[-1],
-            self.once,
-        )  # fmt: skip
+        return find_loss_rows(
+            self.config,
+            self.model_graph,
+            self.graph,
+            self.loss_row_mask,
+            self.plan.stages[-1],
+            self.precomputed,
+        )
 
     @cached_property
-    def asked_mask(self) -> npt.NDArray[np.bool_]:
+    def loss_row_mask(self) -> npt.NDArray[np.bool_]:
         """[N], the rows that are."""
-        return asked_mask(self.graph, self.chunking)
+        return loss_row_mask(self.graph, self.chunking)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,9 +211,13 @@ def prepare(
             kernel_named(config.kernel, row_dtype(config), mesh.device)  # that it works here
         if graph is None:
             graph = load_graph(
-                config.dataset, data_dir=config.data_dir, split=config.split, seed=config.seed,
-                symmetrize=config.symmetrize, task=config.task,
-            )  # fmt: skip
+                config.dataset,
+                data_dir=config.data_dir,
+                split=config.split,
+                seed=config.seed,
+                symmetrize=config.symmetrize,
+                task=config.task,
+            )
     except InputError as fault:
         error = fault
     mesh.agree(error)
@@ -221,22 +239,28 @@ def prepare(
     chunking, config = walked(config, described, sizes, cut, plan, device, joins)
     if plan is None:
         plan = plan_uniform(
-            described, stages=config.stages, shards=config.shards, chunks=config.chunks,
-            exact=config.techniques.exact, num_vertices=graph.vertex_counts,
+            described,
+            stages=config.stages,
+            shards=config.shards,
+            chunks=config.chunks,
+            exact=config.techniques.exact,
+            num_vertices=graph.vertex_counts,
             num_edges=_num_edges(graph),
-            asked=asked_rows(config, described, graph, graph.train_mask, (0, described.num_ops)),
+            loss_rows=find_loss_rows(
+                config, described, graph, graph.train_mask, (0, described.num_ops)
+            ),
             feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
-        )  # fmt: skip
+        )
     else:
         _check_plan(plan, config, described)
-    pilots = np.empty(0, dtype=np.int64)
+    probes = np.empty(0, dtype=np.int64)
     techniques = config.techniques
-    if techniques.pilots_per_column and plan.schedule != "layer-sync":
-        counts = _pilots_wanted(described, list(graph.row_types), techniques.pilots_per_column)
-        pilots = choose_pilots(chunking, counts, graph.row_types, config.seed)
+    if techniques.probes_per_column and plan.schedule != "layer-sync":
+        counts = _probes_wanted(described, list(graph.row_types), techniques.probes_per_column)
+        probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
     buckets = gradient_buckets(described, plan, dtype.itemsize)
-    program = training_program(plan, len(pilots) > 0, buckets)
-    exact_program = training_program(replace(plan, schedule="layer-sync"), len(pilots) > 0, buckets)
+    program = training_program(plan, len(probes) > 0, buckets)
+    exact_program = training_program(replace(plan, schedule="layer-sync"), len(probes) > 0, buckets)
     report = check(program)
     check(exact_program)
     if not report.exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
@@ -248,21 +272,40 @@ def prepare(
             stacklevel=2,
         )
     edges = None if report.exact else chunk_edges(graph, chunking)
-    counts = {name: int(rows[pilots].sum()) for name, rows in graph.row_types.items()}
+    counts = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     volume = closed_form_volume(
-        plan, described, num_vertices=graph.vertex_counts,
-        crossings=quality.crossings_by_type, number_bytes=dtype.itemsize,
+        plan,
+        described,
+        num_vertices=graph.vertex_counts,
+        crossings=quality.crossings_by_type,
+        number_bytes=dtype.itemsize,
         row_bytes=row_dtype(config).itemsize,
-        pilots=counts,
-    )  # fmt: skip
-    recalled = pilot_rows_bytes(plan, counts, row_dtype(config).itemsize)
+        probes=counts,
+    )
+    recalled = probe_rows_bytes(plan, counts, row_dtype(config).itemsize)
     return Prepared(
-        config, graph, cut, chunking, quality, chosen, described, plan, program, exact_program,
-        report, volume, recalled, pilots, edges, metric, digest, loss_fn,
-    )  # fmt: skip
+        config,
+        graph,
+        cut,
+        chunking,
+        quality,
+        chosen,
+        described,
+        plan,
+        program,
+        exact_program,
+        report,
+        volume,
+        recalled,
+        probes,
+        edges,
+        metric,
+        digest,
+        loss_fn,
+    )
 
 
-def _pilots_wanted(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
+def _probes_wanted(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
     """By type: ``each`` of every number in a column of the widest map that is fitted to them."""
     widths = dict.fromkeys(types, 0)
     forecast = [op for op in model.aggregations if op.is_forecast]
@@ -284,10 +327,14 @@ def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
     try:
         if mesh.rank == 0:
             chunking = make_chunking(
-                graph, chunks=config.chunks, shards=config.shards, seed=config.seed,
-                partitioner=config.partitioner, order=config.order,
+                graph,
+                chunks=config.chunks,
+                shards=config.shards,
+                seed=config.seed,
+                partitioner=config.partitioner,
+                order=config.order,
                 cache_dir=config.cache_dir,
-            )  # fmt: skip
+            )
     except InputError as fault:
         error = fault
     failed = mesh.share(str(error) if error else None)
@@ -301,8 +348,10 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
     if plan.num_ops != model.num_ops:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     for name, value in (
-        ("stages", plan.num_stages), ("shards", plan.shards), ("chunks", plan.chunks),
-    ):  # fmt: skip
+        ("stages", plan.num_stages),
+        ("shards", plan.shards),
+        ("chunks", plan.chunks),
+    ):
         if value != getattr(config, name):
             raise InputError(
                 f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
@@ -342,7 +391,7 @@ def chunk_order(config: TrainConfig, epoch: int) -> Sequence[int]:
     """The walk of an epoch: ``order[position]`` is a chunk; the same on every stage."""
     if not config.techniques.shuffle_chunks:
         return range(config.chunks)
-    order: list[int] = np.random.default_rng([config.seed, epoch]).permutation(
-        config.chunks
-    ).tolist()  # fmt: skip
+    order: list[int] = (
+        np.random.default_rng([config.seed, epoch]).permutation(config.chunks).tolist()
+    )
     return order

@@ -40,9 +40,15 @@ MOST_BLOCKS = 1024
 """With more of them, calls and copied rows cost more than is won."""
 
 _NO_TECHNIQUES: dict[str, Any] = dict.fromkeys(
-    ("shuffle_chunks", "snapshot_every", "scale_live_gradients", "pilots_per_column",
-     "exact_epochs", "exact_above")
-)  # fmt: skip
+    (
+        "shuffle_chunks",
+        "snapshot_every",
+        "scale_live_gradients",
+        "probes_per_column",
+        "exact_epochs",
+        "exact_above",
+    )
+)
 
 
 def walked(

@@ -26,9 +26,9 @@ __all__ = [
     "PARTS",
     "RARE",
     "REGRESSION",
-    "Answers",
     "Loss",
     "LossFn",
+    "Targets",
     "check_loss",
     "choose_metric",
     "data_of_pairs",
@@ -46,7 +46,7 @@ PARTS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class Targets:
     """Of one rank, by chunk; R own vertices of a chunk, or pairs whose targets it owns."""
 
     labels: list[Tensor]
@@ -64,7 +64,7 @@ class Answers:
     @classmethod
     def of_vertices(
         cls, graph: Graph, layout: ShardLayout | None, dtype: torch.dtype, device: torch.device
-    ) -> Answers:
+    ) -> Targets:
         """Labels of a shard's vertices; none without a layout."""
         if layout is None:
             return cls([], [], False)
@@ -78,7 +78,7 @@ class Answers:
         )
 
     @classmethod
-    def of_pairs(cls, pairs: Blocks) -> Answers:
+    def of_pairs(cls, pairs: Blocks) -> Targets:
         """Of the pairs of a shard, in the order of its blocks."""
         data = [block.edge_data for block in pairs.chunks]
         return cls(
@@ -92,28 +92,29 @@ def data_of_pairs(graph: Graph) -> EdgeData:
     """[P] int8 each, what blocks of pairs carry."""
     assert graph.pairs is not None
     return {
-        "label": torch.from_numpy(graph.pairs.label), "part": torch.from_numpy(graph.pairs.part)
-    }  # fmt: skip
+        "label": torch.from_numpy(graph.pairs.label),
+        "part": torch.from_numpy(graph.pairs.part),
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
     """A chunk's part of the loss, which is a mean over ``total`` answers."""
 
-    answers: Answers
+    targets: Targets
     loss_fn: LossFn | None
     """The user's own."""
     total: int
-    asked: Sequence[Tensor] | None = None
+    loss_rows: Sequence[Tensor] | None = None
     """By chunk, numbers of the rows that the logits are of, ascending; None: of all."""
 
     @cached_property
     def _to_train(self) -> list[tuple[Tensor, Tensor]]:
         """By chunk: which logits are trained on, and their labels."""
-        found = self.answers.to_train
-        if self.asked is None:
+        found = self.targets.to_train
+        if self.loss_rows is None:
             return found
-        pairs = zip(found, self.asked, strict=True)
+        pairs = zip(found, self.loss_rows, strict=True)
         return [(torch.searchsorted(made, rows), y) for (rows, y), made in pairs]
 
     def __call__(self, logits: Tensor, chunk: int) -> Tensor:
@@ -125,7 +126,7 @@ class Loss:
         if not len(chosen):
             # Not every loss knows what to make of no rows.
             return logits.sum() * 0.0
-        if self.answers.are_pairs:
+        if self.targets.are_pairs:
             found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
         loss = self.loss_fn(found, y) / self.total
         # A constant, of rows that the loss leaves out: the chunk still goes all the way back.

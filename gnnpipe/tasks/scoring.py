@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Scores", "accuracy", "error_sums", "f1", "margin", "regression_score", "roc_auc", "tally",
-]  # fmt: skip
+    "Scores",
+    "accuracy",
+    "error_sums",
+    "f1",
+    "margin",
+    "regression_score",
+    "roc_auc",
+    "tally",
+]
 
 Counts = npt.NDArray[np.float64]
 

@@ -28,19 +28,24 @@ def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shape = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     command = [sys.executable, "-m", "gnnpipe.tools.collective_check", device, str(limit_s)]
     end = time.monotonic() + limit_s
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         processes = [
             subprocess.Popen(
-                command, stdout=out, stderr=err, stdin=subprocess.DEVNULL,
+                command,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
                 env=os.environ | shape | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         try:
             codes = [p.wait(max(0.1, end - time.monotonic())) for p in processes]
         except subprocess.TimeoutExpired:

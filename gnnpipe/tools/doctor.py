@@ -26,9 +26,7 @@ from gnnpipe.runtime.comm.cpu_affinity import usable_cores
 
 __all__ = ["Finding", "add_flags", "doctor", "examine"]
 
-NEEDED = {
-    "torch": "2.8", "torch_geometric": "2.6", "numpy": "1.26", "scipy": "1.11", "rich": "13",
-}  # fmt: skip
+NEEDED = {"torch": "2.8", "torch_geometric": "2.6", "numpy": "1.26", "scipy": "1.11", "rich": "13"}
 """Packages and their first versions that will do, as in pyproject.toml."""
 
 FOLDERS = {
@@ -122,9 +120,10 @@ def _environment() -> Iterator[Finding]:
     left = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if n in os.environ]
     if left:
         yield Finding(
-            "environment", f"{', '.join(left)} set, as if torchrun had started this",
+            "environment",
+            f"{', '.join(left)} set, as if torchrun had started this",
             f"unset {' '.join(left)}",
-        )  # fmt: skip
+        )
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None and not (threads.isdecimal() and int(threads)):
         yield Finding("OMP_NUM_THREADS", repr(threads), "export OMP_NUM_THREADS=1, or unset it")
@@ -190,9 +189,10 @@ def _back_ends() -> Iterator[Finding]:
             yield Finding("torch_sparse", "not installed; only --kernel torch-sparse needs it")
         else:
             yield Finding(
-                "torch_sparse", str(error).partition(": ")[2],
+                "torch_sparse",
+                str(error).partition(": ")[2],
                 "pip uninstall torch_sparse, or one that is built for this torch",
-            )  # fmt: skip
+            )
 
 
 def _round_trips() -> Iterator[Finding]:

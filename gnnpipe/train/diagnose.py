@@ -10,16 +10,16 @@ from torch import Tensor
 from gnnpipe.errors import FailedError
 from gnnpipe.models import Values
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.train.evaluate import results_by_chunk
 
 __all__ = ["check_same_weights", "find_fault"]
 
 
-def check_same_weights(assembly: Assembly, mesh: Mesh, epoch: int) -> None:
+def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> None:
     """``FailedError`` on every rank if two shards of a stage hold other weights; from 0."""
     digest = 0
-    for _, tensor in assembly.executor.stage.piece.named_state():
+    for _, tensor in rank_runtime.executor.stage.stage_module.named_state():
         digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
     everyone = mesh.gather(digest)
     for rank, found in enumerate(everyone):
@@ -32,14 +32,14 @@ def check_same_weights(assembly: Assembly, mesh: Mesh, epoch: int) -> None:
             )
 
 
-def find_fault(assembly: Assembly, mesh: Mesh, epoch: int, loss: float) -> str:
+def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -> str:
     """Epoch (from 1), stage, layer and chunk of the first values that are no numbers, in a line.
 
     A forward pass with the weights as they are, dropout off, tells where rows go wrong first. Where
     none do, it was dropout's doing or that of backward: then the weights whose gradients are no
     numbers are named. The same on every rank.
     """
-    stage = assembly.executor.stage
+    stage = rank_runtime.executor.stage
     found: list[tuple[int, int, int]] = []
 
     def watch(chunk: int, step: int, made: Values) -> None:
@@ -48,18 +48,18 @@ def find_fault(assembly: Assembly, mesh: Mesh, epoch: int, loss: float) -> str:
 
     stage.watch = watch
     try:
-        results_by_chunk(assembly)
+        results_by_chunk(rank_runtime)
     finally:
         stage.watch = None
-    names = [[a.name for a in one] for one in stage.piece.rounds]
+    names = [[a.name for a in one] for one in stage.stage_module.rounds]
     first = min(found, default=None)
     mine: tuple[tuple[int, int, int], str] | None = None
     if first is not None:
         # A step ends with the push of its layer; the last one with what the last layer makes.
         layer = names[min(first[1], len(names) - 1)] if names else ["no layer"]
         mine = first, f"stage {first[0]}, layer {', '.join(layer)}, chunk {first[2]}"
-    executor = assembly.executor
-    everyone = mesh.gather((mine, executor.guard.faulty, executor.faulty_chunks))
+    executor = rank_runtime.executor
+    everyone = mesh.gather((mine, executor.grad_clip.faulty, executor.faulty_chunks))
     rows = [place for place, _, _ in everyone if place is not None]
     grads = [(rank, name) for rank, (_, names, _) in enumerate(everyone) for name in names]
     chunks = [chunk for _, _, found in everyone for chunk in found]

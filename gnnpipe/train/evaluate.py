@@ -13,7 +13,7 @@ from torch import Tensor
 from gnnpipe.models import Values
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.tasks.loss import PARTS, REGRESSION
 from gnnpipe.tasks.scoring import (
     Scores,
@@ -30,77 +30,77 @@ __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
 
 
 def train_epoch(
-    assembly: Assembly, mesh: Mesh, program: Program, order: Sequence[int], epoch: int
+    rank_runtime: RankRuntime, mesh: Mesh, program: Program, order: Sequence[int], epoch: int
 ) -> float:
     """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
-    results = assembly.executor.run(program, order, epoch=epoch, training=True)
+    results = rank_runtime.executor.run(program, order, epoch=epoch, training=True)
     loss = mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
     mesh.recorder.end()
     return loss
 
 
-def results_by_chunk(assembly: Assembly) -> dict[int, Values]:
+def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:
     """What the model gives, exactly, for this rank's own rows by chunk; none before the last stage.
 
     ``x``: logits [C, classes]; of pairs their scores [P_c, 1], and the rows [C, d] as ``rows``.
     """
-    executor = assembly.executor
+    executor = rank_runtime.executor
     order = range(executor.plan.chunks)
     # In inference mode what is made on the way and kept would be of no use to training.
     with torch.inference_mode(False), torch.no_grad():
-        return executor.run(assembly.evaluation, order, epoch=0, training=False)
+        return executor.run(rank_runtime.evaluation, order, epoch=0, training=False)
 
 
-def evaluate(assembly: Assembly, mesh: Mesh) -> Scores:
+def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
     """Exact scores with the current weights, layer by layer, on every rank."""
-    logits = {chunk: values["x"] for chunk, values in results_by_chunk(assembly).items()}
-    several = assembly.several_labels
-    if assembly.metric in REGRESSION:
-        totals = _sums(assembly, mesh, logits, error_sums, 5)
+    logits = {chunk: values["x"] for chunk, values in results_by_chunk(rank_runtime).items()}
+    several = rank_runtime.several_labels
+    if rank_runtime.metric in REGRESSION:
+        totals = _sums(rank_runtime, mesh, logits, error_sums, 5)
         return Scores(
-            *[math.nan] * PARTS, *(regression_score(part, assembly.metric) for part in totals)
+            *[math.nan] * PARTS, *(regression_score(part, rank_runtime.metric) for part in totals)
         )
-    totals = _sums(assembly, mesh, logits, tally, 4)
+    totals = _sums(rank_runtime, mesh, logits, tally, 4)
     right = [accuracy(part, several) for part in totals]
-    if assembly.metric == "accuracy":
+    if rank_runtime.metric == "accuracy":
         return Scores(*right, *right)
-    if assembly.metric == "rocauc":
-        return Scores(*right, *_areas(assembly, mesh, logits))
-    average = assembly.metric.removeprefix("f1-")
+    if rank_runtime.metric == "rocauc":
+        return Scores(*right, *_areas(rank_runtime, mesh, logits))
+    average = rank_runtime.metric.removeprefix("f1-")
     return Scores(*right, *(f1(part, several, average) for part in totals))
 
 
 def _sums(
-    assembly: Assembly,
+    rank_runtime: RankRuntime,
     mesh: Mesh,
     logits: dict[int, Tensor],
     of: Callable[[Tensor, Tensor], Tensor],
     count: int,
 ) -> npt.NDArray[np.float64]:
     """[3, C, count] over all ranks: what ``of`` gives for every part of the split."""
-    width = assembly.num_classes
+    width = rank_runtime.num_classes
     sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
     for chunk, found in logits.items():
         for part in range(PARTS):
-            chosen = assembly.answers.masks[chunk][part].nonzero().squeeze(1)
-            sums[part] += of(found[chosen], assembly.answers.labels[chunk][chosen]).cpu()
+            chosen = rank_runtime.targets.masks[chunk][part].nonzero().squeeze(1)
+            sums[part] += of(found[chosen], rank_runtime.targets.labels[chunk][chosen]).cpu()
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
-def _areas(assembly: Assembly, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
+def _areas(rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
     """ROC AUC of the three parts, which rank 0 finds from the scores of all ranks."""
     mine = []
     for part in range(PARTS):
-        pieces = []
+        stage_modules = []
         for chunk, found in logits.items():
-            chosen = assembly.answers.masks[chunk][part].nonzero().squeeze(1)
-            pieces.append(margin(found[chosen], assembly.answers.labels[chunk][chosen]))
-        mine.append(pieces)
+            chosen = rank_runtime.targets.masks[chunk][part].nonzero().squeeze(1)
+            stage_modules.append(margin(found[chosen], rank_runtime.targets.labels[chunk][chosen]))
+        mine.append(stage_modules)
     everyone = mesh.collect(mine)
     areas = []
     for part in range(PARTS if mesh.rank == 0 else 0):
-        pieces = [piece for of_rank in everyone for piece in of_rank[part]]
-        scores, labels = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        stage_modules = [stage_module for of_rank in everyone for stage_module in of_rank[part]]
+        scores, labels = (np.concatenate(column) for column in zip(*stage_modules, strict=True))
         areas.append(roc_auc(scores, labels) if len(scores) else math.nan)
     shared: list[float] = mesh.share(areas)
     return shared

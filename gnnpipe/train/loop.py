@@ -37,7 +37,7 @@ from gnnpipe.run.resume import (
 )
 from gnnpipe.run.signals import Stopping
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly
+from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
@@ -59,7 +59,7 @@ class Loop:
     config: TrainConfig
     mesh: Mesh
     prepared: Prepared
-    assembly: Assembly
+    rank_runtime: RankRuntime
     folder: RunFolder | None
     """On rank 0, if the run is written."""
     saver: Saver | None
@@ -68,10 +68,10 @@ class Loop:
     identity: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        config, executor = self.config, self.assembly.executor
+        config, executor = self.config, self.rank_runtime.executor
         assert executor.optimizer is not None
         self.rows: list[EpochRow] = []
-        self._weights = dict(executor.stage.piece.named_state())
+        self._weights = dict(executor.stage.stage_module.named_state())
         self._is_error = self.prepared.metric in ERRORS
         self.best = self._no_best()
         self._lr_factor = 1.0
@@ -91,7 +91,7 @@ class Loop:
         start.check(self.identity)
         if told := start.recut(cut_of(self.prepared)):
             self.progress.say(told)
-        kept = load_tensors(start.stored, self.prepared, self.assembly, self.mesh)
+        kept = load_tensors(start.stored, self.prepared, self.rank_runtime, self.mesh)
         set_draw_states(start.stored, self.mesh.rank, self.mesh.world_size)
         self.rows = list(start.rows)
         self.best = self._no_best()
@@ -116,7 +116,7 @@ class Loop:
 
     def _set_learning_rate(self, factor: float) -> None:
         """As it stands after the epochs that are done: the schedule is walked again."""
-        optimizer = self.assembly.executor.optimizer
+        optimizer = self.rank_runtime.executor.optimizer
         assert optimizer is not None
         for group in optimizer.param_groups:
             group.pop("initial_lr", None)
@@ -144,7 +144,7 @@ class Loop:
         self._met_at = time.monotonic()
         while len(self.rows) < self.config.epochs and not self._is_over:
             self._is_over = self._epoch(len(self.rows))
-            sent = astuple(self.assembly.executor.epoch_bytes)
+            sent = astuple(self.rank_runtime.executor.epoch_bytes)
             self._sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
             self._meet(stopping, self._is_over)
         if self.saver is not None:
@@ -153,25 +153,30 @@ class Loop:
 
     def _epoch(self, epoch: int) -> bool:
         """Train one, evaluate where it is due, note it; whether patience has run out."""
-        config, mesh, executor = self.config, self.mesh, self.assembly.executor
+        config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
         order = chunk_order(self.prepared.config, epoch)
-        program = self._exact_epochs.begin(epoch, executor.guard)
-        loss = train_epoch(self.assembly, mesh, program, order, epoch)
-        self._exact_epochs.end(program, executor.guard.norm, executor.has_stepped)
-        stale = measure_staleness(self.prepared, self.assembly, mesh, order, program.is_exact)
+        program = self._exact_epochs.begin(epoch, executor.grad_clip)
+        loss = train_epoch(self.rank_runtime, mesh, program, order, epoch)
+        self._exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)
+        stale = measure_staleness(self.prepared, self.rank_runtime, mesh, order, program.is_exact)
         trained = time.perf_counter()
         if not executor.has_stepped and self._mend(epoch, loss):
             return False
         last = epoch + 1 == config.epochs
         due = config.eval_every and (epoch + 1) % config.eval_every == 0
-        scores = evaluate(self.assembly, mesh) if last or due else None
+        scores = evaluate(self.rank_runtime, mesh) if last or due else None
         if scores and config.check_weights:
-            check_same_weights(self.assembly, mesh, epoch)
+            check_same_weights(self.rank_runtime, mesh, epoch)
         row = EpochRow(
-            epoch + 1, loss, scores, trained - start,
-            time.perf_counter() - trained if scores else 0.0, self._learning_rate.value, stale,
-        )  # fmt: skip
+            epoch + 1,
+            loss,
+            scores,
+            trained - start,
+            time.perf_counter() - trained if scores else 0.0,
+            self._learning_rate.value,
+            stale,
+        )
         self.rows.append(row)
         if self.folder is not None:
             self.folder.add(row)
@@ -191,11 +196,13 @@ class Loop:
         is_last = is_over or len(self.rows) == self.config.epochs
         now = time.monotonic()
         time_s, self._met_at = now - self._met_at, now
-        stops, fails, writes = self.mesh.sum([
-            float(stopping.is_due(time_s) and not is_last),
-            float(saver is not None and saver.has_failed),
-            float(self.mesh.rank == 0 and self._wants_checkpoint(is_last)),
-        ])  # fmt: skip
+        stops, fails, writes = self.mesh.sum(
+            [
+                float(stopping.is_due(time_s) and not is_last),
+                float(saver is not None and saver.has_failed),
+                float(self.mesh.rank == 0 and self._wants_checkpoint(is_last)),
+            ]
+        )
         self._say_failed(fails > 0)
         where = "nothing was written (--out off)"
         if saver is not None:
@@ -257,7 +264,7 @@ class Loop:
             texts = {STATE: state, METRICS: self.folder.metrics_text(self.rows)}
         kept: dict[str, Tensor] = dict(zip(self._weights, self.best.kept, strict=False))
         tensors = tensors_of(
-            self.prepared, self.assembly, self.mesh, kept, self.config.checkpoint_tables
+            self.prepared, self.rank_runtime, self.mesh, kept, self.config.checkpoint_tables
         )
         self.saver.save(len(self.rows), tensors, texts, is_last)
         self._saved_at = time.monotonic()
@@ -265,12 +272,12 @@ class Loop:
     def _mend(self, epoch: int, loss: float) -> bool:
         """What ``--on-nan`` asks for, on every rank; whether the epoch is to be trained again."""
         config = self.config
-        where = find_fault(self.assembly, self.mesh, epoch, loss)
+        where = find_fault(self.rank_runtime, self.mesh, epoch, loss)
         if config.on_nan == "skip":
-            for history in self.assembly.executor.stage.histories.values():
+            for history in self.rank_runtime.executor.stage.histories.values():
                 history.forget_faults()
-            if self.assembly.executor.forecaster is not None:
-                self.assembly.executor.forecaster.forget()
+            if self.rank_runtime.executor.forecaster is not None:
+                self.rank_runtime.executor.forecaster.forget()
             self.progress.say(f"{where}; its step is skipped")
             return False
         if config.on_nan == "restore" and self.saver is not None:

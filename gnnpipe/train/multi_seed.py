@@ -27,10 +27,21 @@ from gnnpipe.train.trainer import Trainer
 __all__ = ["SeedsResult", "fit_seeds"]
 
 SUMMARY = (
-    "loss", "train_acc", "val_acc", "test_acc", "best_val_acc", "test_acc_at_best_val",
-    "best_epoch", "train_metric", "val_metric", "test_metric", "best_val_metric",
-    "test_metric_at_best_val", "exact_epochs", "epoch_time_s",
-)  # fmt: skip
+    "loss",
+    "train_acc",
+    "val_acc",
+    "test_acc",
+    "best_val_acc",
+    "test_acc_at_best_val",
+    "best_epoch",
+    "train_metric",
+    "val_metric",
+    "test_metric",
+    "best_val_metric",
+    "test_metric_at_best_val",
+    "exact_epochs",
+    "epoch_time_s",
+)
 """Fields of a result that are averaged."""
 
 

@@ -32,10 +32,10 @@ from gnnpipe.run.result import RunResult, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import Stopping
 from gnnpipe.run.summary import head_lines, result_lines
-from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Watchdog
+from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
-from gnnpipe.setup.build import Assembly, assemble
+from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
 from gnnpipe.setup.prepare import Prepared, prepare
 from gnnpipe.tasks.loss import LossFn
@@ -85,7 +85,7 @@ class Trainer:
         self._mesh, self._loss_fn = mesh, loss_fn
         self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
-        self._assembly: Assembly | None = None
+        self._rank_runtime: RankRuntime | None = None
         self._fitted = False
         self._stopping = Stopping(config.time_limit_s)
 
@@ -182,7 +182,7 @@ class Trainer:
         if predictor is not None:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # What a profile leaves in the heap must not count as the graph's.
-        assembly = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
+        rank_runtime = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
         saver = None
         if path is not None:
             saver = Saver(path, config.keep, mesh.saving_group, mesh.rank, cores)
@@ -190,7 +190,7 @@ class Trainer:
             config,
             mesh,
             prepared,
-            assembly,
+            rank_runtime,
             folder,
             saver,
             progress,
@@ -207,10 +207,10 @@ class Trainer:
             progress.say(f"run folder: {folder.path}")
         mesh.share(None)  # now there is a folder for what a rank logs
         link_bytes_per_s = receive_bandwidth(mesh)
-        log.say(f"process {os.getpid()} on {platform.node()}: {assembly.executor.doing}")
+        log.say(f"process {os.getpid()} on {platform.node()}: {rank_runtime.executor.doing}")
         silence_s = config.timeout_s * SILENCE_SHARE
-        watchdog = Watchdog(mesh, silence_s, lambda: assembly.executor.doing, log.gave_up)
-        with held_memory(mesh.device), progress, self._stopping, watchdog:
+        heartbeat = Heartbeat(mesh, silence_s, lambda: rank_runtime.executor.doing, log.gave_up)
+        with held_memory(mesh.device), progress, self._stopping, heartbeat:
             try:
                 loop.run(self._stopping)
             except KeyboardInterrupt:
@@ -220,9 +220,16 @@ class Trainer:
         loop.best.restore()
         weights = self._collect(mesh, prepared)
         result = gather_result(
-            mesh, prepared, assembly, loop.rows, loop.best, path, link_bytes_per_s,
-            loop.sent_bytes, predictor,
-        )  # fmt: skip
+            mesh,
+            prepared,
+            rank_runtime,
+            loop.rows,
+            loop.best,
+            path,
+            link_bytes_per_s,
+            loop.sent_bytes,
+            predictor,
+        )
         if folder is not None:
             if result.timeline or result.predicted_timeline:
                 trace = Trace(result.timeline, result.predicted_timeline)
@@ -244,9 +251,9 @@ class Trainer:
 
     def evaluate(self) -> Scores:
         """Exact scores with the current weights, on every rank."""
-        mesh, _, assembly = self._ready()
+        mesh, _, rank_runtime = self._ready()
         with held_memory(mesh.device):
-            return evaluate(assembly, mesh)
+            return evaluate(rank_runtime, mesh)
 
     def predict(self) -> Tensor:
         """Logits [N, classes] of every vertex, in the graph's own order, on every rank.
@@ -254,10 +261,10 @@ class Trainer:
         Of a heterogeneous graph those of the type that has labels. Where links are learned, the
         final rows [N, d], of which any pair can be scored.
         """
-        mesh, prepared, assembly = self._ready()
-        layout = assembly.target
+        mesh, prepared, rank_runtime = self._ready()
+        layout = rank_runtime.target
         with held_memory(mesh.device):
-            results = results_by_chunk(assembly)
+            results = results_by_chunk(rank_runtime)
         parts = {
             chunk: (
                 layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]],
@@ -279,20 +286,20 @@ class Trainer:
         if self._mesh is not None:
             self._mesh.leave()
 
-    def _ready(self) -> tuple[Mesh, Prepared, Assembly]:
+    def _ready(self) -> tuple[Mesh, Prepared, RankRuntime]:
         """Everything allocated; done once."""
         with torch.inference_mode(False):  # for ``fit``, which may come later
             mesh, prepared = self._setup()
-            if self._assembly is None:
-                self._assembly = assemble(prepared, mesh)
-        return mesh, prepared, self._assembly
+            if self._rank_runtime is None:
+                self._rank_runtime = build_rank(prepared, mesh)
+        return mesh, prepared, self._rank_runtime
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
         """The weights of all stages, loaded into the model on every rank."""
         model = prepared.model
         if mesh.world_size > 1:
-            piece = model.piece(*prepared.plan.stages[mesh.stage])
-            mine = {name: tensor.detach().cpu() for name, tensor in piece.named_state()}
+            stage_module = model.stage_module(*prepared.plan.stages[mesh.stage])
+            mine = {name: tensor.detach().cpu() for name, tensor in stage_module.named_state()}
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}

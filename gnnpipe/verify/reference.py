@@ -45,7 +45,7 @@ class Reference:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self.model = copy.deepcopy(prepared.model)
-        self.piece = self.model.piece(0, prepared.plan.num_ops)
+        self.stage_module = self.model.stage_module(0, prepared.plan.num_ops)
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
         self.techniques = config.techniques
         self.chosen = graph.table_rows
@@ -61,16 +61,16 @@ class Reference:
         keys = row_keys(torch.from_numpy(prepared.chunking.perm))
         self.keys = {name: keys[torch.from_numpy(of)] for name, of in self.chosen.items()}
         self.y, self.train_mask, self.answered = self._answers(chunk)
-        every = self.piece.aggregations
+        every = self.stage_module.aggregations
         self.edges = {a.over: self._edges(a) for a in every if not a.is_mean}
         self.edge_data = edge_data_of(graph, dtype)
         self.tables = {
             a.name: torch.zeros(self.bounds[a.pushed_type][-1], a.width, dtype=dtype) for a in every
         }
         self.snapshots = {name: t.clone() for name, t in self.tables.items()}
-        self.before = copy.deepcopy(self.piece)
+        self.before = copy.deepcopy(self.stage_module)
         self.optimizer = torch.optim.Adam(
-            self.piece.parameters(), lr=config.lr, weight_decay=config.weight_decay
+            self.stage_module.parameters(), lr=config.lr, weight_decay=config.weight_decay
         )
         self.learning_rate = LearningRate(self.optimizer, config)
 
@@ -120,7 +120,7 @@ class Reference:
             self.tables = {name: s.clone() for name, s in self.snapshots.items()}
         is_first = epoch < self.prepared.exact_epochs
         exact = self.techniques.exact or (is_first if is_exact is None else is_exact)
-        if not exact and len(self.prepared.pilots):
+        if not exact and len(self.prepared.probes):
             self._forecast()
         logits = self._forward(epoch, exact)
         ranges = list(pairwise(self.answered))
@@ -133,9 +133,9 @@ class Reference:
         self._shorten(min(longest, self.prepared.config.clip_norm or math.inf))
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in self.piece.named_parameters()
+            for name, p in self.stage_module.named_parameters()
         }
-        self.before = copy.deepcopy(self.piece)
+        self.before = copy.deepcopy(self.stage_module)
         self.optimizer.step()
         self.learning_rate.step(None)
         if every > 1 and ((epoch + 1) % every == 0 or exact):
@@ -144,7 +144,7 @@ class Reference:
 
     def _shorten(self, longest: float) -> None:
         """Cut the gradients to a length (2-norm) over all weights."""
-        grads = [p.grad for p in self.piece.parameters() if p.grad is not None]
+        grads = [p.grad for p in self.stage_module.parameters() if p.grad is not None]
         length = float(torch.cat([grad.double().flatten() for grad in grads]).norm())
         if length > longest:
             for grad in grads:
@@ -170,25 +170,25 @@ class Reference:
     @torch.no_grad()
     def _forecast(self) -> None:
         """Fit, on the pilot rows, where the rows of every table go with the current weights."""
-        rows = replace(self.make_rows.of(self.prepared.pilots), pilot=True)
-        is_pilot = np.isin(np.arange(self.prepared.graph.num_vertices), self.prepared.pilots)
-        pilots = {
-            name: torch.from_numpy(np.flatnonzero(is_pilot[of])) for name, of in self.chosen.items()
+        rows = replace(self.make_rows.of(self.prepared.probes), is_probe=True)
+        is_probe = np.isin(np.arange(self.prepared.graph.num_vertices), self.prepared.probes)
+        probes = {
+            name: torch.from_numpy(np.flatnonzero(is_probe[of])) for name, of in self.chosen.items()
         }
         old: Values = {}
         new: Values = {}
         read_old: dict[str, Received] = {}
         read_new: dict[str, Received] = {}
-        for step in range(self.piece.num_steps):
+        for step in range(self.stage_module.num_steps):
             before, old = self.before.step(step, old, read_old, rows)
-            after, new = self.piece.step(step, new, read_new, rows)
+            after, new = self.stage_module.step(step, new, read_new, rows)
             read_old, read_new = {}, {}
             for a in self._pushed(step):
                 x, y = before[a.name], after[a.name]
                 table = self.tables[a.name]
                 self.tables[a.name] = moved = _moved(table, x.double(), y.double(), a.is_mean)
-                read_old[a.name] = self._read(a, pilots[a.vertex_type], x, table)
-                read_new[a.name] = self._read(a, pilots[a.vertex_type], y, moved)
+                read_old[a.name] = self._read(a, probes[a.vertex_type], x, table)
+                read_new[a.name] = self._read(a, probes[a.vertex_type], y, moved)
 
     def _mean(self, a: Aggregation, table: Tensor) -> Tensor:
         """The mean over all vertices, or over all edges into them [F]."""
@@ -200,7 +200,7 @@ class Reference:
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """What the end of a step pushes."""
-        return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
+        return self.stage_module.rounds[step] if step < self.stage_module.num_steps - 1 else ()
 
     def _read(self, a: Aggregation, rows: Tensor, own: Tensor, table: Tensor) -> Received:
         """What some rows [P] get from a table [N, F], every neighbour read from the table."""
@@ -235,17 +235,19 @@ class Reference:
                 a.name: self._received(a, c, live[a.name], scale)
                 for a in (self._pushed(step - 1) if step else ())
             }
-            pushed, values[c] = self.piece.step(step, values[c], received, rows[c])
+            pushed, values[c] = self.stage_module.step(step, values[c], received, rows[c])
             for name, value in pushed.items():
                 live[name][c] = value
 
-        steps = range(self.piece.num_steps)
-        walk = [(s, c) for s in steps for c in order] if exact else [
-            (s, c) for c in order for s in steps
-        ]  # fmt: skip
+        steps = range(self.stage_module.num_steps)
+        walk = (
+            [(s, c) for s in steps for c in order]
+            if exact
+            else [(s, c) for c in order for s in steps]
+        )
         for step, c in walk:
             run(step, c)
-        for a in self.piece.aggregations:
+        for a in self.stage_module.aggregations:
             for c, value in live[a.name].items():
                 self.tables[a.name][slice(*self._ranges(a.pushed_type)[c])] = value.detach()
         return {c: values[c]["x"] for c in order}

@@ -26,7 +26,7 @@ from gnnpipe.config.train_config import check_verifiable
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.build import Assembly, assemble
+from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verify.reference import Reference
@@ -119,18 +119,18 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     free = Reference(prepared) if speaks else None
     led = Reference(prepared) if speaks else None
     exact = Reference(_in_float64(prepared)) if speaks and _has_float64(prepared) else None
-    assembly = assemble(prepared, mesh)
-    kept = _Kept(prepared, assembly, mesh)
-    assert assembly.executor.optimizer is not None
-    learning_rate = LearningRate(assembly.executor.optimizer, prepared.config)
-    exact_epochs, guard = ExactEpochs(prepared), assembly.executor.guard
+    rank_runtime = build_rank(prepared, mesh)
+    kept = _Kept(prepared, rank_runtime, mesh)
+    assert rank_runtime.executor.optimizer is not None
+    learning_rate = LearningRate(rank_runtime.executor.optimizer, prepared.config)
+    exact_epochs, grad_clip = ExactEpochs(prepared), rank_runtime.executor.grad_clip
     found = []
     for epoch in range(epochs):
         order = chunk_order(prepared.config, epoch)
-        program = exact_epochs.begin(epoch, guard)
-        loss = train_epoch(assembly, mesh, program, order, epoch)
-        exact_epochs.end(program, guard.norm, assembly.executor.has_stepped)
-        walk = epoch, program.is_exact, guard.longest
+        program = exact_epochs.begin(epoch, grad_clip)
+        loss = train_epoch(rank_runtime, mesh, program, order, epoch)
+        exact_epochs.end(program, grad_clip.norm, rank_runtime.executor.has_stepped)
+        walk = epoch, program.is_exact, grad_clip.longest
         learning_rate.step(None)
         weights, grads = kept.gather(mesh)
         if free is not None and led is not None:
@@ -162,12 +162,12 @@ def _in_float64(prepared: Prepared) -> Prepared:
 class _Kept:
     """This rank's weights and gradients of an epoch by name, as they are just before its step."""
 
-    def __init__(self, prepared: Prepared, assembly: Assembly, mesh: Mesh) -> None:
-        piece = prepared.model.piece(*prepared.plan.stages[mesh.stage])
-        self._parameters = dict(piece.named_parameters())
+    def __init__(self, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh) -> None:
+        stage_module = prepared.model.stage_module(*prepared.plan.stages[mesh.stage])
+        self._parameters = dict(stage_module.named_parameters())
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
-        optimizer = assembly.executor.optimizer
+        optimizer = rank_runtime.executor.optimizer
         assert optimizer is not None
         optimizer.register_step_pre_hook(self._keep)
 

@@ -28,9 +28,15 @@ RECORDED = ("arxiv", "products", "GAT", "GIN batch norm", "deep res+", "branches
 EPOCHS = 6
 
 SHAPES = [
-    ((1, 1, 1), "auto"), ((1, 1, 8), "auto"), ((1, 1, 8), "none"), ((1, 1, 8), "paper"),
-    ((1, 1, 8), "exact"), ((2, 1, 8), "auto"), ((1, 2, 1), "auto"), ((2, 2, 8), "auto"),
-]  # fmt: skip
+    ((1, 1, 1), "auto"),
+    ((1, 1, 8), "auto"),
+    ((1, 1, 8), "none"),
+    ((1, 1, 8), "paper"),
+    ((1, 1, 8), "exact"),
+    ((2, 1, 8), "auto"),
+    ((1, 2, 1), "auto"),
+    ((2, 2, 8), "auto"),
+]
 CASES = [(model, shape, s) for shape, s in SHAPES for model in (*BUILT_IN, *RECORDED)]
 
 
@@ -51,10 +57,20 @@ def run_case(model: str, shape: tuple[int, int, int], staleness: str, mesh: Any 
     module = None if model in BUILT_IN else pyg_models.MODELS[model]()
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
-            epochs=EPOCHS, dtype="float64", quiet=True, cache_dir="off", predict=False,
-            stages=stages, shards=shards, chunks=chunks, staleness=staleness, eval_every=0,
-            checkpoint_every=0, out=f"{folder}/run", **settings,
-        )  # fmt: skip
+            epochs=EPOCHS,
+            dtype="float64",
+            quiet=True,
+            cache_dir="off",
+            predict=False,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            staleness=staleness,
+            eval_every=0,
+            checkpoint_every=0,
+            out=f"{folder}/run",
+            **settings,
+        )
         with warnings.catch_warnings():
             # A BatchNorm over chunks warns; its numbers are what is kept here.
             warnings.simplefilter("ignore", UserWarning)

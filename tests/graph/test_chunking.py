@@ -142,9 +142,11 @@ def test_parts_of_chunks_are_matched_so_that_few_rows_cross():
     # part p of chunk 0 is joined to part p + 1 of chunk 1, and that to part p + 2 of chunk 2
     chunk, part = np.divmod(np.arange(12, dtype=np.int32).repeat(5), 4)
     edges = [
-        (i, j) for i in range(60) for j in range(60)
+        (i, j)
+        for i in range(60)
+        for j in range(60)
         if (part[i] - chunk[i]) % 4 == (part[j] - chunk[j]) % 4
-    ]  # fmt: skip
+    ]
     shard = _labelled(structure(graph_of(60, edges)), chunk, part, 3, 4)
     assert len({*zip(shard.tolist(), ((part - chunk) % 4).tolist(), strict=True)}) == 4
     for c in range(3):
@@ -165,12 +167,13 @@ def test_one_chunk_and_one_shard_leave_the_order_alone():
         (40, 1, "--chunks 40: more chunks than vertices (34); try --chunks 34 or fewer"),
         (1, 35, "--shards 35: more shards than vertices (34); try --shards 34 or fewer"),
         (
-            12, 3,
+            12,
+            3,
             "--chunks 12 --shards 3: more parts (36) than vertices (34); try --chunks 11 or fewer",
         ),
         (0, 1, "--chunks 0: must be at least 1"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("partitioner", list(PARTITIONERS))
 def test_too_many_parts_name_the_flag_and_what_to_try(chunks, shards, message, partitioner):
     with pytest.raises(InputError, match=re.escape(message)):
@@ -214,10 +217,16 @@ def shared_graph(name):
     a.sum_duplicates()
     none = np.zeros(n, dtype=bool)
     return type(graph_of(1, []))(
-        name=name, indptr=a.indptr.astype(np.int64), indices=a.indices,
-        x=np.zeros((n, 1), np.float32), y=np.zeros(n, np.int64),
-        train_mask=none, val_mask=none, test_mask=none, num_classes=1,
-    )  # fmt: skip
+        name=name,
+        indptr=a.indptr.astype(np.int64),
+        indices=a.indices,
+        x=np.zeros((n, 1), np.float32),
+        y=np.zeros(n, np.int64),
+        train_mask=none,
+        val_mask=none,
+        test_mask=none,
+        num_classes=1,
+    )
 
 
 @pytest.mark.parametrize(

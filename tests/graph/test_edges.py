@@ -84,9 +84,17 @@ def test_parallel_edges_stay_and_loops_are_told_of():
 def test_reverse_edges_carry_the_same_where_none_leads_back():
     g = Graph.from_pyg(data(edge_type=torch.arange(6)), symmetrize=True)
     assert triples(g, "edge_type") == sorted(
-        [(0, 1, "0"), (1, 0, "0"), (3, 0, "1"), (0, 3, "1"), (1, 4, "3"), (4, 1, "5"),
-         (2, 1, "4"), (1, 2, "4")]
-    )  # fmt: skip
+        [
+            (0, 1, "0"),
+            (1, 0, "0"),
+            (3, 0, "1"),
+            (0, 3, "1"),
+            (1, 4, "3"),
+            (4, 1, "5"),
+            (2, 1, "4"),
+            (1, 2, "4"),
+        ]
+    )
 
 
 def test_renumbering_moves_it_along():
@@ -96,11 +104,13 @@ def test_renumbering_moves_it_along():
     label = edges[0] * 100 + edges[1]
     g = Graph.from_pyg(
         Data(
-            x=torch.rand(30, 2), y=torch.arange(30) % 3, edge_index=torch.from_numpy(edges),
+            x=torch.rand(30, 2),
+            y=torch.arange(30) % 3,
+            edge_index=torch.from_numpy(edges),
             edge_attr=torch.from_numpy(label),
             **{f"{part}_mask": torch.arange(30) % 3 == i for i, part in enumerate(SPLIT)},
         )
-    )  # fmt: skip
+    )
     chunking = make_chunking(g, chunks=4, shards=2, partitioner="random", seed=0, cache_dir="off")
     moved = renumber(g, chunking)
     source, target = chunking.perm[moved.edge_index]
@@ -111,9 +121,12 @@ def test_renumbering_moves_it_along():
 def test_files_may_hold_it(tmp_path):
     ends = {"edge_index": EDGES, "edge_weight": np.arange(6.0)}
     np.savez(
-        tmp_path / "g.npz", **ends, x=np.eye(N), y=np.arange(N) % 2,
+        tmp_path / "g.npz",
+        **ends,
+        x=np.eye(N),
+        y=np.arange(N) % 2,
         **{f"{part}_mask": np.arange(N) % 3 == i for i, part in enumerate(SPLIT)},
-    )  # fmt: skip
+    )
     with pytest.warns(UserWarning, match="removed 1 loop"):
         g = load_graph(str(tmp_path / "g.npz"))
     assert sorted(g.edge_weight) == [0, 1, 3, 4, 5]
@@ -130,7 +143,7 @@ def test_files_may_hold_it(tmp_path):
         ({"edge_weight": torch.tensor([1, 1, 1, 1, 1, torch.nan])}, r"edge_weight\[5\] = nan"),
         ({"edge_attr": torch.full((6, 2), torch.inf)}, r"edge_attr\[0\] = \[inf, inf\]"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
         Graph.from_pyg(data(**changes))

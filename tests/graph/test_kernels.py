@@ -16,10 +16,11 @@ from gnnpipe.ops import spmm
 
 CPU = torch.device("cpu")
 HERE = [
-    name for name in spmm.KERNELS
+    name
+    for name in spmm.KERNELS
     if name != "triton"  # tests/test_triton.py
     and (name != "torch-sparse" or importlib.util.find_spec("torch_sparse"))
-]  # fmt: skip
+]
 
 
 def matrix(seed=0, rows=50, columns=40):
@@ -47,9 +48,14 @@ def test_products(name, dtype):
 def losses(kernel, shape=(1, 1, 3)):
     stages, shards, chunks = shape
     config = quick_config(
-        model="gcnii", layers=3, hidden=8, kernel=kernel, stages=stages, shards=shards,
+        model="gcnii",
+        layers=3,
+        hidden=8,
+        kernel=kernel,
+        stages=stages,
+        shards=shards,
         chunks=chunks,
-    )  # fmt: skip
+    )
     result = Trainer(config, graph=small_graph(directed=True)).fit()
     return [row.loss for row in result.history]
 

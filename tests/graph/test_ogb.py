@@ -36,9 +36,13 @@ def ogb_folder(folder, scheme="time", binary=False):
         raw.mkdir()
         label = np.array([[0], [1], [171], [3], [np.nan]], np.float32)
         np.savez_compressed(
-            raw / "data.npz", edge_index=np.array(edges).T, node_feat=x.astype(np.float32),
-            node_year=np.zeros((5, 1), int), num_nodes_list=[5], num_edges_list=[4],
-        )  # fmt: skip
+            raw / "data.npz",
+            edge_index=np.array(edges).T,
+            node_feat=x.astype(np.float32),
+            node_year=np.zeros((5, 1), int),
+            num_nodes_list=[5],
+            num_edges_list=[4],
+        )
         np.savez_compressed(raw / "node-label.npz", node_label=label)
         return folder
     write_csv(raw / "edge.csv.gz", edges)

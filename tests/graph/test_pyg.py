@@ -48,16 +48,12 @@ def test_from_pyg():
 
 def test_what_is_not_used_is_told():
     with pytest.warns(UserWarning, match="graph .pyg.: ") as told:
-        g = Graph.from_pyg(
-            data(
-                edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]]),
-            )
-        )
+        g = Graph.from_pyg(data(edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]])))
     assert g.edge_index.tolist() == EDGES.tolist()
     assert [str(w.message) for w in told] == [
         "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges, which plain PyG would count "
         "(aggregations count each neighbour once; models that add loops themselves, as gcn and "
-        "gat, still do; others see none)",
+        "gat, still do; others see none)"
     ]
     assert {w.filename for w in told} == {__file__}
     loops = data(edge_index=EDGES[:, [0, 1, 2, 2]])
@@ -261,9 +257,12 @@ def raw_ppi(folder, sizes):
         ends = [(i, i + 1) for i in range(n - 1) if of_graph[i] == of_graph[i + 1]]
         links = [{"source": a, "target": b} for a, b in ends]
         graph = {
-            "directed": False, "multigraph": False, "graph": {}, "links": links,
+            "directed": False,
+            "multigraph": False,
+            "graph": {},
+            "links": links,
             "nodes": [{"id": i} for i in range(n)],
-        }  # fmt: skip
+        }
         (folder / f"{part}_graph.json").write_text(json.dumps(graph))
         np.save(folder / f"{part}_feats.npy", rng.random((n, 5)))
         np.save(folder / f"{part}_labels.npy", rng.integers(0, 2, (n, 4)).astype(float))

@@ -32,9 +32,14 @@ def raw_planetoid(folder, **changes):
     y = np.eye(2, dtype=np.int32)[np.arange(n) % 2]
     graph = defaultdict(list, {i: [(i + 1) % n, (i - 1) % n] for i in range(n)})
     parts = {
-        "x": x[:4], "tx": x[-20:], "allx": x[:-20], "y": y[:4], "ty": y[-20:], "ally": y[:-20],
+        "x": x[:4],
+        "tx": x[-20:],
+        "allx": x[:-20],
+        "y": y[:4],
+        "ty": y[-20:],
+        "ally": y[:-20],
         "graph": graph,
-    } | changes  # fmt: skip
+    } | changes
     for name, part in parts.items():
         (folder / f"ind.cora.{name}").write_bytes(pickle.dumps(part, protocol=2))
     (folder / "ind.cora.test.index").write_text("\n".join(map(str, range(n - 20, n))))

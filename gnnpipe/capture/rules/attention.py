@@ -108,9 +108,14 @@ def _transformer(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
     width = conv.heads * conv.out_channels
     _check(conv, x, 2 * width)
     rest = _rest(
-        conv, None, lin_query=nn.Identity(), lin_key=_Columns(0, width),
-        lin_value=_Columns(width, 2 * width), lin_skip=None, lin_beta=None,
-    )  # fmt: skip
+        conv,
+        None,
+        lin_query=nn.Identity(),
+        lin_key=_Columns(0, width),
+        lin_value=_Columns(width, 2 * width),
+        lin_skip=None,
+        lin_beta=None,
+    )
     rest.root_weight = False
     read = torch.cat([conv.lin_key(x), conv.lin_value(x)], dim=1)
     out = make(rest, read, conv.lin_query(x))
@@ -124,6 +129,8 @@ def _transformer(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
 
 
 ATTENTION_RULES: dict[type[nn.Module], Rule] = {
-    pyg.GATConv: _gat, pyg.GATv2Conv: _gat_v2, pyg.TransformerConv: _transformer,
-}  # fmt: skip
+    pyg.GATConv: _gat,
+    pyg.GATv2Conv: _gat_v2,
+    pyg.TransformerConv: _transformer,
+}
 """``make`` as in ``EDGE_RULES``; None for rows that read: they are those that are read."""

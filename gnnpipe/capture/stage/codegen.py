@@ -77,7 +77,7 @@ class StepFunction:
 
 
 def _may_choose(cut: Cut, step: int) -> bool:
-    """Whether a step may make fewer rows (``plan.asked``), chosen of all that it is handed."""
+    """Whether a step may make fewer rows (``plan.loss_rows``), chosen of all that it is handed."""
     is_last = step == cut.num_steps - 1
     return is_last and not all(is_mean(op) for op in cut.running(step) if cut.model.aggregates(op))
 

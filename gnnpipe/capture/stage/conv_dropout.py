@@ -92,9 +92,12 @@ class DropoutKinds(_Dropout):
         """Vertices that are read, vertices that read (the same, of one type), and edges."""
         super().__init__()
         self._names = {
-            num_edges + num_read: EDGES_AND_LOOPS, num_edges + num_rows: EDGES_AND_LOOPS,
-            num_edges: EDGES, num_read: READ_ROWS, num_rows: ROWS,
-        }  # fmt: skip
+            num_edges + num_read: EDGES_AND_LOOPS,
+            num_edges + num_rows: EDGES_AND_LOOPS,
+            num_edges: EDGES,
+            num_read: READ_ROWS,
+            num_rows: ROWS,
+        }
         self.found: list[str] = []
 
     def drop(self, x: Tensor, probability: float) -> Tensor:

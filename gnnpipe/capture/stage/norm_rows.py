@@ -71,8 +71,15 @@ class _Squares(torch.autograd.Function):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None,
-                bias: Tensor | None, eps: float) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         row, out = mean[0], torch.empty_like(x)
         root = torch.rsqrt(positive(variance[0]) + eps)
         scale = root if weight is None else root * weight
@@ -96,6 +103,10 @@ class _Normalise(torch.autograd.Function):
         # Below zero the variance stands still.
         to_variance = with_rows * scale * root * root * -0.5 * (variance >= 0)
         return (
-            to_x, (-total * scale)[None], to_variance[None],
-            None if weight is None else with_rows * root, None if weight is None else total, None,
-        )  # fmt: skip
+            to_x,
+            (-total * scale)[None],
+            to_variance[None],
+            None if weight is None else with_rows * root,
+            None if weight is None else total,
+            None,
+        )

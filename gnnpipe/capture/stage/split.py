@@ -90,14 +90,22 @@ class Cut:
         moves = not all(self.model.is_fixed(value) for value in self.pushed(op))
         of_features = all(value.op == "placeholder" for value in self.pushed(op))
         found = Aggregation(
-            op.name, structure, width, pushed_type, vertex_type, moves=moves,
+            op.name,
+            structure,
+            width,
+            pushed_type,
+            vertex_type,
+            moves=moves,
             of_features=of_features,
-        )  # fmt: skip
+        )
         if block is None:
             return found
         facts = self.model.facts[op]
         of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
         return replace(
-            found, kept_per_row=of_row, kept_per_edge=of_edge, kept_per_read_row=of_read,
+            found,
+            kept_per_row=of_row,
+            kept_per_edge=of_edge,
+            kept_per_read_row=of_read,
             structure_per_edge=block.structure_per_edge,
-        )  # fmt: skip
+        )

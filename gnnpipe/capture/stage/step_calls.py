@@ -38,7 +38,7 @@ def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:
 
 
 def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
-    return now if rows.training or rows.pilot else kept.to(now.dtype).expand_as(now)
+    return now if rows.training or rows.is_probe else kept.to(now.dtype).expand_as(now)
 
 
 class _RowsOfWeight(torch.autograd.Function):

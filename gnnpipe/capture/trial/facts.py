@@ -111,9 +111,11 @@ def probe(
             is_kept = saved[call].is_kept
             value = saved[call].value if is_kept and not found[own].is_rows else 0
             found[own] = replace(
-                found[own], is_saved=is_kept, saved=saved[call].beside + value,
+                found[own],
+                is_saved=is_kept,
+                saved=saved[call].beside + value,
                 saved_per_edge=saved[call].per_edge,
-            )  # fmt: skip
+            )
     return found
 
 

@@ -21,14 +21,16 @@ def name_of(call: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def check_rows(call: fx.Node, value: Any, pieces: list[Any], count: int, of_edges: bool) -> bool:
+def check_rows(
+    call: fx.Node, value: Any, stage_modules: list[Any], count: int, of_edges: bool
+) -> bool:
     """Each half has its rows of the whole. A count or a shape is seen where it is used.
 
     ``InputError`` otherwise. ``of_edges``: the rows are edges', not vertices'. Returns whether the
     rows are the first dimension of all that the call gives, as of a stack they are not.
     """
     one, many = ("edge", "edges") if of_edges else ("vertex", "vertices")
-    halves = [_tensors(piece) for piece in pieces]
+    halves = [_tensors(stage_module) for stage_module in stage_modules]
     are_first = True
     for index, tensor in enumerate(_tensors(value)):
         places = [d for d, size in enumerate(tensor.shape) if size == count]

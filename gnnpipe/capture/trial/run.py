@@ -64,12 +64,12 @@ class SampleRun:
             value = self.whole[call.all_input_nodes[0]]
         else:
             value = self.call(call, self.whole)
-            pieces = [self.call(call, part) for part in self.parts]
+            stage_modules = [self.call(call, part) for part in self.parts]
             are_first = True
             if depends:
                 count = sample.num_edges if of_edges else sample.counts[vertex_type]
-                are_first = check_rows(call, value, pieces, count, of_edges)
-            self._keep(call, value, pieces)
+                are_first = check_rows(call, value, stage_modules, count, of_edges)
+            self._keep(call, value, stage_modules)
             return are_first, form, drops
         if is_input(call, EDGES):
             self._keep(call, value, [None, None])
@@ -110,10 +110,10 @@ class SampleRun:
         found = matrix @ x.flatten(1)
         return found.reshape(len(found), *x.shape[1:])
 
-    def _keep(self, call: fx.Node, value: Any, pieces: list[Any]) -> None:
+    def _keep(self, call: fx.Node, value: Any, stage_modules: list[Any]) -> None:
         self.whole[call] = value
-        for part, piece in zip(self.parts, pieces, strict=True):
-            part[call] = piece
+        for part, stage_module in zip(self.parts, stage_modules, strict=True):
+            part[call] = stage_module
 
     def call(self, call: fx.Node, values: Found) -> Any:
         """A call's value, of those that it reads."""

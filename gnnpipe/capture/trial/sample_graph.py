@@ -85,9 +85,11 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     """
     rng = np.random.default_rng(0)
     types = of.types
-    widths = {"": of.num_features} if types is None else {
-        t: int(x.shape[1]) for t, x in types.features.items()
-    }  # fmt: skip
+    widths = (
+        {"": of.num_features}
+        if types is None
+        else {t: int(x.shape[1]) for t, x in types.features.items()}
+    )
     counts = _counts(model, tuple(of.row_types), set(widths.values()))
     if types is None:
         relations = {EDGES: ("", "")}
@@ -108,10 +110,13 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
         graph = replace(graph, **(bare | data))
     else:
         typed = VertexTypes(
-            types.names, np.repeat(np.arange(len(counts)), list(counts.values())),
-            np.concatenate([np.arange(n) for n in counts.values()]), {}, types.relations,
+            types.names,
+            np.repeat(np.arange(len(counts)), list(counts.values())),
+            np.concatenate([np.arange(n) for n in counts.values()]),
+            {},
+            types.relations,
             types.target,
-        )  # fmt: skip
+        )
         graph = replace(graph, types=typed)
     carried = {} if types is not None else graph.edge_data
     found = {k: torch.from_numpy(v) for k, v in carried.items()}
@@ -163,10 +168,17 @@ def _joined(
     mask = np.ones(n, dtype=bool)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=n))])
     return Graph(
-        "sample", indptr.astype(np.int64), source[order].astype(np.int32),
-        np.zeros((n, 1), dtype=np.float32), np.zeros(n, dtype=np.int64), mask, mask, mask, 1,
+        "sample",
+        indptr.astype(np.int64),
+        source[order].astype(np.int32),
+        np.zeros((n, 1), dtype=np.float32),
+        np.zeros(n, dtype=np.int64),
+        mask,
+        mask,
+        mask,
+        1,
         edge_type=kind[order],
-    )  # fmt: skip
+    )
 
 
 def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:

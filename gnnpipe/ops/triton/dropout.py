@@ -23,8 +23,17 @@ def _mix(state):
 
 
 @triton.jit
-def _fill(keys, epoch_keys, masks, num_rows, full, least, PER_HASH: tl.constexpr,
-          ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def _fill(
+    keys,
+    epoch_keys,
+    masks,
+    num_rows,
+    full,
+    least,
+    PER_HASH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """A block of rows and columns of one site: see ``fill_masks``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

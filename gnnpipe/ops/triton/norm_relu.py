@@ -25,9 +25,24 @@ _PROGRAMS = 528
 
 
 @triton.jit
-def _forward(total, scale, shift, kept, out, means, rstds, num_rows, width, kept_stride,
-             EPS: tl.constexpr, FACTOR: tl.constexpr, HAS_MASK: tl.constexpr,
-             WIDTH: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+def _forward(
+    total,
+    scale,
+    shift,
+    kept,
+    out,
+    means,
+    rstds,
+    num_rows,
+    width,
+    kept_stride,
+    EPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """``ROWS`` whole rows, of ``width`` padded to ``WIDTH``: see ``tail_forward``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
@@ -50,9 +65,22 @@ def _forward(total, scale, shift, kept, out, means, rstds, num_rows, width, kept
 
 
 @triton.jit
-def _backward(grad, out, total, scale, means, rstds, found, sums, num_rows, width,
-              FACTOR: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-              TYPE: tl.constexpr):  # fmt: skip
+def _backward(
+    grad,
+    out,
+    total,
+    scale,
+    means,
+    rstds,
+    found,
+    sums,
+    num_rows,
+    width,
+    FACTOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """Every P-th block of rows, and the program's own part of ``sums`` [3, P, F] over them."""
     column = tl.arange(0, WIDTH)
     within = column < width
@@ -101,9 +129,14 @@ def _type(x: Tensor) -> tl.dtype:
 
 
 def tail_forward(
-    total: Tensor, scale: Tensor, shift: Tensor, eps: float, kept: Tensor | None, factor: float,
+    total: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    kept: Tensor | None,
+    factor: float,
     out: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Fill ``out`` [R, F] from ``total`` [R, F]; mean and reciprocal deviation [R, 1].
 
     ``kept`` [R, F] int8: what dropout keeps, which is multiplied by ``factor``; none: all, as it
@@ -115,17 +148,37 @@ def tail_forward(
     if count:
         mask, stride = (total, 0) if kept is None else (kept, kept.stride(0))
         _forward[(triton.cdiv(count, rows),)](
-            total, scale, shift, mask, out, means, rstds, count, width, stride,
-            EPS=eps, FACTOR=factor, HAS_MASK=kept is not None, WIDTH=wide, ROWS=rows,
+            total,
+            scale,
+            shift,
+            mask,
+            out,
+            means,
+            rstds,
+            count,
+            width,
+            stride,
+            EPS=eps,
+            FACTOR=factor,
+            HAS_MASK=kept is not None,
+            WIDTH=wide,
+            ROWS=rows,
             TYPE=_type(total),
-        )  # fmt: skip
+        )
     return means, rstds
 
 
 def tail_backward(
-    grad: Tensor, out: Tensor, total: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor,
-    factor: float, into: Tensor | None = None, programs: int = _PROGRAMS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    total: Tensor,
+    scale: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    factor: float,
+    into: Tensor | None = None,
+    programs: int = _PROGRAMS,
+) -> tuple[Tensor, Tensor]:
     """Gradient [R, F] of ``total`` from that of ``out``, and of scale, of shift, its sum: [3, F].
 
     ``into``: where to make the first; it may be ``total`` itself.
@@ -138,7 +191,19 @@ def tail_backward(
     programs = min(programs, triton.cdiv(count, rows))
     sums = total.new_empty(3, programs, width)
     _backward[(programs,)](
-        grad.contiguous(), out, total, scale, mean, rstd, found, sums, count, width,
-        FACTOR=factor, WIDTH=wide, ROWS=rows, TYPE=_type(total),
-    )  # fmt: skip
+        grad.contiguous(),
+        out,
+        total,
+        scale,
+        mean,
+        rstd,
+        found,
+        sums,
+        count,
+        width,
+        FACTOR=factor,
+        WIDTH=wide,
+        ROWS=rows,
+        TYPE=_type(total),
+    )
     return found, sums.sum(1)

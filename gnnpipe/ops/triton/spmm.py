@@ -30,9 +30,23 @@ ASKED_FOR = 1024
 
 
 @triton.jit
-def _sum_pieces(starts, stops, targets, indices, values, dense, out, apart, num_apart, width,
-                WIDTH: tl.constexpr, ENTRIES: tl.constexpr, ARE_ROWS: tl.constexpr,
-                IS_RUN: tl.constexpr, TOTAL: tl.constexpr):  # fmt: skip
+def _sum_pieces(
+    starts,
+    stops,
+    targets,
+    indices,
+    values,
+    dense,
+    out,
+    apart,
+    num_apart,
+    width,
+    WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ARE_ROWS: tl.constexpr,
+    IS_RUN: tl.constexpr,
+    TOTAL: tl.constexpr,
+):
     """Sum piece by piece; the first ``num_apart`` go to rows of ``apart``, all others to ``out``.
 
     ``ARE_ROWS``: the pieces are the rows, in their order. ``IS_RUN``: rows of ``dense`` are summed
@@ -52,8 +66,9 @@ def _sum_pieces(starts, stops, targets, indices, values, dense, out, apart, num_
             index = tl.load(indices + entry, mask=is_own, other=0)
         rows = tl.load(
             dense + index.to(tl.int64)[:, None] * width + column[None, :],
-            mask=is_own[:, None] & within[None, :], other=0.0,
-        ).to(TOTAL)  # fmt: skip
+            mask=is_own[:, None] & within[None, :],
+            other=0.0,
+        ).to(TOTAL)
         if not IS_RUN:
             rows *= tl.load(values + entry, mask=is_own, other=0.0).to(TOTAL)[:, None]
         total += tl.sum(rows, axis=0)
@@ -82,20 +97,34 @@ class _Pieces:
     """So many of the first are parts of a row, and their targets places for their sums."""
 
     def sum(
-        self, entries: tuple[Tensor, Tensor] | None, dense: Tensor, out: Tensor,
+        self,
+        entries: tuple[Tensor, Tensor] | None,
+        dense: Tensor,
+        out: Tensor,
         apart: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fill the targets. ``entries``: indices and values; none: rows as they stand."""
         width = dense.shape[1]
         wide = min(triton.next_power_of_2(width), WIDEST)
         indices, values = (self.starts, dense) if entries is None else entries
         _sum_pieces[len(self.starts), triton.cdiv(width, wide)](
-            self.starts, self.stops, self.starts if self.targets is None else self.targets,
-            indices, values, dense, out, out if apart is None else apart, self.num_apart, width,
-            WIDTH=wide, ENTRIES=min(max(ASKED_FOR // wide, 4), 32), ARE_ROWS=self.targets is None,
-            IS_RUN=entries is None, num_warps=1,
+            self.starts,
+            self.stops,
+            self.starts if self.targets is None else self.targets,
+            indices,
+            values,
+            dense,
+            out,
+            out if apart is None else apart,
+            self.num_apart,
+            width,
+            WIDTH=wide,
+            ENTRIES=min(max(ASKED_FOR // wide, 4), 32),
+            ARE_ROWS=self.targets is None,
+            IS_RUN=entries is None,
+            num_warps=1,
             TOTAL=tl.float64 if dense.dtype == torch.float64 else tl.float32,
-        )  # fmt: skip
+        )
 
 
 def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:

@@ -21,13 +21,13 @@ from torch import Tensor
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["LARGE", "Arrival", "Exchange", "GradientSum", "sum_over_shards"]
+__all__ = ["LARGE", "Arrival", "GradientSum", "HaloExchange", "sum_over_shards"]
 
 LARGE = 1 << 18
 """Bytes that a shard sends, from which two all-to-alls, up and down, are worth their start."""
 
 
-class Exchange:
+class HaloExchange:
     """Moves the boundary rows of one chunk between the shards of a stage. H columns."""
 
     def __init__(self, layout: ShardLayout, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -117,10 +117,10 @@ class Arrival:
 
     def wait(self) -> Tensor:
         """What has come in."""
-        asked = self._recorder.clock()
+        loss_rows = self._recorder.clock()
         for work in self._works:
             work.wait()
-        self._recorder.met(self._started_s, asked)
+        self._recorder.met(self._started_s, loss_rows)
         return self._out
 
 
@@ -141,14 +141,22 @@ def _both_ways(
 
     return [
         dist.all_to_all_single(
-            from_low, to_high, only(outs, low), only(ins, high), group=mesh.graph_group,
+            from_low,
+            to_high,
+            only(outs, low),
+            only(ins, high),
+            group=mesh.graph_group,
             async_op=True,
         ),
         dist.all_to_all_single(
-            from_high, to_low, only(outs, high), only(ins, low), group=mesh.down_group,
+            from_high,
+            to_low,
+            only(outs, high),
+            only(ins, low),
+            group=mesh.down_group,
             async_op=True,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _busiest(sent: list[list[int]], received: list[list[int]], mesh: Mesh) -> list[int]:

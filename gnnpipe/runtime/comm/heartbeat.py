@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["SILENCE_SHARE", "Watchdog"]
+__all__ = ["SILENCE_SHARE", "Heartbeat"]
 
 SILENCE_SHARE = 1 / 8
 """Of the time a rank may wait for another, how long one may be silent: 15 s by default."""
@@ -48,7 +48,7 @@ except OSError:
 """Ends process 2 once nobody knows of process 1 any more (who started it has seen its end)."""
 
 
-class Watchdog:
+class Heartbeat:
     """Of one rank; a context around the epochs. Without other ranks it does nothing."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Watchdog:
         self._seen: dict[int, tuple[str, float]] = {}
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Heartbeat:
         if self._mesh.world_size > 1:
             now = time.monotonic()
             others = set(range(self._mesh.world_size)) - {self._mesh.rank}
@@ -141,9 +141,11 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _END_BEHIND, str(os.getpid()), pid],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                     start_new_session=True,
-                )  # fmt: skip
+                )
         os._exit(1)
 
 

@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from gnnpipe.errors import InputError
 
 __all__ = [
-    "check_meeting", "keep_no_record", "launched_local_rank", "launched_world_size",
+    "check_meeting",
+    "keep_no_record",
+    "launched_local_rank",
+    "launched_world_size",
     "stay_on_loopback",
-]  # fmt: skip
+]
 
 MOST_RANKS = 1 << 20
 HINT = "torchrun sets it; unset it to train in one process"

@@ -32,7 +32,7 @@ from gnnpipe.runtime.comm.launch import (
     stay_on_loopback,
 )
 from gnnpipe.runtime.comm.recorder import Recorder
-from gnnpipe.runtime.comm.start_thread import Courier
+from gnnpipe.runtime.comm.start_thread import StartThread
 
 __all__ = ["Mesh", "stay_at_exit"]
 
@@ -57,7 +57,7 @@ class Mesh:
     own_group: dist.ProcessGroup | None = None
     """All ranks, if they met here, and not before in the user's own script."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
-    courier: Courier = field(default_factory=Courier, compare=False)
+    start_thread: StartThread = field(default_factory=StartThread, compare=False)
     down_group: dist.ProcessGroup | None = None
     """The ranks of ``graph_group`` once more, over gloo connections of their own; none on GPUs."""
 
@@ -85,9 +85,8 @@ class Mesh:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         mesh = cls(
-            stages, shards, dist.get_rank(), torch.device("cpu"), None, control,
-            own_group=own_group,
-        )  # fmt: skip
+            stages, shards, dist.get_rank(), torch.device("cpu"), None, control, own_group=own_group
+        )
         atexit.register(_leave, mesh)
         try:
             place, fault = _device(device, launched_local_rank()), None
@@ -99,9 +98,18 @@ class Mesh:
         grid = init_device_mesh(place.type, (stages, shards), mesh_dim_names=("stage", "graph"))
         group = grid.get_group("graph") if shards > 1 else None
         whole = cls(
-            stages, shards, mesh.rank, place, group, control, saving, own_group, _recorder(place),
-            Courier(has_thread=place.type == "cpu"), _once_more(stages, shards, place, timeout_s),
-        )  # fmt: skip
+            stages,
+            shards,
+            mesh.rank,
+            place,
+            group,
+            control,
+            saving,
+            own_group,
+            _recorder(place),
+            StartThread(has_thread=place.type == "cpu"),
+            _once_more(stages, shards, place, timeout_s),
+        )
         atexit.register(_leave, whole)
         return whole
 
@@ -175,7 +183,7 @@ class Mesh:
 
     def leave(self) -> None:
         """Part from the other ranks in good order; a process group of the user's own remains."""
-        self.courier.close()
+        self.start_thread.close()
         if self.own_group is not None and self.own_group is dist.group.WORLD:
             dist.destroy_process_group()
 
@@ -236,9 +244,12 @@ def _meet(backend: str, timeout: timedelta) -> None:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     times = store.add(f"gnnpipe/{rank}", 1)
     dist.init_process_group(
-        backend, timeout=timeout, store=PrefixStore(f"gnnpipe/group-{times}", store),
-        rank=rank, world_size=world_size,
-    )  # fmt: skip
+        backend,
+        timeout=timeout,
+        store=PrefixStore(f"gnnpipe/group-{times}", store),
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def _ranks(count: int) -> str:

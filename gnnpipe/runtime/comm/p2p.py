@@ -16,13 +16,13 @@ from torch import Tensor
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.start_thread import Transfer
 
-__all__ = ["Mailbox"]
+__all__ = ["PointToPoint"]
 
 Key = tuple[str, int, int]
 """(way 'F' or 'B', stage of the peer, position of the chunk)."""
 
 
-class Mailbox:
+class PointToPoint:
     """The messages of one rank."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
@@ -43,16 +43,16 @@ class Mailbox:
         }
         source = self.mesh.peer(peer)
         coming = [t for t in room.values() if len(t)]
-        transfer = self.mesh.courier.start(lambda: [dist.irecv(t, src=source) for t in coming])
+        transfer = self.mesh.start_thread.start(lambda: [dist.irecv(t, src=source) for t in coming])
         self._arriving[way, peer, position] = (room, transfer, self.mesh.recorder.clock())
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
         """The values that were posted, once they are here."""
         room, transfer, posted = self._arriving.pop((way, peer, position))
-        asked = self.mesh.recorder.clock()
+        loss_rows = self.mesh.recorder.clock()
         transfer.wait()
         size = sum(t.nbytes for t in room.values())
-        self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, asked)
+        self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, loss_rows)
         return {name: values.to(self.dtype) for name, values in room.items()}
 
     @property
@@ -70,7 +70,9 @@ class Mailbox:
             for name in sorted(values)
             if len(values[name])
         ]
-        transfer = self.mesh.courier.start(lambda: [dist.isend(t, dst=target) for t in leaving])
+        transfer = self.mesh.start_thread.start(
+            lambda: [dist.isend(t, dst=target) for t in leaving]
+        )
         self._leaving.append((leaving, transfer))
         self.sent_bytes += sum(t.numel() * t.element_size() for t in leaving)
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-__all__ = ["Courier", "Transfer"]
+__all__ = ["StartThread", "Transfer"]
 
 Begin = Callable[[], Sequence[dist.Work | None]]
 """Starts some sends and receives and returns at once."""
@@ -50,12 +50,12 @@ class Transfer:
                 work.wait()
 
 
-class Courier:
+class StartThread:
     """Of one rank. Its thread is there from the first transfer until ``close``."""
 
     def __init__(self, has_thread: bool = True) -> None:
         self._has_thread = has_thread
-        self._asked: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._loss_rows: SimpleQueue[Transfer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, begin: Begin) -> Transfer:
@@ -70,16 +70,16 @@ class Courier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="courier", daemon=True)
             self._thread.start()
-        self._asked.put(transfer)
+        self._loss_rows.put(transfer)
         return transfer
 
     def close(self) -> None:
         """End the thread, once it has started what was asked for."""
         if self._thread is not None:
-            self._asked.put(None)
+            self._loss_rows.put(None)
             self._thread.join()
             self._thread = None
 
     def _carry(self) -> None:
-        while (transfer := self._asked.get()) is not None:
+        while (transfer := self._loss_rows.get()) is not None:
             transfer.begin()

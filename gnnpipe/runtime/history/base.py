@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
-from gnnpipe.ops.in_place_rows import Place
-from gnnpipe.runtime.comm.halo_exchange import Arrival, Exchange
+from gnnpipe.ops.output_buffer import OutputBuffer
+from gnnpipe.runtime.comm.halo_exchange import Arrival, HaloExchange
 
 __all__ = ["Drift", "History", "HistorySpec", "zeroed"]
 
@@ -59,7 +59,7 @@ class HistorySpec:
     """What the tables of one rank have in common."""
 
     layout: ShardLayout
-    exchange: Exchange
+    exchange: HaloExchange
     dtype: torch.dtype
     """Of what is read; the table's own is that of ``exchange``."""
     snapshot_every: int = 1
@@ -136,13 +136,13 @@ class History(ABC):
         if self._snapshot is not None and due:
             self._snapshot.copy_(self.table)
 
-    def place(self, chunk: int) -> Place | None:
+    def output_buffer(self, chunk: int) -> OutputBuffer | None:
         """Where the rows of the chunk can be made that it pushes next; in the table, if at all."""
         if self._whole or self.table.dtype != self._dtype:
             return None
         if self.drift is not None:
             self.drift.before(self.table)
-        return Place.of(self.table, *self.rows(chunk))
+        return OutputBuffer.of(self.table, *self.rows(chunk))
 
     def push(self, chunk: int, rows: Tensor) -> None:
         """Write the chunk's rows [C, F], and its halo rows from the other shards."""

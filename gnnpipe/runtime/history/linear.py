@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gnnpipe.graph.operators import LinearOperator
-from gnnpipe.ops.in_place_rows import Place
+from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.history.base import History, HistorySpec, zeroed
 
 __all__ = ["LinearHistory"]
@@ -90,4 +90,4 @@ class LinearHistory(History):
         if len(self._grads) != count:
             self._grads = self._grads.new_empty(count, self._grads.shape[1])
             chunks = range(self.layout.num_chunks)
-            self._lent = [Place.of(self._grads, *self.into(c)).rows for c in chunks]
+            self._lent = [OutputBuffer.of(self._grads, *self.into(c)).rows for c in chunks]

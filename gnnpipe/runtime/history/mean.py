@@ -43,7 +43,7 @@ class MeanHistory(History):
         is_same = parts.shape == self.table.shape
         self.lasting.copy_(parts if is_same else self._shares * parts.sum(0))
 
-    def place(self, chunk: int) -> None:
+    def output_buffer(self, chunk: int) -> None:
         """None: the table holds no rows."""
         del chunk
 

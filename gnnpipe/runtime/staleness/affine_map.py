@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "RIDGE", "AffineMap", "fit_affine", "fit_shift", "gram", "mean_moments", "moments",
-]  # fmt: skip
+__all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "gram", "mean_moments", "moments"]
 
 RIDGE = 5e-2
 """Pull of the fitted slope towards zero, in mean squares of the pilot rows. Taken before the mean
@@ -50,9 +48,13 @@ def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
     """
     moved = new - old
     parts = [
-        gram(old) if found is None else found, old.T @ moved, old.sum(0), moved.sum(0),
-        moved.square().sum(), new.square().sum(),
-    ]  # fmt: skip
+        gram(old) if found is None else found,
+        old.T @ moved,
+        old.sum(0),
+        moved.sum(0),
+        moved.square().sum(),
+        new.square().sum(),
+    ]
     return torch.cat([part.double().reshape(-1) for part in parts])
 
 

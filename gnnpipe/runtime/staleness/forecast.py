@@ -25,7 +25,7 @@ from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.graph.stale_rows import StaleRows
-from gnnpipe.models import Aggregation, Piece, Received, Rows, Values
+from gnnpipe.models import Aggregation, Received, Rows, StageModule, Values
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
@@ -38,10 +38,10 @@ from gnnpipe.runtime.staleness.affine_map import (
     moments,
 )
 
-__all__ = ["Forecaster", "PilotRows"]
+__all__ = ["Forecaster", "ProbeRows"]
 
 
-class PilotRows:
+class ProbeRows:
     """The pilot rows of one rank's stage on their way in and out. P rows."""
 
     def __init__(self, forecaster: Forecaster, leaving: Collection[str], is_rounded: bool) -> None:
@@ -85,28 +85,28 @@ class Forecaster:
 
     def __init__(
         self,
-        piece: Piece,
+        stage_module: StageModule,
         histories: Mapping[str, History],
         structures: Callable[[Aggregation], LinearOperator | Blocks | Everyone],
-        pilots: Mapping[str, Tensor],
+        probes: Mapping[str, Tensor],
         rows: Rows,
         totals: Mapping[str, tuple[int, bool]],
         mesh: Mesh,
         dtype: torch.dtype,
         hands_on: bool = True,
     ) -> None:
-        """By the type of the vertices, ``pilots`` [p]: this shard's own rows among the pilot rows;
+        """By the type of the vertices, ``probes`` [p]: this shard's own rows among the pilot rows;
         ``totals``: those of all shards, and whether these are all vertices. Where the stage
         ``hands_on`` nothing to another one, what its last tables would give is not made.
         """
-        self.piece, self.histories, self.mesh = piece, histories, mesh
+        self.stage_module, self.histories, self.mesh = stage_module, histories, mesh
         self.rows, self._totals = rows, totals
-        self.num_rows = {name: len(mine) for name, mine in pilots.items()}
+        self.num_rows = {name: len(mine) for name, mine in probes.items()}
         self.sent_bytes = 0
-        self._num_steps = piece.num_steps if hands_on else piece.num_steps - 1
+        self._num_steps = stage_module.num_steps if hands_on else stage_module.num_steps - 1
         self.maps: dict[str, AffineMap] = {}
         """By aggregation, of the last pass."""
-        self.before = copy.deepcopy(piece)
+        self.before = copy.deepcopy(stage_module)
         """With the weights of the last epoch."""
         self.is_ready = False
         """Whether the pilot rows have passed with these weights, and the tables are still those."""
@@ -115,12 +115,12 @@ class Forecaster:
         """By aggregation, where what is recalled lies: the same in every epoch."""
         self._neighbours: dict[Hashable, _Neighbours] = {}
         self._stale: dict[Hashable, StaleRows] = {}
-        self._over = {a.name: a.over for a in piece.aggregations}
-        for a in piece.aggregations:
+        self._over = {a.name: a.over for a in stage_module.aggregations}
+        for a in stage_module.aggregations:
             if a.over in self._neighbours:
                 continue
             structure, history = structures(a), histories[a.name]
-            self._neighbours[a.over] = _Neighbours(structure, pilots[a.vertex_type], dtype)
+            self._neighbours[a.over] = _Neighbours(structure, probes[a.vertex_type], dtype)
             if not isinstance(structure, Everyone):
                 # The measured rows, too: drift is what a forecast leaves.
                 measured = None if history.drift is None else history.drift.rows
@@ -129,7 +129,7 @@ class Forecaster:
     @torch.no_grad()
     def remember(self) -> None:
         """Keep the weights as those of the last epoch; called before they change."""
-        for kept, now in zip(self.before.parameters(), self.piece.parameters(), strict=True):
+        for kept, now in zip(self.before.parameters(), self.stage_module.parameters(), strict=True):
             kept.copy_(now)
 
     def forget(self) -> None:
@@ -185,7 +185,7 @@ class Forecaster:
         received: dict[str, Received] = {}
         self.maps = {}
         for step in range(self._num_steps):
-            pushed, values = self.piece.step(step, values, received, self.rows)
+            pushed, values = self.stage_module.step(step, values, received, self.rows)
             received, is_read = {}, step < self._num_steps - 1
             for a in self._pushed(step):
                 rows, was = pushed[a.name], self._recalled.pop(a.name)
@@ -201,7 +201,7 @@ class Forecaster:
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """What the end of a step pushes."""
-        return self.piece.rounds[step] if step < self.piece.num_steps - 1 else ()
+        return self.stage_module.rounds[step] if step < self.stage_module.num_steps - 1 else ()
 
     def _fit(self, old: Tensor, found: Tensor | None, new: Tensor, a: Aggregation) -> AffineMap:
         total, is_whole = self._totals[a.pushed_type]
@@ -225,17 +225,17 @@ class _Neighbours:
     """What the pilot rows [p, F] read of a table, before and after a map, with one product."""
 
     def __init__(
-        self, structure: LinearOperator | Blocks | Everyone, pilots: Tensor, dtype: torch.dtype
+        self, structure: LinearOperator | Blocks | Everyone, probes: Tensor, dtype: torch.dtype
     ) -> None:
         self.block: Block | None = None
         self._linear: RowCSR | None = None
         if isinstance(structure, Everyone):
             return
         if isinstance(structure, Blocks):
-            self.block = structure.select(pilots)
+            self.block = structure.select(probes)
             self._is_square = structure.is_square
         else:
-            self._linear = structure.forward.select(pilots)
+            self._linear = structure.forward.select(probes)
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
             self._weights = self._linear.matmul(ones).to(dtype)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS, ModelGraph, Op
 
-__all__ = ["ALL_ROWS", "Asked", "asked_of"]
+__all__ = ["ALL_ROWS", "LossRows", "choose_loss_rows"]
 
 _INDEX_BYTES, _ROW_BYTES = 4, 20
 """Of a column, and of a row its dropout key, its vertex and its place in the chunk."""
@@ -27,7 +27,7 @@ _MOST = 0.75
 
 
 @dataclass(frozen=True)
-class Asked:
+class LossRows:
     """The rows asked for, of the whole graph or of a shard."""
 
     rows: int
@@ -55,11 +55,11 @@ class Asked:
         return 2 * (self.edges + self.rows) * (_INDEX_BYTES + row_bytes) + _ROW_BYTES * self.rows
 
 
-ALL_ROWS = Asked(0, 0)
+ALL_ROWS = LossRows(0, 0)
 """All of them are made."""
 
 
-def asked_of(
+def choose_loss_rows(
     model: ModelGraph,
     last_stage: tuple[int, int],
     rows: int,
@@ -67,23 +67,27 @@ def asked_of(
     edges: int,
     num_edges: int,
     *,
-    once: Collection[str],
+    precomputed: Collection[str],
     number_bytes: int,
     row_bytes: int,
-) -> Asked:
+) -> LossRows:
     """What is asked for of N vertices and E edges: ``rows``, and ``edges`` that lead into those.
 
-    Of ops ``last_stage``; ``once``: aggregations whose result is there anyway (``plan.once``).
-    Of a graph with several types of vertices, and of links, all rows are made. With ``--recompute``
-    it is the same as without, to give the same bits.
+    Of ops ``last_stage``; ``precomputed``: aggregations whose result is there anyway
+    (``plan.precomputed``). Of a graph with several types of vertices, and of links, all rows are
+    made. With ``--recompute`` it is the same as without, to give the same bits.
     """
     first, last = last_stage
     depths = model.depths(first, last)
     end = max(depths, default=0)
     behind = [op for op, d in zip(model.ops[first:last], depths, strict=True) if d == end]
-    if end == 0 or rows > _MOST * num_vertices or not all(_can_make_few(op, once) for op in behind):
+    if (
+        end == 0
+        or rows > _MOST * num_vertices
+        or not all(_can_make_few(op, precomputed) for op in behind)
+    ):
         return ALL_ROWS
-    found = Asked(rows, edges, frozenset(op.name for op in behind), _carried(model, behind))
+    found = LossRows(rows, edges, frozenset(op.name for op in behind), _carried(model, behind))
     kept_bytes = max(op.kept_per_row for op in model.ops) * num_vertices * number_bytes
     saved = sum(
         (num_vertices - rows)
@@ -99,12 +103,12 @@ def asked_of(
     return found if is_small and copying < saved else ALL_ROWS
 
 
-def _can_make_few(op: Op, once: Collection[str]) -> bool:
+def _can_make_few(op: Op, precomputed: Collection[str]) -> bool:
     """A row-wise op, or a product of its own in every epoch; features are there for all rows."""
     if op.vertex_type or op.reads_features:
         return False
     is_product = op.is_linear and not op.is_mean and not op.over_pairs
-    return not op.aggregates or (is_product and op.name not in once)
+    return not op.aggregates or (is_product and op.name not in precomputed)
 
 
 def _carried(model: ModelGraph, behind: list[Op]) -> int:

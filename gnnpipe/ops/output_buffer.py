@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Place", "room_for"]
+__all__ = ["OutputBuffer", "room_for"]
 
 
 @dataclass(eq=False)
-class Place:
+class OutputBuffer:
     """Memory for some rows, in no class that autograd's functions look into."""
 
     rows: Tensor
@@ -27,7 +27,7 @@ class Place:
     """How often they had been written to when they were pushed."""
 
     @classmethod
-    def of(cls, table: Tensor, start: int, stop: int) -> Place:
+    def of(cls, table: Tensor, start: int, stop: int) -> OutputBuffer:
         """Rows start..stop-1 of a contiguous table [n, F]."""
         width = table.shape[1]
         rows = table.new_empty(0)
@@ -62,13 +62,14 @@ class Place:
             )
 
 
-def room_for(place: Place | None, like: Tensor, width: int) -> Tensor:
+def room_for(output_buffer: OutputBuffer | None, like: Tensor, width: int) -> Tensor:
     """[R, ``width``] to be filled, for rows of ``like`` [R, ...]: the place, if there is one."""
-    if place is None:
+    if output_buffer is None:
         return like.new_empty(len(like), width)
-    if place.rows.shape != (len(like), width):
+    if output_buffer.rows.shape != (len(like), width):
         raise ValueError(
             f"[{len(like)}, {width}] rows do not fit into their place in the history table, "
-            f"{list(place.rows.shape)}; a layer must make rows as wide as the next one pushes"
+            f"{list(output_buffer.rows.shape)}; a layer must make rows as wide as the next one "
+            "pushes"
         )
-    return place.rows
+    return output_buffer.rows

@@ -13,15 +13,15 @@ from gnnpipe.capture.rules.norms import move_statistics
 from gnnpipe.capture.stage.codegen import StepFunction
 from gnnpipe.capture.stage.split import Cut
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.stage_module import Piece, Received
+from gnnpipe.models.stage_module import Received, StageModule
 
 if TYPE_CHECKING:
     from gnnpipe.capture.captured import Captured
 
-__all__ = ["CapturedPiece"]
+__all__ = ["CapturedStageModule"]
 
 
-class CapturedPiece(Piece):
+class CapturedStageModule(StageModule):
     """Ops first..last-1 of a captured model."""
 
     def __init__(self, model: Captured, first: int, last: int) -> None:
@@ -41,7 +41,7 @@ class CapturedPiece(Piece):
             if path
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedPiece:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStageModule:
         """With weights of its own for its ops; those of other stages are shared.
 
         The recording is not copied: its calls are linked, and a deep model has thousands.
@@ -50,12 +50,12 @@ class CapturedPiece(Piece):
         for value in self._model.module.state_dict(keep_vars=True).values():
             if id(value) not in own:
                 memo[id(value)] = value
-        return CapturedPiece(copy.deepcopy(self._model, memo), *self._ops)
+        return CapturedStageModule(copy.deepcopy(self._model, memo), *self._ops)
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """Run one step (see ``Piece``)."""
+        """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
 
     def begin_aggregated(self, names: Collection[str]) -> None:
@@ -75,7 +75,7 @@ class CapturedPiece(Piece):
             step.function.to(device)
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """Move the statistics of a normalisation (see ``Piece``)."""
+        """Move the statistics of a normalisation (see ``StageModule``)."""
         if name in self._observers:
             move_statistics(*self._observers[name], mean, count)
 
