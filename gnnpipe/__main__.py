@@ -1,4 +1,4 @@
-"""``gnnpipe`` and ``python -m gnnpipe``, which is how torchrun starts it."""
+"""Entry point of the ``gnnpipe`` command and of ``python -m gnnpipe``, which torchrun starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import threading
 
 from gnnpipe.cli.main import main
-from gnnpipe.heap import settle_heap
 
 __all__ = ["run"]
 
@@ -15,11 +14,10 @@ INTERRUPTED = 130
 
 
 def run() -> int:
-    """The command; its exit code."""
-    settle_heap()
+    """Run the command and return its exit code."""
     code = main()
     if code == INTERRUPTED and threading.active_count() > 1:
-        # A thread that still writes would be torn out of torch's own code, which aborts.
+        # At a normal exit Python stops threads inside torch's C++ code, which aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

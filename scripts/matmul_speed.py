@@ -67,10 +67,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if args.cell:
         graph, model, layers = args.cell
-        print(cell(graph, model, int(layers), args.repeats))
-        return
-    from gnnpipe.heap import HEAP_SETTINGS
+        from gnnpipe.heap import held_heap
 
+        with held_heap():  # as in a run
+            print(cell(graph, model, int(layers), args.repeats))
+        return
     lines = [
         "# What products in bf16 save",
         "",
@@ -85,13 +86,9 @@ def main() -> None:
     for graph in args.graphs:
         for layers in args.layers:
             for model in args.models:
-                # A process of its own: the heap's settings are read when it starts.
                 command = [sys.executable, __file__, "--cell", graph, model, str(layers)]
                 command += ["--repeats", str(args.repeats)]
-                environment = {**os.environ, "GLIBC_TUNABLES": HEAP_SETTINGS}
-                done = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, check=False
-                )
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise SystemExit(done.stderr[-2000:])
                 lines.append(done.stdout.strip().splitlines()[-1])

@@ -26,8 +26,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from fidelity import commit  # noqa: E402
 from predicted_speed import GRAPHS, MODELS, SHAPES  # noqa: E402
 
-from gnnpipe.heap import HEAP_SETTINGS  # noqa: E402
-
 PAGE = ROOT / "docs" / "benchmarks" / "memory_growth.md"
 BOUND = 0.1
 
@@ -39,8 +37,7 @@ def grown(
     stages, shards, chunks = shape
     ranks = stages * shards
     env = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    # As commands that train set it for themselves.
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": HEAP_SETTINGS}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable]
         if ranks > 1:

@@ -31,7 +31,7 @@ def test_a_sound_machine(capsys):
     """This one, or no test of several ranks would pass either."""
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "ok     gloo: 2 processes add up a number in " in out
+    assert "ok     gloo: 2 processes sum a number in " in out
     assert f"ok     torch: {torch.__version__}" in out
     assert "ok     METIS: pymetis" in out
     assert out.splitlines()[-1] == "nothing is wrong"

@@ -40,6 +40,7 @@ from gnnpipe.profile.steps import BEGIN, UPDATE, boundary_time_per_number_s, mea
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.memory_use import held_memory
 from gnnpipe.setup.prepare import Prepared, prepare
 
 __all__ = ["compute_times", "link_times", "profile_command", "profile_lines", "take_profile"]
@@ -56,7 +57,7 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
     file = NewFile("--save", save, "profile.json")
     mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
     if hardware is None:
-        with mesh.on_own_cores():
+        with mesh.on_own_cores(), held_memory(mesh.device):
             profile = take_profile(config, mesh)
     else:
         profile = _sheet_profile(config, mesh, hardware)

@@ -43,7 +43,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """While it lasts, epochs find the memory that the ones before have freed; GPUs do anyway."""
+    """Keep freed memory in the process inside the block; torch's GPU allocator always does."""
     return contextlib.nullcontext() if device.type == "cuda" else held_heap()
 
 

@@ -178,7 +178,8 @@ class Trainer:
         done = 0 if start is None else start.epoch
         count_peaks_anew(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
-        predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
+        with held_memory(mesh.device):  # measured with the heap settings of the epochs
+            predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
         if predictor is not None:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # What a profile leaves in the heap must not count as the graph's.
