@@ -1,5 +1,6 @@
 """Settings of a training run and their validation."""
 
-from gnnpipe.config.train_config import Techniques, TrainConfig, parse_split
+from gnnpipe.config.staleness import StalenessSettings
+from gnnpipe.config.train_config import TrainConfig, parse_split
 
-__all__ = ["Techniques", "TrainConfig", "parse_split"]
+__all__ = ["StalenessSettings", "TrainConfig", "parse_split"]

@@ -20,49 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.config.fields import check_border, flag, setting, typed
+from gnnpipe.config.staleness import PRESETS, StalenessSettings
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.registry import nearest
 
-__all__ = [
-    "PRESETS",
-    "RunSettings",
-    "Techniques",
-    "TrainConfig",
-    "check_stages",
-    "check_verifiable",
-    "parse_split",
-]
-
-
-@dataclass(frozen=True)
-class Techniques:
-    """What is done about stale rows: GNNPipe's three techniques (arXiv 2308.10087, section 4), and
-    our own, the forecast (docs/adr/0011-stale-rows-are-forecast.md).
-    """
-
-    shuffle_chunks: bool
-    snapshot_every: int
-    scale_live_gradients: float
-    exact: bool
-    """Walk layer by layer, so that nothing is stale."""
-    probes_per_column: int = 0
-    """Pilot rows of the forecast, for each of the F + 1 numbers in a column of an affine map on
-    rows of width F; 0: no forecast."""
-    exact_epochs: int = 0
-    """Epochs at the start that are walked layer by layer."""
-    exact_above: float = 0.0
-    """So is an epoch behind one whose gradients were this many times as long as the median of the
-    last epochs; 0: never."""
-
-
-# GNNPipe's own code refreshes the snapshot every 23 epochs: arXiv 2308.10087, released code.
-PRESETS = {
-    "none": Techniques(False, 1, 1.0, False),
-    "paper": Techniques(True, 23, 2.0, False),
-    "auto": Techniques(True, 1, 1.5, False, probes_per_column=16, exact_epochs=1, exact_above=3.0),
-    "exact": Techniques(False, 1, 1.0, True),
-}
+__all__ = ["RunSettings", "TrainConfig", "check_stages", "check_verifiable", "parse_split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +324,7 @@ class TrainConfig(RunSettings):
         return self.stages * self.shards
 
     @property
-    def techniques(self) -> Techniques:
+    def staleness_settings(self) -> StalenessSettings:
         """The preset of ``staleness`` with what was set one by one; a single chunk needs none."""
         if self.chunks == 1:
             return PRESETS["none"]
@@ -559,7 +522,7 @@ def _check_staleness(config: TrainConfig) -> None:
                     f"{flag(name)} {getattr(config, name)}: has no meaning with --staleness "
                     f"exact, where nothing is stale; drop one of the two, or try {_off(name, idle)}"
                 )
-    found = config.techniques
+    found = config.staleness_settings
     if found.probes_per_column and found.snapshot_every > 1:
         name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
         hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"

@@ -246,7 +246,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         training_program(
             plan, probes > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
         ),
-        chunk_order(config, config.techniques.exact_epochs),
+        chunk_order(config, config.staleness_settings.exact_epochs),
         sizes,
         volume,
         memory,
@@ -277,7 +277,7 @@ def memory_of_shape(
             feature_entries=math.ceil(stored / shards),
             sparse_features=shape.stored > 0,
             symmetric=True,
-            snapshot=config.techniques.snapshot_every > 1,
+            snapshot=config.staleness_settings.snapshot_every > 1,
             pilot_rows={"": math.ceil(probes / shards)},
             pilot_edges=math.ceil(probes * shape.edges / shape.vertices / shards),
             pilot_feature_entries=math.ceil(probes * stored / shape.vertices / shards),
@@ -302,7 +302,7 @@ def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Pla
     if not plan.reads_stale:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
-    return min(config.techniques.probes_per_column * (widest + 1), shape.vertices)
+    return min(config.staleness_settings.probes_per_column * (widest + 1), shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
@@ -317,7 +317,7 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
         stages=config.stages,
         shards=shards,
         chunks=chunks,
-        exact=config.techniques.exact,
+        exact=config.staleness_settings.is_exact,
         num_vertices={"": shape.vertices},
         num_edges={"": shape.edges},
         feature_entries={"": shape.stored or shape.vertices * shape.features},

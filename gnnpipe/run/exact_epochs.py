@@ -72,7 +72,7 @@ class ExactEpochs:
     def _factor(self) -> float:
         """0: nothing is done."""
         exact = self._prepared.report.exact
-        return 0.0 if exact else self._prepared.config.techniques.exact_above
+        return 0.0 if exact else self._prepared.config.staleness_settings.exact_above
 
     @property
     def _usual(self) -> float:

@@ -206,9 +206,11 @@ class Start:
     def refilling(self, config: TrainConfig) -> TrainConfig:
         """``config`` with one exact epoch first, where tables are read that are not stored."""
         has_tables = any(n.startswith(("rows/", "mean/")) for n in self.stored.tensors)
-        if has_tables or config.chunks == 1 or config.techniques.exact:
+        if has_tables or config.chunks == 1 or config.staleness_settings.is_exact:
             return config
-        return replace(config, exact_epochs=max(config.techniques.exact_epochs, self.epoch + 1))
+        return replace(
+            config, exact_epochs=max(config.staleness_settings.exact_epochs, self.epoch + 1)
+        )
 
 
 def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:

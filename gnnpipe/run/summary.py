@@ -66,7 +66,7 @@ def head_lines(prepared: Prepared) -> list[str]:
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:
-        t = config.techniques
+        t = config.staleness_settings
         words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]
         if t.snapshot_every > 1:
             words.append(f"snapshot every {t.snapshot_every} epochs")

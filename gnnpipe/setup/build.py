@@ -315,7 +315,7 @@ def _history_specs(
     prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh
 ) -> dict[str, HistorySpec]:
     """What the tables of each type have in common, for training."""
-    techniques = prepared.config.techniques
+    staleness = prepared.config.staleness_settings
     is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
     if not prepared.report.exact:
         is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
@@ -324,8 +324,8 @@ def _history_specs(
             layout,
             HaloExchange(layout, mesh, prepared.row_dtype),
             prepared.dtype,
-            techniques.snapshot_every,
-            techniques.scale_live_gradients,
+            staleness.snapshot_every,
+            staleness.scale_live_gradients,
             None
             if prepared.report.exact
             else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),

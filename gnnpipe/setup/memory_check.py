@@ -66,7 +66,7 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         feature_entries=entries // shards,
         sparse_features=any(isinstance(x, sp.csr_array) for x in features),
         symmetric=True,
-        snapshot=prepared.config.techniques.snapshot_every > 1,
+        snapshot=prepared.config.staleness_settings.snapshot_every > 1,
         pilot_rows=dict.fromkeys(graph.table_rows, 0),
         pilot_edges=0,
         pilot_feature_entries=0,

@@ -94,7 +94,7 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
         **vars(held),
         sparse_features=sparse,
         symmetric=_symmetric(prepared),
-        snapshot=config.techniques.snapshot_every > 1,
+        snapshot=config.staleness_settings.snapshot_every > 1,
         extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
         number_bytes=prepared.dtype.itemsize,
         row_bytes=prepared.row_dtype.itemsize,

@@ -146,7 +146,7 @@ class Prepared:
     def program_text(self) -> str:
         """Every program of the run, for a person."""
         when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
-        if self.config.techniques.exact_above and not self.report.exact:
+        if self.config.staleness_settings.exact_above and not self.report.exact:
             when.append("those behind a jump of the gradients")
         exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
         return exact + self.program.text()
@@ -154,7 +154,7 @@ class Prepared:
     @property
     def exact_epochs(self) -> int:
         """Epochs at the start without stale reads, where others have them."""
-        return 0 if self.report.exact else self.config.techniques.exact_epochs
+        return 0 if self.report.exact else self.config.staleness_settings.exact_epochs
 
     @property
     def precomputed(self) -> frozenset[str]:
@@ -243,7 +243,7 @@ def prepare(
             stages=config.stages,
             shards=config.shards,
             chunks=config.chunks,
-            exact=config.techniques.exact,
+            exact=config.staleness_settings.is_exact,
             num_vertices=graph.vertex_counts,
             num_edges=_num_edges(graph),
             loss_rows=find_loss_rows(
@@ -254,9 +254,9 @@ def prepare(
     else:
         _check_plan(plan, config, described)
     probes = np.empty(0, dtype=np.int64)
-    techniques = config.techniques
-    if techniques.probes_per_column and plan.schedule != "layer-sync":
-        counts = _probes_wanted(described, list(graph.row_types), techniques.probes_per_column)
+    staleness = config.staleness_settings
+    if staleness.probes_per_column and plan.schedule != "layer-sync":
+        counts = _probes_wanted(described, list(graph.row_types), staleness.probes_per_column)
         probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
     buckets = gradient_buckets(described, plan, dtype.itemsize)
     program = training_program(plan, len(probes) > 0, buckets)
@@ -371,7 +371,7 @@ def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
     steps = tuple(model.num_steps(*run) for run in plan.stages)
     if plan.steps != steps:
         raise InputError(f"plan: its steps are {plan.steps}; its stages have {steps}")
-    if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.techniques.exact:
+    if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.staleness_settings.is_exact:
         want = "exact" if plan.schedule == "layer-sync" else "auto"
         raise InputError(
             f"plan: its schedule {plan.schedule!r} does not go with --staleness "
@@ -389,7 +389,7 @@ def _entries(graph: Graph, vertex_type: str) -> int:
 
 def chunk_order(config: TrainConfig, epoch: int) -> Sequence[int]:
     """The walk of an epoch: ``order[position]`` is a chunk; the same on every stage."""
-    if not config.techniques.shuffle_chunks:
+    if not config.staleness_settings.shuffle_chunks:
         return range(config.chunks)
     order: list[int] = (
         np.random.default_rng([config.seed, epoch]).permutation(config.chunks).tolist()

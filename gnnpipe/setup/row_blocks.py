@@ -99,7 +99,7 @@ def _blocks(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> i
 def _joined(config: TrainConfig, model: ModelGraph, sizes: tuple[int, int]) -> int:
     """How many runs of whole chunks are walked, K where each is by itself."""
     # How many pairs a chunk scores is another matter.
-    if not config.techniques.exact or any(op.over_pairs for op in model.ops):
+    if not config.staleness_settings.is_exact or any(op.over_pairs for op in model.ops):
         return config.chunks
     num_vertices, num_edges = sizes
     largest = 1

@@ -47,7 +47,7 @@ class Reference:
         self.model = copy.deepcopy(prepared.model)
         self.stage_module = self.model.stage_module(0, prepared.plan.num_ops)
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
-        self.techniques = config.techniques
+        self.staleness_settings = config.staleness_settings
         self.chosen = graph.table_rows
         chunk = prepared.chunking.chunk_of_row()
         counts = {
@@ -115,11 +115,11 @@ class Reference:
 
         ``is_exact``: nothing stale; by default those at the start. ``longest``: of gradients.
         """
-        every = self.techniques.snapshot_every
+        every = self.staleness_settings.snapshot_every
         if every > 1:
             self.tables = {name: s.clone() for name, s in self.snapshots.items()}
         is_first = epoch < self.prepared.exact_epochs
-        exact = self.techniques.exact or (is_first if is_exact is None else is_exact)
+        exact = self.staleness_settings.is_exact or (is_first if is_exact is None else is_exact)
         if not exact and len(self.prepared.probes):
             self._forecast()
         logits = self._forward(epoch, exact)
@@ -225,7 +225,7 @@ class Reference:
     def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
         """Logits [C, classes] by chunk."""
         order = chunk_order(self.prepared.config, epoch)
-        scale = 1.0 if exact else self.techniques.scale_live_gradients
+        scale = 1.0 if exact else self.staleness_settings.scale_live_gradients
         live: dict[str, dict[int, Tensor]] = {name: {} for name in self.tables}
         values: dict[int, Values] = {c: {} for c in order}
         rows = {c: replace(self.rows[c], epoch=epoch, training=True) for c in order}
