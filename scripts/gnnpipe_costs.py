@@ -180,7 +180,7 @@ class LoggedCosts:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 
-    def meeting_s(self) -> float:
+    def sync_s(self) -> float:
         return 0.0
 
     def link(self, source: int, target: int) -> str:

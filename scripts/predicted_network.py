@@ -47,7 +47,7 @@ WIRES = {
     "REDUCE_FIT",
     "REDUCE_MEAN",
     "REDUCE_GRAD",
-    "MEET",
+    "SYNC",
 }
 HALF, SHORTER, SAME = 0.5, 0.25, 0.1
 PORT = 29617

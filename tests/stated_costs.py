@@ -21,7 +21,7 @@ class StatedCosts:
     link_time_s: float = 0.0
     exchange_time_s: float = 0.0
     reduce_time_s: float = 0.0
-    meeting_time_s: float = 0.0
+    sync_time_s: float = 0.0
     message_size: int = 8
     exchanged_size: int = 4
     is_one_wire: bool = False
@@ -72,8 +72,8 @@ class StatedCosts:
     def reduce_s(self, stage, size_bytes):
         return self.reduce_time_s
 
-    def meeting_s(self):
-        return self.meeting_time_s
+    def sync_s(self):
+        return self.sync_time_s
 
     def link(self, source, target):
         return "wire" if self.is_one_wire else f"link {source} to {target}"
@@ -132,5 +132,5 @@ class DrawnCosts(StatedCosts):
     def reduce_s(self, stage, size_bytes):
         return self._drawn("reduce", stage)
 
-    def meeting_s(self):
-        return self._drawn("meeting")
+    def sync_s(self):
+        return self._drawn("sync")

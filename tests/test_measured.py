@@ -26,7 +26,7 @@ def notes_of_two_stages():
         18.0,
         18.0,
         messages=[Message(("B", 1, 1), 100, 10, 16.0, 16.5)],
-        sent_s={("F", 1, 0): 12.0, ("F", 1, 1): 14.0},
+        send_times_s={("F", 1, 0): 12.0, ("F", 1, 1): 14.0},
         actions=[
             act("F", 0, 0, 10, 12),
             act("SEND_F", 0, 0, 12, 12.01, peer=1),
@@ -41,7 +41,7 @@ def notes_of_two_stages():
         18.0,
         16.25,
         messages=[Message(("F", 0, 0), 100, 10, 10, 12.0), Message(("F", 0, 1), 100, 10, 13, 14.5)],
-        sent_s={("B", 0, 1): 16.2},
+        send_times_s={("B", 0, 1): 16.2},
         actions=[
             act("F", 1, 0, 10, 13),
             act("F", 1, 1, 13, 15.5),

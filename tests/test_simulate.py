@@ -14,7 +14,7 @@ from test_timing import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import simulate, time_shares
 from gnnpipe.perf.critical import critical_shares, critical_text
-from gnnpipe.perf.predicted import simulated_notes
+from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import buckets
@@ -26,7 +26,7 @@ def timeline_of(plan, costs, **settings):
 
 
 def shares_of(timeline, shards):
-    notes = simulated_notes(timeline, shards)
+    notes = simulated_epochs(timeline, shards)
     return time_shares(notes, shards, [float("inf")] * len(notes))
 
 
@@ -66,9 +66,9 @@ def test_a_message_waits_until_there_is_room_for_it():
         room = timeline.end_s[at["F", 1, position - 2]]
         assert timeline.end_s[at["F", 0, position]] < room
         assert timeline.start_s[at["SEND_F", 0, position]] == room
-        message = simulated_notes(timeline, 1)[1].messages[position]
+        message = simulated_epochs(timeline, 1)[1].messages[position]
         assert message.posted_s == room
-        assert message.taken_s == message.asked_s == room + 10.0
+        assert message.wait_end_s == message.wait_start_s == room + 10.0
 
 
 @pytest.mark.parametrize("pilot", [1.0, 3.0, 5.0])
@@ -265,12 +265,12 @@ def assert_it_is_a_timeline(timeline):
 def test_no_rank_steps_before_all_have_come():
     costs = StatedCosts(1.0, 2.0, update_time_s=0.5)
     at_once = timeline_of(chain(3, 4), costs)
-    met = timeline_of(chain(3, 4), replace(costs, meeting_time_s=0.25))
+    met = timeline_of(chain(3, 4), replace(costs, sync_time_s=0.25))
     assert met.makespan_s == at_once.makespan_s + 2 * 0.25
     last = max(at_once.end_s[t] for t, w in enumerate(at_once.tasks.what) if w.kind == "B")
     steps = [t for t, w in enumerate(met.tasks.what) if w.kind == "STEP"]
     assert [met.start_s[task] for task in steps] == [last + 0.25] * 3
-    assert "MEET" not in {w.kind for w in timeline_of(chain(1, 4), costs).tasks.what}
+    assert "SYNC" not in {w.kind for w in timeline_of(chain(1, 4), costs).tasks.what}
 
 
 @settings(deadline=None, max_examples=150)
@@ -290,8 +290,8 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
     assert_it_is_a_timeline(timeline)
     assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(plan), costs, order)))
     what = timeline.tasks.what
-    # What a rank does in a meeting, once all are there, counts as its own work.
-    met_s = 2 * costs.meeting_s() if plan.world_size > 1 else 0.0
+    # What a rank does in an all-reduce, once all are there, counts as its own work.
+    met_s = 2 * costs.sync_s() if plan.world_size > 1 else 0.0
     for rank, share in enumerate(shares_of(timeline, plan.shards)):
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
         assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
@@ -345,7 +345,7 @@ def test_what_is_not_critical_may_be_twice_as_fast(plan, seed, data):
 def test_a_thousand_ranks():
     stages, chunks = 1024, 128
     timeline = timeline_of(chain(stages, chunks, layers_each=1), StatedCosts(0.5, 1.0))
-    # F and B of each chunk, its messages both ways, per rank one begin and one step; 2 meetings.
+    # F and B of each chunk, its messages both ways, per rank one begin and one step; 2 all-reduces.
     compute, messages = 2 * stages * chunks, 2 * (stages - 1) * chunks
     assert len(timeline.tasks) == compute + messages + 2 * stages + 2
     assert timeline.makespan_s == (chunks + stages - 1) * 3.0
@@ -377,10 +377,10 @@ def notes_of(shape, bucket_bytes):
     trainer.fit()
     found = mesh.recorder.epochs[-1]
     program = trainer._setup()[1].program
-    simulated = simulated_notes(simulate(program_tasks(program, StatedCosts())), shards)
+    simulated = simulated_epochs(simulate(program_tasks(program, StatedCosts())), shards)
     made = simulated[mesh.rank]
     return [
-        ([m.key for m in notes.messages], list(notes.sent_s), len(notes.collectives))
+        ([m.key for m in notes.messages], list(notes.send_times_s), len(notes.collectives))
         for notes in (found, made)
     ]
 

@@ -14,7 +14,7 @@ def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
     """Shares of rank 1, which got one message of rank 0 in an epoch of ten seconds."""
     key = ("F", 0, 0)
     notes = [
-        EpochSpans(0.0, 10.0, 10.0, sent_s={("F", 1, 0): sent}),
+        EpochSpans(0.0, 10.0, 10.0, send_times_s={("F", 1, 0): sent}),
         EpochSpans(0.0, 10.0, 10.0, messages=[Message(key, size_bytes, posted, asked, taken)]),
     ]
     return time_shares(notes, 1, [speed, speed])[1]
@@ -46,7 +46,8 @@ def test_waits_among_shards_and_at_the_end():
     # Stage 0 has ranks 0 and 1, stage 1 has ranks 2 and 3.
     ends = [(6, Collective(2, 2, 5)), (7, Collective(4, 4, 5)), (9, None), (9, None)]
     notes = [
-        EpochSpans(0.0, 10.0, done, collectives=[c] if c else [], sent_s={}) for done, c in ends
+        EpochSpans(0.0, 10.0, done, collectives=[c] if c else [], send_times_s={})
+        for done, c in ends
     ]
     found = time_shares(notes, 2, [float("inf")] * 4)
     # Rank 0 came two seconds before rank 1, and was done one second before it.
@@ -140,7 +141,7 @@ def test_one_rank_computes_all_the_time():
 def test_waiting_before_the_step_is_no_work():
     # All meet before the step: rank 0 at 6, its stage's other shard at 7, the other stage at 8.
     there = [6, 7, 8, 8]
-    notes = [EpochSpans(0.0, 10.0, 9.5, meeting=Collective(at, at, 8.5)) for at in there]
+    notes = [EpochSpans(0.0, 10.0, 9.5, step_sync=Collective(at, at, 8.5)) for at in there]
     found = time_shares(notes, 2, [float("inf")] * 4)
     assert [s.imbalance_s for s in found] == pytest.approx([1, 0, 0, 0])
     assert [s.bubble_s for s in found] == pytest.approx([1, 1, 0, 0])

@@ -105,7 +105,7 @@ class Costs(Protocol):
         Copies into and out of one piece of memory included.
         """
 
-    def meeting_s(self) -> float:
+    def sync_s(self) -> float:
         """A sum of a few numbers over all ranks, once all came; never asked for with one rank."""
 
     def link(self, source: int, target: int) -> str:

@@ -78,8 +78,8 @@ def place_of(what: Task, names: Sequence[str] | None = None) -> str:
     """What a task is and where; ``names`` of the stages ("stage 2" by default)."""
     if what.kind.startswith("SEND_"):
         return f"transfer {what.stage} to {what.peer}"
-    if what.kind == "MEET":
-        return "meeting of all ranks"
+    if what.kind == "SYNC":
+        return "all-reduce of all ranks"
     if what.kind in ("READ", "COPY"):
         return "input"
     return f"{_OF_A_STAGE[what.kind]} {names[what.stage] if names else f'stage {what.stage}'}"

@@ -1,18 +1,17 @@
-"""What the ranks noted in an epoch, as spans of one timeline, its critical path marked.
+"""Turns the recorded times of an epoch into spans of one timeline and marks the critical path.
 
-A rank's actions follow one another; what it waited for lies inside them, as WAIT spans. The
-critical path is walked back from the action that was over last: along the rank's own work to the
-latest wait for somebody who was late, over the wire to that rank, at the moment when it sent or
-came, and so on to the beginning. Where nobody was late, the wait is the wire's and lies on the
-path between the rank's own work. What is on the way made the epoch as long as it was.
+The actions of a rank follow one another; its waits are WAIT spans inside them. The critical path is
+followed backwards from the action that ended last: along the rank's own work to its latest wait for
+a rank that was late, over the link to that rank at the moment it sent or started, and so on to the
+beginning. If no rank was late, the link caused the wait, and the path stays on the waiting rank.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from gnnpipe.perf.spans import EpochSpans
 from gnnpipe.perf.trace import Span
@@ -20,93 +19,115 @@ from gnnpipe.perf.trace import Span
 __all__ = ["measured_spans"]
 
 SHORTEST_WAIT_S = 20e-6
-"""Below it a wait is the price of asking; nobody was late."""
+"""A shorter wait is the cost of the call; no rank was late."""
 
-Release = tuple[float, float, int, float]
-"""A wait of a rank: asked, over, the rank that ended it, and when that rank did what it had to."""
+MessageSizes = dict[tuple[str, int, int, int], int]
+"""Bytes by (way, source rank, target rank, position)."""
+
+
+class _Wait(NamedTuple):
+    """A wait of a rank, and the rank that ended it."""
+
+    start_s: float
+    end_s: float
+    cause: int
+    cause_s: float
+    """When rank ``cause`` sent the message or started the collective."""
 
 
 def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]:
-    """By rank (stage * ``shards`` + shard), in the order of time; all notes on one clock.
+    """Spans by rank (stage * ``shards`` + shard), in order of time, from the earliest start on.
 
-    Times from the earliest beginning on.
+    All ranks' times must be on one clock.
     """
-    zero_s = min(notes.start_s for notes in ranks)
-    ranks = [notes.shifted(-zero_s) for notes in ranks]
-    sizes = {
-        (way, source, rank, position): m.size_bytes
-        for rank, notes in enumerate(ranks)
-        for m in notes.messages
-        for way, source, position in [m.key]
-    }
-    work, wire = _critical_path(ranks, shards)
+    zero_s = min(epoch.start_s for epoch in ranks)
+    ranks = [epoch.shifted(-zero_s) for epoch in ranks]
+    sizes: MessageSizes = {}
+    for rank, epoch in enumerate(ranks):
+        for message in epoch.messages:
+            way, source, position = message.key
+            sizes[way, source, rank, position] = message.size_bytes
+    work, link = _critical_path(ranks, shards)
     found: list[Span] = []
-    for rank, notes in enumerate(ranks):
-        stage, shard = divmod(rank, shards)
-        waits = [
-            Span(
-                rank,
-                "WAIT",
-                m.asked_s,
-                m.taken_s,
-                _chunk(notes, m.key[2]),
-                stage,
-                peer=m.key[1],
-                size_bytes=m.size_bytes,
-            )
-            for m in notes.messages
-        ]
-        met = [*notes.collectives, *filter(None, [notes.meeting])]
-        waits += [Span(rank, "WAIT", c.asked_s, c.left_s, stage=stage) for c in met]
-        waited = _Stretches([(w.start_s, w.end_s) for w in waits])
-        waits.append(Span(rank, "WAIT", notes.done_s, max(notes.end_s, notes.done_s), stage=stage))
-        mine = []
-        for w in waits:
-            length_s = w.end_s - w.start_s
-            if length_s > SHORTEST_WAIT_S:
-                is_critical = wire[rank].inside(w.start_s, w.end_s) > length_s / 2
-                mine.append(replace(w, is_critical=is_critical))
-        for action, start_s, end_s in notes.actions:
-            peer = action.peer * shards + shard if action.peer >= 0 else -1
-            way = action.kind.removeprefix("SEND_")
-            size = sizes.get((way, rank, peer, action.position), 0)
-            own_s = end_s - start_s - waited.inside(start_s, end_s)
-            is_critical = work[rank].inside(start_s, end_s) > own_s / 2
-            mine.append(
-                Span(
-                    rank,
-                    action.kind,
-                    start_s,
-                    end_s,
-                    _chunk(notes, action.position),
-                    stage,
-                    action.steps,
-                    peer,
-                    size,
-                    is_critical,
-                )
-            )
-        # Of equal beginnings the longer one first: viewers draw the later inside the earlier.
-        found += sorted(mine, key=lambda s: (s.start_s, -s.end_s))
+    for rank, epoch in enumerate(ranks):
+        waits = _wait_spans(epoch, rank, rank // shards, link[rank])
+        actions = _action_spans(epoch, rank, shards, sizes, work[rank])
+        # Of equal starts the longer span first: viewers draw a later span inside an earlier one.
+        found += sorted([*waits, *actions], key=lambda s: (s.start_s, -s.end_s))
     return tuple(found)
 
 
-def _chunk(notes: EpochSpans, position: int) -> int:
-    """The chunk at a position; PILOT, RECALLED and -1 stay what they are."""
-    return notes.order[position] if position >= 0 else position
+def _wait_spans(epoch: EpochSpans, rank: int, stage: int, critical: _Intervals) -> Iterator[Span]:
+    """Waits of a rank that are not negligible."""
+    waits = [
+        (m.wait_start_s, m.wait_end_s, _chunk(epoch, m.key[2]), m.key[1], m.size_bytes)
+        for m in epoch.messages
+    ]
+    waits += [(start_s, end_s, -1, -1, 0) for start_s, end_s in _collective_waits(epoch)]
+    last_s = epoch.actions_end_s
+    waits.append((last_s, max(epoch.end_s, last_s), -1, -1, 0))
+    for start_s, end_s, chunk, peer, size in waits:
+        if end_s - start_s > SHORTEST_WAIT_S:
+            is_critical = critical.overlap_s(start_s, end_s) > (end_s - start_s) / 2
+            yield Span(
+                rank,
+                "WAIT",
+                start_s,
+                end_s,
+                chunk,
+                stage,
+                peer=peer,
+                size_bytes=size,
+                is_critical=is_critical,
+            )
 
 
-class _Stretches:
-    """Stretches of time (start, end), none inside another, and how much of them lies somewhere."""
+def _action_spans(
+    epoch: EpochSpans, rank: int, shards: int, sizes: MessageSizes, critical: _Intervals
+) -> Iterator[Span]:
+    stage, shard = divmod(rank, shards)
+    waited = _Intervals(
+        [*((m.wait_start_s, m.wait_end_s) for m in epoch.messages), *_collective_waits(epoch)]
+    )
+    for action, start_s, end_s in epoch.actions:
+        peer = action.peer * shards + shard if action.peer >= 0 else -1
+        way = action.kind.removeprefix("SEND_")
+        own_s = end_s - start_s - waited.overlap_s(start_s, end_s)
+        yield Span(
+            rank,
+            action.kind,
+            start_s,
+            end_s,
+            _chunk(epoch, action.position),
+            stage,
+            action.steps,
+            peer,
+            sizes.get((way, rank, peer, action.position), 0),
+            critical.overlap_s(start_s, end_s) > own_s / 2,
+        )
 
-    def __init__(self, stretches: Sequence[tuple[float, float]]) -> None:
-        ordered = sorted(stretches)
+
+def _collective_waits(epoch: EpochSpans) -> list[tuple[float, float]]:
+    collectives = [*epoch.collectives, *filter(None, [epoch.step_sync])]
+    return [(c.wait_start_s, c.wait_end_s) for c in collectives]
+
+
+def _chunk(epoch: EpochSpans, position: int) -> int:
+    """The chunk at a position; negative positions (probe rows, none) stay as they are."""
+    return epoch.order[position] if position >= 0 else position
+
+
+class _Intervals:
+    """Disjoint intervals (start, end) of time."""
+
+    def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
+        ordered = sorted(intervals)
         self._starts = [start for start, _ in ordered]
         self._lengths = [max(end - start, 0.0) for start, end in ordered]
         self._before = list(accumulate(self._lengths, initial=0.0))
 
-    def inside(self, start_s: float, end_s: float) -> float:
-        """Seconds of them between two moments."""
+    def overlap_s(self, start_s: float, end_s: float) -> float:
+        """Seconds of the intervals between two moments."""
         return max(self._until(end_s) - self._until(start_s), 0.0)
 
     def _until(self, moment_s: float) -> float:
@@ -118,42 +139,45 @@ class _Stretches:
 
 def _critical_path(
     ranks: Sequence[EpochSpans], shards: int
-) -> tuple[list[_Stretches], list[_Stretches]]:
-    """By rank when it worked on what the epoch waited for, and when that was on the wire to it."""
+) -> tuple[list[_Intervals], list[_Intervals]]:
+    """By rank, the intervals of the path in which it worked and in which it waited for a link."""
     work: list[list[tuple[float, float]]] = [[] for _ in ranks]
-    wire: list[list[tuple[float, float]]] = [[] for _ in ranks]
-    waits = [_releases(ranks, rank, shards) for rank in range(len(ranks))]
-    rank = max(range(len(ranks)), key=lambda r: ranks[r].done_s)
-    now_s = ranks[rank].done_s
+    link: list[list[tuple[float, float]]] = [[] for _ in ranks]
+    waits = [_waits(ranks, rank, shards) for rank in range(len(ranks))]
+    rank = max(range(len(ranks)), key=lambda r: ranks[r].actions_end_s)
+    now_s = ranks[rank].actions_end_s
     while True:
-        left = waits[rank]
-        while left and left[-1][1] > now_s:
-            left.pop()
-        if not left:
+        earlier = waits[rank]
+        while earlier and earlier[-1].end_s > now_s:
+            earlier.pop()
+        if not earlier:
             work[rank].append((ranks[rank].start_s, now_s))
-            return [_Stretches(w) for w in work], [_Stretches(w) for w in wire]
-        # Taken off, so that clocks that are a little apart cannot lead round in a circle.
-        asked_s, over_s, source, released_s = left.pop()
-        work[rank].append((over_s, now_s))
-        now_s = min(max(asked_s, released_s), over_s)
-        wire[rank].append((now_s, over_s))
-        if released_s > asked_s:
-            rank = source
+            return [_Intervals(w) for w in work], [_Intervals(w) for w in link]
+        # Each wait is used once, so that clocks that differ a little cannot cause a cycle.
+        wait = earlier.pop()
+        work[rank].append((wait.end_s, now_s))
+        now_s = min(max(wait.start_s, wait.cause_s), wait.end_s)
+        link[rank].append((now_s, wait.end_s))
+        if wait.cause_s > wait.start_s:
+            rank = wait.cause
 
 
-def _releases(ranks: Sequence[EpochSpans], rank: int, shards: int) -> list[Release]:
-    """The waits of a rank that were no mere asking, in the order in which they were over."""
-    found: list[Release] = []
+def _waits(ranks: Sequence[EpochSpans], rank: int, shards: int) -> list[_Wait]:
+    """Waits of a rank that are not negligible, in the order of their ends."""
+    found: list[_Wait] = []
     for m in ranks[rank].messages:
         way, source, position = m.key
-        found.append((m.asked_s, m.taken_s, source, ranks[source].sent_s[way, rank, position]))
+        send_s = ranks[source].send_times_s[way, rank, position]
+        found.append(_Wait(m.wait_start_s, m.wait_end_s, source, send_s))
     first = rank // shards * shards
     for i, c in enumerate(ranks[rank].collectives):
-        begun = {r: ranks[r].collectives[i].started_s for r in range(first, first + shards)}
-        last = max(begun, key=lambda r: begun[r])
-        found.append((c.asked_s, c.left_s, last, begun[last]))
-    met = {r: notes.meeting for r, notes in enumerate(ranks) if notes.meeting is not None}
-    if rank in met:
-        last = max(met, key=lambda r: met[r].asked_s)
-        found.append((met[rank].asked_s, met[rank].left_s, last, met[last].asked_s))
-    return sorted((w for w in found if w[1] - w[0] > SHORTEST_WAIT_S), key=lambda w: w[1])
+        starts = {r: ranks[r].collectives[i].start_s for r in range(first, first + shards)}
+        last = max(starts, key=lambda r: starts[r])
+        found.append(_Wait(c.wait_start_s, c.wait_end_s, last, starts[last]))
+    if (sync := ranks[rank].step_sync) is not None:
+        last = max(range(len(ranks)), key=lambda r: ranks[r].before_sync_s)
+        cause_s = ranks[last].before_sync_s
+        found.append(_Wait(sync.wait_start_s, sync.wait_end_s, last, cause_s))
+    return sorted(
+        (w for w in found if w.end_s - w.start_s > SHORTEST_WAIT_S), key=lambda w: w.end_s
+    )

@@ -20,7 +20,7 @@ from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
 from gnnpipe.schedule import PROBES
 
-__all__ = ["ProfiledCosts", "meeting_time_s"]
+__all__ = ["ProfiledCosts", "sync_time_s"]
 
 WAYS = {"F": "forward", "B": "backward"}
 SUM_BYTES = 8
@@ -250,10 +250,10 @@ class ProfiledCosts:
         """Two exchanges: each shard adds up its part, then hands it out."""
         return self._link("gradient_sum").time_s(size_bytes, 2 * (self.plan.shards - 1))
 
-    def meeting_s(self) -> float:
+    def sync_s(self) -> float:
         """By the latency of a message, or of an exchange where there are no messages."""
         link = self._profile.message or self._link("exchange")
-        return meeting_time_s(self.plan.world_size, link.latency_s)
+        return sync_time_s(self.plan.world_size, link.latency_s)
 
     def link(self, source: int, target: int) -> str:
         """Every pair of ranks has its own, each way."""
@@ -268,10 +268,10 @@ class ProfiledCosts:
         return self.model.ops[first:last]
 
 
-def meeting_time_s(ranks: int, latency_s: float) -> float:
+def sync_time_s(ranks: int, latency_s: float) -> float:
     """Of a sum of a few numbers over all ranks: by pairs, then by pairs of pairs, and back again.
 
-    >>> meeting_time_s(4, 0.5)
+    >>> sync_time_s(4, 0.5)
     2.0
     """
     return 2 * math.ceil(math.log2(ranks)) * latency_s

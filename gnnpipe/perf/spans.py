@@ -1,23 +1,23 @@
-"""Where an epoch's time went, from what every rank noted while it ran.
+"""Splits an epoch's time into compute, communication and waiting, from the times each rank records.
 
-A rank can only note how long it waited; whether the other side was late or the wire was slow shows
-beside the other rank's notes. So notes are plain data, gathered once, and split here:
+A rank only knows how long it waited; whether the other rank was late or the link was slow shows in
+the other rank's times. So the times are plain data, gathered once and split here:
 
-- a wait for a message, up to the moment it was sent, is bubble: the stage before had not come so
-  far; the rest of it is exposed communication;
-- a wait inside an exchange among shards, until the last of them came, is imbalance; the rest is
-  exposed;
-- before the optimizer's step and at the end, waiting for the other shards of one's stage is
-  imbalance, for other stages bubble;
-- everything else the rank did itself: compute. So the four add up to the epoch.
+- a wait for a message is bubble up to the moment the message was sent, and exposed communication
+  afterwards;
+- a wait for a collective of the shards is imbalance until the last shard has started it, and
+  exposed communication afterwards;
+- before the optimizer's step and at the end of the epoch, waiting for the other shards of the stage
+  is imbalance, and waiting for other stages is bubble;
+- everything else is compute, so the four add up to the epoch.
 
-Hidden is what passed over the wire while the rank computed; it is part of no other figure.
+Communication under compute is hidden; it is part of no other figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from gnnpipe.schedule import Action
 
@@ -25,71 +25,81 @@ __all__ = ["ActionTimes", "Collective", "EpochSpans", "Message", "TimeShares", "
 
 
 ActionTimes = tuple[Action, float, float]
-"""An action, when it began and when it was over, waits inside it included. A bare tuple: the making
-of anything else would take longer than the reading of both clocks."""
+"""An action, its start and its end, waits included. A plain tuple, because creating any other
+object would take longer than reading the clock."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Values of one chunk that a rank received; times in seconds of its own clock."""
+    """Values of one chunk that a rank received; times in seconds of the rank's own clock."""
 
     key: tuple[str, int, int]
-    """(way 'F' or 'B', rank they came from, position of the chunk)."""
+    """(way 'F' or 'B', source rank, position of the chunk)."""
     size_bytes: int
     posted_s: float
-    """When there was room for them."""
-    asked_s: float
-    """When they were needed."""
-    taken_s: float
-    """When the rank went on."""
+    """When the receive was posted."""
+    wait_start_s: float
+    wait_end_s: float
+
+    def shifted(self, offset_s: float) -> Message:
+        """The message on a clock that is ``offset_s`` ahead."""
+        times = (self.posted_s, self.wait_start_s, self.wait_end_s)
+        return Message(self.key, self.size_bytes, *(t + offset_s for t in times))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """An exchange among the shards of a stage; all of them have the same list of these."""
+    """A collective of the shards of a stage; all of them have the same list of collectives."""
 
-    started_s: float
-    asked_s: float
-    """When its result was needed; the start, if the rank waited at once."""
-    left_s: float
+    start_s: float
+    wait_start_s: float
+    """When its result was needed; ``start_s`` if the rank waited at once."""
+    wait_end_s: float
+
+    def shifted(self, offset_s: float) -> Collective:
+        """The collective on a clock that is ``offset_s`` ahead."""
+        times = (self.start_s, self.wait_start_s, self.wait_end_s)
+        return Collective(*(t + offset_s for t in times))
 
 
 @dataclass
 class EpochSpans:
-    """What one rank noted in one epoch."""
+    """Times that one rank recorded in one epoch."""
 
     start_s: float
     end_s: float = 0.0
-    done_s: float = 0.0
-    """When its last action was over."""
+    actions_end_s: float = 0.0
+    """End of the last action."""
     messages: list[Message] = field(default_factory=list)
-    sent_s: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    """By (way, rank that it went to, position)."""
+    send_times_s: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    """By (way, target rank, position)."""
     collectives: list[Collective] = field(default_factory=list)
     actions: list[ActionTimes] = field(default_factory=list)
     order: Sequence[int] = ()
-    """The chunk at each position of the walk."""
-    meeting: Collective | None = None
-    """Where all ranks met before the step; none where there is but one rank."""
+    """The chunk at each position."""
+    step_sync: Collective | None = None
+    """All-reduce over all ranks before the optimizer's step; None with a single rank."""
     is_exact: bool = False
-    """Whether it was walked layer by layer."""
+    """Whether the epoch ran layer by layer."""
+
+    @property
+    def before_sync_s(self) -> float:
+        """When the rank has reached the all-reduce before the step."""
+        return self.actions_end_s if self.step_sync is None else self.step_sync.wait_start_s
 
     def shifted(self, offset_s: float) -> EpochSpans:
-        """The same notes on a clock that shows ``offset_s`` more."""
-        o = offset_s
+        """The same times on a clock that is ``offset_s`` ahead."""
+        sync = self.step_sync
         return EpochSpans(
-            self.start_s + o,
-            self.end_s + o,
-            self.done_s + o,
-            [
-                Message(m.key, m.size_bytes, m.posted_s + o, m.asked_s + o, m.taken_s + o)
-                for m in self.messages
-            ],
-            {key: at + o for key, at in self.sent_s.items()},
-            [Collective(c.started_s + o, c.asked_s + o, c.left_s + o) for c in self.collectives],
-            [(action, start_s + o, end_s + o) for action, start_s, end_s in self.actions],
+            self.start_s + offset_s,
+            self.end_s + offset_s,
+            self.actions_end_s + offset_s,
+            [m.shifted(offset_s) for m in self.messages],
+            {key: time_s + offset_s for key, time_s in self.send_times_s.items()},
+            [c.shifted(offset_s) for c in self.collectives],
+            [(action, start + offset_s, end + offset_s) for action, start, end in self.actions],
             self.order,
-            None if self.meeting is None else Collective(*(at + o for at in astuple(self.meeting))),
+            None if sync is None else sync.shifted(offset_s),
             self.is_exact,
         )
 
@@ -100,39 +110,34 @@ class TimeShares:
 
     compute_s: float
     exposed_pipeline_s: float
-    """Waiting for values of another stage that were on their way."""
+    """Waiting for values of another stage that were already sent."""
     exposed_graph_s: float
-    """Inside exchanges among shards, once all of them were there."""
+    """Waiting for collectives that all shards had started."""
     bubble_s: float
-    """Waiting for another stage to come so far."""
+    """Waiting for another stage to send."""
     imbalance_s: float
-    """Waiting for another shard of the same stage to come so far."""
+    """Waiting for another shard of the same stage to start a collective."""
     hidden_pipeline_s: float
-    """Transfers under compute: the bytes at the link's speed, at most from when they could start
-    to when they were needed."""
+    """Messages under compute: their bytes at the link's speed, at most the time between when they
+    could start and when they were needed."""
     hidden_graph_s: float
-    """Exchanges under compute, from when the last shard had begun to when they were needed."""
+    """Collectives under compute, from when the last shard had started to when they were needed."""
 
     @property
     def epoch_s(self) -> float:
-        """From the first action to where all ranks have met."""
+        """Length of the epoch."""
         waited = self.exposed_pipeline_s + self.exposed_graph_s + self.bubble_s + self.imbalance_s
         return self.compute_s + waited
-
-
-def _there(spans: EpochSpans) -> float:
-    """When a rank came to the meeting."""
-    return spans.meeting.asked_s if spans.meeting is not None else spans.done_s
 
 
 def time_shares(
     ranks: Sequence[EpochSpans], shards: int, link_bytes_per_s: Sequence[float]
 ) -> list[TimeShares]:
-    """By rank (stage * ``shards`` + shard); all times on one clock.
+    """Shares by rank (stage * ``shards`` + shard); all times on one clock.
 
-    ``link_bytes_per_s``: how fast each rank receives.
+    ``link_bytes_per_s``: receive bandwidth of each rank.
     """
-    everyone_done = max(spans.done_s for spans in ranks)
+    all_actions_end_s = max(spans.actions_end_s for spans in ranks)
     found = []
     for rank, spans in enumerate(ranks):
         first = rank // shards * shards
@@ -140,37 +145,30 @@ def time_shares(
         bubble = exposed = hidden = 0.0
         for m in spans.messages:
             way, source, position = m.key
-            sent = ranks[source].sent_s[way, rank, position]
-            late = min(max(sent - m.asked_s, 0.0), m.taken_s - m.asked_s)
+            send_s = ranks[source].send_times_s[way, rank, position]
+            late = min(max(send_s - m.wait_start_s, 0.0), m.wait_end_s - m.wait_start_s)
             bubble += late
-            exposed += m.taken_s - m.asked_s - late
-            under = m.asked_s - max(sent, m.posted_s)
+            exposed += m.wait_end_s - m.wait_start_s - late
+            under = m.wait_start_s - max(send_s, m.posted_s)
             hidden += min(max(under, 0.0), m.size_bytes / link_bytes_per_s[rank])
         imbalance = exposed_graph = hidden_graph = 0.0
         for i, c in enumerate(spans.collectives):
-            last = max(other.collectives[i].started_s for other in stage)
-            late = min(max(last - c.asked_s, 0.0), c.left_s - c.asked_s)
+            last = max(other.collectives[i].start_s for other in stage)
+            late = min(max(last - c.wait_start_s, 0.0), c.wait_end_s - c.wait_start_s)
             imbalance += late
-            exposed_graph += c.left_s - c.asked_s - late
-            hidden_graph += max(c.asked_s - max(last, c.started_s), 0.0)
-        if spans.meeting is not None:
-            loss_rows, left = spans.meeting.asked_s, spans.meeting.left_s
-            stage_there = min(max(_there(other) for other in stage), left)
-            imbalance += stage_there - loss_rows
-            bubble += max(min(max(map(_there, ranks)), left) - stage_there, 0.0)
-        stage_done = max(other.done_s for other in stage)
-        imbalance += stage_done - spans.done_s
-        bubble += max(min(everyone_done, spans.end_s) - stage_done, 0.0)
+            exposed_graph += c.wait_end_s - c.wait_start_s - late
+            hidden_graph += max(c.wait_start_s - max(last, c.start_s), 0.0)
+        if (sync := spans.step_sync) is not None:
+            stage_s = min(max(other.before_sync_s for other in stage), sync.wait_end_s)
+            all_s = min(max(other.before_sync_s for other in ranks), sync.wait_end_s)
+            imbalance += stage_s - sync.wait_start_s
+            bubble += max(all_s - stage_s, 0.0)
+        stage_end_s = max(other.actions_end_s for other in stage)
+        imbalance += stage_end_s - spans.actions_end_s
+        bubble += max(min(all_actions_end_s, spans.end_s) - stage_end_s, 0.0)
         waited = exposed + exposed_graph + bubble + imbalance
+        compute = spans.end_s - spans.start_s - waited
         found.append(
-            TimeShares(
-                spans.end_s - spans.start_s - waited,
-                exposed,
-                exposed_graph,
-                bubble,
-                imbalance,
-                hidden,
-                hidden_graph,
-            )
+            TimeShares(compute, exposed, exposed_graph, bubble, imbalance, hidden, hidden_graph)
         )
     return found

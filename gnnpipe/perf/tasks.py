@@ -20,7 +20,7 @@ class Task(NamedTuple):
     of a B step that halo gradients travel under), FORECAST, CARRY, RECALL, STEP. On a wire: SEND_F
     and SEND_B (stage to stage), EXCHANGE_F and EXCHANGE_B (among the shards of a stage),
     REDUCE_FIT (sums that FORECAST fits from), REDUCE_MEAN (of a mean over all vertices, or of its
-    gradient), REDUCE_GRAD, MEET (a sum of a few numbers over all
+    gradient), REDUCE_GRAD, SYNC (an all-reduce of a few numbers over all
     ranks, position 0 before the step and 1 behind it).
     Outside of programs also READ and COPY (input).
     """

@@ -77,9 +77,9 @@ def program_tasks(
     for rank in range(len(program.stages) * program.shards):
         tasks.open(f"rank {rank}", in_order=True)
     messages: dict[tuple[str, int, int, int], list[int]] = {}
-    meetings: list[int] = []
+    syncs: list[int] = []
     for stage in range(len(program.stages)):
-        walk = _StageWalk(program, costs, order, overlap, tasks, messages, meetings, stage)
+        walk = _StageWalk(program, costs, order, overlap, tasks, messages, syncs, stage)
         walk.run()
     return tasks
 
@@ -95,13 +95,13 @@ class _StageWalk:
         overlap: bool,
         tasks: Tasks,
         messages: dict[tuple[str, int, int, int], list[int]],
-        meetings: list[int],
+        syncs: list[int],
         stage: int,
     ) -> None:
         """``messages`` by (way, source, target, position); both are shared by all stages."""
         self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
         self.tasks, self.stage = tasks, stage
-        self.messages, self.meetings = messages, meetings
+        self.messages, self.syncs = messages, syncs
         self.shards = range(program.shards)
         self.num_steps = program.num_steps[stage]
         self._last: list[int] = []
@@ -133,10 +133,10 @@ class _StageWalk:
                 self._sum_gradients(action)
             elif action.kind == "STEP":
                 self._buckets.finish()
-                self._meet(0)
+                self._sync(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
                 self._device("STEP", updates)
-                self._meet(1)
+                self._sync(1)
             else:
                 self._pilot(action)
 
@@ -269,15 +269,15 @@ class _StageWalk:
         time_s = self.costs.reduce_s(self.stage, size)
         self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
 
-    def _meet(self, position: int) -> None:
+    def _sync(self, position: int) -> None:
         """Wait for all ranks; the first stage that comes makes the task."""
         if len(self.program.stages) * self.program.shards == 1:
             return
-        if len(self.meetings) == position:
-            what = Task("MEET", -1, position=position)
+        if len(self.syncs) == position:
+            what = Task("SYNC", -1, position=position)
             place = self.tasks.open("all ranks", in_order=False)
-            self.meetings.append(self.tasks.add(what, place, self.costs.meeting_s()))
-        task = self.meetings[position]
+            self.syncs.append(self.tasks.add(what, place, self.costs.sync_s()))
+        task = self.syncs[position]
         # The gradient sum comes first.
         pending = dict.fromkeys(other for waits in self._waits for other in waits)
         self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)

@@ -14,7 +14,7 @@ from itertools import combinations
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, place_of
 from gnnpipe.perf.profile import LinkTimes, Profile
-from gnnpipe.perf.profiled_costs import meeting_time_s
+from gnnpipe.perf.profiled_costs import sync_time_s
 from gnnpipe.perf.simulate import Timeline, simulate
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
@@ -137,9 +137,9 @@ class ChangedCosts:
         """At the changed bandwidth."""
         return self._costs.reduce_s(stage, round(size_bytes / self._among))
 
-    def meeting_s(self) -> float:
+    def sync_s(self) -> float:
         """Unchanged: no bandwidth makes a few numbers travel faster."""
-        return self._costs.meeting_s()
+        return self._costs.sync_s()
 
     def link(self, source: int, target: int) -> str:
         """Unchanged."""
@@ -221,9 +221,9 @@ class ClusterCosts(ChangedCosts):
         """Two exchanges of a part each."""
         return 2 * (self._num_shards - 1) * self._slowest_s(stage, size_bytes / self._num_shards)
 
-    def meeting_s(self) -> float:
+    def sync_s(self) -> float:
         """By the latency of the slowest link."""
-        return meeting_time_s(self._ranks, self._latency_s)
+        return sync_time_s(self._ranks, self._latency_s)
 
     def _slowest_s(self, stage: int, size_bytes: float) -> float:
         first = stage * self._num_shards

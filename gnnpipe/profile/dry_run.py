@@ -46,7 +46,7 @@ class DryRun:
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
         threads = torch.get_num_threads()
         has_cores = crowding(threads, mesh.gather) <= 1
-        recorder = _CpuRecorder() if threads == 1 and has_cores else Recorder()
+        recorder = Recorder(clock=time.thread_time) if threads == 1 and has_cores else Recorder()
         self._mesh = _Aside(
             mesh.stages,
             mesh.shards,
@@ -76,7 +76,7 @@ class DryRun:
         # Each is an epoch of its own: what is made once an epoch, as masks are, is made anew.
         epoch, self._walked = first + self._walked, self._walked + 1
         self._rank_runtime.executor.run(program, order, epoch=epoch, training=True)
-        notes.end()
+        notes.end_epoch()
         return _times(notes.epochs[-1], self._mesh.stage, order)
 
 
@@ -93,15 +93,6 @@ def rehearsal(prepared: Prepared, mesh: Mesh) -> Iterator[DryRun]:
             with torch.no_grad():
                 for now, before in zip(made.state, kept, strict=True):
                     now.copy_(before)
-
-
-class _CpuRecorder(Recorder):
-    """What other programs of a busy machine take is no part of it, nor is waiting.
-
-    Not for more ranks than cores: what they take from each other is part of their epochs.
-    """
-
-    clock = staticmethod(time.thread_time)
 
 
 @dataclass(frozen=True)
@@ -154,12 +145,12 @@ def _times(notes: EpochSpans, stage: int, order: Sequence[int]) -> dict[StepPlac
     wait = next(waits, None)
     for action, start_s, end_s in notes.actions:
         time_s = end_s - start_s
-        while wait is not None and wait.left_s <= end_s:
-            time_s -= wait.left_s - max(wait.asked_s, start_s)
+        while wait is not None and wait.wait_end_s <= end_s:
+            time_s -= wait.wait_end_s - max(wait.wait_start_s, start_s)
             wait = next(waits, None)
         if action.kind in WHAT:
             chunk = order[action.position] if action.position >= 0 else 0
             found[WHAT[action.kind], stage, chunk, action.steps[0]] = time_s
     begun_s = notes.actions[0][1] - notes.start_s
-    found[BEGIN, stage, 0, 0] = begun_s + notes.end_s - notes.done_s
+    found[BEGIN, stage, 0, 0] = begun_s + notes.end_s - notes.actions_end_s
     return found

@@ -13,7 +13,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
-from gnnpipe.perf.predicted import predicted_spans, simulated_notes
+from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.profile.before_run import take_short_profile
@@ -103,7 +103,7 @@ class Predictor:
             if order is None:
                 order = chunk_order(prepared.config, prepared.config.epochs - 1)
             timeline = simulate(program_tasks(prepared.program, self._costs, order))
-            notes = simulated_notes(timeline, plan.shards)
+            notes = simulated_epochs(timeline, plan.shards)
             links = [self._link_bytes_per_s] * plan.world_size
             found = Predicted(
                 timeline.makespan_s,

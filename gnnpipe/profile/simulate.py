@@ -16,7 +16,7 @@ from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.critical import critical_shares, kind_of, place_of
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.memory import ON_TOP, human_bytes
-from gnnpipe.perf.predicted import simulated_notes
+from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import LESS, ClusterCosts, sensitivity, what_ifs, with_links
@@ -186,7 +186,7 @@ def simulated(
         profile = with_links(profile, cluster, config.shards)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
-    notes = simulated_notes(timeline, config.shards)
+    notes = simulated_epochs(timeline, config.shards)
     link = float("inf") if profile.message is None else profile.message.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
     doubled = _with_twice_the_chunks(scenario, shape)

@@ -26,7 +26,6 @@ from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.setup.build import RankRuntime, build_rank
@@ -216,7 +215,7 @@ class _Chain:
         elif self._clocks_processor:
             # What other programs of a busy machine take is no part of it.
             return time.thread_time()
-        return Recorder.clock()
+        return time.perf_counter()
 
     def _forecast(self, order: Sequence[int]) -> None:
         made: Values = {}
@@ -285,9 +284,9 @@ def boundary_time_per_number_s(device: torch.device) -> float:
     rows = torch.arange(0, len(table), 4, device=device)
     times = []
     for _ in range(WARM_UP + REPEATS):
-        start_s = Recorder.clock()
+        start_s = time.perf_counter()
         table.index_add_(0, rows, table[rows])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(Recorder.clock() - start_s)
+        times.append(time.perf_counter() - start_s)
     return statistics.median(times[WARM_UP:]) / (2 * len(rows) * table.shape[1])

@@ -106,13 +106,13 @@ class Executor:
             self._make_ready(epoch)
         before = self._sent_bytes()
         recorder = self.mesh.recorder
-        recorder.drop()
+        recorder.discard_epoch()
         if training:
-            recorder.begin(order, program.is_exact)
+            recorder.begin_epoch(order, program.is_exact)
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
         self._walk(actions, epoch, _RUN)
-        recorder.done()
+        recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()
         self.stage.end(self.has_stepped)
@@ -125,14 +125,14 @@ class Executor:
         for index, action in enumerate(actions):
             self._at = action, epoch
             self._next = actions[index + 1] if index + 1 < len(actions) else None
-            started_s = self.mesh.recorder.clock()
+            start_s = self.mesh.recorder.clock()
             try:
                 run[action.kind](self, action)
             except Exception as error:
                 error.add_note(f"gnnpipe: {self.doing}")
                 error.add_note(self._marked(actions, index))
                 raise
-            self.mesh.recorder.acted(action, started_s)
+            self.mesh.recorder.add_action(action, start_s)
         self._at = None
 
     def _make_ready(self, epoch: int) -> None:

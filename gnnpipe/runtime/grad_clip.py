@@ -39,10 +39,10 @@ class GradClip:
         squares = _squares([g for _, g in grads])
         # The shards of a stage have the same gradients by now.
         mine = sum(squares) / self._mesh.shards
-        asked_s = self._mesh.recorder.clock()
+        wait_start_s = self._mesh.recorder.clock()
         total, whole_loss = self._mesh.sum([mine, loss])
         if self._mesh.world_size > 1:
-            self._mesh.recorder.met_all(asked_s)
+            self._mesh.recorder.add_step_sync(wait_start_s)
         self.norm = math.sqrt(total) if total >= 0 else math.nan
         if not (math.isfinite(total) and math.isfinite(whole_loss)):
             self.faulty = [

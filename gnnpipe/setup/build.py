@@ -181,7 +181,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     check_memory(prepared, mesh)
     config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
     memory_before_bytes = held_bytes(mesh.device)
-    mesh.recorder.forget()
+    mesh.recorder.clear()
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
     layouts = table_layouts(graph, prepared.chunking, whole)
     first, last = prepared.plan.stages[mesh.stage]

@@ -35,7 +35,7 @@ def train_epoch(
     """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
     results = rank_runtime.executor.run(program, order, epoch=epoch, training=True)
     loss = mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
-    mesh.recorder.end()
+    mesh.recorder.end_epoch()
     return loss
 
 

@@ -106,7 +106,7 @@ class Arrival:
         """
         self._out, self._recorder = out, mesh.recorder
         self._data = data  # must live until it has left
-        self._started_s = mesh.recorder.clock()
+        self._start_s = mesh.recorder.clock()
         if mesh.down_group is None or most_bytes < LARGE:
             works = [
                 dist.all_to_all_single(out, data, outs, ins, group=mesh.graph_group, async_op=True)
@@ -117,10 +117,10 @@ class Arrival:
 
     def wait(self) -> Tensor:
         """What has come in."""
-        loss_rows = self._recorder.clock()
+        wait_start_s = self._recorder.clock()
         for work in self._works:
             work.wait()
-        self._recorder.met(self._started_s, loss_rows)
+        self._recorder.add_collective(self._start_s, wait_start_s)
         return self._out
 
 

@@ -49,10 +49,12 @@ class PointToPoint:
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
         """The values that were posted, once they are here."""
         room, transfer, posted = self._arriving.pop((way, peer, position))
-        loss_rows = self.mesh.recorder.clock()
+        wait_start_s = self.mesh.recorder.clock()
         transfer.wait()
         size = sum(t.nbytes for t in room.values())
-        self.mesh.recorder.taken(way, self.mesh.peer(peer), position, size, posted, loss_rows)
+        self.mesh.recorder.add_message(
+            way, self.mesh.peer(peer), position, size, posted, wait_start_s
+        )
         return {name: values.to(self.dtype) for name, values in room.items()}
 
     @property
@@ -62,7 +64,7 @@ class PointToPoint:
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
         """Start to send values; they must not change before ``drain``."""
-        self.mesh.recorder.sent(way, self.mesh.peer(peer), position)
+        self.mesh.recorder.add_send(way, self.mesh.peer(peer), position)
         target = self.mesh.peer(peer)
         # A chunk may have no vertex of a type; nobody waits for it.
         leaving = [

@@ -1,15 +1,15 @@
-"""Notes of what a rank does and waits for while it trains, for ``perf.time_shares`` and trace.json.
+"""Records when a rank starts and ends actions, messages and collectives during training.
 
-A few clock readings for a message and two for an action, each well under a microsecond; the last
-epochs are kept. On a
-GPU actions only start work, so there is nothing to note.
+``perf.time_shares`` and trace.json are made from these times. A message costs a few clock readings
+and an action two, each well under a microsecond; the last epochs are kept. On a GPU actions only
+launch kernels, so the recorder of a run is off there.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gnnpipe.perf import Collective, EpochSpans, Message
 from gnnpipe.schedule import Action
@@ -17,70 +17,76 @@ from gnnpipe.schedule import Action
 __all__ = ["Recorder"]
 
 KEPT = 5
-"""Epochs; enough for a median."""
+"""Epochs that are kept: enough for a median."""
 
 
 class Recorder:
-    """Of one rank. Between ``begin`` and ``end`` everything is noted, otherwise nothing."""
+    """Recorder of one rank; it records only between ``begin_epoch`` and ``end_epoch``."""
 
-    clock = staticmethod(time.perf_counter)
-    """Seconds."""
-
-    def __init__(self, is_on: bool = True) -> None:
+    def __init__(self, is_on: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` returns seconds."""
         self.is_on = is_on
+        self.clock = clock
         self.epochs: deque[EpochSpans] = deque(maxlen=KEPT)
-        self._now: EpochSpans | None = None
+        self._epoch: EpochSpans | None = None
 
-    def forget(self) -> None:
-        """A new run begins."""
+    def clear(self) -> None:
+        """Drop all epochs: a new run begins."""
         self.epochs.clear()
-        self.drop()
+        self.discard_epoch()
 
-    def drop(self) -> None:
-        """The epoch was ended by an error, or is none to be noted."""
-        self._now = None
+    def discard_epoch(self) -> None:
+        """Drop the current epoch: an error ended it, or it is an evaluation."""
+        self._epoch = None
 
-    def begin(self, order: Sequence[int], is_exact: bool = False) -> None:
-        """An epoch begins, in which the chunks are walked in ``order``."""
+    def begin_epoch(self, order: Sequence[int], is_exact: bool = False) -> None:
+        """Start an epoch whose chunks are processed in ``order``."""
         if self.is_on:
-            self._now = EpochSpans(self.clock(), order=tuple(order), is_exact=is_exact)
+            self._epoch = EpochSpans(self.clock(), order=tuple(order), is_exact=is_exact)
 
-    def acted(self, action: Action, started_s: float) -> None:
-        """An action is over."""
-        if self._now is not None:
-            self._now.actions.append((action, started_s, self.clock()))
+    def add_action(self, action: Action, start_s: float) -> None:
+        """Record an action that ends now."""
+        if self._epoch is not None:
+            self._epoch.actions.append((action, start_s, self.clock()))
 
-    def sent(self, way: str, target: int, position: int) -> None:
-        """Values are on their way to a rank."""
-        if self._now is not None:
-            self._now.sent_s[way, target, position] = self.clock()
+    def add_send(self, way: str, target: int, position: int) -> None:
+        """Record that values leave now for rank ``target``."""
+        if self._epoch is not None:
+            self._epoch.send_times_s[way, target, position] = self.clock()
 
-    def taken(
-        self, way: str, source: int, position: int, size_bytes: int, posted_s: float, asked_s: float
+    def add_message(
+        self,
+        way: str,
+        source: int,
+        position: int,
+        size_bytes: int,
+        posted_s: float,
+        wait_start_s: float,
     ) -> None:
-        """Values of a rank are here."""
-        if self._now is not None:
+        """Record that the wait for values of rank ``source`` ends now."""
+        if self._epoch is not None:
             key = way, source, position
-            self._now.messages.append(Message(key, size_bytes, posted_s, asked_s, self.clock()))
+            message = Message(key, size_bytes, posted_s, wait_start_s, self.clock())
+            self._epoch.messages.append(message)
 
-    def met(self, started_s: float, asked_s: float) -> None:
-        """An exchange among the shards is over."""
-        if self._now is not None:
-            self._now.collectives.append(Collective(started_s, asked_s, self.clock()))
+    def add_collective(self, start_s: float, wait_start_s: float) -> None:
+        """Record that the wait for a collective of the stage's shards ends now."""
+        if self._epoch is not None:
+            self._epoch.collectives.append(Collective(start_s, wait_start_s, self.clock()))
 
-    def met_all(self, asked_s: float) -> None:
-        """All ranks have met, before the end."""
-        if self._now is not None:
-            self._now.meeting = Collective(asked_s, asked_s, self.clock())
+    def add_step_sync(self, wait_start_s: float) -> None:
+        """Record that the all-reduce over all ranks before the optimizer's step ends now."""
+        if self._epoch is not None:
+            self._epoch.step_sync = Collective(wait_start_s, wait_start_s, self.clock())
 
-    def done(self) -> None:
-        """The last action is over; what follows is waiting for the others."""
-        if self._now is not None:
-            self._now.done_s = self.clock()
+    def end_actions(self) -> None:
+        """Record that the last action has ended; the rest of the epoch is waiting for others."""
+        if self._epoch is not None:
+            self._epoch.actions_end_s = self.clock()
 
-    def end(self) -> None:
-        """All ranks have met; the epoch is kept."""
-        if self._now is not None:
-            self._now.end_s = self.clock()
-            self.epochs.append(self._now)
-            self._now = None
+    def end_epoch(self) -> None:
+        """Keep the epoch: all ranks have ended it."""
+        if self._epoch is not None:
+            self._epoch.end_s = self.clock()
+            self.epochs.append(self._epoch)
+            self._epoch = None
