@@ -9,7 +9,6 @@ where they are known.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import tomllib
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from gnnpipe.config.fields import check_border, flag, setting, typed
 from gnnpipe.config.staleness import PRESETS, StalenessSettings
@@ -382,17 +383,8 @@ class TrainConfig(RunSettings):
         return dataclasses.asdict(self)
 
     def to_toml(self) -> str:
-        """The config as TOML; fields that are ``None`` are left out, for they mean the default."""
-        lines = []
-        for name, value in ((k, v) for k, v in self.to_dict().items() if v is not None):
-            if isinstance(value, bool):
-                text = "true" if value else "false"
-            elif isinstance(value, str):
-                text = json.dumps(value)  # a JSON string is a TOML string
-            else:
-                text = repr(value)
-            lines.append(f"{name} = {text}")
-        return "\n".join(lines) + "\n"
+        """Return the config as TOML, without the fields that are ``None`` (their default)."""
+        return tomli_w.dumps({k: v for k, v in self.to_dict().items() if v is not None})
 
 
 def parse_split(split: str) -> tuple[float, float, float] | None:

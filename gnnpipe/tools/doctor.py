@@ -28,7 +28,14 @@ from gnnpipe.runtime.comm.cpu_affinity import usable_cores
 
 __all__ = ["Finding", "add_flags", "doctor", "examine"]
 
-NEEDED = {"torch": "2.8", "torch_geometric": "2.6", "numpy": "1.26", "scipy": "1.11", "rich": "13"}
+NEEDED = {
+    "torch": "2.8",
+    "torch_geometric": "2.6",
+    "numpy": "1.26",
+    "scipy": "1.11",
+    "rich": "13",
+    "tomli_w": "1.0",
+}
 """Required packages and their lowest versions, as in pyproject.toml."""
 
 FOLDERS = {
