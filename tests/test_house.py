@@ -59,9 +59,7 @@ WORDS = {
 }
 
 # (file, word): why it has to stand there.
-ALLOWED: dict[tuple[str, str], str] = {
-    ("data/download.py", "mirror"): "a server that holds a copy of a download"
-}
+ALLOWED: dict[tuple[str, str], str] = {}
 
 
 def name_of(path: Path) -> str:

@@ -1,43 +1,44 @@
-"""Brings archives onto this machine, whole or not at all.
+"""Downloads archives of datasets, whole or not at all.
 
-A download can break, an archive can be cut off or (from a strange mirror) name files outside its
-folder. So everything goes into a temporary folder beside the target and is renamed at the end; a
-failure leaves nothing behind. The ranks of a run start together, hence the lock.
+pooch fetches an archive into a temporary folder next to the target, and the unpacked folder gets
+its name in one rename. A failure therefore leaves nothing behind. A lock keeps ranks that start
+together from downloading twice.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
 import sys
 import tempfile
-import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
 from pathlib import Path, PurePosixPath
+
+import pooch
+import requests
 
 from gnnpipe.files import check_folder
 
 __all__ = ["FetchError", "data_root", "fetch_zip", "locked", "tidied"]
 
-BLOCK_BYTES = 1 << 20
 NETWORK_TIMEOUT_S = 30.0
 
 
 class FetchError(Exception):
-    """What went wrong with a download, in a few words; callers say what to do instead."""
+    """Says in a few words why a download failed; callers add the remedy."""
 
 
 def data_root(data_dir: str) -> Path:
-    """The folder of downloaded datasets: ``data_dir``, else ~/.cache/gnnpipe/datasets.
+    """Return the folder of downloaded datasets: ``data_dir``, else ~/.cache/gnnpipe/datasets.
 
-    ``InputError`` if it is a file.
+    Raises ``InputError`` if the path is a file.
     """
     path = Path(os.path.expanduser(data_dir or "~/.cache/gnnpipe/datasets"))
     check_folder("--data-dir", data_dir, path)
@@ -55,9 +56,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def tidied(folder: Path) -> Iterator[None]:
-    """If the block fails, remove whatever it has put into ``folder``, and ``folder`` if new.
+    """Remove everything that the block has put into ``folder`` if the block fails.
 
-    To be used under ``locked(folder)``: what another process puts there would go as well.
+    Removes ``folder`` itself if the block has made the folder. Hold ``locked(folder)`` meanwhile:
+    files that another process puts there would go as well.
     """
     new = [p for p in (folder, *folder.parents) if not p.exists()]
     before = set(folder.rglob("*"))
@@ -66,7 +68,7 @@ def tidied(folder: Path) -> Iterator[None]:
     except BaseException:
         if new:
             shutil.rmtree(folder, ignore_errors=True)
-        # What lies in a folder before the folder: the longer path first.
+        # Contents before their folder: longer paths first.
         for path in sorted(set(folder.rglob("*")) - before, reverse=True) + new[1:]:
             with suppress(OSError):  # a parent that another process has begun to use stays
                 if path.is_dir() and not path.is_symlink():
@@ -77,40 +79,45 @@ def tidied(folder: Path) -> Iterator[None]:
 
 
 def fetch_zip(url: str, target: Path, folder: str) -> None:
-    """Download the archive at ``url`` and make its ``folder`` the new folder ``target``.
+    """Download the zip archive at ``url`` and move its ``folder`` to the new folder ``target``.
 
-    Raises:
-        FetchError: no network, not enough room, or an archive that is broken or unsafe. Nothing
-            is left on disk.
+    Raises ``FetchError`` without network or enough disk space, and for an archive that is broken
+    or unsafe. Nothing is left on disk then.
     """
     root = target.parent
     try:
         with tidied(target):
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
-                archive = Path(temporary) / "archive.zip"
-                _download(url, archive)
-                _extract(archive, Path(temporary) / "out")
+                unpacked = Path(temporary) / "unpacked"
+                archive = _download(url, temporary)
+                _extract(archive, unpacked)
                 archive.unlink()
-                inside = Path(temporary) / "out" / folder
-                if not inside.is_dir():
+                if not (unpacked / folder).is_dir():
                     raise FetchError(f"{url} holds no folder {folder!r}")
-                inside.rename(target)
-    except (OSError, HTTPException, ValueError) as error:
-        raise FetchError(f"{url}: {getattr(error, 'reason', None) or error}") from error
+                (unpacked / folder).rename(target)
+    except (OSError, ValueError) as error:
+        raise FetchError(f"{url}: {_reason(error)}") from error
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise FetchError(f"{url} is not a sound zip archive ({error})") from error
 
 
-def _download(url: str, path: Path) -> None:
-    with urllib.request.urlopen(url, timeout=NETWORK_TIMEOUT_S) as reply, open(path, "wb") as file:
-        size_bytes = int(reply.headers.get("Content-Length") or 0)
-        # The archive and what comes out of it: text packs about fourfold, features not at all.
-        _room(path.parent, 3 * size_bytes)
-        print(f"downloading {url} ({size_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)
-        shutil.copyfileobj(reply, file, BLOCK_BYTES)
-        if size_bytes and file.tell() != size_bytes:
-            raise FetchError(f"{url} broke off after {file.tell()} of {size_bytes} bytes")
+def _reason(error: Exception) -> object:
+    """Return the cause inside an error of requests, without the pool of connections around it."""
+    return getattr(error.args[0], "reason", error) if error.args else error
+
+
+def _download(url: str, folder: str) -> Path:
+    reply = requests.head(url, timeout=NETWORK_TIMEOUT_S, allow_redirects=True)
+    size_bytes = int(reply.headers.get("Content-Length") or 0)
+    # The archive and its contents: text packs about fourfold, features hardly.
+    _check_space(Path(folder), 3 * size_bytes)
+    print(f"downloading {url} ({size_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+    pooch.get_logger().setLevel(logging.WARNING)
+    downloader = pooch.HTTPDownloader(
+        progressbar=sys.stderr.isatty(), timeout=NETWORK_TIMEOUT_S, chunk_size=1 << 20
+    )
+    return Path(pooch.retrieve(url, None, "archive.zip", folder, downloader=downloader))
 
 
 def _extract(archive: Path, folder: Path) -> None:
@@ -120,15 +127,14 @@ def _extract(archive: Path, folder: Path) -> None:
         for member in members:
             path = PurePosixPath(member.filename.replace("\\", "/"))
             kind = stat.S_IFMT(member.external_attr >> 16)
-            outside = path.is_absolute() or ".." in path.parts or ":" in member.filename
-            if outside or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            is_outside = path.is_absolute() or ".." in path.parts or ":" in member.filename
+            if is_outside or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise FetchError(f"the archive holds an unsafe entry {member.filename!r}")
-        _room(folder.parent, sum(m.file_size for m in members))
-        for member in members:
-            packed.extract(member, folder)
+        _check_space(folder.parent, sum(m.file_size for m in members))
+        packed.extractall(folder)
 
 
-def _room(folder: Path, size_bytes: int) -> None:
+def _check_space(folder: Path, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if size_bytes > free_bytes:
         raise FetchError(

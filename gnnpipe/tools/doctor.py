@@ -34,7 +34,7 @@ NEEDED = {
     "numpy": "1.26",
     "scipy": "1.11",
     "rich": "13",
-    "tomli_w": "1.0",
+    "pooch": "1.8",
 }
 """Required packages and their lowest versions, as in pyproject.toml."""
 

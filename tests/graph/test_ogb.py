@@ -185,6 +185,20 @@ def test_archive_larger_than_the_disk_is_refused(tmp_path, mirror, monkeypatch):
         fetch_zip(url + "arxiv.zip", tmp_path / "data" / "ogbn_arxiv", "arxiv")
 
 
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path, mirror, monkeypatch):
+    folder, url = mirror
+    (folder / "arxiv.zip").write_bytes(b"x" * 1000)
+
+    def send_header(self, name, value):
+        more = 1 if name == "Content-Length" else 0
+        SimpleHTTPRequestHandler.send_header(self, name, str(int(value) + more) if more else value)
+
+    monkeypatch.setattr(Quiet, "send_header", send_header, raising=False)
+    with pytest.raises(FetchError, match="IncompleteRead"):
+        fetch_zip(url + "arxiv.zip", tmp_path / "data" / "ogbn_arxiv", "arxiv")
+    assert [p.name for p in tmp_path.iterdir()] == ["mirror"]
+
+
 def test_ogb_without_network(tmp_path, monkeypatch):
     monkeypatch.setattr(ogb, "URL", "http://127.0.0.1:9/")
     text = refused("not in --data-dir", "ogbn-products", data_dir=str(tmp_path / "data"))
