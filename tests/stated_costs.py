@@ -90,7 +90,7 @@ class DrawnCosts(StatedCosts):
         self.seed = seed
 
     def _drawn(self, *what):
-        return float(random.Random(repr((self.seed, what))).randint(0, 9))
+        return float(random.Random(repr((self.seed, *map(str, what)))).randint(0, 9))
 
     def begin_s(self, stage, shard):
         return self._drawn("begin", stage, shard)

@@ -6,7 +6,7 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe.perf import Collective, EpochSpans, Message, Span, measured_spans
-from gnnpipe.schedule import Action
+from gnnpipe.schedule import Action, ActionKind
 
 NAP_S = 0.2
 
@@ -19,7 +19,7 @@ def notes_of_two_stages():
     """
 
     def act(kind, stage, position, start, end, steps=(0, 1), peer=-1):
-        return Action(kind, stage, position, steps, peer), start, end
+        return Action(ActionKind(kind), stage, position, steps, peer), start, end
 
     first = EpochSpans(
         10.0,
@@ -75,7 +75,7 @@ def test_the_critical_path_goes_back_over_the_ranks_that_were_waited_for():
 
 
 def test_the_last_shard_to_come_is_on_the_path():
-    step = Action("STEP", 0)
+    step = Action(ActionKind.STEP, 0)
     notes = [
         EpochSpans(
             0,

@@ -14,7 +14,7 @@ from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import ChangedCosts
 from gnnpipe.profile.predict import run_costs
-from gnnpipe.schedule import PROBES
+from gnnpipe.schedule import PROBE_POSITIONS
 
 
 def test_one_rank_takes_the_sum_of_its_steps():
@@ -60,7 +60,7 @@ def test_bytes_on_the_wires_are_the_closed_form(shape, has_norm):
     for what in tasks.what:
         name = wires.get(what.kind)
         if name is not None:
-            sent["control" if what.position in PROBES else name] += what.size_bytes
+            sent["control" if what.position in PROBE_POSITIONS else name] += what.size_bytes
     assert sent | {"total": prepared.volume.total} == prepared.volume.to_dict()
 
 

@@ -19,7 +19,7 @@ from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.profile.steps import measure_steps
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import PROBES
+from gnnpipe.schedule import PROBE_POSITIONS
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import prepare
 
@@ -312,7 +312,10 @@ def predicted_bytes(prepared):
         for s, steps in enumerate(plan.steps)
     )
     probes = sum(
-        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PROBES
+        said.message_bytes("F", a, b, g, p)
+        for a, b in both
+        for g in shards
+        for p in PROBE_POSITIONS
     )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 

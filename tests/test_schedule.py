@@ -9,9 +9,10 @@ from stage_dags import chain, plans
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
 from gnnpipe.schedule import (
-    RECALLED,
     Action,
+    ActionKind,
     Program,
+    SpecialPosition,
     check,
     evaluation_program,
     recall_actions,
@@ -81,7 +82,7 @@ FAULTS = {
     "must end with STEP behind": lambda a: [a[-1], *a[:-1]],
     "has nothing": lambda a: a[:-1],
     "before what it sends is made": lambda a: sorted(a, key=lambda x: x.kind != "SEND_F"),
-    "outside": lambda a: [Action("F", 0, 9, (0, 3)), *a],
+    "outside": lambda a: [Action(ActionKind.FORWARD, 0, 9, (0, 3)), *a],
 }
 
 
@@ -211,9 +212,15 @@ def test_gradients_and_what_is_recalled_have_one_order_at_both_ends():
     text = program.text().splitlines()[1]
     assert "1SEND_B4>0 1RECV_FR<0" in text
     assert text.index("1RECV_FR<0") < text.index("1B3") < text.index("1RECALL 1SEND_FR>2")
-    early = [a for a in program.stages[1] if a != Action("RECV_F", 1, RECALLED, peer=0)]
+    early = [
+        a
+        for a in program.stages[1]
+        if a != Action(ActionKind.RECEIVE_FORWARD, 1, SpecialPosition.RECALLED_PROBE, peer=0)
+    ]
     first = next(i for i, a in enumerate(early) if a.kind == "B")
-    early.insert(first, Action("RECV_F", 1, RECALLED, peer=0))
+    early.insert(
+        first, Action(ActionKind.RECEIVE_FORWARD, 1, SpecialPosition.RECALLED_PROBE, peer=0)
+    )
     with pytest.raises(ProgramError, match="stages 0 and 1 do not exchange the same messages"):
         check(changed(program, 1, lambda _: early))
     alone = Program(
@@ -232,7 +239,10 @@ def moved(actions, kind, before):
 RECALL_FAULTS = {
     "missing": lambda a: [x for x in a if x.kind != "RECALL"],
     "before the tables are written": lambda a: moved(a, "RECALL", "F"),
-    "behind the step": lambda a: [*moved(a, "RECALL", "STEP"), Action("RECALL", 1, RECALLED)],
+    "behind the step": lambda a: [
+        *moved(a, "RECALL", "STEP"),
+        Action(ActionKind.RECALL, 1, SpecialPosition.RECALLED_PROBE),
+    ],
     "elsewhere": lambda a: [replace(x, position=0) if x.kind == "RECALL" else x for x in a],
 }
 

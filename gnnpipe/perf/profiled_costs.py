@@ -18,7 +18,7 @@ from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
-from gnnpipe.schedule import PROBES
+from gnnpipe.schedule import PROBE_POSITIONS
 
 __all__ = ["ProfiledCosts", "sync_time_s"]
 
@@ -188,7 +188,7 @@ class ProfiledCosts:
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Rows of a chunk times the widths of what the stages hand on."""
         ends = (source, target) if way == "F" else (target, source)
-        if chunk not in PROBES:
+        if chunk not in PROBE_POSITIONS:
             return int(self._sizes_between(*ends)[shard, chunk])
         return sum(
             int(self.sizes.probes[t.types.get(value, "")][shard]) * width * self._row_bytes

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.errors import InputError
+from gnnpipe.schedule import SpecialPosition
 
 __all__ = ["Span", "Trace", "read_trace", "write_trace"]
 
@@ -38,8 +39,7 @@ class Span:
     start_s: float
     end_s: float
     chunk: int = -1
-    """The chunk itself, not its position in the walk; -1 if it is about none, PILOT (-2) or
-    RECALLED (-3) for pilot rows."""
+    """The chunk itself, not its position in the walk; or a ``SpecialPosition``."""
     stage: int = -1
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last."""
@@ -54,9 +54,13 @@ class Span:
     @property
     def name(self) -> str:
         """What a reader is shown: ``F 3``, ``STEP``, ``SEND_F probes``."""
-        return self.kind + {-1: "", -2: " pilots", -3: " pilots recalled"}.get(
-            self.chunk, f" {self.chunk}"
-        )
+        special = {
+            SpecialPosition.NO_CHUNK: "",
+            SpecialPosition.PROBE: " pilots",
+            SpecialPosition.RECALLED_PROBE: " pilots recalled",
+        }
+        known = special.get(SpecialPosition(self.chunk)) if self.chunk < 0 else None
+        return self.kind + (f" {self.chunk}" if known is None else known)
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _span(event: dict[str, Any], where: str) -> Span:
         kind=_text(event, "cat", where),
         start_s=start_us / 1e6,
         end_s=(start_us + duration_us) / 1e6,
-        chunk=_whole(args, "chunk", where, -3),
+        chunk=_whole(args, "chunk", where, min(SpecialPosition)),
         stage=_whole(args, "stage", where, -1),
         steps=(first, last),
         peer=_whole(args, "peer", where, -1),

@@ -27,7 +27,7 @@ from dataclasses import replace
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.simulate import collector_paused
 from gnnpipe.perf.tasks import Task, Tasks
-from gnnpipe.schedule import Action, Program
+from gnnpipe.schedule import Action, ActionKind, Program
 
 __all__ = ["BucketTasks", "program_tasks"]
 
@@ -116,22 +116,22 @@ class _StageWalk:
     def run(self) -> None:
         """Add all tasks."""
         actions = self.program.stages[self.stage]
-        last = max((i for i, a in enumerate(actions) if a.kind == "B"), default=-1)
+        last = max((i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD), default=-1)
         self._last = [-1] * len(self.shards)
         self._device("BEGIN", [self.costs.begin_s(self.stage, shard) for shard in self.shards])
         for index, action in enumerate(actions):
             following = actions[index + 1] if index + 1 < len(actions) else None
-            if action.kind == "F":
+            if action.kind is ActionKind.FORWARD:
                 self._forward(action)
-            elif action.kind == "B":
+            elif action.kind is ActionKind.BACKWARD:
                 self._backward(action, following, index == last)
-            elif action.kind.startswith("RECV_"):
+            elif action.kind.is_receive:
                 self._receive(action)
-            elif action.kind.startswith("SEND_"):
+            elif action.kind.is_send:
                 self._send(action)
-            elif action.kind == "REDUCE_GRAD":
+            elif action.kind is ActionKind.REDUCE_GRADIENTS:
                 self._sum_gradients(action)
-            elif action.kind == "STEP":
+            elif action.kind is ActionKind.STEP:
                 self._buckets.finish()
                 self._sync(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
@@ -156,10 +156,10 @@ class _StageWalk:
             waits += tasks
 
     def _pilot(self, action: Action) -> None:
-        if action.kind in ("FORECAST", "RECALL"):
+        if action.kind.is_pass:
             self._take("F", action.position)
         each = [self.costs.pilot_s(action.kind, self.stage, shard) for shard in self.shards]
-        has_sums = action.kind == "FORECAST" and len(self.shards) > 1
+        has_sums = action.kind is ActionKind.FORECAST and len(self.shards) > 1
         sums = self.costs.fit_bytes(self.stage) if has_sums else ()
         # Work and sums take turns: of each aggregation's map, which the next one builds on.
         parts = [time_s / (len(sums) + 1) for time_s in each]
@@ -290,16 +290,16 @@ class _StageWalk:
                 waits.append(task)
 
     def _receive(self, action: Action) -> None:
-        message = self._message(action.kind[-1], action.peer, self.stage, action.position)
+        message = self._message(action.kind.direction, action.peer, self.stage, action.position)
         # Who waits for what it sends must not wait for room, too: stages that skip others would
         # wait for each other for ever.
         if self.overlap:
             for task, posted in zip(message, self._last, strict=True):
                 self.tasks.before[task] = (*self.tasks.before[task], posted)
-        self._arriving[action.kind[-1], action.position].append(message)
+        self._arriving[action.kind.direction, action.position].append(message)
 
     def _send(self, action: Action) -> None:
-        message = self._message(action.kind[-1], self.stage, action.peer, action.position)
+        message = self._message(action.kind.direction, self.stage, action.peer, action.position)
         for task, made in zip(message, self._last, strict=True):
             self.tasks.before[task] = (made, *self.tasks.before[task])
         if not self.overlap:

@@ -24,19 +24,19 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.start_thread import Transfer
-from gnnpipe.schedule import Action, Program
+from gnnpipe.schedule import Action, ActionKind, Program
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["DryRun", "rehearsal"]
 
 WHAT = {
-    "F": "forward",
-    "B": "backward",
-    "FORECAST": "forecast",
-    "CARRY": "carry",
-    "RECALL": "recall",
-    "STEP": UPDATE,
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.FORECAST: "forecast",
+    ActionKind.CARRY: "carry",
+    ActionKind.RECALL: "recall",
+    ActionKind.STEP: UPDATE,
 }
 
 
@@ -129,10 +129,12 @@ def _step_by_step(program: Program) -> Program:
     for actions in program.stages:
         mine: list[Action] = []
         for a in actions:
-            if a.kind in ("F", "B"):
-                steps = range(*a.steps) if a.kind == "F" else reversed(range(*a.steps))
+            if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                steps = (
+                    range(*a.steps) if a.kind is ActionKind.FORWARD else reversed(range(*a.steps))
+                )
                 mine += [replace(a, steps=(step, step + 1)) for step in steps]
-            elif a.kind != "REDUCE_GRAD":
+            elif a.kind is not ActionKind.REDUCE_GRADIENTS:
                 mine.append(a)
         stages.append(tuple(mine))
     return replace(program, stages=tuple(stages))

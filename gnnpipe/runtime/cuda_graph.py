@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gnnpipe.ops import triton
 from gnnpipe.runtime.executor import Executor
-from gnnpipe.schedule import Action
+from gnnpipe.schedule import Action, ActionKind
 
 __all__ = ["CudaGraphExecutor", "Replay"]
 
@@ -119,9 +119,9 @@ class CudaGraphExecutor(Executor):
         self,
         actions: Sequence[Action],
         epoch: int,
-        run: Mapping[str, Callable[[Executor, Action], None]],
+        run: Mapping[ActionKind, Callable[[Executor, Action], None]],
     ) -> None:
-        work = tuple(action for action in actions if action.kind != "STEP")
+        work = tuple(action for action in actions if action.kind is not ActionKind.STEP)
         if len(work) == len(actions) or self.stage.watch is not None:
             super()._walk(actions, epoch, run)
             return

@@ -23,7 +23,7 @@ from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
-from gnnpipe.schedule import PROBES, Action, Program, recall_actions
+from gnnpipe.schedule import PROBE_POSITIONS, Action, ActionKind, Direction, Program, recall_actions
 
 __all__ = ["CommBytes", "Executor"]
 
@@ -102,7 +102,7 @@ class Executor:
         self._order = order
         self._results = {}
         actions = program.stages[self.mesh.stage]
-        if any(action.kind == "FORECAST" for action in actions):
+        if any(action.kind is ActionKind.FORECAST for action in actions):
             self._make_ready(epoch)
         before = self._sent_bytes()
         recorder = self.mesh.recorder
@@ -121,7 +121,9 @@ class Executor:
             self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
-    def _walk(self, actions: Sequence[Action], epoch: int, run: Mapping[str, _Method]) -> None:
+    def _walk(
+        self, actions: Sequence[Action], epoch: int, run: Mapping[ActionKind, _Method]
+    ) -> None:
         for index, action in enumerate(actions):
             self._at = action, epoch
             self._next = actions[index + 1] if index + 1 < len(actions) else None
@@ -143,7 +145,7 @@ class Executor:
         forecaster = self.forecaster
         assert forecaster is not None
         if not forecaster.is_ready:
-            again = {"RECALL": Executor._pass_recalled}
+            again = {ActionKind.RECALL: Executor._pass_recalled}
             self._walk(recall_actions(self.plan, self.mesh.stage), epoch, _RUN | again)
             self.p2p.drain()
 
@@ -184,7 +186,7 @@ class Executor:
         if action.steps[0] == 0:
             values: dict[str, Tensor] = {}
             for peer in self._widths_in:
-                values |= self.p2p.take("F", peer, action.position)
+                values |= self.p2p.take(Direction.FORWARD, peer, action.position)
             self.stage.enter(chunk, values)
         values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
@@ -202,7 +204,9 @@ class Executor:
             else:
                 grads: dict[str, Tensor] = {}
                 for peer in self._widths_out:
-                    for name, grad in self.p2p.take("B", peer, action.position).items():
+                    for name, grad in self.p2p.take(
+                        Direction.BACKWARD, peer, action.position
+                    ).items():
                         grads[name] = grads[name] + grad if name in grads else grad
                 self.stage.seed(chunk, grads)
         grads = self.stage.backward(chunk, range(*action.steps), self._following(action))
@@ -235,7 +239,7 @@ class Executor:
     def _probe_values(self, action: Action) -> Values:
         values: Values = {}
         for peer in self._widths_in:
-            values |= self.p2p.take("F", peer, action.position)
+            values |= self.p2p.take(Direction.FORWARD, peer, action.position)
         return values
 
     def _carry(self, action: Action) -> None:
@@ -244,34 +248,29 @@ class Executor:
 
     def _send_forward(self, action: Action) -> None:
         before = self.p2p.sent_bytes
-        self._send(action, "F", self._widths_out[action.peer])
-        if action.position in PROBES:
+        self._send(action, self._widths_out[action.peer])
+        if action.position in PROBE_POSITIONS:
             self._probe_bytes += self.p2p.sent_bytes - before
 
     def _send_backward(self, action: Action) -> None:
-        self._send(action, "B", self._widths_in[action.peer])
+        self._send(action, self._widths_in[action.peer])
 
-    def _send(self, action: Action, way: str, names: Iterable[str]) -> None:
+    def _send(self, action: Action, names: Iterable[str]) -> None:
         values = self._leaving[action.position]
         wanted = {name: values[name] for name in names}
-        self.p2p.send(way, action.peer, action.position, wanted)
+        self.p2p.send(action.kind.direction, action.peer, action.position, wanted)
 
-    def _receive_forward(self, action: Action) -> None:
-        self._post(action, "F")
-
-    def _receive_backward(self, action: Action) -> None:
-        self._post(action, "B")
-
-    def _post(self, action: Action, way: str) -> None:
-        widths = (self._widths_in if way == "F" else self._widths_out)[action.peer]
-        if action.position in PROBES:
+    def _receive(self, action: Action) -> None:
+        is_forward = action.kind is ActionKind.RECEIVE_FORWARD
+        widths = (self._widths_in if is_forward else self._widths_out)[action.peer]
+        if action.position in PROBE_POSITIONS:
             assert self.forecaster is not None
             counts = self.forecaster.num_rows
             sizes = {name: (counts[self._types.get(name, "")], w) for name, w in widths.items()}
         else:
             chunk = self._order[action.position]
             sizes = {name: (self._rows(chunk, name), w) for name, w in widths.items()}
-        self.p2p.post(way, action.peer, action.position, sizes)
+        self.p2p.post(action.kind.direction, action.peer, action.position, sizes)
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.begin(range(*action.steps))
@@ -289,16 +288,16 @@ class Executor:
 
 # Not of an instance, which a cycle through its own methods would keep, and its tables with it.
 _Method: TypeAlias = Callable[[Executor, Action], None]
-_RUN: dict[str, _Method] = {
-    "F": Executor._forward,
-    "B": Executor._backward,
-    "SEND_F": Executor._send_forward,
-    "RECV_F": Executor._receive_forward,
-    "SEND_B": Executor._send_backward,
-    "RECV_B": Executor._receive_backward,
-    "FORECAST": Executor._forecast,
-    "CARRY": Executor._carry,
-    "RECALL": Executor._recall,
-    "REDUCE_GRAD": Executor._reduce,
-    "STEP": Executor._step,
+_RUN: dict[ActionKind, _Method] = {
+    ActionKind.FORWARD: Executor._forward,
+    ActionKind.BACKWARD: Executor._backward,
+    ActionKind.SEND_FORWARD: Executor._send_forward,
+    ActionKind.RECEIVE_FORWARD: Executor._receive,
+    ActionKind.SEND_BACKWARD: Executor._send_backward,
+    ActionKind.RECEIVE_BACKWARD: Executor._receive,
+    ActionKind.FORECAST: Executor._forecast,
+    ActionKind.CARRY: Executor._carry,
+    ActionKind.RECALL: Executor._recall,
+    ActionKind.REDUCE_GRADIENTS: Executor._reduce,
+    ActionKind.STEP: Executor._step,
 }

@@ -2,15 +2,23 @@
 
 from gnnpipe.schedule.check import ProgramReport, check
 from gnnpipe.schedule.lower import evaluation_program, recall_actions, training_program
-from gnnpipe.schedule.program import PROBE, PROBES, RECALLED, Action, Program
+from gnnpipe.schedule.program import (
+    PROBE_POSITIONS,
+    Action,
+    ActionKind,
+    Direction,
+    Program,
+    SpecialPosition,
+)
 
 __all__ = [
-    "PROBE",
-    "PROBES",
-    "RECALLED",
+    "PROBE_POSITIONS",
     "Action",
+    "ActionKind",
+    "Direction",
     "Program",
     "ProgramReport",
+    "SpecialPosition",
     "check",
     "evaluation_program",
     "recall_actions",

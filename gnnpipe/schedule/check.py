@@ -15,13 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.schedule.program import PROBE, RECALLED, Action, Program
+from gnnpipe.schedule.program import Action, ActionKind, Direction, Program, SpecialPosition
 
 __all__ = ["ProgramError", "ProgramReport", "check"]
-
-
-COMPUTE = ("F", "B", "FORECAST", "RECALL")
-"""What takes values from other stages, or makes some for them."""
 
 
 class ProgramError(ValueError):
@@ -68,6 +64,8 @@ def check(program: Program) -> ProgramReport:
     return ProgramReport(live, stale)
 
 
+_FORECAST = (ActionKind.FORECAST, ActionKind.CARRY)
+
 Times = npt.NDArray[np.int64]
 
 
@@ -76,20 +74,23 @@ def _step_times(
 ) -> tuple[Times, Times | None]:
     """When each step of each chunk runs, [steps, K], forward and (if any) backward."""
     steps, chunks = program.num_steps[stage], program.chunks
-    times = {way: np.full((steps, chunks), -1, dtype=np.int64) for way in "FB"}
+    times = {
+        way: np.full((steps, chunks), -1, dtype=np.int64)
+        for way in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    }
     clock = 0
     for a in actions:
         if a.kind not in times:
             continue
         if not (0 <= a.position < chunks and 0 <= a.steps[0] < a.steps[1] <= steps):
             raise ProgramError(f"stage {stage}: {a} is outside the stage or the chunks")
-        covered = range(*a.steps) if a.kind == "F" else reversed(range(*a.steps))
+        covered = range(*a.steps) if a.kind is ActionKind.FORWARD else reversed(range(*a.steps))
         for step in covered:
             if times[a.kind][step, a.position] >= 0:
                 raise ProgramError(f"stage {stage}: {a.kind}{a.position} step {step} runs twice")
             times[a.kind][step, a.position] = clock
             clock += 1
-    forward, backward = times["F"], times["B"]
+    forward, backward = times[ActionKind.FORWARD], times[ActionKind.BACKWARD]
     if (forward < 0).any():
         step, position = np.argwhere(forward < 0)[0]
         raise ProgramError(f"stage {stage}: F{position} step {step} never runs")
@@ -132,10 +133,14 @@ def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> Non
 
     Nothing is summed where there is one shard.
     """
-    found = [(i, a) for i, a in enumerate(actions) if a.kind in ("REDUCE_GRAD", "STEP")]
-    last = max(i for i, a in enumerate(actions) if a.kind == "B")
+    found = [
+        (i, a)
+        for i, a in enumerate(actions)
+        if a.kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STEP)
+    ]
+    last = max(i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD)
     kinds = [a.kind for _, a in found]
-    if kinds.count("STEP") != 1 or kinds[-1] != "STEP" or found[-1][0] < last:
+    if kinds.count(ActionKind.STEP) != 1 or kinds[-1] is not ActionKind.STEP or found[-1][0] < last:
         raise ProgramError(
             f"stage {stage}: must end with STEP behind its last B, "
             f"has {' '.join(kinds) or 'nothing'}"
@@ -147,7 +152,7 @@ def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> Non
             f"of steps {summed}"
         )
     for i, a in found[:-1]:
-        later = [b.steps for b in actions[i:] if b.kind == "B"]
+        later = [b.steps for b in actions[i:] if b.kind is ActionKind.BACKWARD]
         if any(first < a.steps[1] and a.steps[0] < end for first, end in later):
             raise ProgramError(
                 f"stage {stage}: {a.text(program.num_steps[stage])} comes before its gradients are "
@@ -157,16 +162,16 @@ def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> Non
 
 def _check_forecast(program: Program) -> None:
     """Every stage or none carries its stale rows over, once, before any chunk reads one."""
-    forecasts = any(a.kind in ("FORECAST", "CARRY") for s in program.stages for a in s)
-    wanted = ["FORECAST", "CARRY", "F"] if forecasts else ["F"]
+    forecasts = any(a.kind in _FORECAST for s in program.stages for a in s)
+    wanted = [*_FORECAST, ActionKind.FORWARD] if forecasts else [ActionKind.FORWARD]
     for stage, actions in enumerate(program.stages):
-        found = [a for a in actions if a.kind in ("FORECAST", "CARRY", "F")][: len(wanted)]
-        others = [a for a in actions if a.kind in ("FORECAST", "CARRY")]
+        found = [a for a in actions if a.kind in (*_FORECAST, ActionKind.FORWARD)][: len(wanted)]
+        others = [a for a in actions if a.kind in _FORECAST]
         kinds = [a.kind for a in found]
         if (
             kinds != wanted
             or len(others) != len(wanted) - 1
-            or any(a.position != PROBE for a in others)
+            or any(a.position != SpecialPosition.PROBE for a in others)
         ):
             raise ProgramError(
                 f"stage {stage}: must run FORECAST and then CARRY, once and before its first F, as "
@@ -180,11 +185,17 @@ def _check_recall(program: Program) -> None:
     So does an exact epoch between others, which forecasts nothing itself.
     """
     kinds = {a.kind for actions in program.stages for a in actions}
-    for stage, actions in enumerate(program.stages if kinds & {"FORECAST", "RECALL"} else ()):
-        last = max(i for i, a in enumerate(actions) if a.kind == "F")
-        step = next((i for i, a in enumerate(actions) if a.kind == "STEP"), -1)
-        found = [(i, a.position) for i, a in enumerate(actions) if a.kind == "RECALL"]
-        if len(found) != 1 or not last < found[0][0] < step or found[0][1] != RECALLED:
+    for stage, actions in enumerate(
+        program.stages if kinds & {ActionKind.FORECAST, ActionKind.RECALL} else ()
+    ):
+        last = max(i for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD)
+        step = next((i for i, a in enumerate(actions) if a.kind is ActionKind.STEP), -1)
+        found = [(i, a.position) for i, a in enumerate(actions) if a.kind is ActionKind.RECALL]
+        if (
+            len(found) != 1
+            or not last < found[0][0] < step
+            or found[0][1] != SpecialPosition.RECALLED_PROBE
+        ):
             raise ProgramError(
                 f"stage {stage}: must run RECALL once, between its last F and its STEP, as every "
                 "stage, or none does"
@@ -201,9 +212,9 @@ def _check_pairs(program: Program) -> None:
     """By (stage, the other one): way, source and position of each message."""
     for actions in program.stages:
         for a in actions:
-            if a.kind.startswith(("SEND_", "RECV_")):
-                source = a.stage if a.kind.startswith("SEND_") else a.peer
-                loss_rows[a.stage, a.peer].append((a.kind[-1], source, a.position))
+            if a.kind.is_send or a.kind.is_receive:
+                source = a.stage if a.kind.is_send else a.peer
+                loss_rows[a.stage, a.peer].append((a.kind.direction.value, source, a.position))
     for (stage, peer), mine in list(loss_rows.items()):
         theirs = loss_rows[peer, stage]
         if mine != theirs:
@@ -225,9 +236,11 @@ def _check_progress(program: Program) -> None:
     side has run its send. Using a value that was never received, or sending one that was not made,
     shows as a stall or as an error here.
     """
-    sent: set[tuple[str, int, int, int]] = set()
-    made: set[tuple[str, int, int]] = set()
-    waiting: list[dict[tuple[str, int], list[int]]] = [defaultdict(list) for _ in program.stages]
+    sent: set[tuple[Direction, int, int, int]] = set()
+    made: set[tuple[Direction, int, int]] = set()
+    waiting: list[dict[tuple[Direction, int], list[int]]] = [
+        defaultdict(list) for _ in program.stages
+    ]
     needs = _needs(program)
     at = [0] * len(program.stages)
     moved = True
@@ -236,17 +249,17 @@ def _check_progress(program: Program) -> None:
         for stage, actions in enumerate(program.stages):
             while at[stage] < len(actions):
                 a = actions[at[stage]]
-                if a.kind.startswith("SEND_"):
-                    if (a.kind[-1], stage, a.position) not in made:
+                if a.kind.is_send:
+                    if (a.kind.direction, stage, a.position) not in made:
                         raise ProgramError(
                             f"stage {stage}: {a.text(program.num_steps[stage])} comes before "
                             "what it sends is made"
                         )
-                    sent.add((a.kind[-1], stage, a.peer, a.position))
-                elif a.kind.startswith("RECV_"):
-                    waiting[stage][a.kind[-1], a.position].append(a.peer)
-                elif a.kind in COMPUTE and _is_first(a, program):
-                    way = "B" if a.kind == "B" else "F"
+                    sent.add((a.kind.direction, stage, a.peer, a.position))
+                elif a.kind.is_receive:
+                    waiting[stage][a.kind.direction, a.position].append(a.peer)
+                elif a.kind.is_pass and _is_first(a, program):
+                    way = a.kind.direction
                     peers = waiting[stage].get((way, a.position), [])
                     if set(peers) != needs[way, stage]:
                         raise ProgramError(
@@ -255,8 +268,8 @@ def _check_progress(program: Program) -> None:
                         )
                     if any((way, p, stage, a.position) not in sent for p in peers):
                         break
-                if a.kind in COMPUTE and _is_last(a, program):
-                    made.add(("B" if a.kind == "B" else "F", stage, a.position))
+                if a.kind.is_pass and _is_last(a, program):
+                    made.add((a.kind.direction, stage, a.position))
                 at[stage] += 1
                 moved = True
     for stage, actions in enumerate(program.stages):
@@ -265,13 +278,13 @@ def _check_progress(program: Program) -> None:
             raise ProgramError(f"stage {stage} waits for ever at {stuck}")
 
 
-def _needs(program: Program) -> dict[tuple[str, int], set[int]]:
+def _needs(program: Program) -> dict[tuple[Direction, int], set[int]]:
     """The stages that each stage hears from, forward and backward."""
-    needs: dict[tuple[str, int], set[int]] = defaultdict(set)
+    needs: dict[tuple[Direction, int], set[int]] = defaultdict(set)
     for actions in program.stages:
         for a in actions:
-            if a.kind.startswith("SEND_"):
-                needs[a.kind[-1], a.peer].add(a.stage)
+            if a.kind.is_send:
+                needs[a.kind.direction, a.peer].add(a.stage)
     return needs
 
 
@@ -279,7 +292,7 @@ def _is_first(action: Action, program: Program) -> bool:
     """The action begins its chunk on this stage, in its direction."""
     if action.position < 0:
         return True
-    if action.kind == "F":
+    if action.kind is ActionKind.FORWARD:
         return action.steps[0] == 0
     return action.steps[1] == program.num_steps[action.stage]
 
@@ -288,6 +301,6 @@ def _is_last(action: Action, program: Program) -> bool:
     """The action ends its chunk on this stage, in its direction."""
     if action.position < 0:
         return True
-    if action.kind == "F":
+    if action.kind is ActionKind.FORWARD:
         return action.steps[1] == program.num_steps[action.stage]
     return action.steps[0] == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gnnpipe.schedule.program import Action
+from gnnpipe.schedule.program import Action, ActionKind
 
 __all__ = ["ORDERS", "Order", "fill_drain", "layer_sync"]
 
@@ -22,7 +22,7 @@ def fill_drain(stage: int, steps: int, chunks: int) -> list[Action]:
 
     A chunk reads those before it live and those after it stale.
     """
-    return [Action("F", stage, position, (0, steps)) for position in range(chunks)]
+    return [Action(ActionKind.FORWARD, stage, position, (0, steps)) for position in range(chunks)]
 
 
 def layer_sync(stage: int, steps: int, chunks: int) -> list[Action]:
@@ -30,7 +30,7 @@ def layer_sync(stage: int, steps: int, chunks: int) -> list[Action]:
     if chunks == 1:
         return fill_drain(stage, steps, chunks)
     return [
-        Action("F", stage, position, (step, step + 1))
+        Action(ActionKind.FORWARD, stage, position, (step, step + 1))
         for step in range(steps)
         for position in range(chunks)
     ]

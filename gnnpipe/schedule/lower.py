@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from gnnpipe.plan import Plan
 from gnnpipe.schedule.compute import ORDERS
-from gnnpipe.schedule.program import PROBE, RECALLED, Action, Program
+from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
 
 __all__ = ["evaluation_program", "recall_actions", "training_program"]
 
@@ -46,29 +46,37 @@ def evaluation_program(plan: Plan) -> Program:
 
 def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
     """The recall alone, for a run that goes on where another one ended."""
-    return (*_receives(plan, stage, RECALLED), *_recall(plan, stage))
+    return (*_receives(plan, stage, SpecialPosition.RECALLED_PROBE), *_recall(plan, stage))
 
 
 def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
     return (
-        *_receives(plan, stage, PROBE),
-        Action("FORECAST", stage, PROBE),
-        *_sends(plan, stage, PROBE),
+        *_receives(plan, stage, SpecialPosition.PROBE),
+        Action(ActionKind.FORECAST, stage, SpecialPosition.PROBE),
+        *_sends(plan, stage, SpecialPosition.PROBE),
         # After the send: the next stage waits for the pilot rows, not for these tables.
-        Action("CARRY", stage, PROBE),
+        Action(ActionKind.CARRY, stage, SpecialPosition.PROBE),
     )
 
 
 def _recall(plan: Plan, stage: int) -> tuple[Action, ...]:
-    return (Action("RECALL", stage, RECALLED), *_sends(plan, stage, RECALLED))
+    return (
+        Action(ActionKind.RECALL, stage, SpecialPosition.RECALLED_PROBE),
+        *_sends(plan, stage, SpecialPosition.RECALLED_PROBE),
+    )
 
 
 def _receives(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    return tuple(Action("RECV_F", stage, position, peer=t.source) for t in plan.receives(stage))
+    return tuple(
+        Action(ActionKind.RECEIVE_FORWARD, stage, position, peer=t.source)
+        for t in plan.receives(stage)
+    )
 
 
 def _sends(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    return tuple(Action("SEND_F", stage, position, peer=t.target) for t in plan.sends(stage))
+    return tuple(
+        Action(ActionKind.SEND_FORWARD, stage, position, peer=t.target) for t in plan.sends(stage)
+    )
 
 
 def _with_recall(
@@ -90,18 +98,32 @@ def _with_recall(
     these two stages exchange: links that carry one message at a time (NCCL) need the same order at
     both ends.
     """
-    back = [i for i, a in enumerate(actions) if a.kind == "B"]
+    back = [i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD]
     last = plan.num_stages - 1
     share = 1.0 if stage == last else 0.0 if is_exact else stage / last
     place = ([back[0]] + [i + 1 for i in back])[math.ceil(share * len(back))]
-    while actions[place].kind in ("SEND_B", "RECV_B", "REDUCE_GRAD"):
+    while actions[place].kind in (
+        ActionKind.SEND_BACKWARD,
+        ActionKind.RECEIVE_BACKWARD,
+        ActionKind.REDUCE_GRADIENTS,
+    ):
         place += 1
     receives: dict[int, list[Action]] = {}
-    for receive in _receives(plan, stage, RECALLED):
+    for receive in _receives(plan, stage, SpecialPosition.RECALLED_PROBE):
         theirs = earlier[receive.peer]
-        sent = theirs.index(Action("SEND_F", receive.peer, RECALLED, peer=stage))
-        count = sum(a.kind == "RECV_B" and a.peer == stage for a in theirs[:sent])
-        mine = [i for i, a in enumerate(actions) if a.kind == "SEND_B" and a.peer == receive.peer]
+        sent = theirs.index(
+            Action(
+                ActionKind.SEND_FORWARD, receive.peer, SpecialPosition.RECALLED_PROBE, peer=stage
+            )
+        )
+        count = sum(
+            a.kind is ActionKind.RECEIVE_BACKWARD and a.peer == stage for a in theirs[:sent]
+        )
+        mine = [
+            i
+            for i, a in enumerate(actions)
+            if a.kind is ActionKind.SEND_BACKWARD and a.peer == receive.peer
+        ]
         receives.setdefault(mine[count - 1] + 1, []).append(receive)
     place = max([place, *receives])
     changed: list[Action] = []
@@ -121,19 +143,21 @@ def _lower(
         forward = ORDERS[schedule](stage, num_steps, plan.chunks)
         actions = _with_forward(plan, forward, num_steps)
         if backward:
-            drain = [Action("B", stage, a.position, a.steps) for a in reversed(forward)]
+            drain = [
+                Action(ActionKind.BACKWARD, stage, a.position, a.steps) for a in reversed(forward)
+            ]
             if plan.shards == 1:
                 actions += _with_backward(plan, drain, num_steps)
             else:
                 begins = buckets[stage] if buckets else (0,)
                 ends = (*begins[1:], num_steps)
                 sums = [
-                    Action("REDUCE_GRAD", stage, steps=steps)
+                    Action(ActionKind.REDUCE_GRADIENTS, stage, steps=steps)
                     for steps in zip(begins, ends, strict=True)
                 ]
                 drain = _parted(drain, begins)
                 actions += _with_sums(_with_backward(plan, drain, num_steps), sums)
-            actions.append(Action("STEP", stage))
+            actions.append(Action(ActionKind.STEP, stage))
         stages.append(tuple(actions))
     return Program(
         tuple(stages), plan.steps, plan.chunks, plan.shards, is_exact=schedule == "layer-sync"
@@ -154,9 +178,11 @@ def _with_sums(actions: list[Action], sums: list[Action]) -> list[Action]:
     found = list(actions)
     for a in sums:
         last = max(
-            i for i, b in enumerate(found) if b.kind == "B" and a.steps[0] in range(*b.steps)
+            i
+            for i, b in enumerate(found)
+            if b.kind is ActionKind.BACKWARD and a.steps[0] in range(*b.steps)
         )
-        while last + 1 < len(found) and found[last + 1].kind == "SEND_B":
+        while last + 1 < len(found) and found[last + 1].kind is ActionKind.SEND_BACKWARD:
             last += 1
         found.insert(last + 1, a)
     return found
@@ -167,7 +193,7 @@ def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Act
         compute,
         [t.source for t in plan.receives(compute[0].stage)],
         [t.target for t in plan.sends(compute[0].stage)],
-        "F",
+        (ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD),
         first=lambda a: a.steps[0] == 0,
         last=lambda a: a.steps[1] == num_steps,
     )
@@ -178,7 +204,7 @@ def _with_backward(plan: Plan, compute: list[Action], num_steps: int) -> list[Ac
         compute,
         [t.target for t in plan.sends(compute[0].stage)],
         [t.source for t in plan.receives(compute[0].stage)],
-        "B",
+        (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD),
         first=lambda a: a.steps[1] == num_steps,
         last=lambda a: a.steps[0] == 0,
     )
@@ -188,20 +214,21 @@ def _interleave(
     compute: list[Action],
     sources: list[int],
     targets: list[int],
-    way: str,
+    kinds: tuple[ActionKind, ActionKind],
     first: Callable[[Action], bool],
     last: Callable[[Action], bool],
 ) -> list[Action]:
     """Receives one compute action ahead of a chunk's first step, sends right after its last."""
+    receive, send = kinds
     posts: dict[int, list[Action]] = {}
     for index, a in enumerate(compute):
         if first(a):
             posts.setdefault(max(index - 1, 0), []).extend(
-                Action(f"RECV_{way}", a.stage, a.position, peer=peer) for peer in sources
+                Action(receive, a.stage, a.position, peer=peer) for peer in sources
             )
     actions: list[Action] = []
     for index, a in enumerate(compute):
         actions += [*posts.get(index, []), a]
         if last(a):
-            actions += [Action(f"SEND_{way}", a.stage, a.position, peer=peer) for peer in targets]
+            actions += [Action(send, a.stage, a.position, peer=peer) for peer in targets]
     return actions

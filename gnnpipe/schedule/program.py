@@ -1,61 +1,125 @@
-"""Actions and programs: the one object that is checked, simulated and executed.
+"""Actions and programs: the object that is checked, simulated and executed.
 
-A program is a list of actions per stage; the shards of a stage all run the same list. Chunks appear
-by their POSITION in the walk: which chunk stands there changes with every epoch's order, the
+A program is one list of actions per stage; all shards of a stage run the same list. An action
+names a chunk by its POSITION in the epoch's chunk order: the order changes with every epoch, the
 program does not.
 
-A stage whose longest chain of aggregations is n long has n + 1 steps, cut where rows are pushed:
-step 0 ends with the first pushes, step j aggregates what step j - 1 pushed and ends with the next,
-step n ends with the stage's values. A stage of n layers has n + 1. An F or B covers a range of
-steps.
+A stage whose longest chain of aggregations has length n has n + 1 steps, cut where rows are pushed:
+step 0 ends with the first pushes, step j aggregates the rows that step j - 1 pushed and ends with
+the next pushes, step n ends with the stage's outputs. An F or B action covers a range of steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 
-__all__ = ["PROBE", "PROBES", "RECALLED", "Action", "Program"]
+__all__ = ["PROBE_POSITIONS", "Action", "ActionKind", "Direction", "Program", "SpecialPosition"]
 
-PROBE, RECALLED = -2, -3
-"""Positions of the pilot rows with the current weights, which pass through the stages before the
-chunks do, and of the same rows with the weights that are about to change."""
 
-PROBES = (PROBE, RECALLED)
+class Direction(StrEnum):
+    """Direction of a pass through the stages, and of the messages that belong to the pass."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class ActionKind(StrEnum):
+    """Kind of an action; the value is its short form in texts, traces and profiles."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"
+    """Start to send values to a later stage."""
+    RECEIVE_FORWARD = "RECV_F"
+    """Start to receive values of an earlier stage."""
+    SEND_BACKWARD = "SEND_B"
+    """Start to send gradients to an earlier stage."""
+    RECEIVE_BACKWARD = "RECV_B"
+    """Start to receive gradients of a later stage."""
+    FORECAST = "FORECAST"
+    """Pass the probe rows with the current weights and fit the maps from old to new rows."""
+    CARRY = "CARRY"
+    """Apply the fitted maps to the stale rows of the history tables."""
+    RECALL = "RECALL"
+    """Pass the probe rows with the weights of this epoch, for the FORECAST of the next epoch."""
+    REDUCE_GRADIENTS = "REDUCE_GRAD"
+    """Start to sum a bucket of weight gradients over the shards."""
+    STEP = "STEP"
+    """Finish the gradient sums and step the optimizer."""
+
+    @property
+    def direction(self) -> Direction:
+        """Direction of the pass; FORECAST and RECALL pass forward."""
+        is_backward = self in (
+            ActionKind.BACKWARD,
+            ActionKind.SEND_BACKWARD,
+            ActionKind.RECEIVE_BACKWARD,
+        )
+        return Direction.BACKWARD if is_backward else Direction.FORWARD
+
+    @property
+    def is_send(self) -> bool:
+        """The action sends a message to another stage."""
+        return self in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+
+    @property
+    def is_receive(self) -> bool:
+        """The action receives a message of another stage."""
+        return self in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
+
+    @property
+    def is_pass(self) -> bool:
+        """The action consumes values of other stages or produces values for other stages."""
+        return self in (
+            ActionKind.FORWARD,
+            ActionKind.BACKWARD,
+            ActionKind.FORECAST,
+            ActionKind.RECALL,
+        )
+
+
+class SpecialPosition(IntEnum):
+    """Positions of actions that do not belong to a chunk."""
+
+    NO_CHUNK = -1
+    PROBE = -2
+    """Probe rows with the current weights (FORECAST, CARRY)."""
+    RECALLED_PROBE = -3
+    """Probe rows with the weights that the next STEP changes (RECALL)."""
+
+
+PROBE_POSITIONS = (SpecialPosition.PROBE, SpecialPosition.RECALLED_PROBE)
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a stage does.
+    """One action of a stage."""
 
-    ``kind`` is F or B (compute), SEND_F, RECV_F, SEND_B, RECV_B (values forward, gradients back,
-    without waiting), FORECAST (find out from the pilot rows where the stale rows go), CARRY (take
-    them there), RECALL (what the next FORECAST has to know of this epoch's tables and weights),
-    REDUCE_GRAD (begin to sum a bucket of gradients over the shards) or STEP (end that; optimizer).
-    """
-
-    kind: str
+    kind: ActionKind
     stage: int
-    position: int = -1
-    """Place of the chunk in the walk; PILOT for FORECAST, CARRY and their values, RECALLED for
-    RECALL and its, -1 for REDUCE_GRAD and STEP."""
+    position: int = SpecialPosition.NO_CHUNK
+    """Place of the chunk in the epoch's order, or a ``SpecialPosition``."""
     steps: tuple[int, int] = (0, 0)
-    """F and B: first step, one past the last. B runs them from the last to the first. REDUCE_GRAD:
-    the steps whose gradients it adds up."""
+    """First step and one past the last. F runs them in order and B in reverse order; REDUCE_GRAD
+    sums their gradients."""
     peer: int = -1
-    """SEND and RECV: the other stage."""
+    """The other stage of a send or receive."""
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
-        if self.kind in ("FORECAST", "CARRY", "RECALL", "STEP"):
-            return f"{self.stage}{self.kind}"
+        kind = self.kind
+        if kind in (ActionKind.FORECAST, ActionKind.CARRY, ActionKind.RECALL, ActionKind.STEP):
+            return f"{self.stage}{kind}"
         part = ""
-        if self.kind in ("F", "B", "REDUCE_GRAD") and self.steps != (0, num_steps):
+        if not (kind.is_send or kind.is_receive) and self.steps != (0, num_steps):
             part = f"[{self.steps[0]}:{self.steps[1]}]"
-        if self.kind == "REDUCE_GRAD":
-            return f"{self.stage}{self.kind}{part}"
-        peer = f">{self.peer}" if "SEND" in self.kind else f"<{self.peer}" * ("RECV" in self.kind)
-        place = {PROBE: "P", RECALLED: "R"}.get(self.position, str(self.position))
-        return f"{self.stage}{self.kind}{place}{part}{peer}"
+        if kind is ActionKind.REDUCE_GRADIENTS:
+            return f"{self.stage}{kind}{part}"
+        peer = f">{self.peer}" * kind.is_send + f"<{self.peer}" * kind.is_receive
+        special = {SpecialPosition.PROBE: "P", SpecialPosition.RECALLED_PROBE: "R"}
+        place = special.get(SpecialPosition(self.position)) if self.position < 0 else self.position
+        return f"{self.stage}{kind}{place}{part}{peer}"
 
 
 @dataclass(frozen=True)
@@ -64,10 +128,10 @@ class Program:
 
     stages: tuple[tuple[Action, ...], ...]
     num_steps: tuple[int, ...]
-    """Steps of each stage."""
+    """Number of steps of each stage."""
     chunks: int
     shards: int = 1
-    """Ranks that run each list; more than one add up their gradients."""
+    """Ranks that run each list; the gradients of several shards are summed."""
     is_exact: bool = False
     """No read is stale: the walk is layer by layer."""
 
