@@ -7,16 +7,15 @@ import sys
 import threading
 
 from gnnpipe.cli.main import main
+from gnnpipe.errors import ExitCode
 
 __all__ = ["run"]
-
-INTERRUPTED = 130
 
 
 def run() -> int:
     """Run the command and return its exit code."""
     code = main()
-    if code == INTERRUPTED and threading.active_count() > 1:
+    if code == ExitCode.INTERRUPTED and threading.active_count() > 1:
         # At a normal exit Python stops threads inside torch's C++ code, which aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()

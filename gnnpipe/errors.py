@@ -1,25 +1,40 @@
-"""What ends a run early: input that a user can put right, and what happens to a run from outside.
+"""Exceptions that end a run early, and the exit codes of the command line.
 
-A message names the flag or field, the value that was given and what to try instead. The command
-line prints it as one line and exits with code 2; Python callers catch it as a ``ValueError``.
+The message of an ``InputError`` names the flag or field, the value and what to try instead. The
+command line prints it as one line; Python callers can catch it as a ``ValueError``.
 """
 
 from __future__ import annotations
 
-__all__ = ["FailedError", "InputError", "LostRankError", "StoppedError"]
+from enum import IntEnum
+
+__all__ = ["ExitCode", "FailedError", "InputError", "LostRankError", "StoppedError"]
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command line."""
+
+    DONE = 0
+    FAILED = 1
+    """The run failed, or ``verify`` found a difference."""
+    BAD_INPUT = 2
+    STOPPED = 75
+    """The run was told to stop and can be continued (EX_TEMPFAIL)."""
+    INTERRUPTED = 130
+    """Ended by Ctrl-C (128 + SIGINT)."""
 
 
 class InputError(ValueError):
-    """Input from outside (flag, field, file, data) that cannot be used, and what to do about it."""
+    """A flag, field, file or data set cannot be used; the message says what to do."""
 
 
 class StoppedError(Exception):
-    """The run was told to stop, and did; the text says where it can go on."""
+    """The run stopped because it was told to; the message says how to continue it."""
 
 
 class FailedError(RuntimeError):
-    """The run cannot go on for a reason outside of it (a full disk), told in one line."""
+    """The run failed for an external reason, such as a full disk."""
 
 
 class LostRankError(RuntimeError):
-    """Another rank has gone, and the run with it; the text says what there is to go on from."""
+    """Another rank has ended; the message says from which checkpoint the run can be continued."""

@@ -1,8 +1,7 @@
-"""What a path from outside may lead to: a plain file, a small text, a folder.
+"""Checks of paths that users give: regular files of limited size, folders, new files.
 
-A pipe or a device never ends, or never begins; a file of gigabytes is not the settings of a run; a
-file in the place of a folder is found out by whoever writes first. All of these are told here,
-before a parser or a download begins.
+The checks come before a parser or a download starts: reading from a pipe or a device may block for
+ever, and a file where a folder is expected would only be noticed at the first write.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ __all__ = [
 ]
 
 MOST_TEXT_BYTES = 1 << 20
-"""Of a file that a person or a run writes: a config, a plan."""
+"""Size limit of text files such as configs and plans."""
 
 
 def open_plain(path: str | Path) -> BufferedReader:
-    """A file opened to be read; ``ValueError`` for a pipe, a device or a folder."""
-    # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
+    """Open a regular file for reading; ``ValueError`` for a pipe, a device or a folder."""
+    # Without O_NONBLOCK, opening a pipe waits for a process that writes to the pipe.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ValueError("not a plain file")
+        raise ValueError("not a regular file")
     return open(handle, "rb")
 
 
 def read_text(path: str | Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a plain UTF-8 file of at most ``most_bytes``.
+    """Return the text of a regular UTF-8 file of at most ``most_bytes``.
 
-    ``OSError`` or ``ValueError`` says in a few words why it cannot be read.
+    Raises ``OSError`` or ``ValueError`` with a short reason.
     """
     try:
         with open_plain(path) as file:
@@ -59,20 +58,20 @@ def read_text(path: str | Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
 
 
 def check_folder(flag: str, given: str, path: Path, hint: str = "give a folder") -> None:
-    """``InputError`` if ``path``, which ``flag`` names, is no folder and cannot become one.
+    """Raise ``InputError`` if ``path``, the value of ``flag``, cannot be a folder.
 
-    One that cannot be written will do: others may have filled it.
+    A folder without write permission is accepted: the files to read may exist already.
     """
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     if not existing.is_dir():
-        raise InputError(f"{flag} {given!r}: {str(existing)!r} is no folder; {hint}")
+        raise InputError(f"{flag} {given!r}: {str(existing)!r} is not a folder; {hint}")
 
 
 class NewFile:
-    """A file that a flag asks for, or none; checked before any work is done for it."""
+    """The file that a flag names, or none; checked before the work whose result it will hold."""
 
     def __init__(self, flag: str, given: str | None, example: str) -> None:
-        """``InputError`` if there is something already, or nothing can be."""
+        """Raise ``InputError`` if the file exists or its folder does not."""
         self._flag = flag
         self._path = None if given is None else Path(given)
         if self._path is None:
@@ -80,12 +79,14 @@ class NewFile:
         if given == "":
             raise InputError(f"{flag} '': give a file, like {example}")
         if os.path.lexists(self._path):
-            raise InputError(f"{flag} {given!r}: is there already; give a new name")
+            raise InputError(f"{flag} {given!r}: exists already; give a new name")
         if not self._path.parent.is_dir():
-            raise InputError(f"{flag} {given!r}: {str(self._path.parent)!r} is no folder; make it")
+            raise InputError(
+                f"{flag} {given!r}: {str(self._path.parent)!r} is not a folder; create it"
+            )
 
     def write(self, text: str) -> bool:
-        """Whether there was one to be written."""
+        """Write the file, if the flag was given; return whether it was."""
         if self._path is None:
             return False
         try:
@@ -99,13 +100,13 @@ class NewFile:
 
 
 def like_run_in(path: Path) -> str:
-    """Where several seeds were trained the folder of one of them, as the end of a hint; else ''."""
+    """Return the end of a hint that names a run in ``path``, or '' if ``path`` holds none."""
     runs = seed_runs(path)
     return f", like {runs[0]}" if runs else ""
 
 
 def seed_runs(path: Path) -> list[Path]:
-    """The runs in a folder that ``--seeds`` was trained into."""
+    """Return the folders of the runs that ``train --seeds`` made in ``path``."""
     return sorted(p.parent for p in path.glob("seed-*/config.toml"))
 
 
@@ -120,9 +121,9 @@ _REMEDIES = {
 
 
 def how_to_write(number: int | None) -> str:
-    """What to do about the ``errno`` of a write that failed.
+    """Return advice for the ``errno`` of a failed write.
 
     >>> how_to_write(errno.ENOSPC)
-    'make room'
+    'free some space'
     """
-    return _REMEDIES.get(number or 0, "make room")
+    return _REMEDIES.get(number or 0, "free some space")

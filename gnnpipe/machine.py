@@ -1,7 +1,7 @@
-"""Which machine this is, and how much memory it, or the container around us, has to give.
+"""Identity and memory of this machine, or of the container that the process runs in.
 
-A size that does not even fit into all of it is a mistake, and is told before anything is allocated:
-Linux promises memory that it has not, and kills the process when it is used.
+Sizes are checked against the memory before anything is allocated: Linux grants allocations that
+exceed the memory and kills the process when the pages are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_key() -> str:
-    """Tells machines apart, those of one name too; processes of one machine find the same."""
+    """Return a text that all processes of a machine share and no other machine has."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{platform.node()} {boot}"
@@ -25,25 +25,21 @@ def machine_key() -> str:
 
 
 def memory_bytes() -> int:
-    """Main memory and swap, or the limit of the container if that is lower."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _swap_bytes()]
+    """Return the size of main memory and swap, or the container's limit if that is lower."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + _meminfo("SwapTotal")]
     for limit in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # not there, or 'max': no limit
+        with contextlib.suppress(OSError, ValueError):  # no file, or 'max': no limit
             sizes.append(int(Path(limit).read_text(encoding="ascii")))
     return min(sizes)
 
 
 def free_bytes() -> int:
-    """Memory that programs could still have, without swap; all of it where nobody says."""
-    return _from_kernel("MemAvailable") or memory_bytes()
+    """Return the available memory without swap; all memory where the kernel does not say."""
+    return _meminfo("MemAvailable") or memory_bytes()
 
 
-def _swap_bytes() -> int:
-    return _from_kernel("SwapTotal")
-
-
-def _from_kernel(name: str) -> int:
-    """A size of /proc/meminfo in bytes; 0 where there is none."""
+def _meminfo(name: str) -> int:
+    """Return an entry of /proc/meminfo in bytes; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):

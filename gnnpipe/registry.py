@@ -1,7 +1,7 @@
-"""Names to things: a dictionary whose misses suggest the nearest name.
+"""Registry: objects by name, with a suggestion for an unknown name.
 
-Datasets, models, partitioners and schedules are chosen by name from a flag. Each kind has one
-``Registry``; the entries are put in where they are defined.
+Datasets, models, partitioners and schedules are selected by the name that a flag gives. Every kind
+has one ``Registry``; the objects are registered where they are defined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A phrase that helps after an unknown name: the closest match, else all the names."""
+    """Return a hint for an unknown name: the closest known name, or all known names."""
     known = sorted(names)
     close = get_close_matches(name[:64].lower(), [k.lower() for k in known], n=1, cutoff=0.5)
     if close:
@@ -27,7 +27,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """The things of one kind by name.
+    """Objects of one kind by name.
 
     >>> colours = Registry[int]("colour")
     >>> colours.add("red", 1)
@@ -41,7 +41,7 @@ class Registry(Generic[T]):
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
-        """Register ``thing`` under ``name`` and hand it back, so that it can be used in place."""
+        """Register ``thing`` under ``name`` and return it."""
         self._things[name] = thing
         return thing
 

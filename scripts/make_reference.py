@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 sys.path.insert(0, str(ROOT))
 
-from gnnpipe.cli.main import VERIFY_DEFAULTS  # noqa: E402
+from gnnpipe.cli.commands import VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
-from gnnpipe.config.fields import flag  # noqa: E402
+from gnnpipe.config.fields import flag, scalar_type  # noqa: E402
 from gnnpipe.run.metrics_csv import EpochRow  # noqa: E402
 from gnnpipe.run.result import RunResult  # noqa: E402
 from gnnpipe.verify.verify import TOLERANCE  # noqa: E402
@@ -175,8 +175,7 @@ def settings() -> list[str]:
             group = meta["group"]
             lines += ["", f"### {group}", "", "| flag | type | default | allowed | meaning |"]
             lines.append("|---|---|---|---|---|")
-        hint = hints[field.name]
-        kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint).__name__
+        kind = scalar_type(hints[field.name]).__name__
         cells = [
             f"`{flag(field.name)}`",
             kind,

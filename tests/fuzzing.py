@@ -26,7 +26,9 @@ from hypothesis.extra import numpy as hnp
 
 from gnnpipe import Graph
 from gnnpipe.checkpoint.reader import MANIFEST, StoredCheckpoint
-from gnnpipe.cli.main import _config, _parser, main
+from gnnpipe.cli.commands import make_parser
+from gnnpipe.cli.main import main
+from gnnpipe.cli.parser import config_of
 from gnnpipe.config import TrainConfig
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.synthetic import parse_synthetic
@@ -168,20 +170,22 @@ def read_toml(data: bytes) -> object:
         return config
 
 
-FLAGS = sorted(w for w in _parser()[1]["train"]._option_string_actions if w not in ("-h", "--help"))
+FLAGS = sorted(
+    w for w in make_parser()[1]["train"]._option_string_actions if w not in ("-h", "--help")
+)
 WORDS = st.lists(
     st.one_of(st.sampled_from(FLAGS), VALUES.map(str), st.text(max_size=6)), max_size=8
 )
 
 
 def read_words(words: list[str]) -> object:
-    parser, commands = _parser()
+    parser, commands = make_parser()
     words = ["train", *(w for w in words if w not in ("-h", "--help", "--version", "--resume"))]
     options, unknown = parser.parse_known_args(words)
     if unknown:
         commands["train"].refuse(unknown, words, commands)
     options.resume = None
-    return _config(options, {})
+    return config_of(options)
 
 
 # --- plan ---------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_no_room_for_copies_is_a_fault_of_the_checkpoint(
     saver.save(1, TENSORS, {}, is_last=False)
     saver.wait()
     assert saver.has_failed
-    assert saver.fault == ("Cannot allocate memory", "make room")
+    assert saver.fault == ("Cannot allocate memory", "free some space")
 
 
 def test_what_the_disk_says_comes_back(tmp_path: Path) -> None:

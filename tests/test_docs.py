@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gnnpipe.cli.main import _parser, main
+from gnnpipe.cli.commands import make_parser
+from gnnpipe.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "datasets" / "README.md"]
@@ -124,7 +125,7 @@ def test_links_lead_somewhere(page):
 
 
 def flags_of(command):
-    actions = _parser()[0]._actions
+    actions = make_parser()[0]._actions
     choices = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
     return {s for a in choices[command]._actions for s in a.option_strings}
 
@@ -132,7 +133,7 @@ def flags_of(command):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_have_only_flags_that_exist(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    names = "|".join(_parser()[1])
+    names = "|".join(make_parser()[1])
     for command, rest in re.findall(rf"gnnpipe ({names})\b([^\n`]*)", text):
         unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - flags_of(command)
         assert not unknown, f"gnnpipe {command}{rest}"
@@ -141,7 +142,7 @@ def test_commands_have_only_flags_that_exist(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name_of)
 def test_flags_in_backticks_exist(page):
     """A flag on its own, such as `--chunks 8`, is one of gnnpipe's."""
-    known = set().union(*map(flags_of, _parser()[1])) | {"--no-..."}
+    known = set().union(*map(flags_of, make_parser()[1])) | {"--no-..."}
     for span in code_spans(page.read_text(encoding="utf-8")):
         if span.startswith("--") and "torchrun" not in span:
             assert set(re.findall(r"(?<!\S)--[a-z.-]+", span)) <= known, span

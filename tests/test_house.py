@@ -33,7 +33,6 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "perf/evaluation_memory.py evaluation_bytes": "to be cut",
     "perf/memory.py estimate_memory": "to be cut",
     "plan/loss_rows.py choose_loss_rows": "to be cut",
-    "cli/main.py _parser": "to be cut",
     "planner/uniform.py plan_uniform": "to be cut",
     "run/result.py gather_result": "to be cut",
     "runtime/executor.py __init__": "to be cut",

@@ -116,7 +116,7 @@ def test_other_faults_of_a_disk():
 
     assert how_to_write(errno.EMFILE).endswith("(ulimit -n)")
     assert how_to_write(errno.EROFS) == "make it writable"
-    assert how_to_write(errno.ENOSPC) == how_to_write(None) == "make room"
+    assert how_to_write(errno.ENOSPC) == how_to_write(None) == "free some space"
 
 
 def test_the_small_trial_of_doctor_without_buffers(monkeypatch):

@@ -59,7 +59,7 @@ def test_without_a_name_nothing_is_written(tmp_path, capsys, monkeypatch):
         (["--save", "no/where.json"], ["--save 'no/where.json'", "'no'"]),
         (["--dataset", "krate"], ["--dataset", "karate"]),
         (["--chunks", "35"], ["--chunks 35", "34"]),
-        (["--seeds", "2"], ["--seeds", "no flag of `gnnpipe profile`", "`gnnpipe train`"]),
+        (["--seeds", "2"], ["--seeds", "not a flag of `gnnpipe profile`", "`gnnpipe train`"]),
         (["--hardware", "h100"], ["--hardware 'h100'", "h100:100gbe"]),
         (["--hardware", "h10:100gbe"], ["--hardware 'h10:100gbe'", "'h100'"]),
         (["--hardware", "h100:11gbe"], ["--hardware 'h100:11gbe'", "gbe"]),

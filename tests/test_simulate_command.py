@@ -218,8 +218,8 @@ def test_what_is_not_on_the_path_changes_nothing():
         ),
         (["--hardware", "h100:10gbe", "--cluster", "x.toml"], ["--cluster", "x.toml"]),
         (["--hardware", "h100:10gbe", "--json", ""], ["--json ''"]),
-        (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "'no' is no folder"]),
-        (["--hardware", "h100:10gbe", "--json", "."], ["--json '.'", "is there already"]),
+        (["--hardware", "h100:10gbe", "--json", "no/x.json"], ["--json", "'no' is not a folder"]),
+        (["--hardware", "h100:10gbe", "--json", "."], ["--json '.'", "exists already"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",edges=2"], ["edges is given twice"]),
         (["--hardware", "h100:10gbe", "--shape", SHAPE + ",stored=1e9"], ["at most vertices"]),
         (

@@ -1,1 +1,1 @@
-"""Command line: parser and commands."""
+"""Command-line interface."""

@@ -1,30 +1,30 @@
-"""How the command line refuses words: one line that names the flag, the word and what to try.
-
-``argparse`` prints its usage and speaks of arguments; a user has typed flags. What the values of
-the flags may be stands with the settings.
-"""
+"""Argument parser: flags generated from the fields of ``TrainConfig``, and errors in one line."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from gnnpipe.config import TrainConfig
+from gnnpipe.config.fields import flag, scalar_type
+from gnnpipe.config.validation import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 
-__all__ = ["Parser", "may_speak", "one_line", "reader"]
+__all__ = ["Parser", "add_settings", "config_of", "number"]
 
-KINDS = {"int": ("a whole number", "16"), "float": ("a number", "0.01")}
+EXAMPLES = {"int": ("a whole number", "16"), "float": ("a number", "0.01")}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Reports errors as ``InputError``, in one line that names the flag and what to try."""
 
     def error(self, message: str) -> NoReturn:
-        """``argparse``'s complaint as an ``InputError``."""
+        """Raise argparse's message as an ``InputError``."""
         switch = re.fullmatch(
             r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument (.*)", message
         )
@@ -34,44 +34,43 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; see `{self.prog} --help`")
 
     def refuse(
-        self, unknown: Sequence[str], words: Sequence[str], commands: Mapping[str, Parser]
+        self, unknown: Sequence[str], arguments: Sequence[str], commands: Mapping[str, Parser]
     ) -> NoReturn:
-        """``unknown`` of the ``words`` are no flags: the first, with what may have been meant."""
+        """Raise ``InputError`` for the first of the ``unknown`` arguments, with a suggestion."""
         word = unknown[0]
-        # As argparse writes --flag=value.
-        others = [n for n, c in commands.items() if word.split("=")[0] in c._option_string_actions]
+        name = word.split("=")[0]
+        others = [n for n, c in commands.items() if name in c._option_string_actions]
         if others and word.startswith("--"):
             raise InputError(
-                f"{word}: no flag of `{self.prog}`, but of `gnnpipe {others[0]}`; leave it out"
+                f"{word}: not a flag of `{self.prog}` but of `gnnpipe {others[0]}`; leave it out"
             )
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if word.startswith("-") and word.strip("-"):
-            # Without the dashes, which all flags have in common.
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             hint = nearest(word.strip("-"), [flag.strip("-") for flag in flags])
             if hint.startswith("known"):
                 hint = f"see `{self.prog} --help`"
             hint = hint.replace("did you mean '", "did you mean '--")
             raise InputError(f"{word}: unknown flag; {hint}")
-        at = list(words).index(word)
-        before = self._option_string_actions.get(words[at - 1]) if at else None
+        at = list(arguments).index(word)
+        before = self._option_string_actions.get(arguments[at - 1]) if at else None
         if isinstance(before, argparse.BooleanOptionalAction):
             on, off = before.option_strings
             raise InputError(_takes_no_value(on, off, repr(word)))
-        raise InputError(f"{word!r}: belongs to no flag; see `{self.prog} --help`")
+        raise InputError(f"{word!r}: a value without a flag; see `{self.prog} --help`")
 
 
 def _takes_no_value(on: str, off: str, value: str) -> str:
     return f"{on} {value}: takes no value; try {on} or {off} alone"
 
 
-def reader(kind: type) -> Callable[[str], Any]:
-    """Reads the value of a flag as ``kind``."""
+def number(kind: type) -> Callable[[str], Any]:
+    """Return an argparse ``type`` that reads ``kind`` and gives an example when it cannot."""
 
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            what, example = KINDS[kind.__name__]
+            what, example = EXAMPLES[kind.__name__]
             raise argparse.ArgumentTypeError(
                 f"{text[:60]!r} is not {what}, like {example}"
             ) from None
@@ -79,13 +78,48 @@ def reader(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def one_line(error: Exception) -> str:
-    """The text of an error, whatever names it holds, on one line."""
-    return " ".join(str(error).split())
+def add_settings(command: Parser, defaults: Mapping[str, Any]) -> None:
+    """Add ``--config`` and a flag for every field of ``TrainConfig``, in groups.
+
+    ``defaults``: defaults of this command that differ from those of ``TrainConfig``.
+    """
+    command.add_argument("--config", help="TOML file with any of the settings below")
+    hints = typing.get_type_hints(TrainConfig)
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(TrainConfig):
+        kind = scalar_type(hints[field.name])
+        text = field.metadata["help"].replace("%", "%%")
+        default = defaults.get(field.name, field.default)
+        if default not in (None, ""):
+            text += f" (default {default})"
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": number(kind), "metavar": kind.__name__.upper()}
+        group = field.metadata["group"]
+        if group not in groups:
+            groups[group] = command.add_argument_group(group)
+        groups[group].add_argument(flag(field.name), **options)
 
 
-def may_speak(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process tells of errors that all ranks have: rank 0, or one that is no rank."""
-    rank, world = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
-    is_rank = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
-    return not is_rank or int(rank) == 0
+def config_of(
+    options: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """Return the config: ``defaults``, overridden by the TOML file, overridden by the flags.
+
+    With ``--resume``, all of these override the config of the resumed run.
+    """
+    values = dict(defaults or {})
+    if options.config is not None:
+        values |= TrainConfig.read_toml(options.config)
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    values |= {name: value for name, value in vars(options).items() if name in names}
+    if getattr(options, "resume", None) is not None:
+        from gnnpipe.run.resume import resumed_config
+
+        config = resumed_config(options.resume, values)
+    else:
+        config = TrainConfig.from_dict(values)
+    check_stages(config)
+    return config

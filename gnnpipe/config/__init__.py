@@ -1,6 +1,7 @@
 """Settings of a training run and their validation."""
 
 from gnnpipe.config.staleness import StalenessSettings
-from gnnpipe.config.train_config import TrainConfig, parse_split
+from gnnpipe.config.train_config import TrainConfig
+from gnnpipe.config.validation import parse_split
 
 __all__ = ["StalenessSettings", "TrainConfig", "parse_split"]

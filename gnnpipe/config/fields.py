@@ -1,14 +1,9 @@
-"""What a setting is: a field with a help text and a border, and the checks that go with it.
-
-``config`` defines the fields; the command line reads their metadata. Every fault names the flag,
-the value and what to try.
-"""
+"""Definition of a setting: a dataclass field with help text and allowed values, and its checks."""
 
 from __future__ import annotations
 
 import math
 import numbers
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import field
@@ -17,13 +12,13 @@ from typing import Any
 
 from gnnpipe.errors import InputError
 
-__all__ = ["check_border", "check_text", "flag", "setting", "typed"]
+__all__ = ["check_range", "check_text", "coerce", "flag", "scalar_type", "setting"]
 
 Number = int | float
 
 HIGH = {int: 10**9, float: 1e30}
-"""The largest number that a setting without a border of its own may be: beyond lies a slip of the
-keyboard, and what float32 or a clock cannot hold."""
+"""Upper limits of settings that state none: a larger number is a typing error, and may not fit into
+float32 or a timer."""
 
 KINDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
@@ -39,7 +34,7 @@ def setting(
     high: Number | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its help text and its border: low <= v <= high, above < v < below."""
+    """Return a dataclass field with a help text and limits: low <= v <= high, above < v < below."""
     meta = {
         "help": text,
         "group": group,
@@ -53,42 +48,50 @@ def setting(
 
 
 def flag(name: str) -> str:
-    """The command line's name of a field: its unit is said in the help."""
+    """Return the flag of a field; the unit of a name such as timeout_s is left out."""
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def typed(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as the field's type, taking whole numbers for floats; else an ``InputError``."""
-    optional = isinstance(hint, types.UnionType)
-    if value is None and optional:
+def scalar_type(hint: Any) -> type:
+    """Return ``T`` for the type hint ``T`` or ``T | None``."""
+    found: type = next((t for t in typing.get_args(hint) if t is not type(None)), hint)
+    return found
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """Return ``value`` as the type of its field; ``InputError`` if it has another type.
+
+    Whole numbers are accepted as floats, and NumPy's numbers like Python's.
+    """
+    kind = scalar_type(hint)
+    if value is None and kind is not hint:
         return None
-    want = next(t for t in typing.get_args(hint) if t is not type(None)) if optional else hint
-    if not isinstance(value, bool):  # numpy's numbers are as good as Python's
-        if want is int and isinstance(value, numbers.Integral):
+    if not isinstance(value, bool):
+        if kind is int and isinstance(value, numbers.Integral):
             return int(value)
-        if want is float and isinstance(value, numbers.Real):
+        if kind is float and isinstance(value, numbers.Real):
             return float(value)
-    if want is str and isinstance(value, Path):
+    if kind is str and isinstance(value, Path):
         return str(value)
-    if not isinstance(value, want) or (isinstance(value, bool) and want is not bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         text = repr(value)
         text = text if len(text) <= 60 else f"{text[:60]}..."
-        raise InputError(f"{flag(name)} {text}: must be {KINDS[want.__name__]}")
+        raise InputError(f"{flag(name)} {text}: must be {KINDS[kind.__name__]}")
     return value
 
 
 def check_text(name: str, value: str) -> None:
-    """Text that no file name or TOML file can hold, or that is not what it looks like."""
+    """Raise ``InputError`` for text that cannot be a path or has a space at an end."""
     if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in value):
-        raise InputError(f"{name} {value!r}: holds a character that is no text; leave it out")
+        raise InputError(f"{name} {value!r}: contains a character that is not text; remove it")
     if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
-        raise InputError(f"{name} {value[:40]!r}...: is longer than a path can be; give a shorter")
+        raise InputError(f"{name} {value[:40]!r}...: is longer than a path can be; shorten it")
     if value != value.strip():
-        raise InputError(f"{name} {value!r}: has a space at an end; try {value.strip()!r}")
+        raise InputError(f"{name} {value!r}: starts or ends with a space; try {value.strip()!r}")
 
 
-def check_border(name: str, value: Any, meta: Mapping[str, Any]) -> None:
-    """``InputError`` if the value is outside the field's border or choices."""
+def check_range(name: str, value: Any, meta: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` if the value is not within the limits or choices of its field."""
     if value is None:
         return
     name = flag(name)

@@ -1,1 +1,1 @@
-"""A run folder as one page that a browser opens, or as pictures for a paper. No torch here."""
+"""Report about a run folder as one HTML page or as PNG files. Needs no torch."""

@@ -1,13 +1,12 @@
-"""``gnnpipe compare A B``: whether two ways to train end alike, or it is the seed that differs.
+"""Compares the test scores of two runs, or of two sets of runs with several seeds.
 
-A and B are runs, or folders of several seeds. Runs of the same seed have the same first weights,
-split and dropout, so it is their difference that is averaged. On a graph that a model hardly learns
-two seeds differ by more than two policies do, so a difference stands beside its standard error.
+Runs with the same seed have the same initial weights, split and dropout, so the differences are
+averaged over pairs of the same seed. The mean difference is shown with its standard error, because
+two seeds of one configuration may differ by more than two configurations do.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping
@@ -18,13 +17,13 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import seed_runs
 from gnnpipe.report.run import Run, read_run
 
-__all__ = ["add_compare_flags", "compare"]
+__all__ = ["compare_lines"]
 
 TAIL = 20
-"""Last epochs that a mean is taken of: it moves less than the last one."""
+"""Number of last epochs whose mean score is compared: it varies less than the last score."""
 
-SURE = 0.95
-"""Of a difference that the seeds alone would make less often than once in twenty (Student's t)."""
+CONFIDENCE = 0.95
+"""Confidence level of Student's t test on the differences."""
 
 LAST, LATE, BEST = "last epoch", f"last {TAIL} epochs", "best validation"
 
@@ -33,43 +32,33 @@ Score = float | None
 
 @dataclass(frozen=True)
 class _Ended:
-    """What is compared of a run."""
+    """Scores of a run that has ended, and what must agree between compared runs."""
 
     dataset: str
     metric: str
     split: str
     scores: Mapping[str, Score]
-    """Of the test part, by LAST, LATE and BEST; None where it has no such score."""
+    """Test scores by LAST, LATE and BEST; ``None`` if the run has no such score."""
 
 
-def add_compare_flags(command: argparse.ArgumentParser) -> None:
-    """The words that ``gnnpipe compare`` takes."""
-    for name in ("A", "B"):
-        command.add_argument(
-            name.lower(), metavar=name, help="folder of a run, or of several seeds"
-        )
+def compare_lines(first: Path, second: Path) -> list[str]:
+    """Return a table of the test scores of A and B and the differences B - A.
 
-
-def compare(options: argparse.Namespace) -> int:
-    """Print the test scores side by side, and the difference B - A."""
-    print("\n".join(_lines(Path(options.a), Path(options.b))))
-    return 0
-
-
-def _lines(first: Path, second: Path) -> list[str]:
+    ``first`` and ``second``: folders of a run, or of the runs of several seeds.
+    """
     a, b = _runs(first), _runs(second)
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         raise InputError(
-            f"{str(second)!r}: has no seed that {str(first)!r} has "
-            f"({_words(b)}; {_words(a)}); train both with the same --seed and --seeds"
+            f"{str(second)!r}: has no seed in common with {str(first)!r} "
+            f"({_seeds_text(b)}; {_seeds_text(a)}); train both with the same --seed and --seeds"
         )
     for what in ("dataset", "metric", "split"):
         of_a, of_b = getattr(a[seeds[0]], what), getattr(b[seeds[0]], what)
         if of_a != of_b:
             raise InputError(
                 f"{str(second)!r}: its {what} is {of_b}, that of {str(first)!r} is {of_a}; compare "
-                "runs of one graph, split and metric"
+                "runs with the same dataset, split and metric"
             )
     one = a[seeds[0]]
     lines = [
@@ -82,14 +71,14 @@ def _lines(first: Path, second: Path) -> list[str]:
         lines += _mean_lines(what, [(a[s].scores[what], b[s].scores[what]) for s in seeds])
     left = sorted(a.keys() ^ b.keys())
     if left:
-        lines.append(f"in one of the two alone, and left out: seeds {', '.join(map(str, left))}")
+        lines.append(f"left out, because only A or B has them: seeds {', '.join(map(str, left))}")
     if len(seeds) == 1:
-        lines.append("one seed says little: two seeds of one setting may differ as much; --seeds 3")
+        lines.append("one seed says little: two seeds may differ as much; train with --seeds 3")
     return lines
 
 
 def _mean_lines(what: str, pairs: list[tuple[Score, Score]]) -> list[str]:
-    """Mean of both and of the difference; nothing where a run has no such score."""
+    """Return a line with the means and the mean difference, or none if a score is missing."""
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
     if len(known) < len(pairs):
         return []
@@ -97,12 +86,13 @@ def _mean_lines(what: str, pairs: list[tuple[Score, Score]]) -> list[str]:
     row = _row(f"{len(known)} seed{'s' * (len(known) > 1)}, {what}", means[0], means[1])
     if len(known) == 1:
         return [row]
-    from scipy.special import stdtrit  # here, for every command would wait for it
+    from scipy.special import stdtrit  # a slow import that only this line needs
 
     error = statistics.stdev(y - x for x, y in known) / math.sqrt(len(known))
-    apart = abs(means[1] - means[0]) > error * float(stdtrit(len(known) - 1, (1 + SURE) / 2))
-    verdict = "more than the seeds make" if apart else "no more than the seeds make"
-    return [f"{row} ± {error:.4f}: {verdict}"]
+    quantile = float(stdtrit(len(known) - 1, (1 + CONFIDENCE) / 2))
+    is_significant = abs(means[1] - means[0]) > error * quantile
+    verdict = "significant" if is_significant else "not significant"
+    return [f"{row} ± {error:.4f}: {verdict} (paired t-test, {CONFIDENCE:.0%})"]
 
 
 def _row(what: str, a: Score, b: Score) -> str:
@@ -111,12 +101,12 @@ def _row(what: str, a: Score, b: Score) -> str:
     return f"{what:32}{shown[0]:>9}{shown[1]:>9}{difference:>9}"
 
 
-def _words(runs: Mapping[int, _Ended]) -> str:
+def _seeds_text(runs: Mapping[int, _Ended]) -> str:
     return f"seed{'s' * (len(runs) > 1)} {', '.join(map(str, sorted(runs)))}"
 
 
 def _runs(path: Path) -> dict[int, _Ended]:
-    """By seed; ``InputError`` if there is none, or one that has not ended."""
+    """Return the runs in ``path`` by seed; ``InputError`` if there is none or one has not ended."""
     folders = [path] if (path / "config.toml").exists() else seed_runs(path)
     found = [read_run(folder) for folder in folders or [path]]
     return {_seed(run): _ended(run) for run in found}
@@ -132,21 +122,20 @@ def _seed(run: Run) -> int:
 def _ended(run: Run) -> _Ended:
     if run.result is None:
         raise InputError(
-            f"{str(run.path)!r}: has no result.json, so it has not ended; let it end, or go on "
-            f"with it by --resume {run.path}"
+            f"{str(run.path)!r}: has no result.json, so the run has not ended; wait for its end, "
+            f"or continue it with --resume {run.path}"
         )
     result = run.result
     late = [score for score in run.metrics.get("test_metric", ())[-TAIL:] if score is not None]
+    has_best = result.optional_number("best_val_metric") is not None
     return _Ended(
         result.text("dataset"),
         result.text("metric"),
         str(run.config.get("split", "?")),
         {
-            LAST: result.perhaps("test_metric"),
-            # One of them is the last epoch again.
+            LAST: result.optional_number("test_metric"),
+            # A single score would be that of the last epoch again.
             LATE: statistics.fmean(late) if len(late) > 1 else None,
-            BEST: result.perhaps("test_metric_at_best_val")
-            if result.perhaps("best_val_metric") is not None
-            else None,
+            BEST: result.optional_number("test_metric_at_best_val") if has_best else None,
         },
     )

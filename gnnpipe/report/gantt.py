@@ -1,8 +1,9 @@
-"""Timelines as a chart of bars, a row for every rank and for what goes on beside its work.
+"""Gantt chart of the predicted and the measured timeline of an epoch, as SVG.
 
-Predicted above measured, on one scale of time. A chunk keeps its colour; forward is light, backward
-dark; waits are pale and the critical path is outlined. Places are per cent of the width, so the
-chart can be drawn wider (the page's slider) while rows and words keep their size.
+Every rank has a row for its actions and a row for each background lane. Each chunk has a colour,
+light for forward and dark for backward; waits are pale and the critical path is outlined. Positions
+are percentages of the width, so that the slider of the page changes the width of the bars but not
+the size of rows and text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["critical_words", "gantt", "seconds", "shown"]
 ROW, GAP, AXIS = 22, 4, 20
 """Heights in pixels."""
 MOST_SPANS = 6_000
-"""Of one timeline; past it the shortest of each row are left out, and the page says so."""
+"""Limit of spans in one timeline; the page says when the shortest of each row are left out."""
 WORDS = {
     "F": "forward of",
     "B": "backward of",
@@ -36,13 +37,13 @@ WORDS = {
     "EXCHANGE_B": "exchange in",
     "REDUCE_MEAN": "exchange in",
 }
-"""What the critical path spends its time with."""
+"""Text for a kind of action on the critical path, followed by the stage."""
 HUE_STEP = 137.5
-"""Degrees: neighbours in number are far apart in colour, and no two of a hundred agree."""
+"""Degrees between the hues of consecutive chunks (the golden angle: no two of a hundred agree)."""
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that fits.
+    """Format a time with a suitable unit.
 
     >>> seconds(0.00123)
     '1.23 ms'
@@ -54,7 +55,7 @@ def seconds(value: float) -> str:
 
 
 def shown(spans: Sequence[Span]) -> list[Span]:
-    """Those that are drawn, in their order: all, or of every row the longest."""
+    """Return the spans to draw, in order: all, or the longest of every row."""
     if len(spans) <= MOST_SPANS:
         return list(spans)
     rows: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
@@ -72,7 +73,7 @@ class _Row:
 
 
 def gantt(trace: Trace) -> str:
-    """The chart; empty if there is no timeline."""
+    """Return the chart, or '' if there is no timeline."""
     found = {"predicted": shown(trace.predicted), "measured": shown(trace.measured)}
     every = [s for spans in found.values() for s in spans]
     if not every:
@@ -120,7 +121,7 @@ def _bar(span: Span, row: _Row, timeline: str, end_s: float) -> str:
         classes += " critical"
     out = f'<rect class="{classes}"{colour} {place} data-tip="{escape(_tip(span, timeline))}"/>'
     if length > 0.015 and span.kind != "WAIT":
-        # A box of its own cuts the words off where the bar ends.
+        # A nested <svg> clips the text at the end of the bar.
         out += (
             f'<svg class="word{tone}" {place}><text x="3" y="13">{escape(span.name)}</text></svg>'
         )
@@ -148,10 +149,10 @@ def _tip(span: Span, timeline: str) -> str:
 
 
 def critical_words(spans: Sequence[Span]) -> str:
-    """The critical path by stage and kind, the largest shares first; '' if none is marked.
+    """Return the shares of stages and kinds in the critical path, largest first; '' if none.
 
-    An action's own share is without the waits inside it; what several ranks do together, each in
-    a lane of its own, counts once.
+    Waits inside an action are subtracted from the action. A collective of several ranks, which
+    has a span in a lane of each rank, counts once.
     """
     totals: Counter[tuple[int, str]] = Counter()
     seen: set[tuple[int, str, str, float, float]] = set()

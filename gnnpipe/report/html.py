@@ -1,8 +1,7 @@
-"""The page: one file that asks for nothing from outside, a section for each question.
+"""HTML page of a run: one file that loads nothing from outside.
 
-All words from the folder go through ``escape``. A content security policy names the page's own
-script by its hash, so that even a word that slipped through could not run, and nothing could be
-fetched or sent.
+All texts from the run folder are passed through ``escape``. In addition a content security policy
+allows only the script of the page, by its hash, and no connections.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from gnnpipe.report.svg import MOST_POINTS, Line, escape, line_chart
 __all__ = ["MARK", "page"]
 
 MARK = "<!doctype html><!-- made by gnnpipe report -->"
-"""How every page begins."""
+"""First line of every page."""
 
 MOST_LAYERS = 8
-"""Curves in one chart of the drift."""
+"""Limit of curves in one chart by layer."""
 MOST_PROGRAM = 20_000
-"""Characters of program.txt."""
+"""Limit of characters shown of program.txt."""
 
-NOT_YET = '<p class="note">A run writes this at its end; this one has no result.json yet.</p>'
+NOT_YET = '<p class="note">Written at the end of a run; there is no result.json yet.</p>'
 
 TITLES = {
     "curves": "Loss and accuracy",
@@ -35,13 +34,13 @@ TITLES = {
     "time": "Where the time goes",
     "memory": "Memory",
     "bytes": "Bytes sent",
-    "chunks": "Chunks and shards",
+    "chunks": "Partition",
     "settings": "Settings and program",
 }
 
 
 def page(run: Run) -> str:
-    """The whole page of a run as HTML."""
+    """Return the page of a run as HTML."""
     script = resources.files("gnnpipe.report").joinpath("page.js").read_text(encoding="utf-8")
     style = resources.files("gnnpipe.report").joinpath("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -77,7 +76,7 @@ def page(run: Run) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """Two columns: what, and what of it."""
+    """Return a table with a heading and a text in each row."""
     cells = "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
     return f'<div class="table"><table>{cells}</table></div>'
 
@@ -87,7 +86,7 @@ def _summary(run: Run) -> str:
     chunks = run.config.get("chunks", plan.chunks)
     shape = f"{plan.num_stages} x {plan.shards} x {chunks}, schedule {plan.schedule}"
     if chunks != plan.chunks:
-        shape += f", in {plan.chunks} block{'s' * (plan.chunks > 1)} of rows"
+        shape += f", computed in {plan.chunks} block{'s' * (plan.chunks > 1)} of rows"
     rows = [
         ("graph", str(run.config.get("dataset", "?"))),
         ("model", f"{run.config.get('model', '?')}, {run.config.get('layers', '?')} layers"),
@@ -96,35 +95,35 @@ def _summary(run: Run) -> str:
     ]
     if result is None:
         return _table(rows) + (
-            '<p class="warning">This run has no result.json: it was interrupted or still goes on. '
-            f"What follows is of its first {run.epochs:,} epochs; what a run writes at its end is "
-            "missing.</p>"
+            '<p class="warning">This run has no result.json: it was interrupted or is still '
+            f"running. The page shows its first {run.epochs:,} epochs; what a run writes at its "
+            "end is missing.</p>"
         )
     rows[0] = ("graph", result.text("dataset"))
     metric = result.text("metric")
     rows += [
         (
-            "reads",
-            "exact: none is stale"
+            "staleness",
+            "exact: no stale reads"
             if result.flag("exact")
-            else f"{result.number('stale_reads'):.1%} of the edges stale; "
+            else f"{result.number('stale_reads'):.1%} of the edges read stale rows; "
             f"{result.whole('exact_epochs')} of {result.whole('epochs')} epochs exact",
         ),
         (
             "last epoch",
             f"loss {result.number('loss'):.4f}, {metric} "
             + ", ".join(
-                f"{part} {_score(result.perhaps(part + '_metric'))}"
+                f"{part} {_score(result.optional_number(part + '_metric'))}"
                 for part in ("train", "val", "test")
             ),
         ),
         (
             "best validation",
-            f"{_score(result.perhaps('best_val_metric'))} at epoch "
+            f"{_score(result.optional_number('best_val_metric'))} at epoch "
             f"{result.whole('best_epoch')}: test "
-            f"{_score(result.perhaps('test_metric_at_best_val'))}",
+            f"{_score(result.optional_number('test_metric_at_best_val'))}",
         ),
-        ("an epoch takes", f"{result.number('epoch_time_s'):.4g} s"),
+        ("epoch time", f"{result.number('epoch_time_s'):.4g} s"),
     ]
     return _table(rows)
 
@@ -138,25 +137,25 @@ def _curves(run: Run) -> str:
     if not epochs:
         return '<p class="note">No epoch has been trained yet.</p>'
     charts = [line_chart("Training loss", epochs, [Line("loss", run.metrics["loss"])])]
-    for kind, title in (("acc", "Accuracy"), ("metric", "The run's own metric")):
+    for kind, title in (("acc", "Accuracy"), ("metric", "Metric of the run")):
         columns = {part: run.metrics.get(f"{part}_{kind}", ()) for part in ("train", "val", "test")}
         if kind == "metric" and all(
             columns[part] == run.metrics.get(f"{part}_acc", ()) for part in columns
         ):
-            continue  # it is accuracy
+            continue  # the metric is accuracy
         lines = [Line(part, values) for part, values in columns.items() if values]
         charts.append(line_chart(title, epochs, lines))
-    few = f"; {MOST_POINTS} epochs of each curve are drawn" if len(epochs) > MOST_POINTS else ""
-    note = f'<p class="note">Loss with dropout, over the train vertices; scores exact{few}.</p>'
+    limit = f" At most {MOST_POINTS} epochs of a curve are drawn." * (len(epochs) > MOST_POINTS)
+    note = f'<p class="note">Loss: training, with dropout. Scores: exact evaluation.{limit}</p>'
     return f'<div class="charts">{"".join(charts)}</div>{note}'
 
 
 def _drift(run: Run) -> str:
     charts = []
     for prefix, title in (
-        ("drift_", "Drift: stale rows against those pushed, relative"),
-        ("moved_", "Moved: pilot rows by the change of weights"),
-        ("missed_", "Missed: what the forecast left of it"),
+        ("drift_", "Drift: relative error of stale rows"),
+        ("moved_", "Moved: relative change of probe rows by the optimizer step"),
+        ("missed_", "Missed: relative error of the forecast"),
     ):
         columns = run.columns(prefix)
         if not columns:
@@ -167,9 +166,9 @@ def _drift(run: Run) -> str:
     if not any(charts):
         return '<p class="note">Nothing is read stale in this run, or not yet.</p>'
     note = (
-        '<p class="note">Gaps are exact epochs: nothing in them was stale. With dropout the drift '
-        "stays near 1 (100 %) whatever the weights do, for every epoch draws its noise anew; moved "
-        "and missed are without it.</p>"
+        '<p class="note">Gaps are exact epochs, in which nothing is stale. With dropout the drift '
+        "stays near 1 (100 %), because every epoch draws a new dropout mask; moved and missed are "
+        "measured without dropout.</p>"
     )
     return f'<div class="charts">{"".join(charts)}</div>{note}'
 
@@ -177,9 +176,9 @@ def _drift(run: Run) -> str:
 def _timeline(run: Run) -> str:
     chart = gantt(run.trace)
     if not chart:
-        return '<p class="note">No trace.json: it is written at the end of a run on CPUs.</p>'
+        return '<p class="note">No trace.json: a run writes it at its end, on CPUs only.</p>'
     out = [
-        '<p><label>wider <input id="wide" type="range" min="1" max="40" value="1"></label></p>',
+        '<p><label>width <input id="wide" type="range" min="1" max="40" value="1"></label></p>',
         chart,
     ]
     for name in ("predicted", "measured"):
@@ -189,12 +188,12 @@ def _timeline(run: Run) -> str:
             out.append(f"<p>Critical path, {name}: {escape(words)}.</p>")
         if len(spans) > MOST_SPANS:
             out.append(
-                f'<p class="note">{name}: of {len(spans):,} spans the longest of each row.</p>'
+                f'<p class="note">{name}: only the longest of {len(spans):,} spans are drawn.</p>'
             )
     out.append(
-        '<p class="note">Point at a bar or tap it. A colour is a chunk, light forward and dark '
-        "backward; dark grey is work about no chunk, pale grey is waiting; the critical path is "
-        "outlined.</p>"
+        '<p class="note">Point at a bar or tap it for details. Each chunk has a colour, light for '
+        "forward and dark for backward; dark grey: work that belongs to no chunk; pale grey: "
+        "waiting; outlined: the critical path.</p>"
     )
     return "".join(out)
 
@@ -203,7 +202,7 @@ def _settings(run: Run) -> str:
     settings = _table([(name, str(value)) for name, value in run.config.items()])
     program = f"<pre>{escape(run.program[:MOST_PROGRAM])}</pre>"
     if len(run.program) > MOST_PROGRAM:
-        program += f'<p class="note">Its first {MOST_PROGRAM:,} characters.</p>'
+        program += f'<p class="note">The first {MOST_PROGRAM:,} characters.</p>'
     return (
         f"<details><summary>config.toml</summary>{settings}</details>"
         f"<details><summary>program.txt</summary>{program}</details>"

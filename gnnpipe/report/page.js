@@ -1,5 +1,5 @@
 "use strict";
-// What carries data-tip says it when pointed at or tapped; the slider makes the timeline wider.
+// Shows data-tip of the element under the pointer; the slider changes the width of the timeline.
 const tip = document.getElementById("tip");
 function show(event) {
   const found = event.target instanceof Element ? event.target.closest("[data-tip]") : null;

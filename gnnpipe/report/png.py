@@ -1,4 +1,4 @@
-"""The curves and the timeline as PNG files, drawn by matplotlib (extra ``plots``)."""
+"""PNG files of the curves and the timeline, drawn by matplotlib (extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["pictures"]
 
 DPI = 200
 WIDTH_IN = 7.0
-"""Inches: the text width of most papers' single column pages."""
+"""Figure width in inches: the text width of most single-column papers."""
 
 
 def pictures(run: Run) -> dict[str, bytes]:
-    """PNG files by name: ``curves`` and, where there is one, ``timeline``."""
+    """Return PNG files by name: ``curves`` and, if the run has one, ``timeline``."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -73,7 +73,7 @@ def _curves(run: Run, axes: list[Axes]) -> None:
 def _timeline(axis: Axes, name: str, spans: list[Span]) -> None:
     rows = sorted({(s.rank, s.lane) for s in spans})
     for place, (rank, lane) in enumerate(rows):
-        for is_wait in (False, True):  # waits over the actions that they lie in
+        for is_wait in (False, True):  # waits are drawn over their actions
             mine = [s for s in spans if (s.rank, s.lane, s.kind == "WAIT") == (rank, lane, is_wait)]
             axis.broken_barh(
                 [(s.start_s, s.end_s - s.start_s) for s in mine],

@@ -1,8 +1,8 @@
-"""A run folder, read and checked: what the page may rely on.
+"""Reads and checks a run folder.
 
-The folder may come from anywhere, so nothing in it is believed: wrong types, huge or missing files
-are an ``InputError``. A run that was interrupted, or still goes on, has no result.json; config and
-plan, which are written before the first epoch, must be there.
+The folder may come from an untrusted source: wrong types and huge or missing files raise
+``InputError``. A run that was interrupted or is still running has no result.json; the config and
+the plan, which are written before the first epoch, must exist.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ __all__ = ["Column", "Fields", "Run", "read_run"]
 T = TypeVar("T")
 
 MOST_BYTES = 256 << 20
-"""Of one file; a browser could not show what came of more."""
+"""Size limit of one file; a browser could not display more."""
 
 MOST_EPOCHS = 10**9
-"""Larger numbers could not be told apart in a chart."""
+"""Largest epoch number; larger numbers cannot be told apart in a chart."""
 
 Column = Sequence[float | None]
-"""Values by epoch; None where an epoch has none."""
+"""One value per epoch; None if the epoch has none."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds."""
+    """The contents of a run folder."""
 
     path: Path
     config: Mapping[str, Any]
     plan: Plan
     program: str
     metrics: Mapping[str, Column]
-    """Columns of metrics.csv by name, a value for each epoch that was trained; None where the epoch
-    has no such figure. Empty before the first epoch."""
+    """Columns of metrics.csv by name; empty before the first epoch."""
     result: Fields | None
-    """None: the run has not ended."""
+    """``None`` if the run has not ended."""
     trace: Trace
-    """Empty where none was written."""
+    """Empty if the run has written none."""
 
     @property
     def epochs(self) -> int:
-        """How many were trained."""
+        """Number of epochs trained."""
         return len(self.metrics.get("epoch", ()))
 
     def columns(self, prefix: str) -> list[tuple[str, Column]]:
-        """The columns ``prefix``0, ``prefix``1, ... in the order of layers."""
+        """Return the columns ``prefix``0, ``prefix``1, ... in the order of the layers."""
         found: list[tuple[str, Column]] = []
         while (name := f"{prefix}{len(found)}") in self.metrics:
             found.append((name, self.metrics[name]))
@@ -65,12 +64,12 @@ class Run:
 
 
 class Fields:
-    """A JSON object whose values are asked for by name and kind; ``InputError`` names the field."""
+    """A JSON object with checked access by name and type; an ``InputError`` names the field."""
 
     def __init__(self, values: Any, where: str) -> None:
-        """``where``: the file, and the field that the object stands in."""
+        """``where``: the file and the field that contain the object."""
         if not isinstance(values, dict):
-            raise InputError(f"{where}: is no object of names and values; try another run")
+            raise InputError(f"{where}: is not a JSON object; try another run")
         self._values, self._where = values, where
 
     def _as(self, name: str, is_kind: Callable[[Any], bool], kind: str) -> Any:
@@ -86,63 +85,63 @@ class Fields:
         return value
 
     def text(self, name: str) -> str:
-        """A text."""
+        """Return a string."""
         found: str = self._as(name, lambda v: isinstance(v, str), "text")
         return found
 
     def flag(self, name: str) -> bool:
-        """True or false."""
+        """Return a boolean."""
         found: bool = self._as(name, lambda v: isinstance(v, bool), "true or false")
         return found
 
     def number(self, name: str) -> float:
-        """A number that is one."""
+        """Return a finite number."""
         return float(self._as(name, _is_number, "a number"))
 
     def whole(self, name: str) -> int:
-        """0, 1, 2, ..."""
+        """Return a whole number that is not negative."""
         found: int = self._as(
             name, lambda v: _is_number(v) and isinstance(v, int) and v >= 0, "a whole number"
         )
         return found
 
-    def perhaps(self, name: str) -> float | None:
-        """A number, or None where there is no such figure."""
+    def optional_number(self, name: str) -> float | None:
+        """Return a number, or ``None`` for null."""
         found = self._as(name, lambda v: v is None or _is_number(v), "a number or null")
         return None if found is None else float(found)
 
     def numbers(self, name: str) -> list[float]:
-        """A list of numbers."""
+        """Return a list of numbers."""
         found = self._as(
             name, lambda v: isinstance(v, list) and all(map(_is_number, v)), "a list of numbers"
         )
         return [float(v) for v in found]
 
-    def inside(self, name: str) -> Fields:
-        """An object that stands in this one."""
-        found = self._as(name, lambda v: isinstance(v, dict), "an object of names and values")
+    def fields(self, name: str) -> Fields:
+        """Return a nested object."""
+        found = self._as(name, lambda v: isinstance(v, dict), "a JSON object")
         return Fields(found, f"{self._where}: {name}")
 
-    def each(self, name: str) -> list[Fields]:
-        """The objects of a list."""
+    def list_of_fields(self, name: str) -> list[Fields]:
+        """Return a list of objects."""
         found = self._as(name, lambda v: isinstance(v, list), "a list")
         return [Fields(v, f"{self._where}: {name} {i}") for i, v in enumerate(found)]
 
 
 def _is_number(value: Any) -> bool:
-    # Also refuses NaN, and whole numbers that no float can hold.
+    # The limit also excludes NaN and whole numbers that no float can hold.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def read_run(path: Path) -> Run:
-    """The run in a folder; ``InputError`` names the file and what is wrong with it."""
+    """Read the run in a folder; an ``InputError`` names the file and the fault."""
     if path.is_file():
         raise InputError(f"{str(path)!r}: is a file; give the folder of a run, as runs/NAME")
     if not path.is_dir():
         raise InputError(f"{str(path)!r}: no such folder; give the folder of a run, as runs/NAME")
     if not (path / "config.toml").exists():
         raise InputError(
-            f"{str(path)!r}: holds no config.toml; give the folder of a run{like_run_in(path)}"
+            f"{str(path)!r}: contains no config.toml; give the folder of a run{like_run_in(path)}"
         )
     trace = path / "trace.json"
     return Run(
@@ -157,13 +156,13 @@ def read_run(path: Path) -> Run:
 
 
 def _checked(file: Path) -> Path:
-    """The same; ``InputError`` if missing, too large or no plain file (reading might hang)."""
+    """Return ``file``; ``InputError`` if it is missing, too large, or a pipe or device."""
     try:
         is_plain, size_bytes = file.is_file(), file.stat().st_size
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); try another run") from None
     if not is_plain:
-        raise InputError(f"{file}: is no plain file; give the folder of a run")
+        raise InputError(f"{file}: is not a regular file; give the folder of a run")
     if size_bytes > MOST_BYTES:
         raise InputError(
             f"{file}: has {size_bytes:,} bytes, more than {MOST_BYTES:,}; try a shorter run"
@@ -198,12 +197,12 @@ def _metrics(file: Path) -> dict[str, Column]:
     for number, cells in enumerate(lines, start=2):
         if len(cells) != len(names):
             if number == len(lines) + 1:
-                break  # The run goes on, and is writing this line.
+                break  # the run is still writing this line
             raise InputError(f"{file}: line {number} has {len(cells)} cells, not {len(names)}")
         for name, cell in zip(names, cells, strict=True):
             columns[name].append(_value(cell, f"{file}: line {number}: {name}"))
     if None in columns["loss"]:
-        raise InputError(f"{file}: an empty loss; make the run again")
+        raise InputError(f"{file}: an epoch without a loss; make the run again")
     for epoch in columns["epoch"]:
         if epoch is None or not 1 <= epoch <= MOST_EPOCHS or epoch != int(epoch):
             raise InputError(f"{file}: epoch {epoch}; must be a whole number from 1 on")

@@ -1,4 +1,4 @@
-"""The sections that result.json fills: time, memory, bytes, and what the cut costs."""
+"""Sections of the page from result.json: time, memory, communication and partition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("structure", "features", "history", "activations", "weights")
 
 
 def size(value: float) -> str:
-    """Bytes in the unit that fits.
+    """Format a number of bytes with a suitable unit.
 
     >>> size(1536)
     '1.5 KiB'
@@ -33,53 +33,51 @@ def size(value: float) -> str:
 
 
 def time_section(result: Fields) -> str:
-    """Shares of the epoch by rank."""
-    shares = result.each("time_shares")
+    """Return bars of how each rank spent an epoch."""
+    shares = result.list_of_fields("time_shares")
     if not shares:
-        return '<p class="note">Not noted: on GPUs actions only start work.</p>'
+        return '<p class="note">Not measured: on GPUs kernels run asynchronously.</p>'
     rows = [
         (f"rank {rank}", [(name, share.number(key)) for name, key in SHARES.items()])
         for rank, share in enumerate(shares)
     ]
     hidden = [s.number("hidden_pipeline_s") + s.number("hidden_graph_s") for s in shares]
     note = (
-        "Exposed: waited for though it had been sent. Bubble: another stage had not come so far. "
-        "Imbalance: another shard had not. Under compute, in no bar, went "
+        "Exposed: waiting for data in transfer. Bubble: waiting for another stage. Imbalance: "
+        "waiting for another shard. Communication hidden under compute, by rank: "
         + ", ".join(f"{seconds:.3g} s" for seconds in hidden[:16])
-        + (" ..." if len(hidden) > 16 else "")
-        + " of communication."
+        + (" ..." if len(hidden) > 16 else ".")
     )
-    return bars("Seconds of one epoch", rows, lambda v: f"{v:.4g} s") + _note(note)
+    return bars("Time of one epoch", rows, lambda v: f"{v:.4g} s") + _note(note)
 
 
 def memory_section(result: Fields) -> str:
-    """The peak of every rank above its estimate, both on what was held before training."""
+    """Return bars of the memory peak and the estimate of every rank."""
     peaks, before = result.numbers("peak_memory_bytes"), result.numbers("memory_before_bytes")
-    estimates = result.each("memory_estimate_bytes")
+    estimates = result.list_of_fields("memory_estimate_bytes")
     rows: list[tuple[str, list[tuple[str, float]]]] = []
     lines = []
-    # All three have a value for every rank; what has fewer shows fewer.
     for rank, (peak, held, estimate) in enumerate(zip(peaks, before, estimates, strict=False)):
         grown = max(peak - held, 0.0)
         parts = [(part, float(estimate.whole(part))) for part in PARTS]
-        rows.append((f"rank {rank}: peak", [(HELD, held), ("grown in training", grown)]))
+        rows.append((f"rank {rank}: peak", [(HELD, held), ("growth in training", grown)]))
         rows.append((f"rank {rank}: estimate", [(HELD, held), *parts]))
         whole = sum(of_part for _, of_part in parts)
         ratio = f" ({grown / whole:.0%})" if whole else ""
         lines.append(f"rank {rank}: {size(grown)} of {size(whole)}{ratio}")
     few = lines[:16] + ["..."] * (len(lines) > 16)
     note = (
-        f"Grown in training, of the estimate: {', '.join(few)}. On a CPU the peak is of the whole "
-        "process since its start, so reading the data is part of it where that took more."
+        f"Growth in training, compared with the estimate: {', '.join(few)}. On a CPU the peak is "
+        "that of the whole process, so it may have occurred while the data was read."
     )
     return bars("Memory by rank", rows, size) + _note(note)
 
 
 def bytes_section(result: Fields) -> str:
-    """What was counted beside the closed form, by axis."""
+    """Return a table of counted bytes and their closed form by axis."""
     counted, formula = (
-        result.inside("comm_bytes_per_epoch"),
-        result.inside("comm_bytes_closed_form"),
+        result.fields("comm_bytes_per_epoch"),
+        result.fields("comm_bytes_closed_form"),
     )
     lines, same = [], True
     for axis in AXES:
@@ -90,27 +88,27 @@ def bytes_section(result: Fields) -> str:
             f"<td>{'equal' if a == b else 'NOT EQUAL'}</td></tr>"
         )
     head = "<tr><th>axis</th><th>counted</th><th>closed form</th><th></th></tr>"
-    words = "" if same else '<p class="warning">Counted and closed form differ.</p>'
-    note = "Bytes of the last epoch over all ranks. Control: the forecast of stale rows."
+    words = "" if same else '<p class="warning">The counted bytes differ from the closed form.</p>'
+    note = "Bytes sent in the last epoch by all ranks. Control: for the forecast of stale rows."
     return f'{words}<div class="table"><table>{head}{"".join(lines)}</table></div>{_note(note)}'
 
 
 def chunks_section(result: Fields) -> str:
-    """What the cut costs: edges that cross, rows that are read elsewhere, balance."""
-    cut = result.inside("cut")
+    """Return a table of the edge cut, halo rows and balance of chunks and shards."""
+    cut = result.fields("cut")
     rows = [("", "chunks", "shards")]
     edges, shard_edges = (
         f"{cut.whole(f'{axis}_cut_edges'):,} ({cut.number(f'{axis}_cut_share'):.1%})"
         for axis in ("chunk", "shard")
     )
-    halo = f"{cut.number('halo_share'):.2f} rows per own row"
+    halo = f"{cut.number('halo_share'):.2f} halo rows per own row"
     crossings = f"{cut.whole('crossings'):,} (M/N {cut.number('crossings_per_vertex'):.2f})"
     rows += [
-        ("how many", str(cut.whole("chunks")), str(cut.whole("shards"))),
+        ("number", str(cut.whole("chunks")), str(cut.whole("shards"))),
         ("edge cut", edges, shard_edges),
-        ("halo: rows read from others", halo, crossings),
+        ("halo (rows read from others)", halo, crossings),
         (
-            "balance: heaviest / mean work",
+            "balance (largest / mean work)",
             f"{cut.number('chunk_balance'):.2f}",
             f"{cut.number('cell_balance'):.2f} (chunk and shard)",
         ),

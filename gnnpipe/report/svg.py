@@ -1,8 +1,8 @@
-"""Pictures as SVG text: lines over epochs, and bars. Every word in them is escaped here.
+"""Line charts and bar charts as SVG text; all texts in them are escaped here.
 
-Lines are drawn in a fixed box that the browser scales; bars in per cent of the width, so that
-their text keeps its size on a phone. What carries ``data-tip`` is shown when it is pointed at or
-tapped (page.js).
+A line chart has a fixed view box that the browser scales. Bars have widths in per cent, so that
+their text keeps its size on a phone. page.js shows ``data-tip`` when an element is pointed at or
+tapped.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Line", "bars", "escape", "legend", "line_chart", "ticks"]
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 10, 34
 MOST_POINTS = 400
-"""Of one line; more would be drawn over one another."""
+"""Limit of points in one line; more would overlap."""
 FEW_POINTS = 30
-"""Of a line whose points are marked."""
+"""Lines with up to this many points have markers."""
 COLOURS = 8
-"""Classes c0, c1, ... of the style sheet."""
+"""Number of colour classes c0, c1, ... in the style sheet."""
 
 
 def escape(value: object) -> str:
-    """Text that is safe between tags and inside quotes."""
+    """Return text that is safe between tags and inside quotes."""
     return html.escape(str(value), quote=True)
 
 
@@ -40,7 +40,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``.
+    """Return round numbers from ``low`` to ``high``.
 
     >>> ticks(0.0, 1.0)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -53,12 +53,12 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def line_chart(title: str, epochs: Column, lines: Sequence[Line]) -> str:
-    """A figure with a curve for each line; ``epochs`` gives the place of every value."""
+    """Return a chart with a curve for each line; ``epochs`` are the x values."""
     drawn = [_points(epochs, line.values) for line in lines]
     every = [point for points in drawn for point in points]
     if not every:
         return ""
-    # All charts of a run show the same epochs.
+    # The x range is that of all epochs, so that all charts of a run have the same.
     places = [x for x in epochs if x is not None]
     x_low, x_high = min(places), max(places)
     if x_low == x_high:
@@ -101,7 +101,7 @@ def line_chart(title: str, epochs: Column, lines: Sequence[Line]) -> str:
 def _points(epochs: Column, values: Column) -> list[tuple[float, float]]:
     both = [(x, y) for x, y in zip(epochs, values, strict=True) if x is not None and y is not None]
     every = math.ceil(len(both) / MOST_POINTS)
-    # From the end, for the last epoch is the one that counts.
+    # Counted from the end, so that the last epoch is always drawn.
     return both[::-1][::every][::-1] if both else []
 
 
@@ -114,7 +114,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def legend(names: Sequence[str]) -> str:
-    """What the colours mean."""
+    """Return the legend of the colours."""
     parts = [
         f'<li><svg width="12" height="12"><rect class="fill c{i % COLOURS}" width="12" '
         f'height="12"/></svg>{escape(name)}</li>'
@@ -128,8 +128,10 @@ def bars(
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
     words: Callable[[float], str],
 ) -> str:
-    """Bars of one scale, one below the other; each is made of parts (name, size) with one colour
-    for a name. ``words`` says a size.
+    """Return stacked bars on one scale.
+
+    ``rows``: label and parts (name, size) of every bar; a name has one colour. ``words`` formats a
+    size.
     """
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0.0) or 1.0
     names = list(dict.fromkeys(name for _, parts in rows for name, _ in parts))

@@ -129,7 +129,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
             f"--resume {str(run)!r}: holds no run (there is no config.toml in it); give the folder "
             f"of a run{like_run_in(path.parent)}"
         )
-    values = {k.replace("-", "_"): v for k, v in TrainConfig.read_toml(path).items()}
+    values = TrainConfig.read_toml(path)
     for name, value in changes.items():
         if name in FIXED and name in values and value != values[name]:
             raise InputError(

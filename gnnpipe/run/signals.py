@@ -14,15 +14,13 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from gnnpipe.errors import ExitCode
 from gnnpipe.run.rank_log import is_lost_peer
 
-__all__ = ["PATIENCE_S", "STOPPED", "Stopping"]
+__all__ = ["PATIENCE_S", "Stopping"]
 
 SIGTERM = "SIGTERM"
 """As a reason."""
-
-STOPPED = 75
-"""Exit code of a run that was told to stop: EX_TEMPFAIL, try again."""
 
 PATIENCE_S = 10.0
 """How long a rank that lost another one keeps silent."""
@@ -121,4 +119,4 @@ def _leave() -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(STOPPED)
+    os._exit(ExitCode.STOPPED)

@@ -11,7 +11,7 @@ from torch import nn
 from gnnpipe.capture import capture
 from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
-from gnnpipe.config.train_config import check_stages
+from gnnpipe.config.validation import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph

@@ -1,8 +1,8 @@
-"""Two processes meet as the ranks of a run do, add up a number and part.
+"""Tests an all-reduce between processes that connect like the ranks of a run.
 
-What a network, a firewall or a half-installed library makes of ranks shows within seconds here, and
-after minutes of reading and cutting in a run. ``round_trip`` starts the processes; each runs this
-file.
+A fault of the network, a firewall or a library shows here within seconds; in a run it shows only
+after the graph has been read and partitioned. ``round_trip`` starts the processes, and each of them
+runs this file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["round_trip"]
 
 
 def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
-    """Seconds that the ranks took once they had met, and what went wrong ('': nothing).
+    """Return the time of the all-reduce in seconds, and what went wrong ('': nothing).
 
-    ``device``: 'cpu' for gloo, 'cuda' for NCCL with a GPU for each rank.
+    ``device``: 'cpu' for gloo, 'cuda' for NCCL with one GPU per rank.
     """
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -62,8 +62,8 @@ def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
         return max(float(line) for line in out.read().split()), ""
 
 
-def _be_a_rank(device: str, limit_s: float) -> None:
-    """Meet, add up, part; print the seconds of a sum."""
+def _run_rank(device: str, limit_s: float) -> None:
+    """Connect to the other ranks, run an all-reduce and print its time in seconds."""
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -72,13 +72,13 @@ def _be_a_rank(device: str, limit_s: float) -> None:
 
     ranks = launched_world_size()
     if ranks == 1:
-        # A mesh of one rank talks to nobody; the library itself can still be asked.
+        # A mesh of one rank does not communicate; the library itself can still be tested.
         with tempfile.TemporaryDirectory() as folder:
             store = FileStore(str(Path(folder) / "store"), 1)
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
             )
-            _sum_alone(device)
+            _reduce_alone(device)
             dist.destroy_process_group()
         return
     mesh = Mesh.join(ranks, 1, device, limit_s)
@@ -88,10 +88,10 @@ def _be_a_rank(device: str, limit_s: float) -> None:
     if total != ranks or mesh.gather(mesh.rank) != list(range(ranks)):
         raise RuntimeError(f"{ranks} ranks add up to {total}")
     mesh.leave()
-    _tell(took_s)
+    _print_time(took_s)
 
 
-def _sum_alone(device: str) -> None:
+def _reduce_alone(device: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -100,15 +100,13 @@ def _sum_alone(device: str) -> None:
     dist.all_reduce(one)
     if one.item() != 1:
         raise RuntimeError(f"one rank adds up to {one.item()}")
-    _tell(time.perf_counter() - start)
+    _print_time(time.perf_counter() - start)
 
 
-def _tell(time_s: float) -> None:
-    """In one write: ranks share the file, and ``print`` without a buffer writes the line's end
-    for itself.
-    """
+def _print_time(time_s: float) -> None:
+    # One write for the whole line: the ranks share the file.
     os.write(sys.stdout.fileno(), f"{time_s}\n".encode())
 
 
 if __name__ == "__main__":
-    _be_a_rank(sys.argv[1], float(sys.argv[2]))
+    _run_rank(sys.argv[1], float(sys.argv[2]))

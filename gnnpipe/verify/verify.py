@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gnnpipe.config.train_config import check_verifiable
+from gnnpipe.config.validation import check_verifiable
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh

@@ -108,7 +108,7 @@ def test_an_interrupted_run_still_has_a_page(run):
     with open(run / "metrics.csv", "a", encoding="utf-8") as file:
         file.write("3,0.5")  # a line that was being written
     text = page(read_run(run))
-    assert "it was interrupted or still goes on" in text
+    assert "it was interrupted or is still running" in text
     assert "first 2 epochs" in text
     assert section(text, "curves").count("<polyline") == 4
     for name in ("time", "memory", "bytes", "chunks"):
@@ -144,7 +144,7 @@ def test_bytes_that_differ_are_said(run):
     change_result(run, comm_bytes_closed_form=formula | {"graph": 8, "total": 8})
     sent = section(page(read_run(run)), "bytes")
     assert sent.count("NOT EQUAL") == 2
-    assert "Counted and closed form differ" in sent
+    assert "counted bytes differ from the closed form" in sent
 
 
 def test_only_the_longest_spans_are_drawn():
@@ -242,7 +242,7 @@ BAD = {
     "another plan": (change("plan.json", stages=[[1, 2]]), "plan: "),
     "metrics without loss": (replace_text("metrics.csv", "epoch\n1\n"), "metrics.csv"),
     "words for a loss": (replace_text("metrics.csv", "epoch,loss\n1,low\n"), "loss 'low'"),
-    "no loss": (replace_text("metrics.csv", "epoch,loss\n1,\n"), "empty loss"),
+    "no loss": (replace_text("metrics.csv", "epoch,loss\n1,\n"), "without a loss"),
     "an epoch of a half": (replace_text("metrics.csv", "epoch,loss\n0.5,1\n"), "epoch 0.5"),
     "an epoch past all": (replace_text("metrics.csv", "epoch,loss\n1e17,1\n"), "epoch 1e+17"),
     "a short line": (replace_text("metrics.csv", "epoch,loss\n1\n2,0.5\n"), "line 2"),
@@ -266,15 +266,15 @@ BAD = {
     "a trace of words": (replace_text("trace.json", "trace"), "trace.json"),
     "a folder for a file": (
         lambda run: [os.remove(run / "metrics.csv"), (run / "metrics.csv").mkdir()],
-        "no plain file",
+        "not a regular file",
     ),
     "a pipe that never ends": (
         lambda run: [os.remove(run / "program.txt"), os.mkfifo(run / "program.txt")],
-        "no plain file",
+        "not a regular file",
     ),
     "a device": (
         lambda run: [os.remove(run / "trace.json"), (run / "trace.json").symlink_to("/dev/zero")],
-        "no plain file",
+        "not a regular file",
     ),
     "a file past all sizes": (lambda run: os.truncate(run / "result.json", 300 << 20), "more than"),
 }
@@ -308,10 +308,10 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("model.pt", "something else"),
+        ("model.pt", "not a page of gnnpipe"),
         ("", "give a file"),
         ("none/page.html", "cannot be"),
-        (".", "something else"),
+        (".", "not a page of gnnpipe"),
         ("plan.json/page.html", "cannot be"),
     ],
 )
@@ -357,6 +357,7 @@ def test_pictures_without_matplotlib(run, capsys, monkeypatch):
     assert "gnnpipe[plots]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_several_ranks(tmp_path):
     from helpers import run_ranks
 

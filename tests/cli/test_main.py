@@ -14,7 +14,7 @@ from helpers import free_port
 
 from gnnpipe.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--dataset", "karate", "--hidden", "8", "--epochs", "3", "--cache-dir", "off"]
 
 
@@ -245,6 +245,7 @@ def torchrun(ranks, *arguments, timeout_s=150):
     )
 
 
+@pytest.mark.slow
 def test_torchrun_trains_verifies_and_refuses(tmp_path):
     out = tmp_path / "run"
     shape = ["--layers", "4", "--stages", "2", "--chunks", "4"]
@@ -275,6 +276,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [["--stages", "2"], ["--shards", "2"]])
 def test_a_rank_that_raises_ends_all_with_its_own_error_first(tmp_path, shape):
     script = tmp_path / "raising.py"
@@ -304,6 +306,7 @@ if sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_raising", [False, True])
 def test_ranks_part_where_a_script_does_not_say_so(tmp_path, is_raising):
     """Or torch's connections outlive the interpreter, which half of the time aborts."""
@@ -327,6 +330,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["--metric", "r2"], "--metric"), (["--device", "cuda"], "--device cuda: torch sees no GPU")],

@@ -42,7 +42,7 @@ from gnnpipe import TrainConfig, Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--dataset", "karate", "--hidden", "8", "--epochs", "2", "--cache-dir", "off"]
 BIG = np.iinfo(np.int64).max
 
@@ -173,7 +173,7 @@ KINDS = {
     "config not there": (words("--config no.toml"), ["--config 'no.toml'", "a TOML file"]),
     "config a folder": (words("--config ."), ["--config '.'", "a TOML file"]),
     "config a device": (words("--config /dev/zero"), ["--config '/dev/zero'", "a TOML file"]),
-    "config a pipe": (pipe_instead("p", ["--config", "p"]), ["--config 'p'", "plain file"]),
+    "config a pipe": (pipe_instead("p", ["--config", "p"]), ["--config 'p'", "regular file"]),
     "config too long": (words("--config " + "c" * 300), ["--config 'ccc", "a TOML file"]),
     "config unnamed": (words("--config ·"), ["--config ''", "a TOML file"]),
     "TOML unknown key": (toml("layerz = 3"), ["'layerz'", "'layers'"]),
@@ -199,7 +199,10 @@ KINDS = {
     "npz empty": (written("graph.npz", b"", ["--dataset", "graph.npz"]), ["'graph.npz'", "savez"]),
     "npz of text": (written("g.npz", b"0 1\n1 2\n", ["--dataset", "g.npz"]), ["g.npz", "savez"]),
     "npz a folder": (folder_instead("g.npz", ["--dataset", "g.npz"]), ["'g.npz'", "savez"]),
-    "npz a pipe": (pipe_instead("g.npz", ["--dataset", "g.npz"]), ["'g.npz'", "not a plain file"]),
+    "npz a pipe": (
+        pipe_instead("g.npz", ["--dataset", "g.npz"]),
+        ["'g.npz'", "not a regular file"],
+    ),
     "npz a link to itself": (link_to("g.npz", "g.npz", ["--dataset", "g.npz"]), ["'g.npz'"]),
     "npz a link to a device": (link_to("g.npz", "/dev/zero", ["--dataset", "g.npz"]), ["g.npz"]),
     "npz a single array": (
@@ -422,6 +425,7 @@ def test_an_error_is_told_whatever_rank_another_job_has_left(capsys, monkeypatch
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npz of evil objects", "PyG evil processed", "TOML too deep"])
 def test_bad_input_in_a_process_of_its_own(kind, tmp_path):
     make, expected = KINDS[kind]

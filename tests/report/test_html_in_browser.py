@@ -40,6 +40,7 @@ def tip(browser):
     return browser.run("document.getElementById('tip').hidden ? null : tip.textContent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", [PHONE, DESK], ids=["phone", "desk"])
 def test_it_renders_without_error_and_asks_for_nothing(page_url, tmp_path, screen):
     with Browser(tmp_path / "profile", *screen) as browser:
@@ -57,6 +58,7 @@ def test_it_renders_without_error_and_asks_for_nothing(page_url, tmp_path, scree
         assert [url for url in browser.requests() if not url.startswith("data:")] == [page_url]
 
 
+@pytest.mark.slow
 def test_the_timeline_answers_hover(page_url, tmp_path):
     with Browser(tmp_path / "profile", *DESK) as browser:
         browser.open(page_url)
@@ -71,6 +73,7 @@ def test_the_timeline_answers_hover(page_url, tmp_path):
         assert browser.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_timeline_answers_a_tap_and_the_slider(page_url, tmp_path):
     with Browser(tmp_path / "profile", *PHONE) as browser:
         browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
@@ -85,6 +88,7 @@ def test_the_timeline_answers_a_tap_and_the_slider(page_url, tmp_path):
         assert browser.complaints() == []
 
 
+@pytest.mark.slow
 def test_words_from_the_folder_do_not_run(tmp_path):
     run = hostile_words(trained_run(tmp_path / "<img src=x onerror=window.ran=1>"))
     assert main(["report", str(run)]) == 0

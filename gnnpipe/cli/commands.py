@@ -1,0 +1,261 @@
+"""Commands of the command line: the flags of each, and the function that runs it.
+
+Commands import what they run on first use, so that a wrong flag is reported before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from gnnpipe.cli.parser import Parser, add_settings, config_of, number
+from gnnpipe.config.validation import check_verifiable
+from gnnpipe.errors import ExitCode, InputError
+from gnnpipe.tools.doctor import add_flags as add_doctor_flags
+from gnnpipe.tools.doctor import doctor
+
+__all__ = ["COMMANDS", "VERIFY_DEFAULTS", "Command", "make_parser"]
+
+DATA_SHEETS = "a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
+
+VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
+"""Defaults of ``verify`` that differ from those of ``train``."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``gnnpipe``."""
+
+    help: str
+    add_flags: Callable[[Parser], None]
+    """Adds the flags that only this command has."""
+    run: Callable[[argparse.Namespace], int]
+    """Runs the command and returns its exit code."""
+    has_settings: bool = True
+    """Whether the command takes every field of ``TrainConfig`` as a flag."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of ``gnnpipe`` and the parser of every command by name."""
+    parser = Parser(
+        prog="gnnpipe",
+        description="Train deep graph neural networks on the whole graph, on one device or many.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"gnnpipe {version('gnnpipe')}")
+    choices = parser.add_subparsers(dest="command", parser_class=Parser)
+    subparsers = {}
+    for name, command in COMMANDS.items():
+        subparser = choices.add_parser(name, help=command.help, allow_abbrev=False)
+        command.add_flags(subparser)
+        if command.has_settings:
+            add_settings(subparser, command.defaults)
+        subparsers[name] = subparser
+    return parser, subparsers
+
+
+def _add_train_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=number(int),
+        metavar="INT",
+        help="train this many times, with seeds --seed, --seed + 1, ..., and print mean and "
+        "standard deviation",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="continue the run in this folder from its newest complete checkpoint; other flags "
+        "change its settings from there on",
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = config_of(options)
+    if options.seeds is not None and options.seeds < 1:
+        raise InputError(f"--seeds {options.seeds}: must be at least 1")
+    if options.seeds is not None and options.resume is not None:
+        raise InputError(
+            f"--seeds {options.seeds}: cannot be combined with --resume, which continues one run; "
+            "leave one out"
+        )
+    if options.seeds is None:
+        from gnnpipe.train.trainer import Trainer
+
+        trainer = Trainer(config, resume=options.resume)
+        trainer.fit()
+        trainer.close()
+        return ExitCode.DONE
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.train.multi_seed import fit_seeds
+
+    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    found = fit_seeds(config, options.seeds, mesh=mesh)
+    if mesh.rank == 0 and not config.quiet:
+        print("\n".join(found.lines()), flush=True)
+    mesh.leave()
+    return ExitCode.DONE
+
+
+def _add_verify_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--tolerance",
+        type=number(float),
+        metavar="FLOAT",
+        help="largest relative difference allowed (default 1e-9 in float64, 1e-5 in float32)",
+    )
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
+        raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
+    config = config_of(options, VERIFY_DEFAULTS)
+    check_verifiable(config)
+    from gnnpipe.run.summary import head_lines
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verify.verify import TOLERANCE, verdict, verify
+
+    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    prepared = prepare(config, mesh)
+    found = verify(prepared, mesh, config.epochs)
+    tolerance = options.tolerance or TOLERANCE[config.dtype]
+    if mesh.rank == 0:
+        lines = [*head_lines(prepared), *(c.text() for c in found)]
+        print("\n".join([*lines, verdict(prepared, found, tolerance)]), flush=True)
+    mesh.leave()
+    return ExitCode.DONE if all(c.largest <= tolerance for c in found) else ExitCode.FAILED
+
+
+def _add_info_flags(parser: Parser) -> None:
+    parser.add_argument("--list", action="store_true", help="list the built-in datasets and exit")
+
+
+def _info(options: argparse.Namespace) -> int:
+    config = config_of(options)
+    if options.list:
+        from gnnpipe.data.load import dataset_names
+
+        print("\n".join(dataset_names()))
+        return ExitCode.DONE
+    from gnnpipe.run.info import info
+
+    print(info(config))
+    return ExitCode.DONE
+
+
+def _add_profile_flags(parser: Parser) -> None:
+    parser.add_argument("--save", metavar="FILE", help="write the profile to this new JSON file")
+    parser.add_argument(
+        "--hardware",
+        metavar="DEVICE:LINK",
+        help=f"measure nothing and use data sheets instead: {DATA_SHEETS}",
+    )
+
+
+def _profile(options: argparse.Namespace) -> int:
+    config = config_of(options)
+    from gnnpipe.profile.profile import profile_command
+
+    return profile_command(config, options.save, options.hardware)
+
+
+def _add_simulate_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--shape",
+        metavar="N=V,...",
+        help="simulate a graph given by its sizes, evenly balanced, instead of a dataset: "
+        "vertices=..,edges=..,features=..,classes=.., and optionally halo=.. (rows of other shards "
+        "read for each own row, default 1) and stored=.. (nonzeros of sparse features)",
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="DEVICE:LINK",
+        help=f"use data sheets instead of --profile: {DATA_SHEETS}",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="TOML file with the devices (speed, memory) and links; without it every rank is the "
+        "device of the profile",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the result to this JSON file")
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    config = config_of(options)
+    from gnnpipe.profile.simulate import simulate_command
+
+    return simulate_command(config, options)
+
+
+def _add_report_flags(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--save", metavar="FILE", help="write the page here (default RUN/report.html)"
+    )
+    parser.add_argument(
+        "--png",
+        action="store_true",
+        help="also write the curves and the timeline as PNG files beside the page, for a paper",
+    )
+
+
+def _report(options: argparse.Namespace) -> int:
+    from gnnpipe.report.write import write_report
+
+    for path in write_report(Path(options.run), options.save, options.png):
+        print(path)
+    return ExitCode.DONE
+
+
+def _add_compare_flags(parser: Parser) -> None:
+    for name in ("A", "B"):
+        parser.add_argument(
+            name.lower(), metavar=name, help="folder of a run, or of the runs of several seeds"
+        )
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from gnnpipe.report.compare import compare_lines
+
+    print("\n".join(compare_lines(Path(options.a), Path(options.b))))
+    return ExitCode.DONE
+
+
+COMMANDS = {
+    "train": Command("train a model", _add_train_flags, _train),
+    "info": Command(
+        "show graph, partition, memory and communication of a configuration without training",
+        _add_info_flags,
+        _info,
+    ),
+    "verify": Command(
+        "compare losses and gradients with a reference on one device",
+        _add_verify_flags,
+        _verify,
+        defaults=VERIFY_DEFAULTS,
+    ),
+    "profile": Command(
+        "measure compute and communication times of a model on this machine",
+        _add_profile_flags,
+        _profile,
+    ),
+    "simulate": Command(
+        "predict the epoch time of any configuration on any devices", _add_simulate_flags, _simulate
+    ),
+    "report": Command("write an HTML page about a run", _add_report_flags, _report, False),
+    "compare": Command(
+        "compare the test scores of two runs, or of two sets of seeds",
+        _add_compare_flags,
+        _compare,
+        False,
+    ),
+    "doctor": Command("check this machine for what a run needs", add_doctor_flags, doctor, False),
+}
+"""Every command by name."""

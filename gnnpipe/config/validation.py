@@ -1,0 +1,152 @@
+"""Validates combinations of settings; every error names the flag, its value and what to try."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from gnnpipe.config.fields import flag
+from gnnpipe.config.settings import Settings
+from gnnpipe.errors import InputError
+
+__all__ = ["check_combinations", "check_stages", "check_verifiable", "parse_split"]
+
+
+def parse_split(split: str) -> tuple[float, float, float] | None:
+    """Return the fractions of a split such as '60/20/20', or ``None`` for 'given'."""
+    if split == "given":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", split)
+    if match:
+        parts = [float(g) for g in match.groups()]
+        if parts[0] > 0 and math.isclose(sum(parts), 100):
+            return parts[0] / 100, parts[1] / 100, parts[2] / 100
+    hint = "try 'given' or three percentages that add up to 100, like 60/20/20"
+    raise InputError(f"--split {split!r}: {hint}")
+
+
+def check_combinations(config: Settings) -> None:
+    """Raise ``InputError`` for the first pair of settings that contradict each other."""
+    _check_model(config)
+    _check_epochs(config)
+    _check_checkpoints(config)
+    _check_staleness(config)
+    if config.profile and not config.predict:
+        raise InputError(
+            f"--profile {config.profile!r}: not used with --no-predict; leave one of the two out"
+        )
+
+
+def check_verifiable(config: Settings) -> None:
+    """Raise ``InputError`` if the run rounds to bf16, which the float64 reference does not."""
+    for name in ("comm_dtype", "matmul_dtype"):
+        if getattr(config, name) != "same":
+            raise InputError(
+                f"{flag(name)} {getattr(config, name)}: rounds, unlike the reference; verify "
+                "without it"
+            )
+
+
+def check_stages(config: Settings) -> None:
+    """Raise ``InputError`` if a built-in model has fewer layers than there are stages.
+
+    A model that is passed in is checked when its ops are known.
+    """
+    if config.stages > config.layers:
+        raise InputError(
+            f"--stages {config.stages}: more stages than layers ({config.layers}); "
+            f"try --stages {config.layers} or more --layers"
+        )
+
+
+def _check_model(config: Settings) -> None:
+    if config.hidden % config.heads and config.model == "gat":
+        raise InputError(
+            f"--heads {config.heads}: does not divide --hidden {config.hidden}; "
+            f"try --hidden {math.ceil(config.hidden / config.heads) * config.heads}"
+        )
+    if config.model == "gat" and config.kernel not in ("auto", "embedding-bag"):
+        raise InputError(
+            f"--kernel {config.kernel}: not used by gat, which computes attention without a "
+            "sparse-dense product; leave it out, or try another --model"
+        )
+
+
+def _check_epochs(config: Settings) -> None:
+    """Check the settings that are counted in epochs against each other."""
+    if config.warmup_epochs >= config.epochs and config.warmup_epochs:
+        raise InputError(
+            f"--warmup-epochs {config.warmup_epochs}: as long as the run or longer; try less than "
+            f"--epochs {config.epochs}"
+        )
+    is_plateau = config.lr_schedule == "plateau"
+    epochs_of = {
+        f"--patience {config.patience}": config.patience,
+        f"--lr-patience {config.lr_patience}": config.lr_patience if is_plateau else 0,
+        "--keep-weights best": math.inf if config.keep_weights == "best" else 0,
+    }
+    for text, epochs in epochs_of.items():
+        if epochs and not config.eval_every:
+            raise InputError(
+                f"{text}: needs evaluations during training; try --eval-every {min(10, epochs)}"
+            )
+        if epochs and epochs < config.eval_every:
+            raise InputError(
+                f"{text}: shorter than --eval-every {config.eval_every}; try --eval-every {epochs}"
+            )
+    if is_plateau and config.lr_patience >= (config.patience or config.epochs):
+        end = f"--patience {config.patience}" if config.patience else f"--epochs {config.epochs}"
+        raise InputError(
+            f"--lr-patience {config.lr_patience}: the run ends earlier, by {end}; "
+            "try less, or --lr-schedule constant"
+        )
+
+
+def _check_checkpoints(config: Settings) -> None:
+    if config.out == "off" and config.checkpoint_every:
+        raise InputError(
+            f"--checkpoint-every {config.checkpoint_every}: nothing is written with --out off; "
+            "give --out a folder"
+        )
+    if config.on_nan == "restore" and not config.checkpoint_tables:
+        raise InputError(
+            "--on-nan restore: needs the history tables, which --no-checkpoint-tables leaves out; "
+            "leave one of the two out"
+        )
+    if config.on_nan == "restore" and (config.out == "off" or config.checkpoint_every == 0):
+        why = "--out off" if config.out == "off" else "--checkpoint-every 0"
+        raise InputError(
+            f"--on-nan restore: {why} writes no checkpoint to restore; try --on-nan skip"
+        )
+
+
+UNUSED_IN_EXACT = {
+    "shuffle_chunks": False,
+    "snapshot_every": 1,
+    "scale_live_gradients": 1,
+    "probes_per_column": 0,
+    "exact_epochs": 0,
+    "exact_above": 0,
+}
+"""Settings that have no effect in an exact run, and the value that says the same."""
+
+
+def _check_staleness(config: Settings) -> None:
+    is_exact = config.staleness == "exact" and config.chunks > 1
+    for name, neutral in UNUSED_IN_EXACT.items() if is_exact else ():
+        value = getattr(config, name)
+        if value not in (None, neutral):
+            word = flag(name)
+            off = f"--no-{word.removeprefix('--')}" if neutral is False else f"{word} {neutral}"
+            raise InputError(
+                f"{word} {value}: has no effect with --staleness exact, where nothing is stale; "
+                f"leave one of the two out, or try {off}"
+            )
+    found = config.staleness_settings
+    if found.probes_per_column and found.snapshot_every > 1:
+        name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
+        hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"
+        raise InputError(
+            f"{flag(name)} {getattr(config, name)}: a forecast starts from the embeddings of the "
+            f"previous epoch, not from a snapshot; leave it out, or try {hint}"
+        )
