@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import run_ranks, small_graph
-from test_resume import config, table
+from resume_runs import config, table
 
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError

@@ -8,9 +8,9 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_ranks import EVERY, NAP_S, slow_rank
 from stage_dags import chain, plans
 from stated_costs import DrawnCosts, StatedCosts
-from test_timing import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import simulate, time_shares
 from gnnpipe.perf.critical import critical_shares, critical_text

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import small_graph
-from test_resume import EPOCHS, config, damage, outcome, stop_after, table
+from resume_runs import EPOCHS, config, table
+from test_resume import damage, outcome, stop_after
 
 from gnnpipe import Trainer
 from gnnpipe.checkpoint import writer

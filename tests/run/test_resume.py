@@ -1,6 +1,5 @@
 """A run that was stopped and gone on with is the run that was never stopped, to the bit."""
 
-import csv
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import pytest
 import torch
 from helpers import run_ranks, small_graph
 from pyg_models import Normed
+from resume_runs import EPOCHS, config, table
 from torch_geometric import nn as pyg
 
 from gnnpipe import TrainConfig, Trainer
@@ -22,33 +22,8 @@ from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.train import loop
 
-EPOCHS, STOP = 9, 4
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def config(out, **settings):
-    return TrainConfig(
-        **{
-            "model": "gcnii",
-            "layers": 4,
-            "hidden": 8,
-            "chunks": 6,
-            "epochs": EPOCHS,
-            "lr": 0.05,
-            "dropout": 0.5,
-            "eval_every": 2,
-            "cache_dir": "off",
-            "quiet": True,
-            "out": str(out),
-        }
-        | settings
-    )
-
-
-def table(out):
-    with open(Path(out) / "metrics.csv", encoding="utf-8", newline="") as file:
-        rows = [dict(row) for row in csv.DictReader(file)]
-    return [{k: v for k, v in r.items() if not k.endswith("_time_s")} for r in rows]
+STOP = 4
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcome(out):
@@ -123,6 +98,7 @@ def fit(out, resume, settings, epochs):
     Trainer(run, graph=small_graph(), resume=out if resume else None).fit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "chunks"), [((1, 1), 6), ((4, 1), 6), ((2, 2), 6), ((1, 2), 6), ((2, 1), 3)]
 )
@@ -142,6 +118,7 @@ def test_a_checkpoint_of_two_stages_loads_under_another_shape(shape, chunks, tmp
     assert (tmp_path / "run" / "config-before-1.toml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"comm_dtype": "bf16"}, {"matmul_dtype": "bf16"}])
 def test_on_two_stages_it_is_the_same_to_the_bit_too(changes, tmp_path):
     """Pilot rows that were recalled are not stored, but recalled anew."""
@@ -284,6 +261,7 @@ def test_a_disk_that_is_really_full(small_disk):
     assert not [p for p in (out / "checkpoints").iterdir() if p.name.startswith(".aside")]
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_one_run(tmp_path):
     out = tmp_path / "run"
     Trainer(config(out, epochs=STOP, checkpoint_every=2), small_graph()).fit()
@@ -308,6 +286,7 @@ def test_restarts_need_a_folder(monkeypatch):
         Trainer(replace(config("x"), out=""), small_graph()).fit()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_nothing_is_lost():
     found = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "kill_ranks.py"), "--times", "1", "--epochs", "16"],

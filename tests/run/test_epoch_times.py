@@ -1,13 +1,10 @@
 """Where an epoch's time goes: the rules on made notes, and real ranks that are really slow."""
 
-import time
-
 import pytest
-from helpers import quick_config, run_ranks, small_graph
+from helpers import run_ranks
+from slow_ranks import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import Collective, EpochSpans, Message, time_shares
-
-NAP_S = 0.25
 
 
 def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
@@ -70,43 +67,7 @@ def test_an_exchange_under_compute_is_hidden():
     assert [share.exposed_graph_s for share in found] == pytest.approx([0.5, 1.5])
 
 
-EVERY = -2
-
-
-def slow_rank(shape, slow, staleness="none"):
-    """Time shares and epoch times of a run in which one rank naps in every forward action, or every
-    rank in every action."""
-    from gnnpipe import Trainer
-    from gnnpipe.runtime import stage
-    from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.runtime.stage import Stage
-
-    stages, shards, chunks = shape
-    mesh = Mesh.join(stages, shards)
-    forward = Stage.forward
-
-    def napping(self, chunk, steps):
-        if slow in (mesh.rank, EVERY) and self._training:
-            time.sleep(NAP_S)
-        return forward(self, chunk, steps)
-
-    def napping_back(entries, grads):
-        if slow == EVERY:
-            time.sleep(NAP_S)
-        backward(entries, grads)
-
-    Stage.forward = napping
-    backward, stage._backward = stage._backward, napping_back
-    config = quick_config(
-        stages=stages, shards=shards, chunks=chunks, layers=4, staleness=staleness, eval_every=0
-    )
-    try:
-        result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
-    finally:
-        Stage.forward, stage._backward = forward, backward
-    return result.time_shares, [row.epoch_time_s for row in result.history]
-
-
+@pytest.mark.slow
 def test_a_slow_stage_is_bubble_elsewhere():
     for shares, times in run_ranks(slow_rank, 2, (2, 1, 2), 0):
         assert shares[0].compute_s > 2 * NAP_S * 0.9
@@ -116,6 +77,7 @@ def test_a_slow_stage_is_bubble_elsewhere():
         assert min(times) * 0.8 < shares[0].epoch_s < max(times) * 1.1
 
 
+@pytest.mark.slow
 def test_a_slow_shard_is_imbalance_elsewhere():
     for shares, _ in run_ranks(slow_rank, 2, (1, 2, 1), 1):
         assert shares[1].compute_s > NAP_S * 0.9
@@ -124,6 +86,7 @@ def test_a_slow_shard_is_imbalance_elsewhere():
         assert shares[0].bubble_s == shares[0].exposed_pipeline_s == 0
 
 
+@pytest.mark.slow
 def test_boundary_rows_travel_while_the_next_chunk_is_computed():
     chunks, steps = 3, 5
     for shares, _ in run_ranks(slow_rank, 2, (1, 2, chunks), EVERY, "exact"):
@@ -133,6 +96,7 @@ def test_boundary_rows_travel_while_the_next_chunk_is_computed():
         assert shares[0].exposed_graph_s < shares[0].hidden_graph_s / 2
 
 
+@pytest.mark.slow
 def test_one_rank_computes_all_the_time():
     ((shares, _),) = run_ranks(slow_rank, 1, (1, 1, 1), -1)
     assert shares[0].compute_s == pytest.approx(shares[0].epoch_s, rel=0.05)
