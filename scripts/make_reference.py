@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 sys.path.insert(0, str(ROOT))
 
-from gnnpipe.cli.commands import VERIFY_DEFAULTS  # noqa: E402
+from gnnpipe.cli.commands import COMMANDS, DATA_SHEETS, VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.config.fields import flag, scalar_type  # noqa: E402
 from gnnpipe.run.metrics_csv import EpochRow  # noqa: E402
@@ -33,55 +33,52 @@ Made by `scripts/make_reference.py` from the code; do not edit by hand.
 
 ## Commands
 
-| command | what it does |
+| command | |
 |---|---|
-| `gnnpipe train` | train a model; leaves a run folder |
-| `gnnpipe info` | graph, cut, memory and bytes of a shape, on one process, before any training |
-| `gnnpipe info --list` | the datasets known by name |
-| `gnnpipe verify` | train a shape and one device, compare losses and gradients |
-| `gnnpipe profile` | measure what this machine takes for a model and, with ranks, its links |
-| `gnnpipe simulate` | what an epoch would take, in any shape, on devices that are not here |
-| `gnnpipe report RUN` | a page of a run: RUN/report.html or `--save FILE`; `--png`: pictures too |
-| `gnnpipe compare A B` | test scores of two runs, or of the seeds in two folders, side by side |
-| `gnnpipe doctor` | is here what a run needs: packages, devices, back ends, ports, memory, disk |
+{commands}
 
 All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting below.
-Flags win over the file, it wins over the defaults. `train --seeds N` trains N times, from
-`--seed` on, each in a folder of its own (`seed-0`, ...) beside a `summary.json` with means and
-deviations. `verify` also takes `--tolerance` (default {tolerance}). Its own defaults: {verify}.
-`profile` also takes `--save FILE` and no `--stages` or `--shards`: what it measures serves any
-shape. `--hardware DEVICE:LINK` takes data sheets instead: of `a100` or `h100`, and of `nvlink3`,
-`nvlink4`, `10gbe` or `100gbe`. `simulate` wants `--profile FILE` or `--hardware`, and also takes
-`--cluster FILE` (TOML: devices and links), `--shape vertices=..,edges=..,features=..,classes=..`
-in place of a dataset, and `--json FILE`.
+Flags override the file, and the file overrides the defaults.
+
+* `info --list` lists the built-in datasets.
+* `train --seeds N` trains N times, with seeds from `--seed` on, each in a folder of its own
+  (`seed-0`, ...), and writes `summary.json` with means and standard deviations.
+* `verify --tolerance X` sets the largest relative difference (default {tolerance}). Other
+  defaults than those of `train`: {verify}.
+* `profile --save FILE` writes the profile. `profile` takes no `--stages` and no `--shards`: a
+  profile serves any number of ranks. `--hardware DEVICE:LINK` uses data sheets instead:
+  {sheets}.
+* `simulate` needs `--profile FILE` or `--hardware`. `--cluster FILE` (TOML) gives devices and
+  links, `--shape vertices=..,edges=..,features=..,classes=..` replaces the dataset, and
+  `--json FILE` also writes the result.
+* `report RUN` writes RUN/report.html, or `--save FILE`; `--png` also writes pictures.
 
 ## Settings
 
-One definition serves the flag, the TOML key and the argument of `TrainConfig`:
-`--snapshot-every 5`, `snapshot_every = 5`, `TrainConfig(snapshot_every=5)`; only the unit in a
-name such as `timeout_s` is not part of its flag, `--timeout`. A yes-or-no flag has a
-second form, `--no-...`.
+Every setting is a flag, a TOML key and an argument of `TrainConfig`: `--snapshot-every 5`,
+`snapshot_every = 5`, `TrainConfig(snapshot_every=5)`. The flag leaves out a unit in the name:
+`timeout_s` is `--timeout`. A boolean flag also has the form `--no-...`.
 """
 
 FILES = """## The run folder
 
-`--out`, or a new folder below `runs/`. `--out off` writes none.
+`--out`, or a new folder below `runs/`. `--out off`: no folder.
 
-| file | written | what it holds |
+| file | written | content |
 |---|---|---|
-| `config.toml` | before the first epoch | every setting that has a value of its own |
-| `config-before-1.toml` | by `--resume` | what config.toml was, if it changed |
+| `config.toml` | before the first epoch | every setting that has a value |
+| `config-before-1.toml` | by `--resume` | the earlier config.toml, if it changed |
 | `plan.json` | before the first epoch | stages, shards, chunks, schedule, transfers |
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
-| `metrics.csv` | a row an epoch | see below |
+| `metrics.csv` | one row per epoch | see below |
 | `result.json` | at the end | see below |
-| `trace.json` | at the end, on CPUs | one epoch as Chrome trace events, for Perfetto |
+| `trace.json` | at the end, on CPUs | timeline of one epoch as Chrome trace events, for Perfetto |
 | `model.pt` | at the end | the weights of all stages, a `state_dict` |
-| `checkpoints/epoch-000120/` | as it trains | all that `--resume` needs |
-| `logs/rank-0.txt` | as it trains | of every rank when it began and ended, and why |
+| `checkpoints/epoch-000120/` | during training | all that `--resume` needs |
+| `logs/rank-0.txt` | during training | a log of every rank: start, end and errors |
 
-The cut (which vertex is in which chunk) is not in the folder. It is made again from the graph, the
-seed and the partitioner; another version of METIS may cut otherwise.
+The partition (which vertex is in which chunk) is not in the folder. It is computed again from the
+graph, the seed and the partitioner; another version of METIS may give another partition.
 
 ## metrics.csv
 
@@ -90,59 +87,59 @@ seed and the partitioner; another version of METIS may cut otherwise.
 """
 
 CELLS = {
-    "epoch": "from 1",
-    "loss": "mean over the train vertices, with dropout, before the epoch's optimizer step",
-    "train_acc": "exact accuracy after the step; empty where the epoch was not evaluated",
-    "val_acc": "same",
-    "test_acc": "same",
-    "train_metric": "the run's own metric (`metric` in result.json), on the train part",
-    "val_metric": "same",
-    "test_metric": "same",
-    "lr": "learning rate of the epoch's step",
-    "epoch_time_s": "training alone",
-    "eval_time_s": "evaluation alone; empty where there was none",
+    "epoch": "counted from 1",
+    "loss": "mean over the training vertices, with dropout, before the optimizer step of the epoch",
+    "train_acc": "accuracy of an exact evaluation after the step; empty if not evaluated",
+    "val_acc": "the same for validation",
+    "test_acc": "the same for test",
+    "train_metric": "metric of the run (`metric` in result.json) on the training vertices",
+    "val_metric": "the same for validation",
+    "test_metric": "the same for test",
+    "lr": "learning rate of the optimizer step",
+    "epoch_time_s": "time of training",
+    "eval_time_s": "time of evaluation; empty if there was none",
 }
 
 SEEDS = """
 ## summary.json
 
-Of `train --seeds N`, beside the folders of the runs; written anew after every run. `seeds`;
-`metric`; `mean` and `deviation` (of the sample, n - 1; null for a single run) of the numbers in
-result.json; `runs`, the same numbers by seed. null: a figure that some run does not have.
+Written by `train --seeds N` beside the run folders, and updated after every run: `seeds`;
+`metric`; `mean` and `deviation` (sample standard deviation; null for a single run) of the numbers
+in result.json; `runs`, the numbers of each run by seed. null: some run does not have the number.
 """
 
 STALE_CELLS = {
-    "stale_reads": "share of the edges that were read stale; this and the next only where the "
-    "shape has stale reads: 0 and empty in an exact epoch, all empty behind `--resume` with a "
-    "shape that has none",
-    "drift_0, drift_1, ...": "by layer: how far the rows pushed in the epoch are from what stale "
-    "readers saw, relative (Frobenius norms over a sample); dropout is the larger part of it",
-    "moved_0, ...": "by layer, with a forecast: how far the change of weights moved the pilot rows",
-    "missed_0, ...": "by layer: what the forecast leaves of it on rows that are no pilots "
-    "(generalised cross-validation)",
+    "stale_reads": "share of the edges that read a stale row; 0 in an exact epoch. This column "
+    "and the following exist only if the run has stale reads",
+    "drift_0, drift_1, ...": "by layer: relative difference between the rows pushed in the epoch "
+    "and the stale rows that were read (Frobenius norms over a sample); most of it is dropout. "
+    "Empty in an exact epoch",
+    "moved_0, ...": "by layer, with a forecast: relative change of the probe rows by the "
+    "optimizer step",
+    "missed_0, ...": "by layer, with a forecast: relative error of the forecast on other rows "
+    "(estimated by generalised cross-validation)",
 }
 
 RESULTS = {
     "dataset": "name of the graph",
     "model": "--model",
     "world_size": "ranks, S * G",
-    "exact": "true if no read of the program is stale",
+    "exact": "true if no epoch had a stale read",
     "loss": "training loss of the last epoch",
     "train_acc": "last epoch",
-    "val_acc": "last epoch; null if the split has no such part",
+    "val_acc": "last epoch; null if the split has no validation vertices",
     "test_acc": "last epoch",
-    "best_val_acc": "of the best epoch by the validation metric (which is accuracy unless "
-    "`metric` differs)",
+    "best_val_acc": "validation accuracy of the best epoch by the validation metric",
     "test_acc_at_best_val": "test accuracy of that epoch",
-    "best_epoch": "that epoch; of equals the earliest",
-    "train_metric": "last epoch, as val_metric and test_metric",
+    "best_epoch": "best epoch by the validation metric; of equal ones the earliest",
+    "train_metric": "last epoch",
     "val_metric": "last epoch",
     "test_metric": "last epoch",
-    "best_val_metric": "largest among the evaluated epochs",
+    "best_val_metric": "best value among the evaluated epochs",
     "test_metric_at_best_val": "test metric of that epoch",
-    "comm_bytes_per_epoch": "bytes counted in the last training epoch over all ranks: pipeline, "
-    "graph, gradient, control (the forecast of stale rows), total",
-    "comm_bytes_closed_form": "the same by formula",
+    "comm_bytes_per_epoch": "bytes sent in the last epoch by all ranks: pipeline, graph, gradient, "
+    "control (for the forecast of stale rows), total",
+    "comm_bytes_closed_form": "the same by the closed form",
     "versions": "gnnpipe, python, torch, torch_geometric, numpy, scipy",
 }
 
@@ -199,9 +196,12 @@ def docs_below_fields(kind: type) -> dict[str, str]:
 
 def page() -> str:
     verify = ", ".join(f"`--{k} {v}`" for k, v in VERIFY_DEFAULTS.items())
+    commands = "\n".join(f"| `gnnpipe {name}` | {c.help} |" for name, c in COMMANDS.items())
     tolerance = ", ".join(f"{size:g} in {name}" for name, size in TOLERANCE.items())
     lines = [
-        HEAD.format(verify=verify, tolerance=tolerance).rstrip(),
+        HEAD.format(
+            commands=commands, verify=verify, tolerance=tolerance, sheets=DATA_SHEETS
+        ).rstrip(),
         *settings(),
         "",
         FILES.rstrip(),
@@ -210,10 +210,10 @@ def page() -> str:
     lines += [f"| `{name}` | {CELLS[name]} |" for name in nothing]
     lines += [f"| `{name}` | {text} |" for name, text in STALE_CELLS.items()]
     lines += ["", "## result.json", "", "| field | meaning |", "|---|---|"]
-    told = {f.name: flag(f.name) for f in dataclasses.fields(TrainConfig)}
-    told |= docs_below_fields(RunResult) | RESULTS
+    meanings = {f.name: flag(f.name) for f in dataclasses.fields(TrainConfig)}
+    meanings |= docs_below_fields(RunResult) | RESULTS
     lines += [
-        f"| `{f.name}` | {told[f.name]} |"
+        f"| `{f.name}` | {meanings[f.name]} |"
         for f in dataclasses.fields(RunResult)
         if f.name not in ("history", "timeline", "predicted_timeline", "path")
     ]

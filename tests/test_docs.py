@@ -87,7 +87,9 @@ def test_foreign_names_exist():
 
 @pytest.mark.parametrize("page", NAMED, ids=name_of)
 def test_every_source_file_exists(page):
-    known = {p.name for p in [*FILES, *(ROOT / "scripts").glob("*.py"), *ROOT.glob("tests/*.py")]}
+    known = {
+        p.name for p in [*FILES, *(ROOT / "scripts").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    }
     named = set(re.findall(r"[\w-]+\.py\b", page.read_text(encoding="utf-8")))
     assert not named - known
 

@@ -212,10 +212,10 @@ def test_what_is_told_where_the_last_epoch_was_exact():
     last = fit(1, 1)[1].index(True, 1)
     result = Trainer(config(epochs=last + 1), small_graph()).fit()
     assert result.history[-1].staleness.is_exact
-    (line,) = [line for line in result_lines(result) if line.startswith("stale: ")]
+    (line,) = [line for line in result_lines(result) if line.startswith("stale reads: ")]
     assert "nan" not in line
     many = sum(walked_exactly(result))
-    assert f"; {many} of {last + 1} epochs exact; in the last that was not " in line
+    assert f"; {many} of {last + 1} epochs exact; in the last stale epoch " in line
     assert result.exact_epochs == many
 
 

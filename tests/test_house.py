@@ -34,7 +34,6 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "perf/memory.py estimate_memory": "to be cut",
     "plan/loss_rows.py choose_loss_rows": "to be cut",
     "planner/uniform.py plan_uniform": "to be cut",
-    "run/result.py gather_result": "to be cut",
     "runtime/executor.py __init__": "to be cut",
     "runtime/staleness/forecast.py __init__": "to be cut",
     "setup/build.py build_rank": "to be cut",

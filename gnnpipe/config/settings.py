@@ -4,303 +4,247 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 from gnnpipe.config.fields import setting
 from gnnpipe.config.staleness import PRESETS, StalenessSettings
 
 __all__ = ["Settings"]
 
+# Every setting belongs to a group of the help text.
+_data = partial(setting, group="data")
+_model = partial(setting, group="model")
+_training = partial(setting, group="training")
+_evaluation = partial(setting, group="evaluation")
+_shape = partial(setting, group="shape")
+_staleness = partial(setting, group="staleness")
+_ranks = partial(setting, group="ranks")
+_output = partial(setting, group="output")
+_checkpoints = partial(setting, group="checkpoints")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Every setting of a run, in the order of ``gnnpipe train --help``."""
 
-    dataset: str = setting(
+    dataset: str = _data(
         "debian",
         "graph to train on: a name (`gnnpipe info --list` lists the built-in ones) or the path of "
         "an .npz file",
-        group="data",
     )
-    data_dir: str = setting(
-        "", "folder for downloaded datasets (default ~/.cache/gnnpipe/datasets)", group="data"
-    )
-    split: str = setting(
+    data_dir: str = _data("", "folder for downloaded datasets (default ~/.cache/gnnpipe/datasets)")
+    split: str = _data(
         "given",
         "train/val/test split: 'given' (the split of the dataset) or percentages such as 60/20/20, "
         "drawn with --seed",
-        group="data",
     )
-    symmetrize: bool = setting(
-        False, "add the reverse of every edge of a directed graph", group="data"
-    )
-    task: str = setting(
+    symmetrize: bool = _data(False, "add the reverse of every edge of a directed graph")
+    task: str = _data(
         "labels",
         "what the model predicts: labels (of vertices) or links (whether an edge joins two "
         "vertices; --split then splits the edges, and 'given' means 85/5/10)",
-        group="data",
         choices=("labels", "links"),
     )
 
-    model: str = setting("gcn", "gcn, sage, gcnii, resgcn or gat", group="model")
-    layers: int = setting(2, "number of GNN layers L", group="model", low=1, high=10_000)
-    hidden: int = setting(64, "hidden width H", group="model", low=1, high=1_000_000)
-    heads: int = setting(4, "attention heads (gat); must divide --hidden", group="model", low=1)
-    dropout: float = setting(0.5, "dropout probability", group="model", low=0, below=1)
-    alpha: float = setting(
-        0.1, "gcnii: weight of the initial embedding in every layer", group="model", low=0, below=1
+    model: str = _model("gcn", "gcn, sage, gcnii, resgcn or gat")
+    layers: int = _model(2, "number of GNN layers L", low=1, high=10_000)
+    hidden: int = _model(64, "hidden width H", low=1, high=1_000_000)
+    heads: int = _model(4, "attention heads (gat); must divide --hidden", low=1)
+    dropout: float = _model(0.5, "dropout probability", low=0, below=1)
+    alpha: float = _model(
+        0.1, "gcnii: weight of the initial embedding in every layer", low=0, below=1
     )
-    theta: float = setting(
-        0.5,
-        "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)",
-        group="model",
-        above=0,
+    theta: float = _model(
+        0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)", above=0
     )
 
-    epochs: int = setting(200, "number of epochs", group="training", low=1)
-    lr: float = setting(0.01, "learning rate of Adam", group="training", above=0)
-    weight_decay: float = setting(0.0, "L2 penalty (weight decay of Adam)", group="training", low=0)
-    seed: int = setting(
-        0,
-        "random seed of weights, dropout, chunk order and splits",
-        group="training",
-        low=0,
-        high=2**32 - 1,
+    epochs: int = _training(200, "number of epochs", low=1)
+    lr: float = _training(0.01, "learning rate of Adam", above=0)
+    weight_decay: float = _training(0.0, "L2 penalty (weight decay of Adam)", low=0)
+    seed: int = _training(
+        0, "random seed of weights, dropout, chunk order and splits", low=0, high=2**32 - 1
     )
-    dtype: str = setting(
+    dtype: str = _training(
         "float32",
         "number type of weights and embeddings (features are always read as float32)",
-        group="training",
         choices=("float32", "float64"),
     )
-    matmul_dtype: str = setting(
+    matmul_dtype: str = _training(
         "same",
         "number type of matrix products with weights, except the last layer's: same (as --dtype) "
         "or bf16 (8 bits of precision; faster on processors with bf16 instructions)",
-        group="training",
         choices=("same", "bf16"),
     )
-    comm_dtype: str = setting(
+    comm_dtype: str = _training(
         "same",
         "number type of embeddings that are sent or stored in history tables: same (as --dtype) or "
         "bf16 (half the bytes, 8 bits of precision; also used for edge weights and aggregated "
         "rows)",
-        group="training",
         choices=("same", "bf16"),
     )
-    lr_schedule: str = setting(
+    lr_schedule: str = _training(
         "constant",
         "learning rate schedule: constant, cosine (half a cosine, down to 0 after the last epoch) "
         "or plateau (halved when the validation metric has not improved for --lr-patience epochs)",
-        group="training",
         choices=("constant", "cosine", "plateau"),
     )
-    warmup_epochs: int = setting(
-        0,
-        "epochs at the start over which the learning rate rises linearly to --lr",
-        group="training",
-        low=0,
+    warmup_epochs: int = _training(
+        0, "epochs at the start over which the learning rate rises linearly to --lr", low=0
     )
-    lr_patience: int = setting(
+    lr_patience: int = _training(
         50,
         "epochs without a better validation metric before --lr-schedule plateau halves the "
         "learning rate",
-        group="training",
         low=1,
     )
-    clip_norm: float = setting(
-        0.0, "clip the global gradient norm to this value (0: off)", group="training", low=0
-    )
-    on_nan: str = setting(
+    clip_norm: float = _training(0.0, "clip the global gradient norm to this value (0: off)", low=0)
+    on_nan: str = _training(
         "stop",
         "what to do when loss or gradients are not finite: stop the run, skip the optimizer step, "
         "or restore the last checkpoint and continue with half the learning rate",
-        group="training",
         choices=("stop", "skip", "restore"),
     )
 
-    eval_every: int = setting(
-        10,
-        "evaluate after every n-th epoch and after the last (0: only after the last)",
-        group="evaluation",
-        low=0,
+    eval_every: int = _evaluation(
+        10, "evaluate after every n-th epoch and after the last (0: only after the last)", low=0
     )
-    metric: str = setting(
+    metric: str = _evaluation(
         "auto",
         "metric reported besides accuracy and used to select the best epoch: accuracy, rocauc, "
         "f1-micro or f1-macro; for regression r2, mae or rmse. auto: f1-micro for multi-label "
         "data, rocauc for links and for two classes of which one has less than 30 % of the labels, "
         "r2 for regression, accuracy otherwise",
-        group="evaluation",
         choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
     )
-    patience: int = setting(
-        0,
-        "stop after this many epochs without a better validation metric (0: never)",
-        group="evaluation",
-        low=0,
+    patience: int = _evaluation(
+        0, "stop after this many epochs without a better validation metric (0: never)", low=0
     )
-    keep_weights: str | None = setting(
+    keep_weights: str | None = _evaluation(
         None,
         "weights to keep at the end: of the last epoch, or of the best epoch by the validation "
         "metric (default: best with --patience, otherwise last)",
-        group="evaluation",
         choices=("last", "best"),
     )
 
-    stages: int = setting(
-        1, "number of pipeline stages S that the layers are divided into", group="shape", low=1
+    stages: int = _shape(1, "number of pipeline stages S that the layers are divided into", low=1)
+    shards: int = _shape(1, "number of shards G: ranks that share the vertices of a stage", low=1)
+    chunks: int = _shape(
+        1, "number of chunks K of the vertices, processed one after another", low=1
     )
-    shards: int = setting(
-        1, "number of shards G: ranks that share the vertices of a stage", group="shape", low=1
+    partitioner: str = _shape(
+        "metis", "how vertices are partitioned into chunks and shards: metis, range or random"
     )
-    chunks: int = setting(
-        1, "number of chunks K of the vertices, processed one after another", group="shape", low=1
-    )
-    partitioner: str = setting(
-        "metis",
-        "how vertices are partitioned into chunks and shards: metis, range or random",
-        group="shape",
-    )
-    order: str = setting(
+    order: str = _shape(
         "auto",
         "order of the vertices inside a chunk: metis (neighbours close together, faster when the "
         "embeddings exceed the CPU cache), given (as in the dataset) or auto (metis for at least "
         "16,384 vertices with --partitioner metis, otherwise given)",
-        group="shape",
         choices=("auto", "metis", "given"),
     )
-    cache_dir: str = setting(
-        "",
-        "folder for cached partitions (default ~/.cache/gnnpipe; 'off': no cache)",
-        group="shape",
+    cache_dir: str = _shape(
+        "", "folder for cached partitions (default ~/.cache/gnnpipe; 'off': no cache)"
     )
-    recompute: bool = setting(
+    recompute: bool = _shape(
         False,
         "activation checkpointing: store only the input of each layer and recompute the rest in "
         "the backward pass; less memory and identical results for one more forward pass of the "
         "dense work",
-        group="shape",
     )
 
-    staleness: str = setting(
+    staleness: str = _staleness(
         "auto",
         "how stale embeddings are treated when K > 1: auto (forecast them), none (use them as they "
         "are), paper (GNNPipe's three techniques) or exact (run layer by layer, so that nothing "
         "is stale)",
-        group="staleness",
         choices=("auto", "none", "paper", "exact"),
     )
-    shuffle_chunks: bool | None = setting(
-        None,
-        "walk the chunks in a new random order in every epoch (default: by --staleness)",
-        group="staleness",
+    shuffle_chunks: bool | None = _staleness(
+        None, "walk the chunks in a new random order in every epoch (default: by --staleness)"
     )
-    snapshot_every: int | None = setting(
+    snapshot_every: int | None = _staleness(
         None,
         "read stale embeddings from a snapshot that is refreshed every n epochs; 1: from the "
         "previous epoch (default: by --staleness)",
-        group="staleness",
         low=1,
     )
-    scale_live_gradients: float | None = setting(
-        None,
-        "factor on gradients that arrive from other chunks (default: by --staleness)",
-        group="staleness",
-        above=0,
+    scale_live_gradients: float | None = _staleness(
+        None, "factor on gradients that arrive from other chunks (default: by --staleness)", above=0
     )
-    probes_per_column: int | None = setting(
+    probes_per_column: int | None = _staleness(
         None,
         "probe vertices for the forecast of stale embeddings. At the start of an epoch n * (F + 1) "
         "sampled vertices are computed with the new weights; an affine map fitted to their change "
         "updates all other rows of width F. 0: no forecast (default: by --staleness)",
-        group="staleness",
         low=0,
     )
-    exact_epochs: int | None = setting(
+    exact_epochs: int | None = _staleness(
         None,
         "number of epochs at the start that run layer by layer, without stale embeddings "
         "(default: by --staleness)",
-        group="staleness",
         low=0,
     )
-    exact_above: float | None = setting(
+    exact_above: float | None = _staleness(
         None,
         "run an exact epoch after an epoch whose gradient norm exceeds this factor times the "
         "median of the last 20 epochs, and clip the gradient norm to twice that median; 0: "
         "neither (default: by --staleness)",
-        group="staleness",
         low=0,
     )
 
-    device: str = setting(
+    device: str = _ranks(
         "auto",
         "auto, cpu or cuda (one GPU per rank, from those in CUDA_VISIBLE_DEVICES)",
-        group="ranks",
         choices=("auto", "cpu", "cuda"),
     )
-    kernel: str = setting(
+    kernel: str = _ranks(
         "auto",
         "kernel of the sparse-dense product: embedding-bag, csr (torch's), torch-sparse (if "
         "installed), triton (on GPUs), measured (the fastest of these on this machine; the choice, "
         "and with it the last digits of the results, may differ between runs) or auto "
         "(embedding-bag on CPUs, triton on GPUs)",
-        group="ranks",
         choices=("auto", "measured", "embedding-bag", "csr", "torch-sparse", "triton"),
     )
-    timeout_s: float = setting(
+    timeout_s: float = _ranks(
         120.0,
         "seconds that a rank waits for another rank before the run fails; a rank without a "
         "heartbeat is given up after an eighth of this time",
-        group="ranks",
         above=0,
         high=1e6,
     )
-    check_weights: bool = setting(
-        False,
-        "at every evaluation, check that all shards of a stage have the same weights",
-        group="ranks",
+    check_weights: bool = _ranks(
+        False, "at every evaluation, check that all shards of a stage have the same weights"
     )
 
-    out: str = setting(
-        "",
-        "run folder (default runs/<dataset>-<model>-<time>; 'off': write nothing)",
-        group="output",
+    out: str = _output(
+        "", "run folder (default runs/<dataset>-<model>-<time>; 'off': write nothing)"
     )
-    quiet: bool = setting(False, "print nothing while training", group="output")
-    predict: bool = setting(
+    quiet: bool = _output(False, "print nothing while training")
+    predict: bool = _output(
         True,
         "predict the epoch time, to be compared with the measured one: from --profile, or from a "
         "short profile before the first epoch (about 2 s or 5 % of the run; not on GPUs and not "
         "for fewer than 10 epochs)",
-        group="output",
     )
-    profile: str = setting(
-        "",
-        "predict the epoch time from this file, written by `gnnpipe profile --save`",
-        group="output",
+    profile: str = _output(
+        "", "predict the epoch time from this file, written by `gnnpipe profile --save`"
     )
 
-    checkpoint_every: int | None = setting(
+    checkpoint_every: int | None = _checkpoints(
         None,
         "epochs between two checkpoints (default: as many as take about ten minutes; 0: no "
         "checkpoint unless the run is told to stop)",
-        group="checkpoints",
         low=0,
     )
-    keep: int = setting(
-        2, "number of checkpoints to keep; older ones are deleted", group="checkpoints", low=1
-    )
-    checkpoint_tables: bool = setting(
+    keep: int = _checkpoints(2, "number of checkpoints to keep; older ones are deleted", low=1)
+    checkpoint_tables: bool = _checkpoints(
         True,
         "store the history tables in checkpoints; without them checkpoints are small, and the "
         "first epoch after --resume is exact to fill the tables again",
-        group="checkpoints",
     )
-    time_limit_s: float = setting(
+    time_limit_s: float = _checkpoints(
         0.0,
         "seconds after which the run writes a checkpoint and ends with exit code 75, as on SIGTERM "
         "(0: no limit)",
-        group="checkpoints",
         low=0,
     )
 

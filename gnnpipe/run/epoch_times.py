@@ -1,4 +1,4 @@
-"""Where the time of an epoch went, rank by rank: gathered at the end of a run."""
+"""Times of an epoch by rank and kind, measured and predicted, and their text."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = ["gather_epoch", "prediction_line", "time_lines"]
 
-MUCH = 0.25
-"""A prediction that is as far off wants a reason."""
+UNEXPECTED = 0.25
+"""Relative error above which the text of a prediction names a possible reason."""
 
 
 def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
-    """Notes by rank, on one clock, of the epoch of median length among the last ones.
+    """Return the spans of every rank, on one clock, for the median of the last epochs.
 
-    ``counted``: epochs at the end that are no warm-up. An exact one among others is not theirs. On
-    every rank; empty on a GPU.
+    ``counted``: number of last epochs that are not warm-up. Exact epochs are skipped unless there
+    are no others. Empty on a GPU.
     """
     offset = clock_offset(mesh)
     epochs = list(mesh.recorder.epochs)[-counted:]
     epochs = [epoch for epoch in epochs if not epoch.is_exact] or epochs
     by_length = sorted(range(len(epochs)), key=lambda i: epochs[i].end_s - epochs[i].start_s)
-    # Rank 0 chooses; only that epoch travels.
+    # Rank 0 chooses; only the spans of this epoch are sent.
     chosen = mesh.share(by_length[len(by_length) // 2] if by_length else None)
     if chosen is None:
         return []
@@ -33,7 +33,7 @@ def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
 
 
 def time_lines(shares: list[TimeShares]) -> list[str]:
-    """A line for every rank."""
+    """Return a line for every rank with the shares of an epoch."""
     names = {
         "compute": "compute_s",
         "exposed pipeline": "exposed_pipeline_s",
@@ -56,11 +56,14 @@ def time_lines(shares: list[TimeShares]) -> list[str]:
 def prediction_line(
     predicted_s: float, measured_s: float, predicted: list[TimeShares], measured: list[TimeShares]
 ) -> str:
-    """Predicted beside measured; of the shares, by rank, the means."""
+    """Return the line that compares the predicted with the measured epoch time.
+
+    ``predicted`` and ``measured``: shares of an epoch by rank; the line shows their means.
+    """
     off = predicted_s / measured_s - 1
     text = (
-        f"predicted {predicted_s:.3g} s an epoch, measured {measured_s:.3g} "
-        f"(prediction off by {off:+.0%}{_busy_words(off)})"
+        f"predicted {predicted_s:.3g} s per epoch, measured {measured_s:.3g} "
+        f"(prediction off by {off:+.0%}{_load_text(off)})"
     )
     names = {
         "compute": ("compute_s",),
@@ -76,13 +79,13 @@ def prediction_line(
         parts.append(f"{name} {next(both):.3g} and {next(both):.3g}")
     if not parts:
         return text
-    noted = f"the one epoch whose actions were noted ({measured[0].epoch_s:.3g} s)"
-    return f"{text}; in the prediction and in {noted}: {', '.join(parts)}"
+    epoch = f"the epoch in trace.json ({measured[0].epoch_s:.3g} s)"
+    return f"{text}; in the prediction and in {epoch}: {', '.join(parts)}"
 
 
-def _busy_words(off: float) -> str:
-    """Why, where it is plain: a prediction is for a machine that does nothing else."""
+def _load_text(off: float) -> str:
+    """Return the load of this machine if it may explain why the run was slower than predicted."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if off > -MUCH or load < cores + 1:
+    if off > -UNEXPECTED or load < cores + 1:
         return ""
     return f"; the machine is busy, with a load of {load:.1f} on {cores} cores"

@@ -1,7 +1,8 @@
-"""The folder of a run: everything that it was and became, enough to repeat it.
+"""Run folder: everything that is needed to repeat a run, and its results.
 
-config.toml, plan.json and program.txt are written before the first epoch, metrics.csv grows a row
-an epoch, result.json and model.pt come last. A folder that holds another run is never touched.
+config.toml, plan.json and program.txt are written before the first epoch, every epoch adds a row to
+metrics.csv, and result.json and model.pt are written at the end. A folder that contains another run
+is never changed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["RunFolder", "claim_folder", "plain", "run_path", "versions"]
 
 
 def run_path(config: TrainConfig) -> Path:
-    """Where the run goes: ``--out``, or a new folder below runs/."""
+    """Return the path of the run folder: ``--out``, or a new folder below runs/."""
     if config.out:
         return Path(config.out)
     dataset = "".join(c if c.isalnum() else "-" for c in Path(config.dataset).stem.lower())
@@ -54,22 +55,22 @@ def run_path(config: TrainConfig) -> Path:
 
 
 class RunFolder:
-    """Writes one run's folder; only rank 0 has one."""
+    """Writes the folder of one run; only rank 0 has one."""
 
-    def __init__(self, path: Path, goes_on: bool = False) -> None:
-        """Check the place before any work: ``InputError`` if it is taken or cannot be written.
+    def __init__(self, path: Path, is_resumed: bool = False) -> None:
+        """Check the folder before any work: ``InputError`` if it is in use or cannot be written.
 
-        ``goes_on``: the run in it is the one to be gone on with.
+        ``is_resumed``: the run in the folder is to be continued.
         """
-        self.path, self.goes_on = path, goes_on
+        self.path, self.is_resumed = path, is_resumed
         self._columns: list[str] = []
         self._lock: int | None = None
         if os.path.lexists(path) and not path.is_dir():
             raise InputError(f"--out {str(path)!r}: is a file; give a folder")
-        if path.is_dir() and any(path.iterdir()) and not goes_on:
+        if path.is_dir() and any(path.iterdir()) and not is_resumed:
             raise InputError(
                 f"--out {str(path)!r}: holds another run (or other files); give a new folder, or "
-                f"go on with it by --resume {(seed_runs(path) or [path])[0]}"
+                f"continue the run with --resume {(seed_runs(path) or [path])[0]}"
             )
         existing = path
         while not os.path.lexists(existing):
@@ -78,32 +79,32 @@ class RunFolder:
             raise InputError(
                 f"--out {str(path)!r}: {str(existing)!r} cannot be written; give another folder"
             )
-        if goes_on:
+        if is_resumed:
             self._claim()
 
     def _claim(self) -> None:
-        """Two processes must not write one run; the lock goes with the process, however it ends."""
+        """Lock the folder against other processes; the lock ends with this process in any case."""
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # a disk that has no locks
+                return  # a file system without locks
             self.release()
             raise InputError(
-                f"--out {str(self.path)!r}: another process is writing this run; wait for its end, "
-                "or give another folder"
+                f"--out {str(self.path)!r}: another process is writing this run; wait until it "
+                "ends, or give another folder"
             ) from None
 
     def release(self) -> None:
-        """Nothing more will be written."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
-        """A disk that is full or has gone is told of in a line; what was written remains."""
+        """Turn a failed write (a full disk) into ``FailedError``; earlier files remain."""
         try:
             yield
         except OSError as error:
@@ -113,16 +114,16 @@ class RunFolder:
             ) from error
 
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:
-        """Make the folder and write what is known before the first epoch.
+        """Create the folder and write config, plan and program.
 
-        This and what follows raises ``FailedError`` when the disk takes no more.
+        This and all later writes raise ``FailedError`` if the disk is full.
         """
         with self._disk():
             self._open(config, plan, program)
 
     def _open(self, config: TrainConfig, plan: Plan, program: str) -> None:
         text = config.to_toml()
-        if self.goes_on:
+        if self.is_resumed:
             before = (self.path / "config.toml").read_text(encoding="utf-8")
             if before != text:
                 number = 1 + sum(1 for _ in self.path.glob("config-before-*.toml"))
@@ -147,7 +148,7 @@ class RunFolder:
         return self.path / "metrics.csv"
 
     def add(self, row: EpochRow) -> None:
-        """Append a row to metrics.csv; it is in the file when this returns."""
+        """Append a row to metrics.csv and flush the file."""
         cells = row.cells()
         with self._disk():
             if not self._columns or not set(cells) <= set(self._columns):
@@ -156,7 +157,7 @@ class RunFolder:
                 csv.DictWriter(file, self._columns, restval="").writerow(cells)
 
     def _widen(self, columns: list[str]) -> None:
-        """Make room for new columns: a run that goes on in another shape may know more."""
+        """Add columns to metrics.csv: a run resumed with another shape may have more."""
         rows: list[dict[str, str]] = []
         if self._columns:
             with open(self._metrics, newline="", encoding="utf-8") as file:
@@ -165,14 +166,14 @@ class RunFolder:
         self._write(rows)
 
     def metrics_text(self, rows: Sequence[EpochRow]) -> str:
-        """metrics.csv as it stands; made again of ``rows`` if somebody has taken it away."""
+        """Return the text of metrics.csv; written anew from ``rows`` if the file is missing."""
         with self._disk():
             if not self._metrics.exists():
                 self.rewrite(rows)
             return self._metrics.read_text(encoding="utf-8")
 
     def rewrite(self, rows: Sequence[EpochRow]) -> None:
-        """Make metrics.csv what it was after these rows."""
+        """Write metrics.csv with these rows only."""
         cells = [row.cells() for row in rows]
         self._columns = list(dict.fromkeys(name for row in cells for name in row))
         with self._disk():
@@ -190,16 +191,16 @@ class RunFolder:
         aside = self.path / ".aside-model.pt"
         text = json.dumps(plain(result), indent=1, allow_nan=False)
         with self._disk():
-            # Into memory first: torch's own writer hides what a full disk says.
-            held = io.BytesIO()
-            torch.save(dict(weights), held)
-            aside.write_bytes(held.getbuffer())
+            # Serialized in memory first: torch's own writer hides the error of a full disk.
+            buffer = io.BytesIO()
+            torch.save(dict(weights), buffer)
+            aside.write_bytes(buffer.getbuffer())
             os.replace(aside, self.path / "model.pt")
             _replace(self.path / "result.json", text + "\n")
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     aside = path.with_name(f".aside-{path.name}")
     with open(aside, "w", newline="", encoding="utf-8") as file:
         file.write(text)
@@ -211,16 +212,17 @@ def _replace(path: Path, text: str) -> None:
 def claim_folder(
     config: TrainConfig, mesh: Mesh, resumed: Path | None = None
 ) -> tuple[RunFolder | None, Path | None]:
-    """The run's folder on rank 0, checked, and its path on every rank; an error ends every rank.
+    """Return the checked run folder on rank 0, and its path on every rank.
 
-    ``resumed``: the folder of the run that is gone on with. Both ``None`` if nothing is written.
+    ``resumed``: the folder of the run that is resumed. Both are ``None`` with ``--out off``. An
+    ``InputError`` of rank 0 is raised on every rank.
     """
     folder, error = None, None
     if mesh.rank == 0 and config.out != "off":
         try:
             path = run_path(config)
-            goes_on = resumed is not None and path.resolve() == resumed.resolve()
-            folder = RunFolder(path, goes_on)
+            is_resumed = resumed is not None and path.resolve() == resumed.resolve()
+            folder = RunFolder(path, is_resumed)
         except InputError as fault:
             error = str(fault)
     failed, path = mesh.share((error, folder.path if folder else None))
@@ -230,7 +232,7 @@ def claim_folder(
 
 
 def _writable(folder: Path) -> bool:
-    """Really try: permissions do not tell of read-only disks, nor stop root."""
+    """Return whether a file can be created (permissions ignore root and read-only disks)."""
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".gnnpipe-")
         os.close(handle)
@@ -241,7 +243,7 @@ def _writable(folder: Path) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN: a figure that does not exist is null."""
+    """Return ``value`` with numbers that are not finite replaced by ``None``, for JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -252,7 +254,7 @@ def plain(value: Any) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """What the run was made with."""
+    """Return the versions of the packages that the run uses."""
     return {
         "gnnpipe": version("gnnpipe"),
         "python": platform.python_version(),

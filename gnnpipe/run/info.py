@@ -1,4 +1,4 @@
-"""What a run will take, before it: ``gnnpipe info``, and the same for parts given in Python."""
+"""Memory and communication of a run before it starts: ``gnnpipe info`` and its Python function."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Info", "info"]
 
 @dataclass(frozen=True)
 class Info:
-    """Of one shape; printed, it is what ``gnnpipe info`` shows."""
+    """Memory and communication of a configuration; ``str`` gives the text of ``gnnpipe info``."""
 
     memory: list[MemoryEstimate]
-    """By rank, in bytes; ``total`` is all of one."""
+    """Estimate by rank, in bytes."""
     sent_bytes: int
-    """In an epoch, over all ranks."""
+    """Bytes sent in an epoch by all ranks."""
     text: str
 
     def __str__(self) -> str:
@@ -43,9 +43,9 @@ def info(
     plan: Plan | None = None,
     loss_fn: LossFn | None = None,
 ) -> Info:
-    """Cut and plan for any number of ranks, on one process; nothing is trained.
+    """Plan and partition for any number of ranks in one process, without training.
 
-    The parts are those of ``Trainer``. ``InputError`` for what it would refuse.
+    The arguments are those of ``Trainer``, and so are the errors.
     """
     prepared = prepare(config, Mesh.alone(), graph, model, plan, loss_fn)
     memory = memory_by_rank(prepared)

@@ -1,4 +1,4 @@
-"""What is known of one epoch: a row of metrics.csv, written and read."""
+"""Rows of metrics.csv: measured, written and read."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ __all__ = ["EpochRow", "Staleness", "measure_staleness", "rows_of"]
 
 @dataclass(frozen=True)
 class Staleness:
-    """Of one epoch; norms are Frobenius norms over a sample of rows, relative to those rows."""
+    """Staleness of one epoch.
+
+    Changes of rows are Frobenius norms over a sample of rows, relative to the norm of the rows.
+    """
 
     stale_reads: float
-    """Share of the edges that were read stale, the same in every layer; 0 in an exact epoch."""
+    """Share of the edges that read a stale row, the same in every layer; 0 in an exact epoch."""
     drift: tuple[float, ...]
-    """By layer: how far the rows pushed in this epoch are from what stale readers saw; NaN in an
-    exact epoch. Dropout, drawn anew in each epoch, is part of it, and the larger part by far."""
+    """By layer: difference between the rows pushed in this epoch and the rows that stale reads saw;
+    NaN in an exact epoch. Most of the difference is dropout, which changes in every epoch."""
     moved: tuple[float, ...]
-    """By layer, where a forecast was made: how far the change of weights moved the pilot rows; NaN
-    in an exact epoch."""
+    """By layer, with a forecast: change of the probe rows by the optimizer step; NaN in an exact
+    epoch."""
     missed: tuple[float, ...]
-    """By layer: what the forecast left of it."""
+    """By layer, with a forecast: error of the forecast of these changes."""
 
     @property
     def is_exact(self) -> bool:
-        """Nothing was stale."""
+        """Whether nothing was stale."""
         return self.stale_reads == 0 and all(map(math.isnan, self.drift))
 
     def cells(self) -> dict[str, float]:
-        """Columns of metrics.csv."""
+        """Return the columns of metrics.csv."""
         found = {"stale_reads": self.stale_reads}
         for name in ("drift", "moved", "missed"):
             found |= {f"{name}_{i}": v for i, v in enumerate(getattr(self, name))}
@@ -49,9 +52,9 @@ class Staleness:
 def measure_staleness(
     prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh, order: Sequence[int], exact: bool
 ) -> Staleness | None:
-    """Of the epoch that has just been run, on every rank; ``None`` where nothing can be stale.
+    """Return the staleness of the last epoch, on every rank; ``None`` without stale reads.
 
-    ``exact``: nothing was in this epoch.
+    ``order``: of the chunks in the epoch. ``exact``: whether the epoch was exact.
     """
     if prepared.chunk_edges is None:
         return None
@@ -82,24 +85,24 @@ def measure_staleness(
 
 @dataclass(frozen=True)
 class EpochRow:
-    """What is known of one epoch."""
+    """Loss, scores, times and staleness of one epoch."""
 
     epoch: int
-    """From 1."""
+    """Counted from 1."""
     loss: float
-    """Over the train vertices, with dropout."""
+    """Mean over the training vertices, with dropout."""
     scores: Scores | None
-    """Where the epoch was evaluated."""
+    """``None`` if the epoch was not evaluated."""
     epoch_time_s: float
-    """Training alone."""
+    """Time of training, without evaluation."""
     eval_time_s: float
     lr: float
-    """Learning rate of its step."""
+    """Learning rate of the optimizer step."""
     staleness: Staleness | None = None
-    """Where the shape has stale reads."""
+    """``None`` if the run has no stale reads."""
 
     def cells(self) -> dict[str, Any]:
-        """The row of metrics.csv; empty cells where the epoch was not evaluated."""
+        """Return the cells of metrics.csv; scores are empty if the epoch was not evaluated."""
         s = self.scores
         return {
             "epoch": self.epoch,
@@ -113,7 +116,7 @@ class EpochRow:
 
 
 def rows_of(text: str) -> list[EpochRow]:
-    """The rows of a metrics.csv; ``ValueError`` if it is none, or if an epoch is missing."""
+    """Parse metrics.csv; ``ValueError`` if the text is malformed or an epoch is missing."""
     rows = []
     try:
         for number, cells in enumerate(csv.DictReader(io.StringIO(text, newline="")), start=1):
@@ -152,5 +155,5 @@ def _number(cell: str) -> float:
 
 
 def _cell(value: float) -> str:
-    """Every digit; nothing where there is no such figure."""
+    """Return all digits of a number, or '' for NaN."""
     return "" if math.isnan(value) else repr(value)

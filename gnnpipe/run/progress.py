@@ -1,7 +1,4 @@
-"""What a person sees while it trains: a live line on a terminal, plain lines in a log.
-
-Only rank 0 speaks; the others hold a ``Progress`` that is silent.
-"""
+"""Progress of training: a live progress bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -20,12 +17,15 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Shows epochs as they end; use as a context manager around the loop."""
+    """Prints progress on rank 0; a context manager around the training loop.
 
-    def __init__(self, epochs: int, metric: str, speaks: bool) -> None:
+    The other ranks have a ``Progress`` that prints nothing.
+    """
+
+    def __init__(self, epochs: int, metric: str, is_visible: bool) -> None:
         self.epochs = epochs
         self.metric = "" if metric == "accuracy" else f"{metric}: "
-        self.speaks = speaks
+        self.is_visible = is_visible
         self.console = Console(highlight=False, soft_wrap=True)
         self._done = 0
         self._live: RichProgress | None = None
@@ -34,16 +34,16 @@ class Progress:
         self._update: Callable[[str], None] = lambda text: None
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        if self.speaks:
+        """Print a line."""
+        if self.is_visible:
             self.console.print(text, markup=False)
 
     def start_at(self, epoch: int) -> None:
-        """So many epochs were done before."""
+        """Start the progress bar at this number of epochs."""
         self._done = epoch
 
     def __enter__(self) -> Progress:
-        if self.speaks and self.console.is_terminal:
+        if self.is_visible and self.console.is_terminal:
             live = RichProgress(
                 TextColumn("epoch"),
                 MofNCompleteColumn(),
@@ -68,8 +68,8 @@ class Progress:
             self._live.stop()
 
     def epoch(self, row: EpochRow) -> None:
-        """Show an epoch; in a log only evaluated ones, or one every ten seconds."""
-        if not self.speaks:
+        """Show an epoch; a log shows evaluated epochs and one epoch every ten seconds."""
+        if not self.is_visible:
             return
         text = f"loss {row.loss:.4f}"
         if row.scores is not None:

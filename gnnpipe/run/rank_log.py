@@ -1,7 +1,7 @@
-"""What happened on this rank, for whoever looks afterwards: ``logs/rank-3.txt`` of the run.
+"""Log file of a rank in the run folder (``logs/rank-3.txt``), and the error file of torchrun.
 
-torchrun prints last what the rank that failed first has written into its error file; so that is
-where the cause belongs, too.
+At the end torchrun prints the error file of the rank that failed first, so the cause of a failure
+is written there, too.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = ["RankError", "RankLog", "is_lost_peer", "lost_rank"]
 
 
 class RankError(RuntimeError):
-    """A fault of one rank, with its place in the program; how torchrun tells of it."""
+    """An error of one rank with its position in the program, as torchrun prints it."""
 
 
 class RankLog:
-    """Of one rank; silent without a folder."""
+    """Log of one rank; writes nothing without a run folder."""
 
     def __init__(self, run: Path | None, rank: int) -> None:
         self._rank = rank
         self._path = None if run is None else run / "logs" / f"rank-{rank}.txt"
 
     def say(self, text: str) -> None:
-        """Add a line; a disk that takes none ends nothing."""
+        """Add a line; a failed write is ignored."""
         if self._path is None or not (self._path.parents[1] / "config.toml").exists():
-            return  # nothing has been begun, and nothing is to be left behind
+            return  # the run has not started: leave no files
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def failed(self, error: BaseException) -> None:
-        """Write down an error of this rank with its traceback, here and for torchrun."""
+        """Log an error of this rank with its traceback, here and for torchrun."""
         self.say("".join(traceback.format_exception(error)).rstrip())
         places = [note for note in getattr(error, "__notes__", ()) if note.startswith("gnnpipe:")]
         where = places[0].removeprefix("gnnpipe: ") if places else f"rank {self._rank}"
@@ -51,35 +51,35 @@ class RankLog:
             _tell_torchrun(f"{where}: {type(error).__name__}: {error}", error)
 
     def gave_up(self, reason: str) -> None:
-        """Write down why this process is about to end, on the screen too."""
+        """Log why this process is about to end, also on stderr."""
         self.say(reason)
         print(f"gnnpipe: rank {self._rank}: {reason}", file=sys.stderr, flush=True)
         _tell_torchrun(f"rank {self._rank}: {reason}", None)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """The error came out of torch.distributed rather than out of this rank's own work."""
+    """Return whether the error comes from torch.distributed, because another rank has ended."""
     if not isinstance(error, RuntimeError) or isinstance(error, FailedError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    told = "torch/distributed" in frames[-1].filename.replace(os.sep, "/") if frames else False
-    return told or "/gloo/transport/" in str(error) or "Connection closed by peer" in str(error)
+    is_torch = "torch/distributed" in frames[-1].filename.replace(os.sep, "/") if frames else False
+    return is_torch or "/gloo/transport/" in str(error) or "Connection closed by peer" in str(error)
 
 
 def lost_rank(error: BaseException, rank: int, run: Path | None) -> LostRankError:
-    """``error`` as ``rank`` tells of it, with what there is to go on from in the folder ``run``."""
-    # gloo begins with the place in its own source, and guesses at reasons behind the first point.
+    """Return the error for the user: what was lost and how the run in ``run`` can be resumed."""
+    # gloo's message starts with a source line and adds guesses after the first sentence.
     text = re.sub(r"^\[\S+:\d+\] |\.\s.*|\n.*", "", str(error), flags=re.DOTALL)
     where = "nothing was written (--out off)" if run is None else again_with(run)
     return LostRankError(f"rank {rank} lost another rank ({text[:120].strip()}); {where}")
 
 
 def _tell_torchrun(text: str, cause: BaseException | None) -> None:
-    """Write the error file of this rank, if torchrun has given it one."""
+    """Write the error file that torchrun has given to this rank, if any."""
     if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
         return
     try:
         raise RankError(text) from cause
-    except RankError as told:
-        # Only of an error that is being handled the traceback is written, its last line the text.
-        get_error_handler().record_exception(told)
+    except RankError as error:
+        # The handler writes the traceback of the exception that is being handled.
+        get_error_handler().record_exception(error)

@@ -1,4 +1,4 @@
-"""Going on with a run: which settings may change, what must not, and the rows known so far."""
+"""Resumes a run: checks the new settings against the old ones and reads the run's state."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ NOTE = ".launch.json"
 
 
 def restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
-    """The folder of the run to go on with, on every rank, if this is no first start."""
+    """Return the run folder, on every rank, if torchrun has restarted this run; else ``None``."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and not config.out:
         raise InputError(
-            f"--out: torchrun --max-restarts {restarts} can go on only with a run whose folder it "
-            "knows; give --out a folder"
+            f"--out: torchrun --max-restarts {restarts} needs a known folder to resume from; give "
+            "--out a folder"
         )
     is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and config.out != "off"
     path = Path(config.out)
@@ -59,14 +59,14 @@ def restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
 
 
 def note_launch(run: Path) -> None:
-    """Note in a run's new folder who has made it; only torchrun's launches come again."""
+    """Record the torchrun launch in a new run folder, so that a restart recognizes the folder."""
     if _launch():
         text = json.dumps({"launch": _launch(), "started": time.time()})
         (run / NOTE).write_text(text, encoding="utf-8")
 
 
 def seconds_so_far(run: Path) -> float:
-    """Since the launch that made the run's folder began."""
+    """Return the time since the launch that created the run folder."""
     return max(time.time() - _noted(run)[1], 0.0)
 
 
@@ -79,7 +79,7 @@ def _noted(run: Path) -> tuple[str, float]:
 
 
 def _launch() -> str:
-    """What all starts of one launch have in common: its id, or who is torchrun; '' without it."""
+    """Return an id that all restarts of a torchrun launch share; '' without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if name not in ("", "none"):
         return name
@@ -87,7 +87,7 @@ def _launch() -> str:
         return ""
     parent = os.getppid()
     try:
-        # Numbers of processes come again; the moment of the start does not.
+        # Process ids are reused; together with the start time they are unique.
         stat = Path(f"/proc/{parent}/stat").read_text(encoding="ascii", errors="replace")
         return f"process {parent} of {stat.rpartition(')')[2].split()[19]}"
     except (OSError, IndexError):
@@ -95,7 +95,7 @@ def _launch() -> str:
 
 
 STATE, METRICS = "state.json", "metrics.csv"
-"""What a checkpoint holds beside tensors."""
+"""Text files in a checkpoint."""
 
 FIXED = (
     "split",
@@ -114,30 +114,30 @@ FIXED = (
     "matmul_dtype",
     "metric",
 )
-"""Settings that say which run it is."""
+"""Settings that must not change when a run is resumed."""
 
 
 def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """The config of the run in a folder, with what is to be different from now on.
+    """Return the config of the run in a folder with ``changes`` by field.
 
-    ``changes`` by field. Without ``out`` the run goes on in its own folder. Raises ``InputError``
-    if there is no run, or if a change would make it another one.
+    Without a change of ``out`` the run continues in its folder. Raises ``InputError`` if the folder
+    contains no run, or if a setting in ``changes`` must not change.
     """
     path = Path(run) / "config.toml"
     if not path.is_file():
         raise InputError(
-            f"--resume {str(run)!r}: holds no run (there is no config.toml in it); give the folder "
-            f"of a run{like_run_in(path.parent)}"
+            f"--resume {str(run)!r}: contains no run (no config.toml); give the folder of a "
+            f"run{like_run_in(path.parent)}"
         )
     values = TrainConfig.read_toml(path)
     for name, value in changes.items():
         if name in FIXED and name in values and value != values[name]:
             raise InputError(
-                f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, and would be "
-                "another one; leave it out, or start anew without --resume"
+                f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, which a "
+                "resumed run cannot change; leave it out, or start a new run without --resume"
             )
-    # A prediction is no part of the run: what is asked for now counts, and a profile that has gone
-    # does not keep it from going on.
+    # The prediction is not part of the run: the new settings count, and a profile that has been
+    # deleted does not prevent resuming.
     if changes.get("profile"):
         values["predict"] = True
     elif changes.get("predict") is False or not Path(values.get("profile", "")).is_file():
@@ -150,61 +150,61 @@ FoundStart = tuple["Start | None", str]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on."""
+    """State of a run at a checkpoint."""
 
     stored: StoredCheckpoint
     rows: tuple[EpochRow, ...]
-    """Of the epochs that are done."""
+    """Rows of the completed epochs."""
     best: tuple[int, Scores] | None
-    """The best epoch so far, and its scores."""
+    """The best epoch and its scores."""
     identity: Mapping[str, Any]
-    """What the graph, the model and the run were known by."""
+    """Result of ``identity_of`` when the checkpoint was written."""
     lr_factor: float
-    """What faults have made of the learning rate."""
+    """Factor on the learning rate, reduced by ``--on-nan restore``."""
     sent_bytes: tuple[int, ...]
-    """Of the last epoch, over all ranks, by axis."""
+    """Bytes sent in the last epoch, over all ranks, by axis."""
     cut: Mapping[str, Any]
-    """Of what ``cut_of`` gave then."""
+    """Result of ``cut_of`` when the checkpoint was written."""
     lengths: tuple[float, ...]
-    """Of the gradients of the last epochs."""
+    """Gradient norms of the last epochs."""
     was_faulty: bool
-    """The last epoch made no step."""
+    """Whether the last epoch made no optimizer step."""
     has_jumped: bool
-    """Its gradients were suddenly long."""
+    """Whether the gradient norm of the last epoch was far above the median."""
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done."""
+        """Number of completed epochs."""
         return len(self.rows)
 
     def recut(self, cut: Mapping[str, Any]) -> str:
-        """What there is to say if the same shape is cut otherwise now; '' if it is not."""
+        """Return a message if the partition has the same sizes but other vertices, else ''."""
         numbers = ("chunks", "shards")
         if dict(self.cut) == dict(cut) or any(self.cut.get(n) != cut[n] for n in numbers):
             return ""
         return (
-            "the graph is cut otherwise than before (another METIS, --order or --partitioner?): "
-            "the run goes on, but not to the bit"
+            "the partition differs from before (another METIS version, --order or --partitioner?): "
+            "the run continues, but its results are not bitwise reproducible"
         )
 
     def is_over(self, config: TrainConfig) -> bool:
-        """Whether nothing is left to be trained: by epochs, or by patience."""
+        """Return whether the run has ended, by epochs or by patience."""
         return self.epoch >= config.epochs or patience_is_out(config, self.rows, self.best)
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """``InputError`` if graph or model are others than those that the run began with."""
+        """Raise ``InputError`` if the graph or the model differ from those of the run."""
         for what, value in identity.items():
             if what not in self.identity or self.identity[what] != value:
                 name = flag(what) if what in FIXED else f"the {what} of the run"
                 raise InputError(
                     f"{name}: is {value} now, and {self.identity.get(what)} in {self.stored.path}; "
-                    "go on with the dataset, model and settings that the run began with (see "
-                    f"{self.stored.path.parents[1] / 'config.toml'}), or start anew without "
+                    "resume with the dataset, model and settings of the run (see "
+                    f"{self.stored.path.parents[1] / 'config.toml'}), or start a new run without "
                     "--resume"
                 )
 
     def refilling(self, config: TrainConfig) -> TrainConfig:
-        """``config`` with one exact epoch first, where tables are read that are not stored."""
+        """Return ``config``, with an exact epoch first if history tables are missing."""
         has_tables = any(n.startswith(("rows/", "mean/")) for n in self.stored.tensors)
         if has_tables or config.chunks == 1 or config.staleness_settings.is_exact:
             return config
@@ -214,7 +214,7 @@ class Start:
 
 
 def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
-    """What must not change while a run lives."""
+    """Return what must not change when a run is resumed: settings, model and graph."""
     state = prepared.model.module.state_dict()
     shapes = [(name, list(t.shape), str(t.dtype)) for name, t in sorted(state.items())]
     return {
@@ -226,7 +226,7 @@ def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
 
 
 def cut_of(prepared: Prepared) -> dict[str, Any]:
-    """Which vertex is in which chunk and shard: its numbers, and a digest."""
+    """Return the numbers of chunks and shards and a digest of the partition."""
     chunking = prepared.cut
     digest = zlib.crc32(chunking.ptr.tobytes(), zlib.crc32(chunking.perm.tobytes()))
     return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
@@ -235,16 +235,16 @@ def cut_of(prepared: Prepared) -> dict[str, Any]:
 def patience_is_out(
     config: TrainConfig, rows: Sequence[EpochRow], best: tuple[int, Scores] | None
 ) -> bool:
-    """Whether the last epoch was evaluated, and the best one is too long ago."""
+    """Return whether the last epoch was evaluated and the best one is ``--patience`` epochs ago."""
     if not config.patience or best is None or rows[-1].scores is None:
         return False
     return rows[-1].epoch - best[0] >= config.patience
 
 
 def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> FoundStart:
-    """The newest whole checkpoint of a run, on every rank; and what there is to say about it.
+    """Return the state in the newest complete checkpoint, on every rank, and a message.
 
-    ``needs_one``: raise ``InputError`` if there is none, or if nothing is left to do.
+    ``needs_one``: raise ``InputError`` if there is none, or if the run has ended.
     """
     start, text, error = None, "", None
     if mesh.rank == 0:
@@ -253,23 +253,23 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
         start = starts[0] if starts else None
         text = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
         if start is None:
-            text += f"{run} holds no whole checkpoint: starting at the first epoch"
+            text += f"{run} has no complete checkpoint: starting at the first epoch"
             if needs_one:
                 why = "--checkpoint-every 10 writes them"
                 if is_unfinished(run):
-                    why = "the first one was begun, and the run ended before it was written"
-                error = f"--resume {str(run)!r}: holds no whole checkpoint"
+                    why = "the run ended while the first one was being written"
+                error = f"--resume {str(run)!r}: has no complete checkpoint"
                 error += f" ({faults[0] if faults else why})"
-                error += "; start anew with another --out, or without that folder"
+                error += "; start a new run with another --out"
         else:
-            text += f"going on from {start.stored.path}"
-            # One that was killed before its result was written has only that left to do.
+            text += f"resuming from {start.stored.path}"
+            # A run that was killed before it wrote its result only has to write it.
             is_whole = (run / "result.json").exists() or start.rows[-1].scores is None
             if needs_one and start.is_over(config) and is_whole:
                 how = f"{start.epoch} epochs are done, --epochs is {config.epochs}; try "
                 how += f"--epochs {2 * start.epoch}"
                 if start.epoch < config.epochs:
-                    how = f"--patience {config.patience} has ended it; try more"
+                    how = f"--patience {config.patience} has stopped the run; try more"
                 error = f"--resume {str(run)!r}: {how}"
     error, path = mesh.share((error, start.stored.path if start else None))
     if error:
@@ -279,10 +279,10 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
     fault: InputError | None = None
     if start is None:
         try:
-            # Rank 0 has read every byte; here it is only asked whether the folder is the same.
+            # Rank 0 has verified the content; here only the folder is compared.
             start = _start(StoredCheckpoint(path, verifies=False))
         except InputError as found:
-            fault = InputError(f"{found}; --out must be a folder that all ranks share")
+            fault = InputError(f"{found}; --out must be a folder that all ranks can read")
     mesh.agree(fault)
     assert start is not None
     return start, text
@@ -296,7 +296,7 @@ def state_text(
     cut: Mapping[str, Any],
     exact_epochs: ExactEpochs,
 ) -> str:
-    """What a checkpoint holds beside tensors and rows; JSON, with NaN as Python writes it."""
+    """Return the state file of a checkpoint: JSON, with NaN as Python writes it."""
     return json.dumps(
         {
             "best": None if best is None else {"epoch": best[0], "scores": asdict(best[1])},
@@ -339,4 +339,4 @@ def _start(stored: StoredCheckpoint) -> Start:
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise InputError(f"{stored.path}: its state is not that of a run ({error})") from None
+        raise InputError(f"{stored.path}: not the state of a run ({error})") from None

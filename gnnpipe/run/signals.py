@@ -1,7 +1,7 @@
-"""Told to stop: by SIGTERM, as a scheduler does before it takes the machine away, or by the clock.
+"""Stops a run early: on SIGTERM, as a cluster scheduler sends it, or after a time limit.
 
-A run stops between two epochs, behind a checkpoint. If an epoch takes longer than the sender of the
-signal waits, the process ends without: the last checkpoint is what remains.
+A run stops between two epochs, after a checkpoint. If the current epoch takes too long, the process
+ends without another checkpoint.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from gnnpipe.run.rank_log import is_lost_peer
 __all__ = ["PATIENCE_S", "Stopping"]
 
 SIGTERM = "SIGTERM"
-"""As a reason."""
+"""Reason of a run that was stopped by the signal."""
 
 PATIENCE_S = 10.0
-"""How long a rank that lost another one keeps silent."""
+"""Time that a rank waits after it has lost another rank, so that the failed rank reports first."""
 
 GRACE_S = 25.0
-"""Most wait 30 s from SIGTERM to SIGKILL; some of it is left for leaving."""
+"""Time from SIGTERM to the end of the process; most schedulers send SIGKILL after 30 s."""
 
 
 class Stopping:
-    """Of one rank; a context in which SIGTERM is noted instead of obeyed."""
+    """Stop conditions of one rank; inside this context SIGTERM does not end the process."""
 
     def __init__(self, time_limit_s: float) -> None:
-        """The clock begins now; 0 is no limit."""
+        """Start the clock; a limit of 0 means none."""
         self._limit, self._start = time_limit_s, time.monotonic()
         self._before: object = None
         self._fd_before = -1
         self._timer: threading.Timer | None = None
         self._patient_until = 0.0
         self.reason = ""
-        """Why, once it is so."""
+        """Why the run has to stop; '' if it has not."""
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            # The main thread may be deep in a product: Python's own handler waits for its end, a
-            # byte in a socket does not. And the thread that listens may get its turn only after
-            # a short epoch: the handler does not wait for that.
+            # Two ways, because each may be late: Python's handler waits for the end of a long
+            # operator in the main thread, the listening thread for its turn.
             self._heard, self._told = socket.socketpair()
             self._told.setblocking(False)
             self._before = signal.signal(signal.SIGTERM, self._hear)
@@ -62,16 +61,16 @@ class Stopping:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and is_lost_peer(error):
-            self.hear_out()  # while SIGTERM ends nothing
+            self.hear_out()  # while SIGTERM does not end the process
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._fd_before)
             before = self._before if callable(self._before) else signal.SIG_DFL
             signal.signal(signal.SIGTERM, before)
-            # Which ends the thread, whoever else has the socket (a child that was forked).
+            # Ends the thread, even if a forked child has the socket, too.
             self._told.shutdown(socket.SHUT_RDWR)
             self._told.close()
             self._listener.join()
-        # Only now: a thread that had its turn late may have started the clock just before.
+        # After the thread has ended, which may have started the timer just before.
         if self._timer is not None:
             self._timer.cancel()
 
@@ -92,21 +91,21 @@ class Stopping:
             self._timer.start()
 
     def hear_out(self) -> None:
-        """Of a rank that lost another one: wait for SIGTERM, but not for long, and once.
+        """Wait for SIGTERM for a limited time, once, after another rank was lost.
 
-        The rank at fault speaks first; then torchrun ends the others.
+        The failed rank reports first; then torchrun sends SIGTERM to the others.
         """
         self._patient_until = self._patient_until or time.monotonic() + PATIENCE_S
-        # No event, which a handler that comes while it is looked at would wait for without end.
+        # Not threading.Event: a signal handler that interrupts its lock would block for ever.
         while self.reason != SIGTERM and time.monotonic() < self._patient_until:
             time.sleep(0.02)
 
     def began(self, ago_s: float) -> None:
-        """The run is older than this process."""
+        """Start the clock this many seconds ago: the run is older than this process."""
         self._start = min(self._start, time.monotonic() - ago_s)
 
     def is_due(self, epoch_time_s: float) -> bool:
-        """Whether to stop now, when another epoch would take so long, evaluation and all."""
+        """Return whether to stop before another epoch of this length (with evaluation)."""
         if self._limit and time.monotonic() - self._start + epoch_time_s > self._limit:
             self.reason = self.reason or f"--time-limit {self._limit:g}"
         return bool(self.reason)
@@ -114,8 +113,8 @@ class Stopping:
 
 def _leave() -> None:
     print(
-        f"gnnpipe: the epoch was not over {GRACE_S:.0f} s after SIGTERM; what remains is the last "
-        "checkpoint",
+        f"gnnpipe: the epoch did not end within {GRACE_S:.0f} s of SIGTERM; the last checkpoint "
+        "remains",
         file=sys.stderr,
         flush=True,
     )

@@ -1,7 +1,4 @@
-"""A run in words: what is about to happen, what came out, what ``gnnpipe info`` says.
-
-Pure text from plain values; nothing is printed here.
-"""
+"""Text about a run: the lines before training, the result, and the output of ``gnnpipe info``."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
@@ -28,7 +26,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def score(value: float) -> str:
-    """Four digits, or '-' where there is none.
+    """Format a score with four digits; '-' for NaN.
 
     >>> score(0.5), score(math.nan)
     ('0.5000', '-')
@@ -37,7 +35,7 @@ def score(value: float) -> str:
 
 
 def head_lines(prepared: Prepared) -> list[str]:
-    """What is about to run: graph, model, shape, quality of the cut, exact or stale."""
+    """Return the lines before training: graph, model, shape, partition and staleness."""
     graph, config, plan = prepared.graph, prepared.config, prepared.plan
     if graph.pairs is None:
         split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
@@ -52,46 +50,51 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{graph.feature_text}, {graph.label_text}, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
         f"model {prepared.model.name}: {prepared.model.size_text}, "
-        f"{prepared.model_graph.num_parameters:,} weights",
+        f"{prepared.model_graph.num_parameters:,} parameters",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
         f"{chunks} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
     if prepared.loss_rows.ops:
         lines.append(
-            f"behind the last aggregation training makes {prepared.loss_rows.rows:,} rows of "
-            f"{graph.num_vertices:,}, those that the loss asks for"
+            f"last layer computed for {prepared.loss_rows.rows:,} of {graph.num_vertices:,} "
+            "vertices (those with a training label)"
         )
     lines += rounding_lines(config, prepared.model, graph)
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.report.exact:
-        t = config.staleness_settings
-        words = [f"shuffle chunks {'on' if t.shuffle_chunks else 'off'}"]
-        if t.snapshot_every > 1:
-            words.append(f"snapshot every {t.snapshot_every} epochs")
-        words.append(f"live gradients x {t.scale_live_gradients:g}")
-        if len(prepared.probes):
-            words.append(f"stale rows forecast from {len(prepared.probes):,} pilot rows")
-        if t.exact_epochs:
-            many = f"{t.exact_epochs} epochs" if t.exact_epochs > 1 else "epoch"
-            words.append(f"the first {many} exact")
-        if t.exact_above:
-            words.append(
-                f"gradients cut to {LONGEST:g} x their median, and an epoch behind any over "
-                f"{t.exact_above:g} x exact"
-            )
-        lines.append(f"staleness {config.staleness}: {', '.join(words)}")
-        if t.snapshot_every >= config.epochs > 1 and not t.exact_epochs:
-            lines.append(
-                f"the run ends before its first snapshot: every stale row is zero; try "
-                f"--snapshot-every {max(1, config.epochs // 5)}"
-            )
+        lines += _staleness_settings_lines(config, len(prepared.probes))
+    return lines
+
+
+def _staleness_settings_lines(config: TrainConfig, num_probes: int) -> list[str]:
+    settings = config.staleness_settings
+    parts = [f"chunks {'shuffled' if settings.shuffle_chunks else 'in fixed order'}"]
+    if settings.snapshot_every > 1:
+        parts.append(f"snapshot every {settings.snapshot_every} epochs")
+    parts.append(f"gradients from other chunks x {settings.scale_live_gradients:g}")
+    if num_probes:
+        parts.append(f"stale rows forecast from {num_probes:,} probe vertices")
+    if settings.exact_epochs:
+        many = f"{settings.exact_epochs} epochs" if settings.exact_epochs > 1 else "epoch"
+        parts.append(f"first {many} exact")
+    if settings.exact_above:
+        parts.append(
+            f"gradient norm clipped to {LONGEST:g} x its median, exact epoch after a norm above "
+            f"{settings.exact_above:g} x its median"
+        )
+    lines = [f"staleness {config.staleness}: {', '.join(parts)}"]
+    if settings.snapshot_every >= config.epochs > 1 and not settings.exact_epochs:
+        lines.append(
+            f"the run ends before its first snapshot: every stale row is zero; try "
+            f"--snapshot-every {max(1, config.epochs // 5)}"
+        )
     return lines
 
 
 def result_lines(result: RunResult) -> list[str]:
-    """What came out, for a person."""
+    """Return the lines after training: scores, times, memory, staleness and communication."""
     counted, formula = result.comm_bytes_per_epoch, result.comm_bytes_closed_form
     scored = [("accuracy", result.train_acc, result.val_acc, result.test_acc)]
     if result.metric in REGRESSION:
@@ -112,7 +115,7 @@ def result_lines(result: RunResult) -> list[str]:
     grown = [max(peak - held, 0) for peak, held in before]
     sizes = result.peak_memory_bytes, grown, [e.total for e in result.memory_estimate_bytes]
     peak, growth, estimate = (", ".join(map(human_bytes, some)) for some in sizes)
-    lines.append(f"{result.epoch_time_s:.3f} s an epoch; peak memory per rank {peak}")
+    lines.append(f"{result.epoch_time_s:.3f} s per epoch; peak memory per rank {peak}")
     lines.append(f"memory grew by {growth} in training, estimated {estimate}")
     if result.predicted_epoch_time_s is not None:
         lines.append(
@@ -125,7 +128,6 @@ def result_lines(result: RunResult) -> list[str]:
         )
     if result.drift:
         measured = [row.staleness for row in result.history if row.staleness is not None]
-        # In an exact one nothing was stale that could be measured.
         stale = [found for found in measured if not found.is_exact]
         if stale:
             lines.append(_staleness_line(result, stale[-1]))
@@ -144,14 +146,14 @@ def result_lines(result: RunResult) -> list[str]:
 
 
 def _staleness_line(result: RunResult, last: Staleness) -> str:
-    text = f"stale: {result.stale_reads:.0%} of the edges; "
+    text = f"stale reads: {result.stale_reads:.0%} of the edges; "
     if result.exact_epochs:
         text += f"{result.exact_epochs} of {result.epochs} epochs exact; "
-    text += "in the last that was not " if result.exact_epochs else "in the last epoch "
+    text += "in the last stale epoch " if result.exact_epochs else "in the last epoch "
     if last.moved:
-        text += f"the weights moved the rows by {_span(last.moved)}, and the forecast missed "
-        return text + _span(last.missed)
-    return text + f"the rows drifted by {_span(last.drift)}, dropout's noise included"
+        text += f"rows changed by {_span(last.moved)}, error of the forecast {_span(last.missed)}"
+        return text
+    return text + f"stale rows differed by {_span(last.drift)}, including dropout"
 
 
 def _span(by_layer: Sequence[float]) -> str:
@@ -160,12 +162,12 @@ def _span(by_layer: Sequence[float]) -> str:
 
 
 def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:
-    """The report before any training: the head, ``memory`` by rank, bytes of an epoch."""
+    """Return the output of ``gnnpipe info``; ``memory``: the estimate of every rank."""
     lines = head_lines(prepared)
     lines.append(f"memory per rank, estimated ({ON_TOP}):")
     for rank, m in enumerate(memory):
         first, last = prepared.plan.stages[rank // prepared.plan.shards]
-        # Pairs are scored behind the last of them.
+        # The op that scores pairs is not counted as a layer.
         shown = last - 1 - prepared.model_graph.ops[last - 1].over_pairs
         ops = f"{prepared.model_graph.unit}s {first}-{shown}"
         lines.append(

@@ -28,7 +28,7 @@ from gnnpipe.profile.predict import Predictor, check_profile_file
 from gnnpipe.run.folder import RunFolder, claim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
-from gnnpipe.run.result import RunResult, gather_result
+from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import Stopping
 from gnnpipe.run.summary import head_lines, result_lines
@@ -171,7 +171,7 @@ class Trainer:
         prepared = self._setup(start)[1]
         warn_of_vain_rounding(prepared.config, prepared.model, prepared.graph, mesh)
         progress = Progress(
-            config.epochs, prepared.metric, speaks=mesh.rank == 0 and not config.quiet
+            config.epochs, prepared.metric, is_visible=mesh.rank == 0 and not config.quiet
         )
         for line in [*filter(None, told.splitlines()), *head_lines(prepared)]:
             progress.say(line)
@@ -224,11 +224,9 @@ class Trainer:
             mesh,
             prepared,
             rank_runtime,
-            loop.rows,
-            loop.best,
+            TrainingRecord(loop.rows, loop.best, loop.sent_bytes),
             path,
             link_bytes_per_s,
-            loop.sent_bytes,
             predictor,
         )
         if folder is not None:

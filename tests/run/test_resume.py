@@ -183,7 +183,7 @@ def test_a_torn_checkpoint_is_passed_over(name, how, tmp_path, capsys):
     Trainer(run, small_graph(), resume=out).fit()
     said = capsys.readouterr().out
     assert "damaged checkpoint" in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert len(table(out)) == 6
 
 
@@ -196,7 +196,7 @@ def test_no_whole_checkpoint_is_an_error(tmp_path):
 
 
 REFUSED = {
-    "no run": (lambda out: resumed_config(out / "none", {}), "holds no run"),
+    "no run": (lambda out: resumed_config(out / "none", {}), "contains no run"),
     "another model": (lambda out: resumed_config(out, {"hidden": 16}), "--hidden 16: the run in"),
     "all done": (
         lambda out: resumed_config(out, {}),
