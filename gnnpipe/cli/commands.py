@@ -51,7 +51,9 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     choices = parser.add_subparsers(dest="command", parser_class=Parser)
     subparsers = {}
     for name, command in COMMANDS.items():
-        subparser = choices.add_parser(name, help=command.help, allow_abbrev=False)
+        # argparse's own usage line would list every setting.
+        usage = f"gnnpipe {name} [flags]" if command.has_settings else None
+        subparser = choices.add_parser(name, help=command.help, usage=usage, allow_abbrev=False)
         command.add_flags(subparser)
         if command.has_settings:
             add_settings(subparser, command.defaults)
