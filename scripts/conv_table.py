@@ -181,10 +181,10 @@ def row(name: str) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         if name in OF_TYPES:
-            found = capture(TypedHost(OF_TYPES[name]()), TYPED)
+            found = capture(TypedHost(OF_TYPES[name]()), TYPED).recording
         else:
             model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
-            found = capture(model, GRAPH)
+            found = capture(model, GRAPH).recording
     except InputError as error:
         return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
     forms = {found.facts[op].form for op in found.ops} - {""}
@@ -199,7 +199,7 @@ def row(name: str) -> tuple[str, str]:
         return "lowered", hops
     form = forms.pop()
     words = {"pair": "as (all rows, own rows)", "square": "on all rows, the own ones kept"}[form]
-    modules = found.module.modules()
+    modules = found.model.modules()
     is_known = form == "pair" and any(map(is_additive, modules))
     return "without messages" if is_known else "unchanged", f"{hops}, {words}"
 

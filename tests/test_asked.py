@@ -308,7 +308,7 @@ def test_who_is_asked_for_few_rows_takes_no_single_one(name):
     a step of which few rows are asked chooses them, and cannot choose of one that stands for all.
     """
     prepared = prepare(quick_config(), Mesh.alone(), sparse_graph(), NETS[name]().double())
-    cut = Cut(prepared.model, *prepared.plan.stages[-1])
+    cut = Cut(prepared.model.recording, range(*prepared.plan.stages[-1]))
     chooses = _may_choose(cut, cut.num_steps - 1)
     assert not any(_may_choose(cut, step) for step in range(cut.num_steps - 1))
     assert chooses or not prepared.loss_rows.ops

@@ -8,7 +8,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, SAGEConv, SimpleConv
 
 from gnnpipe import Trainer
-from gnnpipe.capture import Captured
+from gnnpipe.capture.recording import Recording
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.profile.steps import measure_steps
@@ -99,7 +99,7 @@ def test_a_forecast_of_them_would_change_nothing(name, monkeypatch):
     """With all vertices for pilots, so that these are the same ones."""
     every = {"probes_per_column": 200}
     found = losses(name, **every)
-    monkeypatch.setattr(Captured, "is_fixed", lambda *_: False)
+    monkeypatch.setattr(Recording, "is_fixed", lambda *_: False)
     assert losses(name, **every) == found
 
 

@@ -2,10 +2,10 @@
 
 ``trace`` records the model's forward as a graph of calls, with every convolution that can be
 lowered (``rules``) already taken apart; ``probe`` finds out on a small sample what each call does
-to rows, and that the recording computes what the model computes; ``captured`` and ``stage_module``
-cut it.
+to rows, and that the recording computes what the model computes; ``recording`` answers
+questions about the calls; ``stage`` cuts them into the steps of a stage.
 """
 
-from gnnpipe.capture.captured import Captured, capture
+from gnnpipe.capture.recorded_model import RecordedModel, capture
 
-__all__ = ["Captured", "capture"]
+__all__ = ["RecordedModel", "capture"]

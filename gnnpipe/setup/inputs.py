@@ -148,14 +148,14 @@ def choose_model(
     model.to(dtype).train()
     try:
         found = capture(model, graph, config.matmul_dtype == "bf16")
-        width = found.facts[found.result].width
+        width = found.recording.facts[found.recording.result].width
         if graph.pairs is None and width != graph.num_classes:
             raise InputError(
                 f"model: gives {width} numbers for each vertex, but the graph has "
                 f"{graph.label_text}"
             )
-        digest = found.digest
-        chosen = _scored(found, len(found.ops), width, graph)
+        digest = found.recording.digest
+        chosen = _scored(found, len(found.recording.ops), width, graph)
     except InputError as fault:
         error = fault
     mesh.agree(error)

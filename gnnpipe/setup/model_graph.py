@@ -7,9 +7,10 @@ from dataclasses import replace
 import scipy.sparse as sp
 from torch import fx
 
-from gnnpipe.capture import Captured
+from gnnpipe.capture import RecordedModel
 from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
 from gnnpipe.capture.markers import is_mean, of_vertices
+from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.stage.split import Cut
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
@@ -30,8 +31,8 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     if isinstance(model, PairModel):
         return _with_pairs(describe(model.inner, graph), model)
     sizes = model.name, graph.num_features, graph.num_classes
-    if isinstance(model, Captured):
-        return ModelGraph(*sizes, _captured_ops(model, graph), unit="op")
+    if isinstance(model, RecordedModel):
+        return ModelGraph(*sizes, _recorded_ops(model.recording, graph), unit="op")
     assert isinstance(model, GNN)
     ops: list[Op] = []
     before: Layer | None = None
@@ -62,43 +63,43 @@ def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:
     return replace(inner, ops=(*inner.ops, scores), num_classes=1)
 
 
-def _width(graph: Graph, model: Captured, call: fx.Node) -> int:
+def _width(graph: Graph, recording: Recording, call: fx.Node) -> int:
     """F of the features that an op reads."""
-    return max(int(graph.features(model.facts[call].vertex_type).shape[1]), 1)
+    return max(int(graph.features(recording.facts[call].vertex_type).shape[1]), 1)
 
 
-def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
+def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
     """One op per recorded call; weights that several calls share count for the first."""
     ops: list[Op] = []
     counted: set[str] = set()
-    aggregations = {a.name: a for a in model.stage_module(0, len(model.ops)).aggregations}
-    cut = Cut(model, 0, len(model.ops))
+    cut = Cut(recording, range(len(recording.ops)))
+    aggregations = {a.name: a for one in cut.rounds for a in one}
     handed_on, beside = _handed_on(cut), _beside(cut)
-    for call in model.ops:
-        weights = dict(model.weights(call))
+    for call in recording.ops:
+        weights = dict(recording.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
         counted |= set(weights)
         is_product = call.target is not of_vertices
         flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2 and is_product)
-        reads = model.reads_features(call)
+        reads = recording.reads_features(call)
         found = aggregations.get(call.name)
-        pushed, width = found.width if found else 0, model.facts[call].width
+        pushed, width = found.width if found else 0, recording.facts[call].width
         ops.append(
             Op(
                 name=call.name,
-                inputs=tuple(source.name for source in model.inputs(call)),
+                inputs=tuple(source.name for source in recording.inputs(call)),
                 outputs={call.name: width},
                 num_parameters=sum(p.numel() for p in new),
                 flops_per_row=0 if reads else flops,
-                flops_per_feature=flops // _width(graph, model, call) if reads else 0,
+                flops_per_feature=flops // _width(graph, recording, call) if reads else 0,
                 push_width=pushed,
-                kept_per_row=_kept(model, call, found, call in handed_on, beside[call]),
+                kept_per_row=_kept(recording, call, found, call in handed_on, beside[call]),
                 kept_per_row_recomputed=_read_again(call, found, width * (call in handed_on)),
                 passing_per_row=6 * pushed + 2 * (found.kept_per_read_row if found else 0),
                 kept_per_edge=found.kept_per_edge if found else 0,
                 kept_per_read_row=found.kept_per_read_row if found else 0,
                 structure_per_edge=found.structure_per_edge if found else 0,
-                vertex_type=model.facts[call].vertex_type,
+                vertex_type=recording.facts[call].vertex_type,
                 pushed_type=found.pushed_type if found else "",
                 structure=found.structure if found else "",
                 is_linear=found.is_linear if found else True,
@@ -107,7 +108,7 @@ def _captured_ops(model: Captured, graph: Graph) -> tuple[Op, ...]:
                 moves=found.moves if found else True,
                 reads_features=reads,
                 of_features=_is_made_once(found, graph),
-                weights=(*weights, *(name for name, _ in model.buffers(call))),
+                weights=(*weights, *(name for name, _ in recording.buffers(call))),
             )
         )
     return tuple(ops)
@@ -124,21 +125,21 @@ def _beside(cut: Cut) -> dict[fx.Node, int]:
 
     A step makes a helper once: it counts for the first op that needs it.
     """
-    facts, found = cut.model.facts, {}
+    facts, found = cut.recording.facts, {}
     for step in range(cut.num_steps):
         made: set[fx.Node] = set()
         for op in cut.running(step):
-            helpers = set(cut.model.helpers(op)) - made
+            helpers = set(cut.recording.helpers(op)) - made
             made |= helpers
             found[op] = facts[op].saved + sum(facts[one].saved for one in helpers)
     return found
 
 
 def _kept(
-    model: Captured, call: fx.Node, found: Aggregation | None, waits: bool, beside: int
+    recording: Recording, call: fx.Node, found: Aggregation | None, waits: bool, beside: int
 ) -> int:
     """Numbers of a row that are kept of an op until backward."""
-    facts, width = model.facts[call], model.facts[call].width
+    facts, width = recording.facts[call], recording.facts[call].width
     if found is not None and found.is_mean:
         return 0
     if found is not None and not found.is_linear:

@@ -44,7 +44,7 @@ class StepFunction:
 
     def __init__(self, cut: Cut, step: int) -> None:
         before = cut.entering if step == 0 else cut.carried(step - 1)
-        arrived = [op for op in cut.running(step) if cut.model.aggregates(op)]
+        arrived = [op for op in cut.running(step) if cut.recording.aggregates(op)]
         pushing, leaving = cut.pushing(step), cut.carried(step)
         ends = step == cut.num_steps - 1
         writer = _Writer(cut)
@@ -59,7 +59,7 @@ class StepFunction:
         self._before = [v.name for v in before]
         self._arrived = [op.name for op in arrived]
         self._pushing = [op.name for op in pushing]
-        result = cut.model.result
+        result = cut.recording.result
         self._leaving = ["x" if ends and v is result else v.name for v in leaving]
 
     def __call__(
@@ -79,16 +79,18 @@ class StepFunction:
 def _may_choose(cut: Cut, step: int) -> bool:
     """Whether a step may make fewer rows (``plan.loss_rows``), chosen of all that it is handed."""
     is_last = step == cut.num_steps - 1
-    return is_last and not all(is_mean(op) for op in cut.running(step) if cut.model.aggregates(op))
+    return is_last and not all(
+        is_mean(op) for op in cut.running(step) if cut.recording.aggregates(op)
+    )
 
 
 class _Writer:
     """Writes a step's function call by call, out of the calls of the whole recording."""
 
     def __init__(self, cut: Cut) -> None:
-        self._blocks, self._facts = cut.blocks, cut.model.facts
-        self._recording = cut.model.recording
-        self._model = cut.model
+        self._blocks, self._facts = cut.blocks, cut.recording.facts
+        self._graph_module = cut.recording.graph_module
+        self._recording = cut.recording
         self._graph = fx.Graph()
         self._modules: dict[str, Any] = {}
         self._rows = self._graph.placeholder("rows")
@@ -129,9 +131,9 @@ class _Writer:
         if call in self._made or call in self._means or call.op == "placeholder":
             return
         if call.op == "get_attr":
-            self._modules[str(call.target)] = attribute(self._recording, str(call.target))
+            self._modules[str(call.target)] = attribute(self._graph_module, str(call.target))
             self._made[call] = self._graph.get_attr(str(call.target))
-        elif self._model.maps_features(call):
+        elif self._recording.maps_features(call):
             self._made[call] = self._linear_of_features(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
@@ -198,7 +200,7 @@ class _Writer:
                     self.make(source)
                     sources[source] = self._value(source)
             if call.op == "call_module":
-                self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+                self._modules[str(call.target)] = self._graph_module.get_submodule(str(call.target))
             made[call] = self._graph.node_copy(call, sources.__getitem__)
         return made[call]
 
@@ -216,7 +218,7 @@ class _Writer:
             if source.op != "placeholder":
                 self.make(source)
         if call.op == "call_module":
-            self._modules[str(call.target)] = self._recording.get_submodule(str(call.target))
+            self._modules[str(call.target)] = self._graph_module.get_submodule(str(call.target))
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # x itself they take as rows, also if those are all the same.
         x = call.args[0] if call.target in (squares, normalise) else None
@@ -239,7 +241,7 @@ class _Writer:
     def _linear_of_features(self, call: fx.Node) -> fx.Node:
         if call.op == "call_module":
             path = f"{call.target}_of_features"
-            linear = self._recording.get_submodule(str(call.target))
+            linear = self._graph_module.get_submodule(str(call.target))
             self._modules[path] = LinearOfFeatures(linear, self._is_rounded(call))
             return self._graph.call_module(path, (self._rows_of(call),))
         for source in call.all_input_nodes[1:]:
@@ -251,10 +253,10 @@ class _Writer:
 
     def _is_rounded(self, call: fx.Node) -> bool:
         """A linear map whose product is made in bf16."""
-        model = self._model
-        if not model.is_rounded or call in model.scoring:
+        recording = self._recording
+        if not recording.is_rounded or call in recording.scoring:
             return False
-        return is_linear(self._recording, call)
+        return is_linear(self._graph_module, call)
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
         """The same map, its product made in bf16."""

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import fx
 
+from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.stage.block_conv import BlockConv
 from gnnpipe.models.stage_module import Aggregation
-
-if TYPE_CHECKING:
-    from gnnpipe.capture.captured import Captured
 
 __all__ = ["Cut"]
 
 
 class Cut:
-    """Ops first..last-1 of a captured model, laid out in steps."""
+    """Some ops of a recording, laid out in steps."""
 
-    def __init__(self, model: Captured, first: int, last: int) -> None:
-        self.model = model
-        self.ops = model.ops[first:last]
+    def __init__(self, recording: Recording, ops: Sequence[int]) -> None:
+        """``ops``: ascending positions in ``recording.ops``."""
+        self.recording = recording
+        self.ops = [recording.ops[i] for i in ops]
         self.depth: dict[fx.Node, int] = {}
         for op in self.ops:
-            reached = max((self.depth.get(s, 0) for s in model.inputs(op)), default=0)
-            self.depth[op] = reached + model.aggregates(op)
+            reached = max((self.depth.get(s, 0) for s in recording.inputs(op)), default=0)
+            self.depth[op] = reached + recording.aggregates(op)
         self.num_steps = max(self.depth.values()) + 1
-        self.blocks = {op: self._block(op) for op in self.ops if model.facts[op].form}
+        self.blocks = {op: self._block(op) for op in self.ops if recording.facts[op].form}
         self.rounds = [
             tuple(self._aggregation(op) for op in self.pushing(step))
             for step in range(self.num_steps - 1)
@@ -38,13 +36,14 @@ class Cut:
             for source, when in self._uses(op):
                 used[source] = max(used.get(source, 0), when)
         self._used = used
-        later = {s for op in model.ops[last:] for s in model.inputs(op)}
-        self.leaving = [op for op in self.ops if op in later or op is model.result]
+        others = (op for op in recording.ops if op not in self.depth)
+        later = {s for op in others for s in recording.inputs(op)}
+        self.leaving = [op for op in self.ops if op in later or op is recording.result]
         self.entering = [s for s in used if s not in self.depth]
 
     def pushing(self, step: int) -> list[fx.Node]:
         """Aggregations whose rows are pushed at the end of a step."""
-        aggregates = self.model.aggregates
+        aggregates = self.recording.aggregates
         return [op for op in self.ops if aggregates(op) and self.depth[op] == step + 1]
 
     def running(self, step: int) -> list[fx.Node]:
@@ -64,8 +63,8 @@ class Cut:
 
     def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
         """The values that an op reads, and the step in which it does."""
-        if not self.model.aggregates(op):
-            for source in self.model.inputs(op):
+        if not self.recording.aggregates(op):
+            for source in self.recording.inputs(op):
                 yield source, self.depth[op]
             return
         for source in self.pushed(op):
@@ -76,18 +75,21 @@ class Cut:
             yield own, self.depth[op]
 
     def _block(self, op: fx.Node) -> BlockConv:
-        facts, conv = self.model.facts, self.model.recording.get_submodule(str(op.target))
+        facts, conv = (
+            self.recording.facts,
+            self.recording.graph_module.get_submodule(str(op.target)),
+        )
         of_edges = {call for call, fact in facts.items() if fact.of_edges}
         shapes = {call: fact.shape for call, fact in facts.items() if fact.is_rows}
         # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
-        site = (self.model.ops.index(op) + 1) << 16
+        site = (self.recording.ops.index(op) + 1) << 16
         return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
 
     def _aggregation(self, op: fx.Node) -> Aggregation:
-        structure, pushed_type, vertex_type = self.model.over(op)
+        structure, pushed_type, vertex_type = self.recording.over(op)
         block = self.blocks.get(op)
-        width = self.model.facts[op].width if block is None else block.width
-        moves = not all(self.model.is_fixed(value) for value in self.pushed(op))
+        width = self.recording.facts[op].width if block is None else block.width
+        moves = not all(self.recording.is_fixed(value) for value in self.pushed(op))
         of_features = all(value.op == "placeholder" for value in self.pushed(op))
         found = Aggregation(
             op.name,
@@ -100,7 +102,7 @@ class Cut:
         )
         if block is None:
             return found
-        facts = self.model.facts[op]
+        facts = self.recording.facts[op]
         of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
         return replace(
             found,

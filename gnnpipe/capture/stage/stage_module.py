@@ -3,54 +3,52 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import move_statistics
 from gnnpipe.capture.stage.codegen import StepFunction
 from gnnpipe.capture.stage.split import Cut
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Received, StageModule
 
-if TYPE_CHECKING:
-    from gnnpipe.capture.captured import Captured
-
-__all__ = ["CapturedStageModule"]
+__all__ = ["RecordedStageModule"]
 
 
-class CapturedStageModule(StageModule):
-    """Ops first..last-1 of a captured model."""
+class RecordedStageModule(StageModule):
+    """Some ops of a recorded model."""
 
-    def __init__(self, model: Captured, first: int, last: int) -> None:
-        cut = Cut(model, first, last)
-        self._model, self._ops = model, (first, last)
+    def __init__(self, recording: Recording, ops: Sequence[int]) -> None:
+        cut = Cut(recording, ops)
+        self._recording, self._ops = recording, ops
         self.rounds = cut.rounds
         self._weights: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
-        for op in model.ops[first:last]:
-            self._weights |= dict(model.weights(op))
-            self._buffers |= dict(model.buffers(op))
+        for op in cut.ops:
+            self._weights |= dict(recording.weights(op))
+            self._buffers |= dict(recording.buffers(op))
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
         self._observers = {
-            op.name: (model.module.get_submodule(path.removeprefix("model.")), what)
-            for op in model.ops[first:last]
+            op.name: (recording.model.get_submodule(path.removeprefix("model.")), what)
+            for op in cut.ops
             for path, _, what in [str(op.kwargs.get("observed_by", "")).partition(":")]
             if path
         }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedStageModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedStageModule:
         """With weights of its own for its ops; those of other stages are shared.
 
         The recording is not copied: its calls are linked, and a deep model has thousands.
         """
         own = {id(value) for _, value in self.named_state()}
-        for value in self._model.module.state_dict(keep_vars=True).values():
+        for value in self._recording.model.state_dict(keep_vars=True).values():
             if id(value) not in own:
                 memo[id(value)] = value
-        return CapturedStageModule(copy.deepcopy(self._model, memo), *self._ops)
+        return RecordedStageModule(copy.deepcopy(self._recording, memo), self._ops)
 
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
