@@ -159,7 +159,8 @@ class Recording:
 
         def visit(call: fx.Node) -> None:
             for source in call.all_input_nodes:
-                if source.op != "placeholder" and not self.facts[source].is_rows:
+                is_helper = source.op != "placeholder" and not self.facts[source].is_rows
+                if is_helper and source not in found:
                     visit(source)
                     found[source] = None
 
@@ -189,10 +190,18 @@ class Recording:
         return {id(p): name for name, p in self.model.named_parameters()}
 
     @cached_property
-    def _buffers(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beside weights, by name; moved in place, so found once."""
-        state = self.model.state_dict(keep_vars=True).items()
-        return {name: value for name, value in state if not isinstance(value, nn.Parameter)}
+    def _buffers(self) -> dict[str, dict[str, Tensor]]:
+        """Buffers of the state dict by name, for the path of each buffer and each module above it.
+
+        Found once, which is safe because buffers are moved in place.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            path = f"model.{name}"
+            while path and not isinstance(value, nn.Parameter):
+                found.setdefault(path, {})[name] = value
+                path = path.rpartition(".")[0]
+        return found
 
     def weights(self, op: fx.Node) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that an op uses, by the user's names; one that has several, by the first."""
@@ -207,16 +216,15 @@ class Recording:
                 if isinstance(value, nn.Parameter):
                     yield first[id(value)], value
 
-    def buffers(self, op: fx.Node) -> Iterator[tuple[str, Tensor]]:
-        """What else a checkpoint holds that an op reads, or keeps (moving statistics)."""
+    def buffers(self, op: fx.Node) -> dict[str, Tensor]:
+        """Buffers that an op reads or updates (running statistics), by the user's names."""
         calls = (*self.helpers(op), op)
-        modules = [str(c.target) for c in calls if c.op == "call_module"]
-        modules += [str(op.kwargs.get("observed_by") or "-").partition(":")[0]]
-        read = {str(c.target) for c in calls if c.op == "get_attr"}
-        for name, value in self._buffers.items():
-            path = f"model.{name}"
-            if path in read or any(path.startswith(f"{module}.") for module in modules):
-                yield name, value
+        paths = [str(c.target) for c in calls if c.op in ("call_module", "get_attr")]
+        paths.append(str(op.kwargs.get("observed_by", "")).partition(":")[0])
+        found: dict[str, Tensor] = {}
+        for path in paths:
+            found |= self._buffers.get(path, {})
+        return found
 
     def over(self, op: fx.Node) -> tuple[str, str, str]:
         """What an aggregation is over: structure, type of the rows it reads, type that reads."""

@@ -87,8 +87,8 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
 
     Values that enter a step are leaves of its autograd graph, which must not be written to.
     """
-    graph = recording.graph
-    for call in list(graph.nodes):
+    place = {call: i for i, call in enumerate(recording.graph.nodes)}
+    for call in place:
         name = call.target if isinstance(call.target, str) else ""
         function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
         if function.endswith("_") and not function.endswith("__"):
@@ -123,8 +123,5 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
                 f"{line_of(call)}; a recording keeps no state between epochs"
             )
         if isinstance(changed, fx.Node):
-            later = False
-            for reader in graph.nodes:
-                if later and reader is not call:
-                    reader.replace_input_with(changed, call)
-                later = later or reader is call
+            for reader in [user for user in changed.users if place[user] > place[call]]:
+                reader.replace_input_with(changed, call)

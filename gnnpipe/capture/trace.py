@@ -115,13 +115,13 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 
 class _Tracer(fx.Tracer):
     record_stack_traces = True
-    proxy_buffer_attributes = True
     relation = ""
     """Behind the name of a structure: the type of the edges of the rule that is being run."""
 
     def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
         super().__init__()
         self._names, self._types, self._made = names, types, 0
+        self._tensor_paths: dict[int, str] = {}
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -142,6 +142,24 @@ class _Tracer(fx.Tracer):
                 {},
             ]
         return root_fn, [self.root, *arguments]
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """The calls of ``root`` as a graph."""
+        named = (*root.named_buffers(), *root.named_parameters())
+        self._tensor_paths = {id(tensor): path for path, tensor in named}
+        return super().trace(root, concrete_args)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """A weight or buffer as a recorded value.
+
+        The method of ``fx.Tracer`` searches all weights at each access.
+        """
+        path = self._tensor_paths.get(id(attr_val))
+        if path is None:
+            return attr_val
+        if path not in parameter_proxy_cache:
+            parameter_proxy_cache[path] = self.create_proxy("get_attr", path, (), {})
+        return parameter_proxy_cache[path]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whole: convolutions, and what torch and PyG ship but for models of several layers."""
@@ -189,7 +207,8 @@ class _Tracer(fx.Tracer):
         name = f"part_{self._made}_of_{path}"
         self._made += 1
         self.root.add_module(name, conv)
-        self.submodule_paths = {**(self.submodule_paths or {}), conv: name}
+        assert self.submodule_paths is not None
+        self.submodule_paths[conv] = name
         return conv(read if reading is None else (read, reading), edges)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:

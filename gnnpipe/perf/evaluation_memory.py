@@ -32,6 +32,10 @@ def evaluation_bytes(
     ``pushing``: the ops that have a table.
     """
     last = max(depths, default=0)
+    at_depth: list[list[Op]] = [[] for _ in range(last + 2)]
+    for op, depth in zip(ops, depths, strict=True):
+        at_depth[depth].append(op)
+    with_table = {op.name for op in pushing}
     carried = [0] * (last + 1)
     for value in _waiting(plan, ops, depths, stage, row_bytes == number_bytes):
         for step in range(value.made, value.read):
@@ -46,13 +50,12 @@ def evaluation_bytes(
     )
     most, is_alone = 0, plan.chunks == 1 and plan.shards == 1
     for step in range(last + 1):
-        read = written = passing = 0
-        for op, depth in zip(ops, depths, strict=True):
-            if op in pushing:
-                read += (depth == step) * op.push_width * table_rows[op.pushed_type]
-                written += (depth == step + 1) * op.push_width * table_rows[op.pushed_type]
-            if op.aggregates and depth == step:
-                passing += op.push_width * own_rows[op.vertex_type] // plan.chunks
+        read, written = (
+            sum(o.push_width * table_rows[o.pushed_type] for o in found if o.name in with_table)
+            for found in (at_depth[step], at_depth[step + 1])
+        )
+        aggregating = [op for op in at_depth[step] if op.aggregates]
+        passing = sum(o.push_width * own_rows[o.vertex_type] // plan.chunks for o in aggregating)
         # Chunk by chunk what waited for this step gives way to what waits for the next one.
         waiting = max(carried[step - 1] if step else 0, carried[step])
         # Who is alone reads all at once, and lets the table go.
@@ -81,17 +84,19 @@ def _waiting(
         for t in plan.receives(stage)
         for name, width in t.widths.items()
     }
+    names = {op.name for op in ops}
+    last_read: dict[str, int] = {}
     for op, depth in zip(ops, depths, strict=True):
+        for name in op.inputs:
+            # An aggregation reads its inputs one step before it gives something.
+            last_read[name] = max(last_read.get(name, 0), depth - op.aggregates)
         # Of what is the same for all rows a single one waits, which is nothing.
         if not op.is_one_row:
             made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
         # While its rows are in the table anyway, a row that is held takes nothing more.
-        in_table = is_in_place and op.holds_pushed and op.push_maker in {o.name for o in ops}
+        in_table = is_in_place and op.holds_pushed and op.push_maker in names
         if op.aggregates and not in_table:
             held = sum(op.kept_widths.values())
             found.append(_Value(held, op.vertex_type, depth - 1, depth))
-    for name, value in made.items():
-        # An aggregation reads its inputs one step before it gives something.
-        reads = [d - o.aggregates for o, d in zip(ops, depths, strict=True) if name in o.inputs]
-        found.append(_Value(*value, max(reads, default=0)))
+    found += [_Value(*value, last_read.get(name, 0)) for name, value in made.items()]
     return found

@@ -108,7 +108,7 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
                 moves=found.moves if found else True,
                 reads_features=reads,
                 of_features=_is_made_once(found, graph),
-                weights=(*weights, *(name for name, _ in recording.buffers(call))),
+                weights=(*weights, *recording.buffers(call)),
             )
         )
     return tuple(ops)

@@ -26,6 +26,9 @@ class Cut:
             reached = max((self.depth.get(s, 0) for s in recording.inputs(op)), default=0)
             self.depth[op] = reached + recording.aggregates(op)
         self.num_steps = max(self.depth.values()) + 1
+        self._running: list[list[fx.Node]] = [[] for _ in range(self.num_steps)]
+        for op, step in self.depth.items():
+            self._running[step].append(op)
         self.blocks = {op: self._block(op) for op in self.ops if recording.facts[op].form}
         self.rounds = [
             tuple(self._aggregation(op) for op in self.pushing(step))
@@ -35,27 +38,30 @@ class Cut:
         for op in self.ops:
             for source, when in self._uses(op):
                 used[source] = max(used.get(source, 0), when)
-        self._used = used
         others = (op for op in recording.ops if op not in self.depth)
         later = {s for op in others for s in recording.inputs(op)}
         self.leaving = [op for op in self.ops if op in later or op is recording.result]
         self.entering = [s for s in used if s not in self.depth]
+        self._carried: list[list[fx.Node]] = [[] for _ in range(self.num_steps - 1)]
+        stays = set(self.leaving)
+        for value in (*self.entering, *self.ops):
+            last = self.num_steps - 1 if value in stays else used.get(value, 0)
+            for step in range(self.depth.get(value, 0), last):
+                self._carried[step].append(value)
 
     def pushing(self, step: int) -> list[fx.Node]:
         """Aggregations whose rows are pushed at the end of a step."""
-        aggregates = self.recording.aggregates
-        return [op for op in self.ops if aggregates(op) and self.depth[op] == step + 1]
+        if step == self.num_steps - 1:
+            return []
+        return [op for op in self._running[step + 1] if self.recording.aggregates(op)]
 
     def running(self, step: int) -> list[fx.Node]:
         """Ops whose value is made in a step."""
-        return [op for op in self.ops if self.depth[op] == step]
+        return self._running[step]
 
     def carried(self, step: int) -> list[fx.Node]:
         """Values handed on from a step to the next; behind the last one, out of the stage."""
-        if step == self.num_steps - 1:
-            return self.leaving
-        made = [*self.entering, *(op for op in self.ops if self.depth[op] <= step)]
-        return [v for v in made if self._used.get(v, -1) > step or v in self.leaving]
+        return self.leaving if step == self.num_steps - 1 else self._carried[step]
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
         """The values whose rows an aggregation pushes."""
@@ -79,8 +85,8 @@ class Cut:
             self.recording.facts,
             self.recording.graph_module.get_submodule(str(op.target)),
         )
-        of_edges = {call for call, fact in facts.items() if fact.of_edges}
-        shapes = {call: fact.shape for call, fact in facts.items() if fact.is_rows}
+        of_edges = {call for call in op.all_input_nodes if facts[call].of_edges}
+        shapes = {call: facts[call].shape for call in op.all_input_nodes if facts[call].is_rows}
         # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
         site = (self.recording.ops.index(op) + 1) << 16
         return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)

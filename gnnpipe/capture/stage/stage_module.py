@@ -30,7 +30,7 @@ class RecordedStageModule(StageModule):
         self._buffers: dict[str, Tensor] = {}
         for op in cut.ops:
             self._weights |= dict(recording.weights(op))
-            self._buffers |= dict(recording.buffers(op))
+            self._buffers |= recording.buffers(op)
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
         self._observers = {
             op.name: (recording.model.get_submodule(path.removeprefix("model.")), what)

@@ -154,7 +154,7 @@ class SampleRun:
             )
         rows = {
             k: v
-            for k, v in self.whole.items()
+            for k, v in ((k, self.whole[k]) for k in call.all_input_nodes)
             if isinstance(v, Tensor)
             and k not in self.of_edges
             and self.types[k] in (source, target)
