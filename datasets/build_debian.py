@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-OUT = Path(__file__).parents[1] / "gnnpipe" / "graph" / "data" / "debian.npz"
+OUT = Path(__file__).parents[1] / "gnnpipe" / "data" / "files" / "debian.npz"
 RELATIONS = ("Pre-Depends", "Depends", "Recommends", "Suggests", "Enhances")
 NUM_WORDS = 1000
 

@@ -13,12 +13,12 @@ import pytest
 import scipy.sparse as sp
 import torch
 from bad_files import Evil
-from refuse import refused
 
 from gnnpipe.data import safe_unpickle
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.safe_unpickle import only_data
 from gnnpipe.graph.cache import keep, recall
+from tests.data.refuse import refused
 
 
 def raw_planetoid(folder, **changes):

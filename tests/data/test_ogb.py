@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refuse import refused
 
 from gnnpipe.data import ogb
 from gnnpipe.data.download import FetchError, data_root, fetch_zip, tidied
 from gnnpipe.data.load import load_graph
+from tests.data.refuse import refused
 
 
 def write_csv(path, rows):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from refuse import refused
 
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.synthetic import parse_synthetic
+from tests.data.refuse import refused
 
 
 def homophily(g):

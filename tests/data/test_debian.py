@@ -119,7 +119,7 @@ def test_is_undirected_and_binary(debian):
 
 
 def test_the_file_is_small_enough_to_ship():
-    size_bytes = (ROOT / "gnnpipe" / "graph" / "data" / "debian.npz").stat().st_size
+    size_bytes = (ROOT / "gnnpipe" / "data" / "files" / "debian.npz").stat().st_size
     assert size_bytes < 1_600_000
 
 
@@ -148,7 +148,7 @@ def test_built_file_loads_and_is_the_same_each_time(script, tmp_path, monkeypatc
         script.main()
     assert outs[0].read_bytes() == outs[1].read_bytes()
 
-    folder = tmp_path / "data"
+    folder = tmp_path / "files"
     folder.mkdir()
     outs[0].rename(folder / "debian.npz")
     monkeypatch.setattr("gnnpipe.data.embedded.resources.files", lambda _: tmp_path)
