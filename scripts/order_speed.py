@@ -31,7 +31,7 @@ from gnnpipe import Graph  # noqa: E402
 from gnnpipe.data.load import load_graph  # noqa: E402
 from gnnpipe.graph.csr import RowCSR  # noqa: E402
 from gnnpipe.graph.operators import weighted_rows  # noqa: E402
-from gnnpipe.graph.partition import PARTITIONERS, structure  # noqa: E402
+from gnnpipe.graph.partition import PARTITIONERS, PartitionTask, symmetric_pattern  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "order.md"
 WIDTHS, REPEATS = (64, 128), 9
@@ -50,7 +50,7 @@ def in_parts(adjacency: sp.csr_array, parts: int, by_degree: bool) -> Order:
     if n < 4 * parts:
         return np.arange(n)
     work = np.ones(n, dtype=np.int64)
-    part = PARTITIONERS["metis"](adjacency, work, parts, least=0, seed=0, objective="edges")
+    part = PARTITIONERS["metis"](PartitionTask(adjacency, work, parts, least=0))
     degree = np.diff(adjacency.indptr)
     return np.lexsort((-degree if by_degree else np.arange(n), part))
 
@@ -100,7 +100,7 @@ def bare(path: Path) -> Graph:
 def measure(graph: Graph) -> list[tuple[str, float, dict[int, list[float]]]]:
     """By order: seconds that it takes to find, and of every product."""
     matrix = weighted_rows(graph, "gcn")
-    adjacency = structure(graph)
+    adjacency = symmetric_pattern(graph)
     made = []
     for name, find in orders().items():
         start = time.perf_counter()

@@ -132,12 +132,12 @@ def test_more_threads_than_cpus(capsys, monkeypatch, quick):
 
 
 def test_a_metis_that_does_not_work(capsys, monkeypatch, quick):
-    from gnnpipe.graph import partition
+    from gnnpipe.graph.partition import metis
 
     def broken(*_):
         raise OSError("no METIS here")
 
-    monkeypatch.setattr(partition, "_call_metis", broken)
+    monkeypatch.setattr(metis, "_call_pymetis", broken)
     assert main(["doctor"]) == 1
     (fault,) = faults(capsys)
     assert "METIS: does not work (no METIS here); try: pip install pymetis" in fault

@@ -2,12 +2,13 @@
 
 With contiguous rows a push is a slice, the aggregation of a chunk is one product with a slice of
 the CSR, and which rank owns a row is a comparison. Training semantics depend on the chunks (they
-decide what is stale) and must not depend on the number of shards; so the chunks are cut first, from
-the whole graph, and the shards are cut inside them.
+decide which rows are stale) and must not depend on the number of shards; so the whole graph is
+first partitioned into chunks, and each chunk then into shards.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,22 +21,23 @@ from scipy.optimize import linear_sum_assignment
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
-from gnnpipe.graph.graph import Features, Graph, IntArray
+from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.order import locality_rank, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
+    Objective,
     Partitioner,
+    PartitionTask,
     Parts,
-    locality_rank,
-    resolve_order,
-    structure,
-    version_of,
+    symmetric_pattern,
     vertex_work,
 )
+from gnnpipe.graph.partition.metis import metis_version
 
 __all__ = ["Chunking", "make_chunking", "renumber"]
 
 _SCHEME = 3
-"""Raise it when the same graph and settings are to give another chunking than before."""
+"""Version of the cache entries: raise it when the same settings give another chunking."""
 
 _LEAST = 16
 """Vertices that every chunk gets where N allows: room for 16 shards, however heavy its hub."""
@@ -172,39 +174,84 @@ def make_chunking(
     seed: int,
     order: str = "given",
     cache_dir: str = "",
+    shares: tuple[float, ...] | None = None,
 ) -> Chunking:
-    """Cut ``graph`` into K ``chunks`` and each of them into G ``shards``.
+    """Partition ``graph`` into K ``chunks`` and each of them into G ``shards``.
 
-    The chunks do not depend on ``shards``, nor on ``order``, which is that of the vertices in a
-    cell ("given", "metis", "auto": by ``resolve_order``). The result is kept in ``cache_dir`` (''
-    is the default folder, 'off' nowhere) and taken from there next time.
+    The chunks do not depend on ``shards``, ``shares`` or ``order``.
 
-    Raises ``InputError`` for an unknown ``partitioner`` and for more chunks or shards than the
-    vertices allow.
+    Args:
+        graph: N vertices.
+        chunks: K.
+        shards: G.
+        partitioner: a name of ``PARTITIONERS``.
+        seed: of the partitioner.
+        order: of the vertices of one chunk and shard: 'given', 'metis' or 'auto' (see
+            ``resolve_order``).
+        cache_dir: folder that keeps the result for the next run; '' is the default folder, 'off'
+            keeps nothing. Results of partitioners from outside gnnpipe are not kept.
+        shares: [G] the share of each shard in the work of every chunk, summing to 1; ``None``:
+            equal shares.
+
+    Raises:
+        InputError: unknown ``partitioner``; more chunks or shards than the vertices allow.
     """
-    cut = PARTITIONERS[partitioner]
+    partition = PARTITIONERS[partitioner]
     n = graph.num_vertices
     _check_counts(n, chunks, shards)
-    order = resolve_order(order, partitioner, n)
-    if chunks == shards == 1 and order == "given":
+    request = _Request(
+        chunks, shards, seed, resolve_order(order, partitioner, n), _unequal(shares, shards)
+    )
+    if chunks == shards == 1 and request.order == "given":
         return Chunking(np.arange(n, dtype=np.int64), np.array([[0, n]], dtype=np.int64))
-    folder, key = folder_of(cache_dir), ""
-    if folder is not None:
-        settings = {
-            "scheme": _SCHEME,
-            "chunks": chunks,
-            "shards": shards,
-            "seed": seed,
-            "order": f"{order} {version_of(order)}",
-            "partitioner": f"{partitioner} {version_of(partitioner)}",
-        }
-        key = content_key(settings, {"indptr": graph.indptr, "indices": graph.indices})
-        kept = _recalled(folder, key, (n, chunks, shards))
-        if kept is not None:
-            return kept
-    made = _cut(graph, chunks, shards, cut, order, seed)
+    is_ours = partition.__module__.startswith("gnnpipe.")
+    folder = folder_of(cache_dir) if is_ours else None
+    if folder is None:
+        return _partition(graph, request, partition)
+    key = content_key(
+        request.cache_settings(partitioner), {"indptr": graph.indptr, "indices": graph.indices}
+    )
+    kept = _recalled(folder, key, (n, chunks, shards))
+    if kept is not None:
+        return kept
+    made = _partition(graph, request, partition)
     keep(folder, key, {"perm": made.perm, "ptr": made.ptr})
     return made
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of ``make_chunking`` that decide the result."""
+
+    chunks: int
+    shards: int
+    seed: int
+    order: str
+    """'given' or 'metis'."""
+    shares: tuple[float, ...] | None
+    """[G], or ``None`` for equal shares."""
+
+    def cache_settings(self, partitioner: str) -> dict[str, Any]:
+        """Everything beside the graph that decides the result, the library's version included."""
+        version = {"metis": metis_version()}
+        settings: dict[str, Any] = {
+            "scheme": _SCHEME,
+            "chunks": self.chunks,
+            "shards": self.shards,
+            "seed": self.seed,
+            "order": f"{self.order} {version.get(self.order, '')}",
+            "partitioner": f"{partitioner} {version.get(partitioner, '')}",
+        }
+        return settings if self.shares is None else settings | {"shares": self.shares}
+
+
+def _unequal(shares: tuple[float, ...] | None, shards: int) -> tuple[float, ...] | None:
+    """``shares`` if they differ; ``None`` if they are equal."""
+    if shares is None:
+        return None
+    if len(shares) != shards or min(shares) <= 0 or not math.isclose(sum(shares), 1.0):
+        raise ValueError(f"shares {shares} are not {shards} positive numbers that sum to 1")
+    return None if all(math.isclose(s, shares[0]) for s in shares) else shares
 
 
 def _recalled(folder: Path, key: str, shape: tuple[int, int, int]) -> Chunking | None:
@@ -217,20 +264,6 @@ def _recalled(folder: Path, key: str, shape: tuple[int, int, int]) -> Chunking |
     except (KeyError, ValueError):
         return None
     return kept if (kept.num_vertices, kept.chunks, kept.shards) == shape else None
-
-
-def _cut(
-    graph: Graph, chunks: int, shards: int, cut: Partitioner, order: str, seed: int
-) -> Chunking:
-    adjacency, work = structure(graph), vertex_work(graph)
-    chunk = _chunk_of_vertex(adjacency, work, chunks, cut, seed)
-    part = _part_of_vertex(adjacency, work, chunk, chunks, shards, cut, seed)
-    shard = _labelled(adjacency, chunk, part, chunks, shards)
-    cell = chunk.astype(np.int64) * shards + shard
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
-    ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
-    perm = np.lexsort((locality_rank(adjacency, work, order, seed), cell))
-    return Chunking(perm.astype(np.int64), ptr.astype(np.int64))
 
 
 def _check_counts(n: int, chunks: int, shards: int) -> None:
@@ -248,26 +281,32 @@ def _check_counts(n: int, chunks: int, shards: int) -> None:
         )
 
 
-def _chunk_of_vertex(
-    adjacency: sp.csr_array, work: IntArray, chunks: int, cut: Partitioner, seed: int
-) -> Parts:
-    if chunks == 1:
-        return np.zeros(len(work), dtype=np.int32)
-    least = min(len(work) // chunks, _LEAST)
-    return cut(adjacency, work, chunks, least=least, seed=seed, objective="edges")
+def _partition(graph: Graph, request: _Request, partition: Partitioner) -> Chunking:
+    chunks, shards = request.chunks, request.shards
+    whole = PartitionTask(
+        symmetric_pattern(graph),
+        vertex_work(graph),
+        chunks,
+        least=min(graph.num_vertices // chunks, _LEAST),
+        seed=request.seed,
+    )
+    chunk = np.zeros(len(whole.work), np.int32) if chunks == 1 else partition(whole)
+    part = _part_of_vertex(whole, chunk, request, partition)
+    shard = _match_shards(whole.adjacency, chunk, part, request)
+    cell = chunk.astype(np.int64) * shards + shard
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
+    ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
+    rank = locality_rank(whole.adjacency, whole.work, request.order, request.seed)
+    perm = np.lexsort((rank, cell))
+    return Chunking(perm.astype(np.int64), ptr.astype(np.int64))
 
 
 def _part_of_vertex(
-    adjacency: sp.csr_array,
-    work: IntArray,
-    chunk: Parts,
-    chunks: int,
-    shards: int,
-    cut: Partitioner,
-    seed: int,
+    whole: PartitionTask, chunk: Parts, request: _Request, partition: Partitioner
 ) -> Parts:
-    """[N], the part of each vertex within its chunk, in [0, G)."""
+    """The part of each vertex within its chunk, [N] in [0, G)."""
     part = np.zeros(len(chunk), dtype=np.int32)
+    chunks, shards = request.chunks, request.shards
     if shards == 1:
         return part
     for c in range(chunks):
@@ -277,33 +316,43 @@ def _part_of_vertex(
                 f"--shards {shards}: chunk {c} has only {len(members)} vertices; "
                 f"try --shards {len(members)} or fewer --chunks"
             )
-        inner = adjacency if chunks == 1 else adjacency[members][:, members]
-        part[members] = cut(inner, work[members], shards, least=1, seed=seed, objective="rows")
+        a = whole.adjacency
+        task = PartitionTask(
+            a if chunks == 1 else a[members][:, members],
+            whole.work[members],
+            shards,
+            request.shares,
+            seed=request.seed,
+            objective=Objective.ROWS,
+        )
+        part[members] = partition(task)
     return part
 
 
-def _labelled(
-    adjacency: sp.csr_array, chunk: Parts, part: Parts, chunks: int, shards: int
-) -> Parts:
-    """[N], the shard of each vertex: the parts of each chunk matched to those of the others.
+def _match_shards(adjacency: sp.csr_array, chunk: Parts, part: Parts, request: _Request) -> Parts:
+    """The shard of each vertex, [N]: the parts of each chunk matched to those of the others.
 
-    Which part of a chunk becomes which shard is free. Chunk after chunk takes the matching with the
-    most edges to the same shard in the chunks that are labelled, so that fewer rows cross shards:
-    M falls by 4 % (Physics) to 13 % (Debian). In the second round, which brings up to 8 % of that,
-    every chunk sees all others; more rounds change nothing.
+    Any part of a chunk may become any shard of the same share. Chunk after chunk takes the matching
+    with the most edges to the same shard in the chunks that are matched already, so that fewer rows
+    cross shards: M falls by 4 % (Physics) to 13 % (Debian). In the second round, which brings up to
+    8 % of that, every chunk sees all others; more rounds change nothing.
     """
+    chunks, shards = request.chunks, request.shards
     if chunks == 1 or shards == 1:
         return part
     n, cells = len(chunk), chunks * shards
     cell = chunk.astype(np.int64) * shards + part
     member = sp.csr_array((np.ones(n), (np.arange(n), cell)), shape=(n, cells))
     between = (member.T @ (adjacency.astype(np.float64) @ member)).toarray()
-    label = np.full(cells, -1)
+    share = np.array(request.shares or [1 / shards] * shards)
+    # No number of edges is worth a part of another share.
+    penalty = np.where(share[:, None] == share, 0.0, 2 * between.sum() + 1)
+    shard = np.full(cells, -1)
     for c in [*range(chunks), *range(chunks)]:
         own = slice(c * shards, (c + 1) * shards)
-        label[own] = -1
-        known = np.flatnonzero(label >= 0)
-        score = np.zeros((shards, shards))
-        np.add.at(score.T, label[known], between[own, known].T)
-        label[own] = linear_sum_assignment(score, maximize=True)[1]
-    return np.asarray(label[cell], dtype=np.int32)
+        shard[own] = -1
+        known = np.flatnonzero(shard >= 0)
+        edges = np.zeros((shards, shards))
+        np.add.at(edges.T, shard[known], between[own, known].T)
+        shard[own] = linear_sum_assignment(edges - penalty, maximize=True)[1]
+    return np.asarray(shard[cell], dtype=np.int32)

@@ -182,7 +182,8 @@ def _back_ends() -> Iterator[Finding]:
     import scipy.sparse as sp
     import torch
 
-    from gnnpipe.graph.partition import PARTITIONERS, version_of
+    from gnnpipe.graph.partition import PARTITIONERS, PartitionTask
+    from gnnpipe.graph.partition.metis import metis_version
     from gnnpipe.ops.spmm import kernel_named
 
     ring = np.arange(64)
@@ -190,8 +191,8 @@ def _back_ends() -> Iterator[Finding]:
     adjacency = sp.csr_array((np.ones(128), ends), shape=(64, 64))
     try:
         work = np.ones(64, dtype=np.int64)
-        cut = PARTITIONERS["metis"](adjacency, work, 4, least=1, seed=0, objective="edges")
-        yield Finding("METIS", f"{version_of('metis')} cuts a ring into {len(set(cut.tolist()))}")
+        part = PARTITIONERS["metis"](PartitionTask(adjacency, work, 4))
+        yield Finding("METIS", f"{metis_version()} cuts a ring into {len(set(part.tolist()))}")
     except Exception as error:  # a wrong C library raises errors of many types
         why = " ".join(str(error).split())[:120]
         yield Finding(

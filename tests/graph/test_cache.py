@@ -5,6 +5,8 @@ import pytest
 
 from gnnpipe.graph import cache, chunking
 from gnnpipe.graph.chunking import make_chunking
+from gnnpipe.graph.partition import PARTITIONERS
+from gnnpipe.graph.partition.runs import parts_of_runs
 from tests.graph.made import graph_of
 
 
@@ -18,8 +20,8 @@ def graph():
 def cuts(monkeypatch):
     """Counts how often a chunking is really made."""
     count = []
-    real = chunking._cut
-    monkeypatch.setattr(chunking, "_cut", lambda *a: count.append(1) or real(*a))
+    real = chunking._partition
+    monkeypatch.setattr(chunking, "_partition", lambda *a: count.append(1) or real(*a))
     return count
 
 
@@ -39,12 +41,35 @@ def test_the_second_time_it_is_taken_from_disk(graph, cuts, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"chunks": 5}, {"shards": 3}, {"seed": 1}, {"partitioner": "range"}, {"order": "metis"}],
+    [
+        {"chunks": 5},
+        {"shards": 3},
+        {"seed": 1},
+        {"partitioner": "range"},
+        {"order": "metis"},
+        {"shares": (0.6, 0.4)},
+    ],
 )
 def test_another_setting_is_another_entry(graph, cuts, tmp_path, change):
     make(graph, tmp_path)
     make(graph, tmp_path, **change)
     assert len(cuts) == 2
+
+
+def test_equal_shares_are_the_same_entry(graph, cuts, tmp_path):
+    make(graph, tmp_path)
+    make(graph, tmp_path, shares=(0.5, 0.5))
+    assert len(cuts) == 1
+
+
+def test_a_partitioner_from_outside_is_not_kept(graph, cuts, tmp_path, monkeypatch):
+    """The key does not know its code, which may change."""
+    own = dict(PARTITIONERS._things) | {"mine": lambda task: parts_of_runs(task)}
+    monkeypatch.setattr(PARTITIONERS, "_things", own)
+    make(graph, tmp_path, partitioner="mine")
+    make(graph, tmp_path, partitioner="mine")
+    assert len(cuts) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_edge_is_another_entry_and_another_width_is_not(graph, cuts, tmp_path):

@@ -8,18 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.chunking import Chunking, _labelled, make_chunking, renumber
-from gnnpipe.graph.partition import PARTITIONERS, structure
+from gnnpipe.graph.chunking import Chunking, _match_shards, _Request, make_chunking, renumber
+from gnnpipe.graph.partition import PARTITIONERS, symmetric_pattern
 from gnnpipe.graph.quality import cut_quality
 from tests.graph.made import graph_of, graphs
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
-def make(graph, chunks, shards, partitioner="metis", seed=0):
-    return make_chunking(
-        graph, chunks=chunks, shards=shards, partitioner=partitioner, seed=seed, cache_dir="off"
-    )
+def make(graph, chunks, shards, partitioner="metis", seed=0, shares=None):
+    settings = {"partitioner": partitioner, "seed": seed, "shares": shares, "cache_dir": "off"}
+    return make_chunking(graph, chunks=chunks, shards=shards, **settings)
 
 
 @st.composite
@@ -147,10 +146,37 @@ def test_parts_of_chunks_are_matched_so_that_few_rows_cross():
         for j in range(60)
         if (part[i] - chunk[i]) % 4 == (part[j] - chunk[j]) % 4
     ]
-    shard = _labelled(structure(graph_of(60, edges)), chunk, part, 3, 4)
+    request = _Request(chunks=3, shards=4, seed=0, order="given", shares=None)
+    shard = _match_shards(symmetric_pattern(graph_of(60, edges)), chunk, part, request)
     assert len({*zip(shard.tolist(), ((part - chunk) % 4).tolist(), strict=True)}) == 4
     for c in range(3):
         assert set(shard[chunk == c]) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("partitioner", list(PARTITIONERS))
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("shares", [(0.67, 0.33), (0.2, 0.4, 0.4)])
+def test_shards_follow_their_shares_in_every_chunk(partitioner, chunks, shares):
+    ring = graph_of(4000, [(v, (v + s) % 4000) for v in range(4000) for s in (-2, -1, 1, 2)])
+    made = make(ring, chunks, len(shares), partitioner, shares=shares)
+    expected = made.cell_sizes.sum(axis=1, keepdims=True) * np.array(shares)
+    np.testing.assert_allclose(made.cell_sizes, expected, rtol=0.07)
+    alone = make(ring, chunks, 1, partitioner)
+    assert (made.chunk_of_row()[made.inverse] == alone.chunk_of_row()[alone.inverse]).all()
+
+
+@given(cuts())
+@settings(max_examples=30, deadline=None)
+def test_equal_shares_are_none(case):
+    made, shared = make(*case), make(*case, shares=(1 / case[2],) * case[2])
+    assert (made.perm == shared.perm).all()
+    assert (made.ptr == shared.ptr).all()
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.4), (1.2, -0.2), (1.0, 0.0)])
+def test_shares_that_are_no_shares_are_refused(shares):
+    with pytest.raises(ValueError, match="are not 2 positive numbers that sum to 1"):
+        make(graph_of(6, [(0, 5)]), 1, 2, shares=shares)
 
 
 def test_one_chunk_and_one_shard_leave_the_order_alone():

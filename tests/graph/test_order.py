@@ -7,7 +7,7 @@ from helpers import assert_all_within, differences_of_shapes, quick_config, run_
 
 from gnnpipe import Trainer
 from gnnpipe.data.load import load_graph
-from gnnpipe.graph import partition
+from gnnpipe.graph import order
 from gnnpipe.graph.chunking import make_chunking, renumber
 
 
@@ -33,7 +33,7 @@ def gap(graph):
 def test_neighbours_stand_together_and_cells_hold_the_same_vertices(
     shuffled, chunks, shards, monkeypatch
 ):
-    monkeypatch.setattr(partition, "_PART", 64)
+    monkeypatch.setattr(order, "_PART_VERTICES", 64)
     as_given = make(shuffled, chunks=chunks, shards=shards, order="given")
     ordered = make(shuffled, chunks=chunks, shards=shards, order="metis")
     assert (as_given.ptr == ordered.ptr).all()
@@ -51,10 +51,10 @@ def test_hubs_come_first(shuffled):
 
 
 def test_auto_goes_by_size_and_by_who_cuts(monkeypatch):
-    assert partition.resolve_order("auto", "metis", 1 << 14) == "metis"
-    assert partition.resolve_order("auto", "metis", (1 << 14) - 1) == "given"
-    assert partition.resolve_order("auto", "range", 1 << 20) == "given"
-    assert partition.resolve_order("metis", "range", 10) == "metis"
+    assert order.resolve_order("auto", "metis", 1 << 14) == "metis"
+    assert order.resolve_order("auto", "metis", (1 << 14) - 1) == "given"
+    assert order.resolve_order("auto", "range", 1 << 20) == "given"
+    assert order.resolve_order("metis", "range", 10) == "metis"
 
 
 def parts_of(name, rank, chunks):
@@ -71,7 +71,7 @@ def test_parity_in_another_order():
 
 
 def test_results_come_back_in_the_users_order(monkeypatch):
-    monkeypatch.setattr(partition, "_PART", 8)
+    monkeypatch.setattr(order, "_PART_VERTICES", 8)
     predicted, losses = [], []
     for chosen in ("given", "metis"):
         run = quick_config(order=chosen, epochs=4, dropout=0.3)

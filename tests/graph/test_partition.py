@@ -4,19 +4,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from helpers import quick_config, small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnnpipe import Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.partition import PARTITIONERS, structure, vertex_work
+from gnnpipe.graph.partition import (
+    PARTITIONERS,
+    Objective,
+    PartitionTask,
+    symmetric_pattern,
+    vertex_work,
+)
 from tests.graph.made import graph_of, graphs
 
 
 @given(graphs())
 @settings(max_examples=50, deadline=None)
 def test_structure_is_symmetric_without_loops_and_has_every_edge(graph):
-    a = structure(graph).toarray() != 0
+    a = symmetric_pattern(graph).toarray() != 0
     assert (a == a.T).all()
     assert not a.diagonal().any()
     n = graph.num_vertices
@@ -30,7 +38,7 @@ def test_structure_drops_loops_that_a_hand_made_graph_has():
     looped = Graph(
         **{**graph.__dict__, "indptr": np.array([0, 2, 4, 4]), "indices": np.array([0, 1, 0, 2])}
     )
-    assert structure(looped).toarray().tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+    assert symmetric_pattern(looped).toarray().tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
 
 
 def test_work_counts_reads_and_readers():
@@ -47,17 +55,27 @@ def test_every_part_has_its_least_number_and_the_cut_is_repeatable(name, graph, 
     n = graph.num_vertices
     parts = data.draw(st.integers(1, n))
     least = data.draw(st.integers(1, n // parts))
-    objective = data.draw(st.sampled_from(["edges", "rows"]))
-    seed = data.draw(st.integers(0, 2**40))
-    adjacency, work = structure(graph), vertex_work(graph)
-    cut = PARTITIONERS[name]
-    part = cut(adjacency, work, parts, least=least, seed=seed, objective=objective)
-    again = cut(adjacency, work, parts, least=least, seed=seed, objective=objective)
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=parts, max_size=parts))
+    shares = tuple(w / sum(weights) for w in weights)
+    task = PartitionTask(
+        symmetric_pattern(graph),
+        vertex_work(graph),
+        parts,
+        data.draw(st.sampled_from([None, shares])),
+        least=least,
+        seed=data.draw(st.integers(0, 2**40)),
+        objective=data.draw(st.sampled_from(Objective)),
+    )
+    part, again = PARTITIONERS[name](task), PARTITIONERS[name](task)
     assert part.dtype == np.int32
     assert part.shape == (n,)
     assert (np.bincount(part, minlength=parts) >= least).all()
     assert part.max() < parts
     assert (part == again).all()
+
+
+def task_of(graph, parts, **settings):
+    return PartitionTask(symmetric_pattern(graph), vertex_work(graph), parts, **settings)
 
 
 def two_cliques(size=30):
@@ -67,10 +85,8 @@ def two_cliques(size=30):
 
 def test_metis_finds_the_two_cliques():
     graph = two_cliques()
-    for objective in ("edges", "rows"):
-        part = PARTITIONERS["metis"](
-            structure(graph), vertex_work(graph), 2, least=1, seed=0, objective=objective
-        )
+    for objective in Objective:
+        part = PARTITIONERS["metis"](task_of(graph, 2, objective=objective))
         assert len(set(part[::2])) == 1
         assert len(set(part[1::2])) == 1
         assert part[0] != part[1]
@@ -81,16 +97,25 @@ def test_balance_is_by_work_and_not_by_number(name):
     n = 1000
     work = np.where(np.arange(n) < 100, 1000, 100)
     nothing = sp.csr_array((n, n), dtype=np.int8)
-    part = PARTITIONERS[name](nothing, work, 4, least=1, seed=3, objective="edges")
+    part = PARTITIONERS[name](PartitionTask(nothing, work, 4, seed=3))
     total = np.bincount(part, work)
     assert total.max() / total.mean() < 1.02
+
+
+@pytest.mark.parametrize("name", list(PARTITIONERS))
+def test_parts_follow_the_shares(name):
+    ring = graph_of(3000, [(v, (v + s) % 3000) for v in range(3000) for s in (-2, -1, 1, 2)])
+    shares = (0.5, 0.2, 0.3)
+    for objective in Objective:
+        part = PARTITIONERS[name](task_of(ring, 3, shares=shares, objective=objective))
+        np.testing.assert_allclose(np.bincount(part) / 3000, shares, rtol=0.07)
 
 
 def test_range_keeps_the_order_and_random_follows_the_seed():
     work, nothing = np.full(50, 7), sp.csr_array((50, 50), dtype=np.int8)
 
     def cut(name, seed):
-        part = PARTITIONERS[name](nothing, work, 5, least=1, seed=seed, objective="edges")
+        part = PARTITIONERS[name](PartitionTask(nothing, work, 5, seed=seed))
         return part.tolist()
 
     assert cut("range", 0) == np.repeat(np.arange(5), 10).tolist()
@@ -100,16 +125,13 @@ def test_range_keeps_the_order_and_random_follows_the_seed():
 def test_metis_follows_the_seed():
     rng = np.random.default_rng(0)
     graph = graph_of(400, rng.integers(0, 400, (3000, 2)).tolist())
-    args = (structure(graph), vertex_work(graph), 4)
-    cuts = [PARTITIONERS["metis"](*args, least=1, seed=s, objective="edges") for s in range(4)]
-    assert all((cuts[0] != other).any() for other in cuts[1:])  # 0 and 1 too: see the + 1
+    first, *others = [PARTITIONERS["metis"](task_of(graph, 4, seed=s)) for s in range(4)]
+    assert all((first != other).any() for other in others)  # 0 and 1 too: see the + 1
 
 
 def test_a_hub_does_not_leave_a_part_empty():
     graph = graph_of(200, [e for i in range(1, 200) for e in ((0, i), (i, 0))])
-    part = PARTITIONERS["metis"](
-        structure(graph), vertex_work(graph), 16, least=4, seed=0, objective="rows"
-    )
+    part = PARTITIONERS["metis"](task_of(graph, 16, least=4, objective=Objective.ROWS))
     assert np.bincount(part, minlength=16).min() >= 4
 
 
@@ -123,9 +145,7 @@ def test_without_a_metis_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "metis", None)
     graph = two_cliques()
     with pytest.raises(InputError, match="pip install pymetis"):
-        PARTITIONERS["metis"](
-            structure(graph), vertex_work(graph), 2, least=1, seed=0, objective="edges"
-        )
+        PARTITIONERS["metis"](task_of(graph, 2))
 
 
 def test_without_pymetis_the_wrapper_is_called(monkeypatch):
@@ -142,10 +162,26 @@ def test_without_pymetis_the_wrapper_is_called(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     monkeypatch.setitem(sys.modules, "metis", wrapper)
     graph = two_cliques()
-    adjacency, work = structure(graph), vertex_work(graph)
-    part = PARTITIONERS["metis"](adjacency, work, 2, least=1, seed=0, objective="rows")
+    task = task_of(graph, 2, shares=(0.75, 0.25), objective=Objective.ROWS)
+    adjacency, work = task.adjacency, task.work
+    part = PARTITIONERS["metis"](task)
     assert part.tolist() == [0, 1] * 30
-    assert seen["options"] == {"objtype": "vol"}
+    assert seen["options"] == {"objtype": "vol", "tpwgts": [0.75, 0.25]}
     assert list(seen["graph"][2]) == adjacency.indptr.tolist()
     assert list(seen["graph"][3]) == adjacency.indices.tolist()
     assert list(seen["graph"][4]) == work.tolist()
+
+
+def test_a_partitioner_of_the_users_own_is_trained_with(monkeypatch):
+    """One function and one registration; --partitioner takes its name."""
+    monkeypatch.setattr(PARTITIONERS, "_things", dict(PARTITIONERS._things))
+
+    def striped(task):
+        return (np.arange(len(task.work)) % task.parts).astype(np.int32)
+
+    PARTITIONERS.add("striped", striped)
+    config = quick_config(partitioner="striped", chunks=4, epochs=2)
+    trainer = Trainer(config, graph=small_graph())
+    assert len(trainer.fit().history) == 2
+    rows = trainer._prepared.chunking.cell_sizes.sum(axis=1)
+    assert rows.max() - rows.min() <= 1

@@ -1,0 +1,43 @@
+"""The order of the vertices inside a chunk: neighbours close together in memory (--order)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+
+from gnnpipe.graph.graph import IntArray
+from gnnpipe.graph.partition import PARTITIONERS, PartitionTask
+
+__all__ = ["locality_rank", "resolve_order"]
+
+_SMALL_GRAPH = 1 << 14
+"""Vertices below which the rows of a layer are in the processor's cache in any order."""
+_PART_VERTICES = 512
+_MOST_PARTS = 256
+"""More parts take METIS longer and gain nothing."""
+
+
+def resolve_order(order: str, partitioner: str, num_vertices: int) -> str:
+    """'metis' or 'given', for --order; 'auto' uses METIS only where the partitioner does."""
+    if order != "auto":
+        return order
+    return "metis" if partitioner == "metis" and num_vertices >= _SMALL_GRAPH else "given"
+
+
+def locality_rank(
+    adjacency: sp.csr_array, work: IntArray, order: str, seed: int
+) -> npt.NDArray[np.int64]:
+    """The position [N] of each vertex in the whole graph's order; ``order`` is resolved.
+
+    'metis': by small METIS parts, and inside a part by degree, the largest first. ``adjacency``
+    [N, N] as from ``symmetric_pattern``, ``work`` [N] as from ``vertex_work``.
+    """
+    n = len(work)
+    rank = np.arange(n, dtype=np.int64)
+    if order == "given":
+        return rank
+    parts = max(1, min(_MOST_PARTS, n // _PART_VERTICES))
+    part = PARTITIONERS["metis"](PartitionTask(adjacency, work, parts, least=0, seed=seed))
+    rank[np.lexsort((-np.diff(adjacency.indptr), part))] = np.arange(n)
+    return rank
