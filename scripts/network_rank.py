@@ -29,7 +29,7 @@ def main() -> None:
 
     from gnnpipe import TrainConfig
     from gnnpipe.perf import time_shares
-    from gnnpipe.profile.comm_times import receive_bandwidth
+    from gnnpipe.profile.links import receive_bandwidth
     from gnnpipe.run.epoch_times import gather_epoch
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes

@@ -6,7 +6,7 @@ import time
 import torch
 from helpers import run_ranks
 
-from gnnpipe.profile import comm_overhead
+from gnnpipe.profile import links
 from gnnpipe.runtime.comm.mesh import Mesh
 
 BURNT_S = 0.004
@@ -43,10 +43,10 @@ def in_another_thread(size_bytes):
 
 def test_whose_time_it_was():
     torch.set_num_threads(1)
-    found = comm_overhead._by_size(Mesh.alone(), in_this_thread, 5, True)[0]
+    found = links._loads_by_size(Mesh.alone(), in_this_thread, 5, True)[0]
     assert 0.8 * BURNT_S < found.own_s < 2 * BURNT_S
     assert found.other_s < 0.2 * BURNT_S
-    found = comm_overhead._by_size(Mesh.alone(), in_another_thread, 5, True)[0]
+    found = links._loads_by_size(Mesh.alone(), in_another_thread, 5, True)[0]
     assert 0.8 * BURNT_S < found.other_s < 2 * BURNT_S
     assert found.own_s < 0.5 * BURNT_S
 
@@ -54,9 +54,9 @@ def test_whose_time_it_was():
 def loads(stages, shards):
     torch.set_num_threads(1)
     mesh = Mesh.join(stages, shards)
-    found = [comm_overhead.message_load(mesh, (0, 1), 3)]
+    found = [links.message_load(mesh, (0, 1), 3)]
     if shards > 1:
-        found.append(comm_overhead.exchange_load(mesh, 3))
+        found.append(links.exchange_load(mesh, 3))
     mesh.leave()
     return found
 
@@ -66,6 +66,6 @@ def test_every_rank_knows_the_load_and_none_is_below_nothing():
         ranks = run_ranks(loads, shape[0] * shape[1], *shape)
         assert all(found == ranks[0] for found in ranks), "also those that took no part"
         for by_size in ranks[0]:
-            assert len(by_size) == len(comm_overhead.LOAD_SIZES)
+            assert len(by_size) == len(links.LOAD_SIZES)
             assert all(load.own_s >= 0 and load.other_s >= 0 for load in by_size)
             assert by_size[-1].own_s + by_size[-1].other_s > 0, "half a MiB is not for nothing"

@@ -14,10 +14,10 @@ from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.perf import read_trace
 from gnnpipe.perf.memory import human_bytes
-from gnnpipe.profile import before_run
-from gnnpipe.profile.before_run import take_short_profile
-from gnnpipe.profile.dry_run import rehearsal
+from gnnpipe.profile import profile as profiling
 from gnnpipe.profile.predict import LEAST_EPOCHS
+from gnnpipe.profile.profile import take_short_profile
+from gnnpipe.profile.steps import measured_epochs
 from gnnpipe.run import epoch_times
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -95,17 +95,17 @@ def test_so_is_a_model_of_the_users_own_with_running_means():
     assert_same(runs)
 
 
-def test_a_rehearsal_changes_the_weights_and_puts_them_back():
+def test_measured_epochs_change_the_weights_and_restore_them():
     prepared = prepare(quick_config(hidden=8, chunks=2), Mesh.alone(), small_graph())
     before = {k: v.clone() for k, v in prepared.model.module.state_dict().items()}
-    with rehearsal(prepared, Mesh.alone()) as stage:
-        times = stage.walk()
+    with measured_epochs(prepared, [Mesh.alone()], has_cores=True) as run_epoch:
+        times = run_epoch()
         moved = prepared.model.module.state_dict()
         assert any(not torch.equal(before[k], moved[k]) for k in before), "it took a real step"
     after = prepared.model.module.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert all(p.grad is None for p in prepared.model.module.parameters())
-    steps = {place for place in times if place[0] in ("forward", "backward")}
+    steps = {key for key in times if key[0] in ("forward", "backward")}
     assert steps == {
         (way, 0, chunk, step)
         for way in ("forward", "backward")
@@ -207,8 +207,8 @@ def test_nothing_is_predicted_where_nothing_is_asked_or_worth_it(words, tmp_path
 
 
 def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(before_run, "LEAST_S", 0.0)
-    monkeypatch.setattr(before_run, "RUN_SHARE", 0.0)
+    monkeypatch.setattr(profiling, "SHORT_MIN_S", 0.0)
+    monkeypatch.setattr(profiling, "SHORT_RUN_SHARE", 0.0)
     result, _ = trained(tmp_path, "--epochs", "12")
     assert result["predicted_epoch_time_s"] is None
     assert math.isfinite(result["epoch_time_s"])

@@ -23,6 +23,8 @@ from gnnpipe.schedule import PROBE_POSITIONS
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import prepare
 
+CPU = torch.device("cpu")
+
 LINK = LinkTimes(1e-4, 1e9, 0.1)
 
 
@@ -194,7 +196,7 @@ def test_what_passes_at_once_does_not_make_a_link_fast():
 
 def test_samples_cover_every_step_and_every_kind():
     prepared = prepared_of(model="gcnii", layers=3, chunks=2)
-    samples = measure_steps(prepared, Mesh.alone())
+    samples = measure_steps(prepared, CPU)
     kinds = {op_kind(op) for op in prepared.model_graph.ops}
     sides = ("forward_before", "forward_after", "backward_before", "backward_after")
     for kind in kinds:
@@ -221,7 +223,7 @@ def test_masks_are_part_of_an_epoch_of_one_chunk_too():
     graph = small_graph(6000)
     cases = {"hidden": 128, "layers": 3, "dropout": 0.5}
     shapes = [prepared_of(graph=graph, chunks=chunks, **cases) for chunks in (1, 4)]
-    samples = [measure_steps(prepared, Mesh.alone()) for prepared in shapes]
+    samples = [measure_steps(prepared, CPU) for prepared in shapes]
     fitted = fit_costs([s for some in samples for s in some])
     for prepared, some in zip(shapes, samples, strict=True):
         profile = profile_of(prepared.model_graph)
@@ -247,7 +249,7 @@ def test_a_model_of_the_users_own_is_measured():
 
     module = GAT(7, 8, num_layers=3, out_channels=3, heads=2, norm="BatchNorm", jk="cat")
     prepared = prepared_of(graph=small_graph(), module=module, chunks=3)
-    fitted = fit_costs(measure_steps(prepared, Mesh.alone()))
+    fitted = fit_costs(measure_steps(prepared, CPU))
     kinds = {op_kind(op) for op in prepared.model_graph.ops}
     assert {part[0] for part in fitted.costs if isinstance(part, tuple)} == kinds
     assert {"begin", "update"} <= set(fitted.costs)
@@ -347,7 +349,7 @@ def test_costs_are_those_of_the_profile():
     assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * loss_rows + 1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)
-    assert said.link_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
+    assert said.message_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
 
 
 def test_a_profile_of_something_else_is_refused():

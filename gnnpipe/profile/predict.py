@@ -16,7 +16,7 @@ from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_s
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.profile.before_run import take_short_profile
+from gnnpipe.profile.profile import take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, chunk_order

@@ -1,7 +1,10 @@
-"""Takes a profile of this machine: the steps of a model, and the links between the ranks.
+"""Takes profiles of this machine: the times of a model's steps, and the links between the ranks.
 
-With several ranks the steps are measured twice, by one rank while the others are silent and by all
-of them at once, for they share the memory and what is near the cores; both are in the profile.
+``take_profile`` serves every shape: it measures the whole model at several numbers of chunks. With
+several ranks the steps are measured twice, on one rank while the others wait and on all of them at
+once, because ranks of a machine share its memory and caches; both are in the profile.
+``take_short_profile`` serves one run: it measures the steps of the run's own plan in a second or
+two before the first epoch. It cannot tell apart ops that lie in one step.
 """
 
 from __future__ import annotations
@@ -10,11 +13,10 @@ import copy
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,43 +26,64 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
 from gnnpipe.graph.graph import Graph
 from gnnpipe.machine import machine_key
-from gnnpipe.perf import Profile
-from gnnpipe.perf.fit import Fitted, Sample, fit_costs, fit_link
+from gnnpipe.perf import ChunkSizes, Profile
+from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
-from gnnpipe.profile.comm_overhead import LOAD_SIZES, Load, exchange_load, message_load
-from gnnpipe.profile.comm_times import (
-    THOROUGH,
-    Probe,
-    exchange_times,
-    gradient_sum_times,
-    message_times,
+from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links
+from gnnpipe.profile.steps import (
+    BEGIN,
+    UPDATE,
+    StepKey,
+    boundary_time_per_number_s,
+    measure_steps,
+    measured_epochs,
+    typical_epoch,
+    work_of,
 )
-from gnnpipe.profile.steps import BEGIN, UPDATE, boundary_time_per_number_s, measure_steps
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.memory_use import held_memory
 from gnnpipe.setup.prepare import Prepared, prepare
 
-__all__ = ["compute_times", "link_times", "profile_command", "profile_lines", "take_profile"]
+__all__ = ["profile_command", "profile_lines", "take_profile", "take_short_profile"]
+
+CHUNK_COUNTS = (1, 2, 8, 32)
+"""Numbers of chunks that steps are measured with, beside the run's own."""
+
+MIN_ROWS = 8
+"""Mean rows of a chunk that is measured."""
+
+SHORT_REPEATS = 6
+"""Epochs of a short profile, after the warm-up."""
+
+SHORT_MIN_S, SHORT_RUN_SHARE = 2.0, 0.05
+"""No epoch of a short profile starts later than this, or this share of the run's time."""
 
 
 def profile_command(config: TrainConfig, save: str | None, hardware: str | None) -> int:
-    """Measure, or take the data sheets of ``hardware``; print, and write the file ``save``."""
+    """Take a profile, or derive one from the data sheets of ``hardware``; print and save it."""
     for name in ("stages", "shards"):
         if getattr(config, name) != 1:
             raise InputError(
-                f"--{name} {getattr(config, name)}: a profile is of no shape and serves every one; "
-                "leave it out"
+                f"--{name} {getattr(config, name)}: a profile serves every number of {name}; leave "
+                "it out"
             )
     file = NewFile("--save", save, "profile.json")
     mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
     if hardware is None:
-        with mesh.on_own_cores(), held_memory(mesh.device):
+        with mesh.on_own_cores():
             profile = take_profile(config, mesh)
     else:
-        profile = _sheet_profile(config, mesh, hardware)
+        profile = hardware_profile(
+            hardware,
+            prepare(config, mesh).model_graph,
+            dtype=config.dtype,
+            comm_dtype=config.comm_dtype,
+            matmul_dtype=config.matmul_dtype,
+            recompute=config.recompute,
+        )
+        profile = replace(profile, note=f"dataset {config.dataset}; {profile.note}")
     if mesh.rank == 0:
         lines = profile_lines(profile)
         if file.write(profile.to_json()):
@@ -70,27 +93,13 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
     return 0
 
 
-def _sheet_profile(config: TrainConfig, mesh: Mesh, name: str) -> Profile:
-    """Of hardware by its data sheet, 'DEVICE:LINK', for the model of the config."""
-    prepared = prepare(config, mesh)
-    found = hardware_profile(
-        name,
-        prepared.model_graph,
-        dtype=config.dtype,
-        comm_dtype=config.comm_dtype,
-        matmul_dtype=config.matmul_dtype,
-        recompute=config.recompute,
-    )
-    return replace(found, note=f"dataset {config.dataset}; {found.note}")
-
-
 def profile_lines(profile: Profile) -> list[str]:
-    """The costs as a table, for a person: of each op and 1,000 rows or edges."""
+    """The profile as a table of ms per step, 1,000 rows and 1,000 edges, for a person."""
     lines = [f"profile of {profile.machine} ({profile.source}: {profile.note})"]
     for times in profile.compute:
-        many = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
+        ranks = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
         lines.append(
-            f"{many}, {profile.threads} thread{'s' * (profile.threads > 1)} each; ms a step, a "
+            f"{ranks}, {profile.threads} thread{'s' * (profile.threads > 1)} each; ms a step, a "
             "1,000 rows, a 1,000 edges:"
         )
         for kind, op in times.ops.items():
@@ -111,39 +120,85 @@ def profile_lines(profile: Profile) -> list[str]:
                 f"{link.relative_error:.0%})"
             )
     if profile.message is None:
-        lines.append(
-            "links: not measured, one rank is alone; start it with torchrun --nproc-per-node 2"
-        )
+        lines.append("links: not measured with a single rank; use torchrun --nproc-per-node 2")
     return lines
-
-
-LADDER = (1, 2, 8, 32)
-"""Numbers of chunks that steps are measured with, beside the run's own."""
-
-LEAST_ROWS = 8
-"""Rows of a chunk, on the mean."""
 
 
 def take_profile(
     config: TrainConfig, mesh: Mesh, graph: Graph | None = None, model: nn.Module | None = None
 ) -> Profile:
-    """Measure; the same profile on every rank. ``mesh``: one stage whose shards are all ranks.
+    """Measure the model and the links; returns the same profile on every rank.
 
-    ``graph`` and ``model`` as in ``Trainer``; the model's weights stay as they are. S and G of the
-    config have no meaning: every rank measures the whole graph.
+    ``mesh`` has one stage whose shards are all ranks; every rank measures the whole graph, whatever
+    S and G of the config. ``graph`` and ``model`` as in ``Trainer``; the model stays as it is.
     """
     hosts = mesh.gather(machine_key())
-    together = max(hosts.count(host) for host in hosts)
-    compute = [_compute(config, mesh, graph, model, 1)]
-    if together > 1:
-        compute.append(_compute(config, mesh, graph, model, together))
-    profile = Profile(
-        machine=mesh.share(f"{platform.node()}, {_processor()}"),
+    ranks_per_host = max(hosts.count(host) for host in hosts)
+    compute = [_compute_times(config, mesh, graph, model, 1)]
+    if ranks_per_host > 1:
+        compute.append(_compute_times(config, mesh, graph, model, ranks_per_host))
+    links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
+    note = (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
+        f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
+    )
+    machine = f"{platform.node()}, {_processor()}"
+    profile: Profile = mesh.share(_profile(config, mesh, machine, note, compute, links))
+    return profile
+
+
+def take_short_profile(
+    prepared: Prepared, mesh: Mesh, sizes: ChunkSizes | None, epochs: int
+) -> Profile | None:
+    """Measure the run's own plan; returns a profile on rank 0, which alone needs ``sizes``.
+
+    ``epochs``: how many the run has left. None on every rank if it would take too long.
+    """
+    has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
+    with measured_epochs(prepared, [mesh], has_cores) as run_epoch:
+        found: list[Mapping[StepKey, float]] = []
+        spent_s, limit_s = 0.0, math.inf
+        while spent_s <= limit_s and len(found) <= SHORT_REPEATS:
+            mesh.gather(None)  # All ranks start at once.
+            start_s = time.perf_counter()
+            found.append(run_epoch())
+            spent_s += max(mesh.gather(time.perf_counter() - start_s))
+            if len(found) == 1:
+                limit_s = max(SHORT_MIN_S, SHORT_RUN_SHARE * epochs * spent_s)
+    if len(found) == 1:
+        return None
+    # Memory pages are first touched in the first epoch.
+    by_rank = mesh.collect(typical_epoch(found[1:]))
+    hosts = mesh.gather(machine_key())
+    pairs = list(pairwise(range(0, mesh.world_size, mesh.shards)))
+    links = measure_links(mesh, BRIEF, pairs, True)
+    if sizes is None:
+        return None
+    samples = []
+    for rank, times in enumerate(by_rank):
+        for key, time_s in times.items():
+            # The sum of all steps should be right, rather than each of them.
+            work = work_of(key, prepared, sizes, rank % mesh.shards)
+            samples.append(Sample(time_s, work, weight=time_s))
+    ranks_per_host = max(hosts.count(host) for host in hosts)
+    # The steps contain what shards read from tables for one another.
+    compute = _fitted_times(fit_costs(samples), ranks_per_host, boundary_per_number_s=0.0)
+    note = "short, before the run"
+    return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
+
+
+def _profile(
+    config: TrainConfig,
+    mesh: Mesh,
+    machine: str,
+    note: str,
+    compute: list[ComputeTimes],
+    links: Links,
+) -> Profile:
+    return Profile(
+        machine=machine,
         source="measured",
-        note=mesh.share(
-            f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset "
-            f"{config.dataset}, {mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
-        ),
+        note=note,
         device=mesh.device.type,
         dtype=config.dtype,
         comm_dtype=config.comm_dtype,
@@ -152,65 +207,61 @@ def take_profile(
         recompute=config.recompute,
         threads=torch.get_num_threads(),
         compute=tuple(compute),
-        **link_times(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False),
+        message=links.message,
+        exchange=links.exchange,
+        gradient_sum=links.gradient_sum,
     )
-    shared: Profile = mesh.share(profile)
-    return shared
 
 
-def _compute(
+def _compute_times(
     config: TrainConfig, mesh: Mesh, graph: Graph | None, model: nn.Module | None, ranks: int
 ) -> ComputeTimes:
-    """Of rank 0 alone, or of all ranks at once; on every rank."""
+    """Times on rank 0 alone (``ranks`` 1) or on all ranks at once; the same on every rank."""
     samples: list[Sample] = []
     boundary_s = 0.0
     has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
-    # One exact epoch and one other: fewer would be another kind of run.
+    # At least one epoch that is exact and one that is not, where a run has both.
     run = replace(config, stages=1, shards=1, chunks=1, epochs=max(config.epochs, 2))
-    most = math.inf
-    for chunks in sorted({*LADDER, config.chunks}):
-        if chunks > most:
+    limit = math.inf
+    for chunks in sorted({*CHUNK_COUNTS, config.chunks}):
+        if chunks > limit:
             break
         error = None
-        mesh.gather(None)  # at once means at once
+        mesh.gather(None)  # All ranks start at once.
         if ranks > 1 or mesh.rank == 0:
             try:
                 alone = Mesh(1, 1, 0, mesh.device, None, None)
-                # As many chunks as that: what small ones take is to be seen.
                 prepared = prepare(
                     replace(run, chunks=chunks), alone, graph, copy.deepcopy(model), joins=False
                 )
-                most = max(prepared.graph.num_vertices // LEAST_ROWS, config.chunks)
-                samples += measure_steps(_anew(prepared), alone, has_cores)
+                limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
+                samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)
             except InputError as fault:
                 error = fault
         mesh.agree(error)
-        most = mesh.share(most)
+        limit = mesh.share(limit)
     if ranks > 1 or mesh.rank == 0:
         boundary_s = boundary_time_per_number_s(mesh.device)
-    everyone = [sample for some in mesh.gather(samples) for sample in some]
-    return compute_times(fit_costs(everyone), ranks, mesh.share(boundary_s))
+    of_all_ranks = [sample for some in mesh.gather(samples) for sample in some]
+    return _fitted_times(fit_costs(of_all_ranks), ranks, mesh.share(boundary_s))
 
 
-def _anew(prepared: Prepared) -> Prepared:
-    """Nothing is made once: a profile tells other shapes, too, what an aggregation takes."""
+def _without_precomputed(prepared: Prepared) -> Prepared:
+    """The same run without precomputed aggregations, which other shapes may not have."""
     ops = tuple(replace(op, of_features=False) for op in prepared.model_graph.ops)
     return replace(prepared, model_graph=replace(prepared.model_graph, ops=ops))
 
 
-def compute_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:
-    """Of so many ranks at once, from the parts that samples were fitted by."""
+def _fitted_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:
+    """Times of so many ranks at once, from the fitted parts."""
+    kinds = dict.fromkeys(part[0] for part in fitted.costs if isinstance(part, tuple))
     return ComputeTimes(
         ranks=ranks,
-        ops={kind: _op_times(fitted, kind) for kind in _kinds(fitted)},
+        ops={kind: _op_times(fitted, kind) for kind in kinds},
         begin=fitted.costs.get(BEGIN, Affine()),
         update=fitted.costs[UPDATE],
         boundary_per_number_s=boundary_per_number_s,
     )
-
-
-def _kinds(fitted: Fitted) -> list[str]:
-    return list(dict.fromkeys(part[0] for part in fitted.costs if isinstance(part, tuple)))
 
 
 def _op_times(fitted: Fitted, kind: str) -> OpTimes:
@@ -221,41 +272,8 @@ def _op_times(fitted: Fitted, kind: str) -> OpTimes:
     return OpTimes(**costs, relative_error=max(errors))
 
 
-def link_times(
-    mesh: Mesh, probe: Probe, pairs: Sequence[tuple[int, int]], has_exchanged: bool
-) -> dict[str, Any]:
-    """Fields of a profile; of the ``pairs`` the one in the middle.
-
-    ``has_exchanged``: what a rank itself does for an exchange is part of the steps already.
-    """
-    # Otherwise other threads find cores of their own.
-    is_crowded = crowding(torch.get_num_threads(), mesh.gather) >= 1
-    sizes = probe.sizes_bytes
-
-    def busy(loads: Sequence[Load], messages: int, counts_own: bool) -> Affine:
-        if mesh.device.type != "cpu":
-            return Affine()  # What computes there is another processor.
-        both = [load.own_s * counts_own + load.other_s * is_crowded for load in loads]
-        link = fit_link(LOAD_SIZES, both, messages)
-        return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
-
-    message = exchange = summed = None
-    by_pair = zip(message_times(mesh, probe, pairs), pairs, strict=True)
-    if by_speed := sorted(by_pair, key=lambda found: found[0][-1]):
-        times, pair = by_speed[len(by_speed) // 2]
-        loads = message_load(mesh, pair, probe.repeats)
-        message = replace(fit_link(sizes, times), busy=busy(loads, 1, True))
-    if peers := mesh.shards - 1:
-        link = fit_link(sizes, exchange_times(mesh, probe), peers)
-        loads = exchange_load(mesh, probe.repeats)
-        exchange = replace(link, busy=busy(loads, peers, not has_exchanged))
-        # Little is computed while it travels, so the processors' part in it is not counted.
-        summed = fit_link(sizes, gradient_sum_times(mesh, probe), 2 * peers)
-    return {"message": message, "exchange": exchange, "gradient_sum": summed}
-
-
 def _processor() -> str:
-    """What the first processor calls itself."""
+    """Model name of the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,292 +1,297 @@
-"""Times of a model's steps by size of the chunks, measured on the stages that a run has.
+"""Measures every step of a plan by running its program with made-up values from other stages.
 
-One process plays all stages of a chain, one chunk after another, forward and then backward, with
-the same pieces, tables, dropout and kernels as a run. It does so with the model as one stage, as
-most steps of a run are, and cut wherever it can be, which tells what lies before a push from what
-lies behind it. Not in here: what ranks take from each other (see ``take_profile``), and halo rows.
+The executor, the stage, its tables and its kernels are those of a run; only messages between
+stages are made up, so that no rank waits for another stage. Shards exchange rows as in a run. Both
+profiles are fitted to these times: the short one before a run, where every rank plays itself, and
+the one of ``gnnpipe profile``, where one process plays all stages of a plan in turn.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gnnpipe.models import Values
-from gnnpipe.perf import ChunkSizes
+from gnnpipe.perf import ChunkSizes, EpochSpans
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
+from gnnpipe.plan import gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.stage import Stage
-from gnnpipe.runtime.staleness.forecast import Forecaster
-from gnnpipe.setup.build import RankRuntime, build_rank
+from gnnpipe.runtime.comm.p2p import PointToPoint
+from gnnpipe.runtime.comm.recorder import Recorder
+from gnnpipe.runtime.comm.start_thread import Transfer
+from gnnpipe.schedule import Action, ActionKind, Program, check, training_program
+from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, chunk_order
 
 __all__ = [
     "BEGIN",
     "UPDATE",
-    "StepPlace",
+    "StepKey",
     "boundary_time_per_number_s",
     "measure_steps",
-    "typical_walk",
-    "walk_order",
-    "work_at",
+    "measured_epochs",
+    "typical_epoch",
+    "work_of",
 ]
 
-WARM_UP, REPEATS, MOST_REPEATS = 2, 5, 40
-"""Epochs; the first ones fault every page in."""
+WARM_UP, REPEATS, MAX_REPEATS = 2, 5, 40
+"""Epochs; memory pages are first touched in the warm-up."""
 
-SPREAD_S = 2.0
-"""More than ``REPEATS`` epochs are walked until then: what a machine does beside, or its neighbours
-do on the same host, comes and goes within seconds."""
+MIN_TIME_S = 2.0
+"""Epochs beyond ``REPEATS`` are run until then: disturbances of a shared machine last seconds."""
 
 BEGIN, UPDATE = "begin", "update"
-"""Parts of a sample beside those of the ops, which are (kind, part)."""
+"""Start of an epoch (tables cleared, masks drawn), and the optimizer's step. The other parts of a
+sample are (kind of op, part)."""
 
-StepPlace = tuple[str, int, int, int]
-"""(what was timed, stage, chunk, step)."""
+StepKey = tuple[str, int, int, int]
+"""(part of the program, stage, chunk, step)."""
+
+_PARTS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.FORECAST: "forecast",
+    ActionKind.CARRY: "carry",
+    ActionKind.RECALL: "recall",
+    ActionKind.STEP: UPDATE,
+}
+"""Parts of the program by kind of action."""
 
 
-def measure_steps(prepared: Prepared, mesh: Mesh, has_cores: bool = True) -> list[Sample]:
-    """Samples of every step of every chunk, for ``fit_costs``; S = G = 1.
+def measure_steps(prepared: Prepared, device: torch.device, has_cores: bool = True) -> list[Sample]:
+    """Samples of every step of every chunk for ``fit_costs``; needs S = G = 1.
 
-    ``mesh``: of this rank alone, on its device; ``has_cores``: no other rank takes its turns.
+    The model is measured as one stage, and cut wherever possible: in a single stage, what an op
+    does before its push lies in one step with what its predecessor does after its aggregation.
+    ``has_cores``: no other rank shares this rank's cores.
     """
-    model, chunks = prepared.model_graph, prepared.plan.chunks
-    found = []
-    for cuts in dict.fromkeys([(), model.cuts]):
-        runs = tuple(pairwise((0, *cuts, model.num_ops)))
-        plan = replace(
-            prepared.plan,
-            stages=runs,
-            steps=tuple(model.num_steps(*run) for run in runs),
-            schedule="fill-drain",
-            transfers=model.transfers(runs),
-        )
-        cut = replace(prepared, plan=plan)
-        sizes, chain = chunk_sizes(cut), _Chain(cut, mesh, has_cores)
-        walks: list[Mapping[StepPlace, float]] = []
-        start_s = time.perf_counter()
-        for epoch in range(WARM_UP + MOST_REPEATS):
-            is_enough = epoch >= WARM_UP + REPEATS
-            if is_enough and time.perf_counter() - start_s > SPREAD_S:
-                break
-            walks.append(chain.epoch(epoch))
-        for place, time_s in typical_walk(walks[WARM_UP:]).items():
-            parts = work_at(place, cut, sizes, 0)
-            # Few large chunks and many small ones count alike. Ops without dropout begin in next to
-            # no time, so there it is the sum that is to be right.
-            weight = chunks**-0.5 * (time_s if place[0] == BEGIN else 1.0)
-            found.append(Sample(time_s, parts, weight))
+    samples = []
+    for cuts in dict.fromkeys([(), prepared.model_graph.cuts]):
+        cut = _with_cuts(prepared, cuts)
+        stages, sizes = cut.plan.num_stages, chunk_sizes(cut)
+        meshes = [Mesh(stages, 1, stage, device, None, None) for stage in range(stages)]
+        epochs: list[Mapping[StepKey, float]] = []
+        with measured_epochs(cut, meshes, has_cores) as run_epoch:
+            start_s = time.perf_counter()
+            for repeat in range(WARM_UP + MAX_REPEATS):
+                is_enough = repeat >= WARM_UP + REPEATS
+                if is_enough and time.perf_counter() - start_s > MIN_TIME_S:
+                    break
+                epochs.append(run_epoch())
+        for key, time_s in typical_epoch(epochs[WARM_UP:]).items():
+            # Few large chunks and many small ones count alike. BEGIN takes next to no time without
+            # dropout, so its absolute error counts.
+            weight = cut.plan.chunks**-0.5 * (time_s if key[0] == BEGIN else 1.0)
+            samples.append(Sample(time_s, work_of(key, cut, sizes, 0), weight))
+    return samples
+
+
+def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
+    """The same run with the model cut into stages at these ops."""
+    model = prepared.model_graph
+    stages = tuple(pairwise((0, *cuts, model.num_ops)))
+    plan = replace(
+        prepared.plan,
+        stages=stages,
+        steps=tuple(model.num_steps(*stage) for stage in stages),
+        transfers=model.transfers(stages),
+    )
+    buckets = gradient_buckets(model, plan, prepared.dtype.itemsize)
+    has_probes = len(prepared.probes) > 0
+    program = training_program(plan, has_probes, buckets)
+    exact = training_program(replace(plan, schedule="layer-sync"), has_probes, buckets)
+    return replace(prepared, plan=plan, program=program, exact_program=exact, report=check(program))
+
+
+@contextmanager
+def measured_epochs(
+    prepared: Prepared, meshes: Sequence[Mesh], has_cores: bool
+) -> Iterator[Callable[[], dict[StepKey, float]]]:
+    """Yields a function that runs one epoch of each rank in ``meshes`` and returns its step times.
+
+    Weights, running means and random numbers are restored afterwards, and all that was allocated
+    is freed, so that a run that follows is the same to the bit.
+    """
+    # A user's model may draw random numbers.
+    with torch.random.fork_rng([]):
+        ranks = [_MeasuredRank(prepared, mesh, has_cores) for mesh in meshes]
+        state = [t for rank in ranks for t in rank.state()]
+        before = [t.detach().clone() for t in state]
+        try:
+            yield lambda: {key: s for rank in ranks for key, s in rank.run_epoch().items()}
+        finally:
+            with torch.no_grad():
+                for now, then in zip(state, before, strict=True):
+                    now.copy_(then)
+
+
+class _MeasuredRank:
+    """One rank with an executor of its own, which runs the program one step per action."""
+
+    def __init__(self, prepared: Prepared, mesh: Mesh, has_cores: bool) -> None:
+        self._prepared = prepared
+        self._mesh = replace(mesh, recorder=Recorder(clock=_clock(mesh.device, has_cores)))
+        self._executor = build_rank(prepared, self._mesh).executor
+        self._executor.p2p = _MadeUpMessages(self._mesh, prepared.dtype, prepared.row_dtype)
+        # The first epoch that is not exact, unless all are.
+        self._epoch = prepared.exact_epochs
+        self._program = _one_step_per_action(prepared.program_of(self._epoch))
+
+    def state(self) -> list[Tensor]:
+        """Weights and buffers of the model, which epochs change."""
+        return [t for _, t in self._executor.stage.stage_module.named_state()]
+
+    def run_epoch(self) -> dict[StepKey, float]:
+        """Seconds of one epoch by step."""
+        order, recorder = _walk_order(self._prepared), self._mesh.recorder
+        self._executor.run(self._program, order, epoch=self._epoch, training=True)
+        recorder.end_epoch()
+        # Masks are drawn anew in every epoch.
+        self._epoch += 1
+        return _step_times(recorder.epochs[-1], self._mesh.stage, order)
+
+
+def _clock(device: torch.device, has_cores: bool) -> Callable[[], float]:
+    if device.type == "cuda":
+        return lambda: _synchronized_s(device)
+    # Leaves out what other programs of a busy machine take, and waiting. Where ranks share cores,
+    # what they take from each other is part of an epoch.
+    return time.thread_time if has_cores and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _synchronized_s(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class _MadeUpMessages(PointToPoint):
+    """Receives random values at once and sends nothing."""
+
+    def post(
+        self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Fill the values."""
+        values = {
+            name: torch.empty(size, dtype=self.row_dtype, device=self.mesh.device).uniform_()
+            for name, size in sizes.items()
+        }
+        done = Transfer(list)
+        done.begin()
+        self._arriving[way, peer, position] = (values, done, 0.0)
+
+    def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
+        """Drop the values."""
+
+
+def _one_step_per_action(program: Program) -> Program:
+    """The program with an F or B action for every step, and without sums of gradients."""
+    stages = []
+    for actions in program.stages:
+        split: list[Action] = []
+        for action in actions:
+            if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                steps = range(*action.steps)
+                ordered = steps if action.kind is ActionKind.FORWARD else reversed(steps)
+                split += [replace(action, steps=(step, step + 1)) for step in ordered]
+            elif action.kind is not ActionKind.REDUCE_GRADIENTS:
+                split.append(action)
+        stages.append(tuple(split))
+    return replace(program, stages=tuple(stages))
+
+
+def _step_times(epoch: EpochSpans, stage: int, order: Sequence[int]) -> dict[StepKey, float]:
+    """Seconds by step, without waits for other ranks."""
+    collectives = [*epoch.collectives, *filter(None, [epoch.step_sync])]
+    waits = iter(sorted(collectives, key=lambda c: c.wait_end_s))
+    wait = next(waits, None)
+    found: dict[StepKey, float] = {}
+    for action, start_s, end_s in epoch.actions:
+        time_s = end_s - start_s
+        while wait is not None and wait.wait_end_s <= end_s:
+            time_s -= wait.wait_end_s - max(wait.wait_start_s, start_s)
+            wait = next(waits, None)
+        if action.kind in _PARTS:
+            chunk = order[action.position] if action.position >= 0 else 0
+            found[_PARTS[action.kind], stage, chunk, action.steps[0]] = time_s
+    before_s = epoch.actions[0][1] - epoch.start_s
+    found[BEGIN, stage, 0, 0] = before_s + epoch.end_s - epoch.actions_end_s
     return found
 
 
-def typical_walk(walks: Sequence[Mapping[StepPlace, float]]) -> Mapping[StepPlace, float]:
-    """By place the mean of the walks that as a whole are in the middle half.
+def typical_epoch(epochs: Sequence[Mapping[StepKey, float]]) -> dict[StepKey, float]:
+    """Mean by step over the epochs whose total time is in the middle half.
 
-    Whole walks are left out, not single steps: every epoch has some steps that something came
-    between, other ones each time, and an epoch of the typical steps alone would be quicker than
-    any.
+    Whole epochs are left out, not single steps: every epoch has some steps that were disturbed,
+    different ones each time, and an epoch of typical steps would be faster than any real one.
 
     >>> p, q = ("forward", 0, 0, 0), ("forward", 0, 1, 0)
-    >>> typical_walk([{p: 1, q: 9}, {p: 9, q: 3}, {p: 90, q: 2}, {p: 1, q: 2}])[p]
+    >>> typical_epoch([{p: 1, q: 9}, {p: 9, q: 3}, {p: 90, q: 2}, {p: 1, q: 2}])[p]
     5.0
     """
-    cut = len(walks) // 4
-    middle = sorted(walks, key=lambda walk: sum(walk.values()))[cut : len(walks) - cut]
-    return {place: sum(walk[place] for walk in middle) / len(middle) for place in middle[0]}
+    cut = len(epochs) // 4
+    middle = sorted(epochs, key=lambda epoch: sum(epoch.values()))[cut : len(epochs) - cut]
+    return {key: sum(epoch[key] for epoch in middle) / len(middle) for key in middle[0]}
 
 
-def work_at(
-    place: StepPlace, prepared: Prepared, sizes: ChunkSizes, shard: int
+def work_of(
+    key: StepKey, prepared: Prepared, sizes: ChunkSizes, shard: int
 ) -> Mapping[Hashable, Work]:
-    """What a shard does at a place, by part: of an op (its kind, the part), BEGIN or UPDATE.
-
-    The chunks were walked in ``walk_order``.
-    """
-    what, stage, chunk, step = place
+    """Work of a shard in a measured step, by part: (kind of op, part), BEGIN or UPDATE."""
+    what, stage, chunk, step = key
     model, (first, last) = prepared.model_graph, prepared.plan.stages[stage]
     ops = model.ops[first:last]
     if what == UPDATE:
-        weights = sum(op.num_parameters for op in ops)
-        return {UPDATE: Work(weights, times=len(ops))}
-    pushing = [op for op in ops if op.aggregates]
+        return {UPDATE: Work(sum(op.num_parameters for op in ops), times=len(ops))}
     if what == BEGIN:
         return {BEGIN: sizes.begun(ops, shard)}
-    summed: dict[Hashable, Work] = {}
     if what in ("forecast", "recall"):
         found = [(op, what, Work(int(sizes.probes[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
         found = [
             (op, what, Work(int(sizes.stale[op.pushed_type][shard])))
-            for op in pushing
-            if op.is_forecast
+            for op in ops
+            if op.aggregates and op.is_forecast
         ]
     else:
         found = [
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
             for p in step_parts(model, first, last, sizes.precomputed)[step]
         ]
-        if (what, chunk, step) == ("backward", walk_order(prepared)[0], 0):
+        # The last chunk backward also completes the gradients of all chunks' features.
+        if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]
             found += [(op, "finish", sizes.whole(op, shard)) for op in reading]
-    for op, name, work in found:
-        summed[op_kind(op), name] = summed.get((op_kind(op), name), Work(0, times=0)) + work
-    return summed
+    total: dict[Hashable, Work] = {}
+    for op, part, work in found:
+        name = op_kind(op), part
+        total[name] = total[name] + work if name in total else work
+    return total
 
 
-def walk_order(prepared: Prepared) -> Sequence[int]:
-    """Of the chunks, always the same: the last one back pays for what all have left."""
+def _walk_order(prepared: Prepared) -> Sequence[int]:
+    """The order of the chunks in every measured epoch."""
     return chunk_order(prepared.config, prepared.exact_epochs)
 
 
-@dataclass(frozen=True)
-class _Played(Mesh):
-    """The place of a stage that this process plays beside all others: nobody else is there."""
-
-    said: list[Any] = field(default_factory=list, compare=False)
-    """What the first stage told all others."""
-
-    def gather(self, thing: Any) -> list[Any]:
-        """Every stage finds the same."""
-        return [thing] * self.world_size
-
-    def share(self, thing: Any) -> Any:
-        """The first stage comes first."""
-        if self.rank == 0:
-            self.said.append(thing)
-        return self.said[-1]
-
-
-class _Chain:
-    """All stages of a plan in one process."""
-
-    def __init__(self, prepared: Prepared, mesh: Mesh, has_cores: bool) -> None:
-        self._prepared, self._device = prepared, mesh.device
-        self._clocks_processor = has_cores and torch.get_num_threads() == 1
-        self._times: dict[StepPlace, float] = defaultdict(float)
-        count, said = prepared.plan.num_stages, list[Any]()
-        self._ranks: list[RankRuntime] = [
-            build_rank(prepared, _Played(count, 1, stage, mesh.device, None, None, said=said))
-            for stage in range(count)
-        ]
-        self._stages: list[Stage] = [rank.executor.stage for rank in self._ranks]
-
-    def epoch(self, epoch: int) -> Mapping[StepPlace, float]:
-        """Seconds by place."""
-        self._times = defaultdict(float)
-        order = walk_order(self._prepared)
-        for i, stage in enumerate(self._stages):
-            with self._timed(BEGIN, i):
-                stage.begin(epoch, True)
-        if epoch:  # The first one is exact in a run.
-            self._forecast(order)
-        for chunk in order:
-            self._forward(chunk)
-        for chunk in reversed(order):
-            self._backward(chunk)
-        self._recall()
-        for i, stage in enumerate(self._stages):
-            with self._timed(BEGIN, i):
-                stage.end()
-            with self._timed(UPDATE, i):
-                self._update(i)
-        return self._times
-
-    @contextmanager
-    def _timed(self, what: str, stage: int, chunk: int = 0, step: int = 0) -> Iterator[None]:
-        start_s = self._clock()
-        yield
-        self._times[what, stage, chunk, step] += self._clock() - start_s
-
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._clocks_processor:
-            # What other programs of a busy machine take is no part of it.
-            return time.thread_time()
-        return time.perf_counter()
-
-    def _forecast(self, order: Sequence[int]) -> None:
-        made: Values = {}
-        for i, forecaster in self._forecasters():
-            with self._timed("forecast", i):
-                made |= forecaster.run({name: made[name] for name in self._read(i)})
-            with self._timed("carry", i):
-                forecaster.carry(order)
-
-    def _recall(self) -> None:
-        made: Values = {}
-        for i, forecaster in self._forecasters():
-            values = {name: made[name] for name in self._read(i)}
-            with self._timed("recall", i):
-                forecaster.remember()
-                made |= forecaster.recall(values)
-
-    def _forecasters(self) -> Iterator[tuple[int, Forecaster]]:
-        """Of every stage, where there are any."""
-        for i, rank in enumerate(self._ranks):
-            if rank.executor.forecaster is not None:
-                yield i, rank.executor.forecaster
-
-    def _read(self, stage: int) -> set[str]:
-        """Names of the values that a stage gets from earlier ones."""
-        return {name for t in self._prepared.plan.receives(stage) for name in t.widths}
-
-    def _forward(self, chunk: int) -> None:
-        made: Values = {}
-        for i, stage in enumerate(self._stages):
-            stage.enter(chunk, {name: made[name] for name in self._read(i)})
-            values: Values = {}
-            for step in range(stage.num_steps):
-                with self._timed("forward", i, chunk, step):
-                    values = stage.forward(chunk, range(step, step + 1))
-            made |= {name: value.detach() for name, value in values.items()}
-
-    def _backward(self, chunk: int) -> None:
-        grads: dict[str, list[Tensor]] = defaultdict(list)
-        for i, stage in reversed(list(enumerate(self._stages))):
-            sent = {name for t in self._prepared.plan.sends(i) for name in t.widths}
-            if sent:
-                stage.seed(chunk, {name: sum(grads[name][1:], grads[name][0]) for name in sent})
-            else:
-                stage.seed_loss(chunk)
-            found: Values = {}
-            for step in reversed(range(stage.num_steps)):
-                with self._timed("backward", i, chunk, step):
-                    found = stage.backward(chunk, range(step, step + 1))
-            for name, grad in found.items():
-                grads[name].append(grad)
-
-    def _update(self, stage: int) -> None:
-        executor = self._ranks[stage].executor
-        assert executor.optimizer is not None
-        executor.optimizer.step()
-        executor.optimizer.zero_grad(set_to_none=True)
-
-
 def boundary_time_per_number_s(device: torch.device) -> float:
-    """Of a number that is taken out of a table's row for another shard, or added to one.
+    """Seconds to read a number of a table row for another shard, or to add one to a table.
 
     The mean of both, for rows of a common width in the order of an exchange.
     """
     table = torch.zeros(1 << 15, 64, device=device)
     rows = torch.arange(0, len(table), 4, device=device)
-    times = []
+    clock, times = _clock(device, False), []
     for _ in range(WARM_UP + REPEATS):
-        start_s = time.perf_counter()
+        start_s = clock()
         table.index_add_(0, rows, table[rows])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start_s)
+        times.append(clock() - start_s)
     return statistics.median(times[WARM_UP:]) / (2 * len(rows) * table.shape[1])

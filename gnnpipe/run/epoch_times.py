@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from gnnpipe.perf import EpochSpans, TimeShares
-from gnnpipe.profile.comm_times import clock_offset
+from gnnpipe.profile.links import clock_offset
 from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = ["gather_epoch", "prediction_line", "time_lines"]

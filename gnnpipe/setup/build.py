@@ -261,6 +261,8 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         (p, steps.get(name, 0)) for name, p in stage_module.named_parameters() if p.requires_grad
     ]
     is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
+    # A profile times every step, which a CUDA graph does not show.
+    is_alone = is_alone and not mesh.recorder.is_on
     # To recompute, masks are made anew in the midst of backward.
     makes_masks = config.recompute and config.dropout > 0
     repeats = (

@@ -23,7 +23,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
-from gnnpipe.profile.comm_times import receive_bandwidth
+from gnnpipe.profile.links import receive_bandwidth
 from gnnpipe.profile.predict import Predictor, check_profile_file
 from gnnpipe.run.folder import RunFolder, claim_folder
 from gnnpipe.run.progress import Progress

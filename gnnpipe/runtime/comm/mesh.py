@@ -51,7 +51,8 @@ class Mesh:
     graph_group: dist.ProcessGroup | None
     """The ranks that share this stage; none when G = 1."""
     control_group: dist.ProcessGroup | None
-    """All ranks over gloo, for plain objects; waits long, since reading and cutting take long."""
+    """All ranks over gloo, for plain objects; waits long, since reading and cutting take long.
+    None: no other rank is there (a single rank, or a profile that plays one rank of several)."""
     saving_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for the thread that writes checkpoints."""
     own_group: dist.ProcessGroup | None = None
@@ -139,7 +140,7 @@ class Mesh:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element by element over all ranks, in float64."""
-        if self.world_size == 1:
+        if self.control_group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -147,7 +148,7 @@ class Mesh:
 
     def gather(self, thing: Any) -> list[Any]:
         """A small picklable thing of every rank, by rank, on every rank."""
-        if self.world_size == 1:
+        if self.control_group is None:
             return [thing]
         things: list[Any] = [None] * self.world_size
         dist.all_gather_object(things, thing, group=self.control_group)
@@ -155,7 +156,7 @@ class Mesh:
 
     def collect(self, thing: Any) -> list[Any]:
         """A picklable thing of every rank, by rank, on rank 0; an empty list elsewhere."""
-        if self.world_size == 1:
+        if self.control_group is None:
             return [thing]
         things: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(thing, things, dst=0, group=self.control_group)
@@ -163,7 +164,7 @@ class Mesh:
 
     def share(self, thing: Any) -> Any:
         """Rank 0's thing, on every rank."""
-        if self.world_size == 1:
+        if self.control_group is None:
             return thing
         box = [thing if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self.control_group)
