@@ -139,7 +139,7 @@ class LoggedCosts:
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         return 0.0
 
-    def pilot_s(self, kind: str, stage: int, shard: int) -> float:
+    def probe_s(self, kind: str, stage: int, shard: int) -> float:
         return 0.0
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
@@ -170,13 +170,13 @@ class LoggedCosts:
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         return 4 * num_weights(self.data, self.model) // self.stages
 
-    def link_s(self, source: int, target: int, size_bytes: int) -> float:
+    def message_s(self, source: int, target: int, size_bytes: int) -> float:
         return size_bytes / self.link_bytes_per_s
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
         return max(sizes_bytes) / self.exchange_bytes_per_s
 
-    def reduce_s(self, stage: int, size_bytes: int) -> float:
+    def all_reduce_s(self, stage: int, size_bytes: int) -> float:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 

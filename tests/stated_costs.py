@@ -39,7 +39,7 @@ class StatedCosts:
     def pull_s(self, stage, shard, chunk, step):
         return self.own_share * self.step_s("B", stage, shard, chunk, step)
 
-    def pilot_s(self, kind, stage, shard):
+    def probe_s(self, kind, stage, shard):
         return self.pilot_time_s
 
     def fit_bytes(self, stage):
@@ -63,13 +63,13 @@ class StatedCosts:
     def gradient_bytes(self, stage, steps):
         return 16
 
-    def link_s(self, source, target, size_bytes):
+    def message_s(self, source, target, size_bytes):
         return self.link_time_s
 
     def exchange_s(self, stage, sizes_bytes):
         return self.exchange_time_s
 
-    def reduce_s(self, stage, size_bytes):
+    def all_reduce_s(self, stage, size_bytes):
         return self.reduce_time_s
 
     def sync_s(self):
@@ -104,7 +104,7 @@ class DrawnCosts(StatedCosts):
     def pull_s(self, stage, shard, chunk, step):
         return self.step_s("B", stage, shard, chunk, step) // 2
 
-    def pilot_s(self, kind, stage, shard):
+    def probe_s(self, kind, stage, shard):
         return self._drawn("pilot", kind, stage, shard)
 
     def fit_bytes(self, stage):
@@ -123,13 +123,13 @@ class DrawnCosts(StatedCosts):
     def message_bytes(self, way, source, target, shard, chunk):
         return random.Random(repr((self.seed, way, source, target, shard, chunk))).randint(0, 99)
 
-    def link_s(self, source, target, size_bytes):
+    def message_s(self, source, target, size_bytes):
         return self._drawn("link", source, target, size_bytes)
 
     def exchange_s(self, stage, sizes_bytes):
         return self._drawn("exchange", stage, *sizes_bytes)
 
-    def reduce_s(self, stage, size_bytes):
+    def all_reduce_s(self, stage, size_bytes):
         return self._drawn("reduce", stage)
 
     def sync_s(self):

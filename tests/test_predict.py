@@ -12,7 +12,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import Affine
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import ChangedCosts
+from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.schedule import PROBE_POSITIONS
 
@@ -28,7 +28,7 @@ def test_one_rank_takes_the_sum_of_its_steps():
         for step in range(prepared.plan.steps[0])
     )
     precomputed = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
-    probes = sum(costs.pilot_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
+    probes = sum(costs.probe_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
     assert made == pytest.approx(steps + precomputed + probes)
 
 
@@ -66,20 +66,22 @@ def test_bytes_on_the_wires_are_the_closed_form(shape, has_norm):
 
 def test_sums_of_the_fits_take_the_wire_and_no_device():
     prepared = prepared_of(model="gcnii", layers=4, chunks=3, stages=2, shards=2)
-    costs = run_costs(prepared, profile_of(prepared.model_graph), 4)
-    slow = ChangedCosts(costs, 2, speed={0: 0.5})
+    cluster = Cluster((Device(0.5, 1), *[Device(1.0, 1)] * 3), Link(1e9, 1e-4))
+    profile = profile_of(prepared.model_graph)
+    costs = run_costs(prepared, profile, 4)
+    slow = run_costs(prepared, profile, 4, cluster=cluster)
     tasks = program_tasks(prepared.program, slow)
     fits = [i for i, what in enumerate(tasks.what) if what.kind == "REDUCE_FIT"]
     assert len(fits) == 4  # an aggregation each
     for i in fits:
-        assert tasks.duration_s[i] == costs.reduce_s(0, costs.fit_bytes(0)[0])
+        assert tasks.duration_s[i] == slow.all_reduce_s(0, costs.fit_bytes(0)[0])
     for rank, speed in ((0, 0.5), (2, 1.0)):
         own = [
             tasks.duration_s[i]
             for i, what in enumerate(tasks.what)
             if what.kind == "FORECAST" and 2 * what.stage + what.shard == rank
         ]
-        assert sum(own) == pytest.approx(costs.pilot_s("FORECAST", rank // 2, 0) / speed)
+        assert sum(own) == pytest.approx(costs.probe_s("FORECAST", rank // 2, 0) / speed)
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")

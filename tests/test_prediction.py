@@ -15,7 +15,7 @@ from gnnpipe.cli.main import main
 from gnnpipe.perf import read_trace
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.profile import profile as profiling
-from gnnpipe.profile.predict import LEAST_EPOCHS
+from gnnpipe.profile.predict import MIN_EPOCHS
 from gnnpipe.profile.profile import take_short_profile
 from gnnpipe.profile.steps import measured_epochs
 from gnnpipe.run import epoch_times
@@ -38,7 +38,7 @@ def both_ways(shapes, module=None, **changes):
         runs = []
         for predict in (True, False):
             settings = {
-                "epochs": LEAST_EPOCHS,
+                "epochs": MIN_EPOCHS,
                 "layers": 4,
                 "hidden": 8,
                 "model": "gcnii",
@@ -196,7 +196,7 @@ def test_a_busy_machine_is_told_of_where_a_prediction_is_far_off(
 
 
 @pytest.mark.parametrize(
-    "words", [["--epochs", "12", "--no-predict"], ["--epochs", str(LEAST_EPOCHS - 1)]]
+    "words", [["--epochs", "12", "--no-predict"], ["--epochs", str(MIN_EPOCHS - 1)]]
 )
 def test_nothing_is_predicted_where_nothing_is_asked_or_worth_it(words, tmp_path, capsys):
     result, out = trained(tmp_path, *words)

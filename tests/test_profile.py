@@ -341,7 +341,7 @@ def test_costs_are_those_of_the_profile():
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
     # The last op reads for the rows that the loss asks for, and makes no others.
     assert prepared.loss_rows.ops == {"gcn1"}
-    loss_rows, into_asked = int(sizes.loss_row_counts[0, 1]), int(sizes.asked_edges[0, 1])
+    loss_rows, into_asked = int(sizes.loss_row_counts[0, 1]), int(sizes.loss_row_edges[0, 1])
     assert 0 < loss_rows < rows
     # The middle step is of two ops: what one aggregated, and what the next one pushes.
     made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked

@@ -38,7 +38,7 @@ def test_an_empty_trace_comes_back(tmp_path):
 
 
 def test_names_as_a_reader_is_shown_them():
-    assert [s.name for s in SPANS] == ["F 3", "SEND_F 3", "WAIT 3", "FORECAST pilots", "STEP"]
+    assert [s.name for s in SPANS] == ["F 3", "SEND_F 3", "WAIT 3", "FORECAST probes", "STEP"]
 
 
 def test_a_viewer_can_draw_it(tmp_path):

@@ -9,7 +9,7 @@ from stated_costs import DrawnCosts, StatedCosts
 
 from gnnpipe.perf import simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import ChangedCosts, what_ifs
+from gnnpipe.perf.what_if import what_ifs
 from gnnpipe.schedule import training_program
 
 
@@ -17,13 +17,13 @@ from gnnpipe.schedule import training_program
 class AffineLinks(StatedCosts):
     """A second for each message and exchange, and one for each byte."""
 
-    def link_s(self, source, target, size_bytes):
+    def message_s(self, source, target, size_bytes):
         return 1.0 + size_bytes
 
     def exchange_s(self, stage, sizes_bytes):
         return 1.0 + max(sizes_bytes)
 
-    def reduce_s(self, stage, size_bytes):
+    def all_reduce_s(self, stage, size_bytes):
         return 1.0 + size_bytes
 
 
@@ -72,10 +72,9 @@ def test_one_device_has_no_links():
 
 @settings(deadline=None, max_examples=40)
 @given(plans(), st.integers(0, 99))
-def test_what_changes_nothing(plan, seed):
+def test_a_faster_rank_never_delays_the_epoch(plan, seed):
     program, costs = training_program(plan), DrawnCosts(seed)
     tasks = program_tasks(program, costs)
-    assert program_tasks(program, ChangedCosts(costs, plan.shards)) == tasks
     found = answers(program, costs)
     slower = next(s for words, s in found.items() if words.endswith("half as fast"))
     faster = next(s for words, s in found.items() if words.endswith("twice as fast"))

@@ -1,9 +1,9 @@
-"""What the simulator asks: how long each thing takes and how large it is.
+"""Interface of the simulator: the duration and size of every task of a program.
 
-This is all that passes between who measures (or states, or fits) costs and who makes a timeline of
-a program. Ranks are numbered stage * shards + shard. Chunks go by their own number, not by their
-place in the walk. Every time is in seconds and at least 0; compute and communication are told
-apart here and overlapped by the simulator, as the executor overlaps them.
+The only connection between code that measures, states or fits costs and code that simulates a
+program. Ranks are numbered stage * shards + shard; ``chunk`` is a chunk's own number, not its
+position in the order. Times are in seconds and at least 0. Compute and communication are given
+apart; the simulator overlaps them as the executor does.
 """
 
 from __future__ import annotations
@@ -18,103 +18,99 @@ class Costs(Protocol):
     """Durations and sizes of one plan on one set of devices and links."""
 
     def begin_s(self, stage: int, shard: int) -> float:
-        """What a rank does once an epoch, outside of all actions.
+        """Work once per epoch outside of all actions, done before the first one.
 
-        Tables of gradients are cleared, snapshots taken and brought back. The simulator puts it in
-        front of the first action.
+        Clearing tables of gradients, taking and restoring snapshots, drawing masks.
         """
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
-        """One step of one chunk on one rank, 'F' or 'B', without any communication.
+        """One step of one chunk on one rank, 'F' or 'B', without communication.
 
-        'F': read the table (the sparse product of what step - 1 pushed; not for step 0), compute,
-        write the pushed rows into the table; behind the last step of the last stage also the loss.
-        'B': bring gradients back over the edges (not for the last step, which pushed nothing), both
-        the product for the halo rows and the one for the own rows, then autograd, then record.
-        Adding up what came from other shards is part of it. With recomputation 'B' has the step's
-        forward in it.
+        'F': read the table (the sparse product of the rows that step - 1 pushed; not for step 0),
+        compute, write the pushed rows into the table; after the last step of the last stage also
+        the loss. 'B': bring gradients back over the edges, for halo rows and own rows (not for the
+        last step, which pushes nothing), then autograd. Adding gradients of other shards is part of
+        it, and with recomputation the step's forward.
         """
 
     def finish_s(self, stage: int, shard: int) -> float:
-        """What the last backward step of an epoch takes beside what each chunk's does.
+        """Extra time of the last backward step of an epoch.
 
-        The gradient of the weight that the features are multiplied by is made there, of all chunks.
+        It computes the gradient of the weight that multiplies the features, for all chunks.
         """
 
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
-        """Of ``step_s('B', ...)`` the part that runs while halo gradients travel.
+        """Part of ``step_s('B', ...)`` that overlaps with the exchange of halo gradients.
 
-        It is the product for the own rows: the exchange starts before it and is waited for after
-        it. At most ``step_s``; never asked for with one shard, nor for the last step.
+        The product for the own rows: the exchange starts before it and is waited for after it. Not
+        called with one shard, nor for the last step.
         """
 
-    def pilot_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST, CARRY or RECALL on one rank, without any communication."""
+    def probe_s(self, kind: str, stage: int, shard: int) -> float:
+        """FORECAST, CARRY or RECALL on one rank, without communication."""
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
-        """Of the sums that FORECAST fits its maps from, one copy, in the order they are added up.
+        """Sizes of the sums that FORECAST fits its maps to, in order; one copy.
 
-        Never asked for with one shard.
+        Not called with one shard.
         """
 
     def update_s(self, stage: int, shard: int) -> float:
-        """STEP: the optimizer on one rank."""
+        """STEP: the optimizer's step on one rank."""
 
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
-        """What ``shard`` of stage ``source`` sends to the same shard of stage ``target``.
+        """Bytes that ``shard`` of stage ``source`` sends to the same shard of stage ``target``.
 
-        All values of one chunk, 'F' forward or their gradients 'B' back; with ``chunk`` PILOT or
-        RECALLED the values of the pilot rows.
+        All values of one chunk ('F') or their gradients ('B'); of the probe rows where ``chunk`` is
+        one of ``schedule.PROBE_POSITIONS``.
         """
 
     def has_exchange(self, stage: int, step: int) -> bool:
-        """Whether the step pushes rows for neighbours, not for means over all vertices alone.
+        """Whether the step pushes rows for neighbours, and not only for means over all vertices.
 
-        Never asked for with one shard, nor for the last step, which pushes nothing.
+        Not called with one shard, nor for the last step, which pushes nothing.
         """
 
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
-        """What this rank sends to all other shards of its stage for one step of one chunk.
+        """Bytes that a rank sends to all other shards of its stage for one step of one chunk.
 
-        'F': the boundary rows that the step pushed; 'B': the gradients of the halo rows that the
-        step's push brought here. Only asked for where the step ``has_exchange``.
+        'F': the boundary rows that the step pushed; 'B': the gradients of its halo rows. Only
+        called if the step ``has_exchange``.
         """
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
-        """Of the sums for means over all vertices that the step pushes for, one copy, in order.
+        """Sizes of the sums for means over all vertices that the step pushes, in order; one copy.
 
-        Each is waited for as soon as it is started: forward behind the step, backward behind the
-        one that read the mean. Asked for where ``has_exchange`` is, too.
+        Each sum is waited for as soon as it has started: forward after the step, backward after the
+        step that read the mean.
         """
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
-        """Of the stage's weights whose gradients are whole behind these steps, one copy."""
+        """Bytes of the gradients that are complete after these steps, one copy."""
 
-    def link_s(self, source: int, target: int, size_bytes: int) -> float:
-        """A message alone on its link: from when both ranks are there to when it can be read."""
+    def message_s(self, source: int, target: int, size_bytes: int) -> float:
+        """A message alone on its link, once both ranks are ready."""
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
-        """An exchange among the shards of a stage, once all are there, nothing else on the wire.
+        """An exchange among the shards of a stage alone on its links, once all are ready.
 
-        ``sizes_bytes``: by shard, what it sends to all others together.
+        ``sizes_bytes``: bytes that each shard sends to all others together.
         """
 
-    def reduce_s(self, stage: int, size_bytes: int) -> float:
-        """The sum of gradients of ``size_bytes`` (one copy) over a stage's shards, once all came.
+    def all_reduce_s(self, stage: int, size_bytes: int) -> float:
+        """An all-reduce of ``size_bytes`` (one copy) over the shards of a stage.
 
-        Copies into and out of one piece of memory included.
+        Copies into and out of a contiguous buffer included.
         """
 
     def sync_s(self) -> float:
-        """A sum of a few numbers over all ranks, once all came; never asked for with one rank."""
+        """An all-reduce of a few numbers over all ranks; not called with one rank."""
 
     def link(self, source: int, target: int) -> str:
-        """The name of what a message from rank to rank takes up.
+        """Name of the link that a message uses.
 
-        Messages on links of the same name go one after the other, first come, first served: give
-        each pair its own name where they do not disturb each other, and one name to all that pass
-        through the same wire.
+        Messages on links of one name are served one after the other, first come, first served.
         """
 
     def group(self, stage: int) -> str:
-        """The same for the exchanges and the gradient sum among the shards of a stage."""
+        """Name of the link that collectives of the stage's shards use."""

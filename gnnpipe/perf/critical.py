@@ -1,85 +1,60 @@
-"""The critical path in words: what would have to be faster for the epoch to be."""
+"""Shares of an epoch's critical path by kind of task and place."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gnnpipe.perf.simulate import Timeline
 from gnnpipe.perf.tasks import Task
 
-__all__ = ["critical_shares", "critical_text", "kind_of", "place_of"]
+__all__ = ["critical_shares", "task_group", "task_place"]
 
-_OF_A_STAGE = {
-    "F": "compute of",
-    "B": "compute of",
-    "PULL": "compute of",
-    "BEGIN": "begin of",
-    "FORECAST": "forecast of",
-    "CARRY": "forecast of",
-    "RECALL": "forecast of",
-    "STEP": "optimizer of",
-    "EXCHANGE_F": "exchange in",
-    "EXCHANGE_B": "exchange in",
-    "REDUCE_FIT": "forecast of",
-    "REDUCE_MEAN": "exchange in",
-    "REDUCE_GRAD": "gradient sum of",
+_GROUPS = {
+    "F": ("compute of", "all compute"),
+    "B": ("compute of", "all compute"),
+    "PULL": ("compute of", "all compute"),
+    "BEGIN": ("begin of", "all beginnings"),
+    "FORECAST": ("forecast of", "all forecasts"),
+    "CARRY": ("forecast of", "all forecasts"),
+    "RECALL": ("forecast of", "all forecasts"),
+    "REDUCE_FIT": ("forecast of", "all forecasts"),
+    "STEP": ("optimizer of", "all optimizers"),
+    "EXCHANGE_F": ("exchange in", "all exchanges"),
+    "EXCHANGE_B": ("exchange in", "all exchanges"),
+    "REDUCE_MEAN": ("exchange in", "all exchanges"),
+    "REDUCE_GRAD": ("gradient sum of", "all gradient sums"),
 }
+"""Names of kinds of task: in one stage, and in all."""
 
 
-_OF_ALL = {
-    "compute of": "all compute",
-    "begin of": "all beginnings",
-    "forecast of": "all forecasts",
-    "optimizer of": "all optimizers",
-    "exchange in": "all exchanges",
-    "gradient sum of": "all gradient sums",
-}
+def task_place(task: Task) -> str:
+    """Name of a task by kind and stage, like 'compute of stage 2' or 'transfer 2 to 3'."""
+    if task.kind.startswith("SEND_"):
+        return f"transfer {task.stage} to {task.peer}"
+    if task.kind not in _GROUPS:
+        return "all-reduce of all ranks" if task.kind == "SYNC" else "input"
+    return f"{_GROUPS[task.kind][0]} stage {task.stage}"
+
+
+def task_group(task: Task) -> str:
+    """Name of a task by kind alone, like 'all compute'."""
+    if task.kind.startswith("SEND_"):
+        return "all transfers"
+    return _GROUPS[task.kind][1] if task.kind in _GROUPS else task_place(task)
 
 
 def critical_shares(
-    timeline: Timeline, name: Callable[[Task], str] | None = None
+    timeline: Timeline, name: Callable[[Task], str] = task_place
 ) -> dict[str, float]:
-    """Share of the makespan by ``name``, the largest first; they add up to 1.
+    """Share of the makespan by ``name``, the largest first; the shares add up to 1.
 
-    By default by ``place_of``. What has a share of 0.2 and gets 1 % faster makes the epoch 0.2 %
-    shorter, or less where another path is about as long.
+    If a share of 0.2 takes 1 % less time, the epoch is 0.2 % shorter, or less where another path is
+    about as long.
     """
-    name = name or place_of
     time_s: dict[str, float] = defaultdict(float)
-    for task, _ in timeline.critical_path():
-        time_s[name(timeline.tasks.what[task])] += timeline.tasks.duration_s[task]
+    for number, _ in timeline.critical_path():
+        time_s[name(timeline.tasks.what[number])] += timeline.tasks.duration_s[number]
     total_s = sum(time_s.values())
-    shares = {place: spent / total_s for place, spent in time_s.items() if spent > 0}
+    shares = {place: spent_s / total_s for place, spent_s in time_s.items() if spent_s > 0}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def critical_text(
-    timeline: Timeline, names: Sequence[str] | None = None, least: float = 0.01
-) -> str:
-    """As in "64 % compute of stage 2, 21 % transfer 2 to 3"; those under ``least`` are other."""
-    shares = critical_shares(timeline, lambda what: place_of(what, names))
-    parts = {place: share for place, share in shares.items() if share >= least}
-    rest = 1 - sum(parts.values())
-    if shares and rest >= least:
-        parts["other"] = rest
-    return ", ".join(f"{100 * share:.0f} % {place}" for place, share in parts.items())
-
-
-def kind_of(what: Task) -> str:
-    """What a task is, wherever."""
-    if what.kind.startswith("SEND_"):
-        return "all transfers"
-    of_a_stage = _OF_A_STAGE.get(what.kind)
-    return place_of(what) if of_a_stage is None else _OF_ALL[of_a_stage]
-
-
-def place_of(what: Task, names: Sequence[str] | None = None) -> str:
-    """What a task is and where; ``names`` of the stages ("stage 2" by default)."""
-    if what.kind.startswith("SEND_"):
-        return f"transfer {what.stage} to {what.peer}"
-    if what.kind == "SYNC":
-        return "all-reduce of all ranks"
-    if what.kind in ("READ", "COPY"):
-        return "input"
-    return f"{_OF_A_STAGE[what.kind]} {names[what.stage] if names else f'stage {what.stage}'}"

@@ -1,21 +1,20 @@
-"""From a program to tasks: what the executor would do, written down instead of done.
+"""Unrolls a program into the tasks that the executor would run.
 
-One task on the device of each rank for every F or B (for every step of it where there are shards,
-since rows are exchanged between steps), and one on a wire for every message and exchange. It
-follows ``runtime.executor`` closely:
+One task on the device of each rank for every F or B (for every step of it if there are shards,
+because rows are exchanged between steps), and one on a link for every message and collective. The
+rules are those of ``runtime.executor``:
 
-- a message is under way once it is sent AND its receive is posted (a gloo send only completes
-  then), and nobody waits for it but the first step that takes it;
-- boundary rows leave behind the step that pushed them and are waited for by the next step that
-  reads the table; gradients of halo rows leave before the product for the own rows and are waited
-  for behind it. Where a chunk goes back over the same single step next, its gradients leave before
-  this one's autograd;
-- sums over the shards are waited for at once: of what maps are fitted from, and of means over all
-  vertices; of gradients, which travel there and back, the way there where the next bucket begins,
-  the way back by the step;
-- all ranks meet before the step, for the norm of the gradients, and behind it, for the loss.
+- a message travels once it is sent AND its receive is posted (a gloo send only completes then);
+  only the first step that reads it waits for it;
+- the exchange of boundary rows starts after the step that pushed them; the next step that reads the
+  table waits for it. The exchange of halo gradients starts before the product for the own rows and
+  is waited for after it. If the next backward action is the same single step of another chunk, its
+  exchange starts before this step's autograd;
+- all-reduces over the shards for forecasts and means are waited for at once. Those of gradients are
+  two exchanges: the first is waited for where the next bucket starts, the second before the step;
+- all ranks wait for one another before the step (norm of the gradients) and after it (loss).
 
-Sends and receives themselves take no time on a device.
+Sends and receives take no time on a device.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ __all__ = ["BucketTasks", "program_tasks"]
 
 
 class BucketTasks:
-    """Of the shards of one stage."""
+    """Tasks of the gradient sums of one stage's shards."""
 
     def __init__(
         self, half: Callable[[int, int, tuple[int, ...]], int], wait: Callable[..., None]
     ) -> None:
-        """``half`` makes the task of one way: size in bytes, step, and the task that it follows;
-        ``wait``: the shards wait for these tasks.
+        """``half`` adds the task of one exchange: bytes, step, dependencies; ``wait`` makes the
+        shards wait for tasks.
         """
         self._half, self._wait = half, wait
         self._gathered: list[tuple[int, int, int]] = []
         self._summed: list[int] = []
 
     def begin(self, size: int, step: int) -> None:
-        """A bucket's parts travel to those who add them up; nothing does of one without weights."""
-        self._hand_out()
+        """Start the first exchange of a bucket, if the bucket has weights."""
+        self._start_second()
         if size:
             self._gathered.append((self._half(size, step, ()), size, step))
 
     def finish(self) -> None:
-        """All sums are there."""
-        self._hand_out()
+        """Wait for all sums."""
+        self._start_second()
         self._wait(*self._summed)
 
-    def _hand_out(self) -> None:
+    def _start_second(self) -> None:
         for task, size, step in self._gathered:
             self._wait(task)
             self._summed.append(self._half(size, step, (task,)))
@@ -67,10 +66,10 @@ class BucketTasks:
 def program_tasks(
     program: Program, costs: Costs, order: Sequence[int] | None = None, overlap: bool = True
 ) -> Tasks:
-    """The tasks of one epoch; ``order[position]`` is the chunk that stands there (default: itself).
+    """Tasks of one epoch; ``order[position]`` is the chunk at a position (default: the position).
 
-    Without ``overlap`` a rank waits for everything that it sends before it goes on, and there is
-    always room where it goes. Devices are resources 0 .. ranks - 1, rank = stage * shards + shard.
+    Without ``overlap`` a rank waits for everything that it sends, and receives are always posted.
+    Devices are resources 0 .. ranks - 1, rank = stage * shards + shard.
     """
     order = range(program.chunks) if order is None else order
     tasks = Tasks()
@@ -79,13 +78,13 @@ def program_tasks(
     messages: dict[tuple[str, int, int, int], list[int]] = {}
     syncs: list[int] = []
     for stage in range(len(program.stages)):
-        walk = _StageWalk(program, costs, order, overlap, tasks, messages, syncs, stage)
-        walk.run()
+        stage_tasks = _StageTasks(program, costs, order, overlap, tasks, messages, syncs, stage)
+        stage_tasks.run()
     return tasks
 
 
-class _StageWalk:
-    """The actions of one stage, for all its shards at once. Lists go by shard."""
+class _StageTasks:
+    """Adds the tasks of one stage, for all its shards at once. Lists are by shard."""
 
     def __init__(
         self,
@@ -98,20 +97,22 @@ class _StageWalk:
         syncs: list[int],
         stage: int,
     ) -> None:
-        """``messages`` by (way, source, target, position); both are shared by all stages."""
+        """``messages`` by (way, source, target, position) and ``syncs`` by position are shared by
+        all stages.
+        """
         self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
         self.tasks, self.stage = tasks, stage
         self.messages, self.syncs = messages, syncs
         self.shards = range(program.shards)
         self.num_steps = program.num_steps[stage]
         self._last: list[int] = []
-        """The last task on each device."""
+        """Last task on each device."""
         self._waits: list[list[int]] = [[] for _ in self.shards]
-        """What the next task on each device waits for."""
+        """Tasks that the next task on each device waits for."""
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
-        self._buckets = BucketTasks(self._half_a_sum, self._wait)
+        self._buckets = BucketTasks(self._exchange_gradients, self._wait)
 
     def run(self) -> None:
         """Add all tasks."""
@@ -138,7 +139,7 @@ class _StageWalk:
                 self._device("STEP", updates)
                 self._sync(1)
             else:
-                self._pilot(action)
+                self._probe(action)
 
     def _device(
         self, kind: str, durations_s: list[float], position: int = -1, step: int = -1
@@ -155,13 +156,13 @@ class _StageWalk:
         for waits in self._waits:
             waits += tasks
 
-    def _pilot(self, action: Action) -> None:
+    def _probe(self, action: Action) -> None:
         if action.kind.is_pass:
-            self._take("F", action.position)
-        each = [self.costs.pilot_s(action.kind, self.stage, shard) for shard in self.shards]
+            self._wait_for_messages("F", action.position)
+        each = [self.costs.probe_s(action.kind, self.stage, shard) for shard in self.shards]
         has_sums = action.kind is ActionKind.FORECAST and len(self.shards) > 1
         sums = self.costs.fit_bytes(self.stage) if has_sums else ()
-        # Work and sums take turns: of each aggregation's map, which the next one builds on.
+        # Work and sums alternate: the fit of each aggregation needs the one before.
         parts = [time_s / (len(sums) + 1) for time_s in each]
         for size in sums:
             self._device(action.kind, parts, action.position)
@@ -171,9 +172,9 @@ class _StageWalk:
     def _forward(self, action: Action) -> None:
         chunk = self.order[action.position]
         if action.steps[0] == 0:
-            self._take("F", action.position)
+            self._wait_for_messages("F", action.position)
         if len(self.shards) == 1:
-            self._whole(action)
+            self._all_steps(action)
             return
         for step in range(*action.steps):
             if step:
@@ -189,8 +190,8 @@ class _StageWalk:
                 else:
                     self._wait(*pushed)
 
-    def _whole(self, action: Action, is_last: bool = False) -> None:
-        """All steps at once: there is nobody to exchange rows with between them."""
+    def _all_steps(self, action: Action, is_last: bool = False) -> None:
+        """Run all steps as one task: with one shard no rows are exchanged between them."""
         chunk = self.order[action.position]
         steps = range(*action.steps)
         time_s = sum(self.costs.step_s(action.kind, self.stage, 0, chunk, step) for step in steps)
@@ -201,9 +202,9 @@ class _StageWalk:
     def _backward(self, action: Action, following: Action | None, is_last: bool) -> None:
         chunk = self.order[action.position]
         if action.steps[1] == self.num_steps:
-            self._take("B", action.position)
+            self._wait_for_messages("B", action.position)
         if len(self.shards) == 1:
-            self._whole(action, is_last)
+            self._all_steps(action, is_last)
             return
         is_same = following is not None and replace(following, position=action.position) == action
         for step in reversed(range(*action.steps)):
@@ -230,7 +231,7 @@ class _StageWalk:
                 self._sum_means(action.position, step - 1)
 
     def _exchange(self, way: str, position: int, step: int) -> list[int]:
-        """The task; none where the step pushes for means alone."""
+        """The task, unless the step pushes for means alone."""
         if not self.costs.has_exchange(self.stage, step):
             return []
         chunk = self.order[position]
@@ -238,9 +239,9 @@ class _StageWalk:
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
         what = Task(f"EXCHANGE_{way}", self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
-        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.exchange_s(self.stage, sizes)
-        return [self.tasks.add(what, wire, time_s, tuple(self._last))]
+        return [self.tasks.add(what, link, time_s, tuple(self._last))]
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):
@@ -253,24 +254,24 @@ class _StageWalk:
         elif size:
             self._reduce("REDUCE_GRAD", size, step=action.steps[0])
 
-    def _half_a_sum(self, size: int, step: int, before: tuple[int, ...]) -> int:
+    def _exchange_gradients(self, size: int, step: int, before: tuple[int, ...]) -> int:
         sent = (len(self.shards) - 1) * size
         what = Task("REDUCE_GRAD", self.stage, step=step, size_bytes=sent)
-        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        time_s = self.costs.reduce_s(self.stage, size) / 2
-        return self.tasks.add(what, wire, time_s, (*self._last, *before))
+        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        time_s = self.costs.all_reduce_s(self.stage, size) / 2
+        return self.tasks.add(what, link, time_s, (*self._last, *before))
 
     def _reduce(
         self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
         sent = 2 * (len(self.shards) - 1) * size
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
-        wire = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        time_s = self.costs.reduce_s(self.stage, size)
-        self._wait(self.tasks.add(what, wire, time_s, tuple(self._last)))
+        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        time_s = self.costs.all_reduce_s(self.stage, size)
+        self._wait(self.tasks.add(what, link, time_s, tuple(self._last)))
 
     def _sync(self, position: int) -> None:
-        """Wait for all ranks; the first stage that comes makes the task."""
+        """Wait for all ranks; the first stage adds the task."""
         if len(self.program.stages) * self.program.shards == 1:
             return
         if len(self.syncs) == position:
@@ -278,21 +279,20 @@ class _StageWalk:
             place = self.tasks.open("all ranks", in_order=False)
             self.syncs.append(self.tasks.add(what, place, self.costs.sync_s()))
         task = self.syncs[position]
-        # The gradient sum comes first.
+        # Gradient sums end before it.
         pending = dict.fromkeys(other for waits in self._waits for other in waits)
         self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)
         self._wait(task)
 
-    def _take(self, way: str, position: int) -> None:
-        """The next task on each device waits for the messages posted for this chunk."""
+    def _wait_for_messages(self, way: str, position: int) -> None:
+        """Make the next task on each device wait for the messages posted for this chunk."""
         for message in self._arriving.pop((way, position), ()):
             for waits, task in zip(self._waits, message, strict=True):
                 waits.append(task)
 
     def _receive(self, action: Action) -> None:
         message = self._message(action.kind.direction, action.peer, self.stage, action.position)
-        # Who waits for what it sends must not wait for room, too: stages that skip others would
-        # wait for each other for ever.
+        # Without overlap this dependency would deadlock stages that skip others.
         if self.overlap:
             for task, posted in zip(message, self._last, strict=True):
                 self.tasks.before[task] = (*self.tasks.before[task], posted)
@@ -300,29 +300,29 @@ class _StageWalk:
 
     def _send(self, action: Action) -> None:
         message = self._message(action.kind.direction, self.stage, action.peer, action.position)
-        for task, made in zip(message, self._last, strict=True):
-            self.tasks.before[task] = (made, *self.tasks.before[task])
+        for task, sender in zip(message, self._last, strict=True):
+            self.tasks.before[task] = (sender, *self.tasks.before[task])
         if not self.overlap:
             for waits, task in zip(self._waits, message, strict=True):
                 waits.append(task)
 
     def _message(self, way: str, source: int, target: int, position: int) -> list[int]:
-        """By shard the task of a message, made when one of its ends is seen first."""
+        """Tasks of a message by shard, added when its first end is seen."""
         key = way, source, target, position
         if key not in self.messages:
             chunk = self.order[position] if position >= 0 else position
             self.messages[key] = [
-                self._on_the_wire(way, source, target, shard, position, chunk)
+                self._message_task(way, source, target, shard, position, chunk)
                 for shard in self.shards
             ]
         return self.messages[key]
 
-    def _on_the_wire(
+    def _message_task(
         self, way: str, source: int, target: int, shard: int, position: int, chunk: int
     ) -> int:
         size = self.costs.message_bytes(way, source, target, shard, chunk)
         ranks = source * len(self.shards) + shard, target * len(self.shards) + shard
-        wire = self.tasks.open(self.costs.link(*ranks), in_order=False)
-        time_s = self.costs.link_s(ranks[0], ranks[1], size)
+        link = self.tasks.open(self.costs.link(*ranks), in_order=False)
+        time_s = self.costs.message_s(ranks[0], ranks[1], size)
         what = Task(f"SEND_{way}", source, shard, position, chunk, peer=target, size_bytes=size)
-        return self.tasks.add(what, wire, time_s)
+        return self.tasks.add(what, link, time_s)

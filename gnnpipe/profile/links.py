@@ -43,7 +43,7 @@ class Waitable(Protocol):
 
 
 ROUNDS, PROBE_BYTES = 3, 1 << 20
-"""Of ``clock_offset`` and ``receive_bandwidth``."""
+"""Repeats and message size of ``clock_offset`` and ``receive_bandwidth``."""
 
 
 def clock_offset(mesh: Mesh) -> float:
@@ -237,9 +237,9 @@ class CpuLoad:
     """Processor seconds that one transfer takes at one end."""
 
     own_s: float
-    """Of the thread that computes."""
+    """Time of the thread that computes."""
     other_s: float
-    """Of the other threads of the rank."""
+    """Time of the rank's other threads."""
 
 
 Start = Callable[[int], Sequence[Waitable]]

@@ -30,6 +30,7 @@ from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
+from gnnpipe.plan import ModelGraph
 from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links
 from gnnpipe.profile.steps import (
     BEGIN,
@@ -46,7 +47,13 @@ from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import Prepared, prepare
 
-__all__ = ["profile_command", "profile_lines", "take_profile", "take_short_profile"]
+__all__ = [
+    "data_sheet_profile",
+    "profile_command",
+    "profile_lines",
+    "take_profile",
+    "take_short_profile",
+]
 
 CHUNK_COUNTS = (1, 2, 8, 32)
 """Numbers of chunks that steps are measured with, beside the run's own."""
@@ -75,14 +82,7 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
         with mesh.on_own_cores():
             profile = take_profile(config, mesh)
     else:
-        profile = hardware_profile(
-            hardware,
-            prepare(config, mesh).model_graph,
-            dtype=config.dtype,
-            comm_dtype=config.comm_dtype,
-            matmul_dtype=config.matmul_dtype,
-            recompute=config.recompute,
-        )
+        profile = data_sheet_profile(config, prepare(config, mesh).model_graph, hardware)
         profile = replace(profile, note=f"dataset {config.dataset}; {profile.note}")
     if mesh.rank == 0:
         lines = profile_lines(profile)
@@ -91,6 +91,18 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
         print("\n".join(lines), flush=True)
     mesh.leave()
     return 0
+
+
+def data_sheet_profile(config: TrainConfig, model: ModelGraph, hardware: str) -> Profile:
+    """Profile of ``hardware``, 'DEVICE:LINK', for the settings of ``config``."""
+    return hardware_profile(
+        hardware,
+        model,
+        dtype=config.dtype,
+        comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype,
+        recompute=config.recompute,
+    )
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -1,8 +1,8 @@
-"""What a simulation is made of: a plan, what its chunks hold, what its ranks keep in memory.
+"""Input of a simulation: a plan, the sizes of its chunks, the memory of its ranks.
 
-Of a dataset these are counted, after it has been read and cut as for a run. Of a mere shape (N
-vertices, E edges, F features, C classes) they are shared out evenly; then nothing is read or cut,
-and a shape may be larger than this machine.
+A dataset is read and cut as for a run, and its sizes are counted. A shape (N vertices, E edges, F
+features, C classes) is divided evenly; nothing is read or cut, and it may be larger than this
+machine.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ __all__ = [
 Shape = tuple[int, int, int]
 """Stages, shards, chunks."""
 
-MORE_CHUNKS = 64
-"""Times as many chunks as asked for, at most."""
+MAX_CHUNK_FACTOR = 64
+"""Largest factor on the number of chunks in ``nearest_that_fits``."""
 
 
-def nearest_that_fits(scenario: Scenario, room_bytes: Sequence[int]) -> Shape | None:
-    """The shape of fewest ranks, then of fewest chunks, that fits; none if no shape does.
+def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape | None:
+    """The shape with the fewest ranks, then the fewest chunks, that fits; None if no shape does.
 
-    ``room_bytes``: of every device there is, in the order of the ranks. Stages and chunks are the
-    powers of 2 and what was asked for; shards any number. More shards need less memory each, so the
-    least number that fits is found by bisection.
+    ``device_bytes``: memory of every device, in the order of the ranks. Stages and chunks are
+    powers of 2 or those of the config. More shards need less memory each, so the smallest number of
+    shards is found by bisection.
     """
     config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
-    devices = len(room_bytes)
+    devices = len(device_bytes)
 
     def fits(stages: int, chunks: int, shards: int) -> bool:
         wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
         try:
-            takes = memory_of_shape(wanted, scenario.shape, model)
+            needed = memory_of_shape(wanted, scenario.shape, model)
         except InputError:
             return False
-        # By stage; the ranks of one take the same, and stand side by side.
-        rooms = (room_bytes[s * shards : (s + 1) * shards] for s in range(stages))
-        return all(size <= min(room) for size, room in zip(takes, rooms, strict=True))
+        # The ranks of a stage are adjacent and need the same memory.
+        stage_bytes = (device_bytes[s * shards : (s + 1) * shards] for s in range(stages))
+        return all(size <= min(own) for size, own in zip(needed, stage_bytes, strict=True))
 
     found: list[Shape] = []
-    for chunks in _powers(config.chunks, min(MORE_CHUNKS * config.chunks, vertices)):
+    for chunks in _powers(config.chunks, min(MAX_CHUNK_FACTOR * config.chunks, vertices)):
         for stages in _powers(config.stages, min(len(model.cuts) + 1, devices)):
             most = min(devices // stages, vertices // chunks)
             if shards := _least(partial(fits, stages, chunks), most):
@@ -77,7 +77,7 @@ def nearest_that_fits(scenario: Scenario, room_bytes: Sequence[int]) -> Shape | 
 
 
 def _least(fits: Callable[[int], bool], most: int) -> int:
-    """The least number from 1 to ``most`` that fits, 0 if that one does not."""
+    """The smallest number from 1 to ``most`` that fits, 0 if ``most`` does not."""
     if most < 1 or not fits(most):
         return 0
     low, high = 0, most  # ``high`` fits
@@ -90,9 +90,9 @@ def _least(fits: Callable[[int], bool], most: int) -> int:
     return high
 
 
-def _powers(loss_rows: int, most: int) -> list[int]:
-    """Powers of 2, and what was asked for, up to ``most``."""
-    found = {loss_rows} if loss_rows <= most else set()
+def _powers(own: int, most: int) -> list[int]:
+    """Powers of 2 and ``own``, up to ``most``."""
+    found = {own} if own <= most else set()
     power = 1
     while power <= most:
         found.add(power)
@@ -101,31 +101,31 @@ def _powers(loss_rows: int, most: int) -> list[int]:
 
 
 STALE_SHARE = 0.5
-"""Of the rows of a shape, those that a forecast carries over: an assumption."""
+"""Share of a shape's rows that are read stale (assumed)."""
 
-MOST = {"features": 1e6, "classes": 1e6, "halo": 1e5}
-"""More are a slip of the keyboard."""
+MAX_VALUES = {"features": 1e6, "classes": 1e6, "halo": 1e5}
+"""Larger values are taken for typing errors."""
 
-MOST_NUMBERS = 10**18
-"""Of all vertices' features: what int64 can count."""
+MAX_NUMBERS = 10**18
+"""Numbers in the features: within int64."""
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """A graph in numbers."""
+    """Numbers of a graph."""
 
     vertices: int
     edges: int
     features: int
     classes: int
     halo: float = 1.0
-    """Rows of other shards that are read, for each own row (M / N in a run's report)."""
+    """Rows of other shards that are read, per own row (M / N in a run's report)."""
     stored: int = 0
-    """Numbers that sparse features hold; 0: they are dense."""
+    """Stored numbers of sparse features; 0: the features are dense."""
 
     @classmethod
     def parse(cls, text: str) -> GraphShape:
-        """From words like 'vertices=1000,edges=5000,features=16,classes=4'."""
+        """Parse text like 'vertices=1000,edges=5000,features=16,classes=4'."""
         known = {f.name: float if f.name == "halo" else int for f in fields(cls)}
         values: dict[str, float] = {}
         for word in text.split(","):
@@ -142,7 +142,7 @@ class GraphShape:
                     f"{'whole ' * (known[name] is int)}number"
                 ) from None
             least = 0 if name in ("halo", "stored", "edges") else 1
-            most = MOST.get(name, 1e15)
+            most = MAX_VALUES.get(name, 1e15)
             if not least <= values[name] <= most:
                 raise InputError(f"--shape {text!r}: {name} must be {least} to {most:,.0f}")
         missing = [f for f in ("vertices", "edges", "features", "classes") if f not in values]
@@ -152,9 +152,9 @@ class GraphShape:
                 "vertices=1e6,edges=1e7,features=128,classes=40"
             )
         numbers = values["vertices"] * values["features"]
-        if numbers > MOST_NUMBERS:
+        if numbers > MAX_NUMBERS:
             raise InputError(
-                f"--shape {text!r}: vertices times features must be at most {MOST_NUMBERS:,}"
+                f"--shape {text!r}: vertices times features must be at most {MAX_NUMBERS:,}"
             )
         if values.get("stored", 0) > numbers:
             raise InputError(
@@ -170,7 +170,7 @@ class GraphShape:
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """One plan, ready to be given costs."""
+    """A plan and its sizes."""
 
     config: TrainConfig
     plan: Plan
@@ -180,13 +180,13 @@ class Scenario:
     sizes: ChunkSizes
     volume: CommVolume
     memory_bytes: list[int]
-    """By rank, estimated."""
+    """Estimate by rank."""
     shape: GraphShape
-    forecasts: bool
+    has_forecasts: bool
 
 
 def scenario_of(prepared: Prepared) -> Scenario:
-    """Of a dataset that was read and cut."""
+    """Scenario of a dataset that was read and cut."""
     graph, config = prepared.graph, prepared.config
     x = graph.x
     stored = int(x.nnz) if isinstance(x, sp.csr_array) else 0
@@ -208,23 +208,23 @@ def scenario_of(prepared: Prepared) -> Scenario:
 
 
 def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
-    """Of a graph in numbers."""
+    """Scenario of a graph that is given in numbers."""
     shards, chunks = config.shards, config.chunks
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
     probes = _probes(config, shape, model, plan)
-    rows = _shared_out(shape.vertices, shards, chunks)
+    rows = _divided(shape.vertices, shards, chunks)
     crossing = np.round(rows * halo).astype(np.int64)
     stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
     sizes = ChunkSizes(
         rows={"": rows},
-        edges={"": _shared_out(shape.edges, shards, chunks)},
-        entries={"": _shared_out(stored, shards, chunks)},
+        edges={"": _divided(shape.edges, shards, chunks)},
+        entries={"": _divided(stored, shards, chunks)},
         boundary={"": crossing},
         halo={"": crossing},
         stale={"": np.round(stale).astype(np.int64)},
-        probes={"": _shared_out(probes, shards, 1)[:, 0]},
+        probes={"": _divided(probes, shards, 1)[:, 0]},
         precomputed=precomputed_aggregations(
             model, plan, row_dtype(config) != number_dtype(config)
         ),
@@ -258,7 +258,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
 def memory_of_shape(
     config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan | None = None
 ) -> list[int]:
-    """Bytes of a rank, by stage; ``InputError`` where the shape cannot be planned."""
+    """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     plan = plan or _plan_of_shape(config, shape, model)
     shards, probes = config.shards, _probes(config, shape, model, plan)
     stored = shape.stored or shape.vertices * shape.features
@@ -272,7 +272,7 @@ def memory_of_shape(
             halo_rows={"": math.ceil(own * _halo(config, shape))},
             own_edges=math.ceil(shape.edges / shards),
             own_pairs=0,
-            # How many lead from one chunk to another is not known: the most it can be.
+            # The edges between chunks are not known: the largest possible share.
             live_share=float(plan.reads_stale),
             feature_entries=math.ceil(stored / shards),
             sparse_features=shape.stored > 0,
@@ -284,7 +284,7 @@ def memory_of_shape(
             extra_weights=(probes > 0) + (config.kept_epoch == "best"),
             recompute=config.recompute,
             copied_share=shape.halo,
-            # Which vertices are trained on is not known either: all of them, with cross entropy.
+            # The training vertices are not known: all of them, with cross entropy.
             loss_numbers=own * shape.classes,
             loss_rows=ALL_ROWS,
             number_bytes=number_dtype(config).itemsize,
@@ -324,24 +324,24 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
     )
 
 
-def _shared_out(total: int, shards: int, chunks: int) -> np.ndarray:
-    """[G, K] whole numbers that add up, at most one apart."""
+def _divided(total: int, shards: int, chunks: int) -> np.ndarray:
+    """[G, K] ints that add up to ``total`` and differ by at most one."""
     cells = np.arange(shards * chunks + 1, dtype=object) * total // (shards * chunks)
     return np.diff(cells).astype(np.int64).reshape(shards, chunks)
 
 
 def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
-    """The config's model, on a graph of one vertex."""
-    nobody = np.zeros(1, dtype=bool)
+    """Description of the config's model, on a graph of one vertex."""
+    none = np.zeros(1, dtype=bool)
     stand_in = Graph(
         "shape",
         np.zeros(2, dtype=np.int64),
         np.empty(0, dtype=np.int32),
         np.zeros((1, shape.features), dtype=np.float32),
         np.zeros(1, dtype=np.int64),
-        ~nobody,
-        nobody,
-        nobody,
+        ~none,
+        none,
+        none,
         shape.classes,
     )
     check_parts(config, None, None)
@@ -350,7 +350,7 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
 
 
 def _number(kind: type[int] | type[float], text: str) -> float:
-    """A whole number may be written as 1e7, too."""
+    """Number of a ``kind``; 1e7 is an int, too."""
     value = float(text)
     if kind is int and value != int(value):
         raise ValueError

@@ -1,9 +1,10 @@
-"""``gnnpipe simulate``: an epoch of any shape on any cluster, in one process, nothing trained."""
+"""``gnnpipe simulate``: predicts an epoch of any shape on any cluster in one process."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,16 +13,16 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
-from gnnpipe.perf.costs import Costs
-from gnnpipe.perf.critical import critical_shares, kind_of, place_of
-from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
+from gnnpipe.perf.critical import critical_shares, task_group, task_place
+from gnnpipe.perf.hardware import hardware_memory_bytes
 from gnnpipe.perf.memory import ON_TOP, human_bytes
 from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import LESS, ClusterCosts, sensitivity, what_ifs, with_links
+from gnnpipe.perf.what_if import LESS, sensitivity, what_ifs
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profile.predict import check_profile, read_profile
+from gnnpipe.profile.profile import data_sheet_profile
 from gnnpipe.profile.scenario import (
     GraphShape,
     Scenario,
@@ -36,16 +37,16 @@ from gnnpipe.setup.prepare import prepare
 __all__ = ["Simulation", "simulate_command", "simulated"]
 
 VERSION = 1
-MOST_RANKS = 1024
-"""Among which a shape is sought that fits devices of a data sheet, whose number nobody has said."""
+MAX_RANKS = 1024
+"""Devices among which a fitting shape is searched if only their data sheet is given."""
 
 SHOWN_RANKS = 8
-"""Ranks that have a line each. Of more, the critical path is told by what, not also by where."""
+"""With more ranks, lines for single ranks and places are left out."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out; times in seconds, of one epoch."""
+    """Result; times in seconds, of one epoch."""
 
     stages: int
     shards: int
@@ -57,23 +58,23 @@ class Simulation:
     predicted_time_shares: list[TimeShares]
     """By rank."""
     memory_bytes: list[int]
-    """By rank, estimated."""
+    """Estimate by rank."""
     device_memory_bytes: list[int]
-    """By rank, of the cluster; empty without one."""
+    """By rank; empty without a cluster or data sheet."""
     comm_bytes_per_epoch: dict[str, int]
     critical_path: dict[str, float]
-    """Share of the epoch by what and where, the largest first; by what alone, of many ranks."""
+    """Share of the epoch by kind and stage of task, largest first; for many ranks by kind."""
     what_if_s: dict[str, float]
-    """The epoch by what is changed."""
+    """Seconds of the epoch by change."""
     sensitivity: dict[str, float]
-    """Change of the epoch by what takes a tenth less time, relative."""
+    """Relative change of the epoch by the tasks that take a tenth less time."""
 
     def to_json(self) -> str:
-        """As text, with a version."""
+        """The result as JSON with a version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """The result as text for a person."""
         epoch_s = self.predicted_epoch_time_s
         yield (
             f"shape: {self.stages} x {self.shards} x {self.chunks} (stages x shards x chunks) on "
@@ -125,14 +126,14 @@ def _ranks(count: int) -> str:
 
 
 def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
-    """Simulate, print, and write the file; ``options``: what was given of the flags."""
+    """Simulate, print and write the file; ``options``: the flags that were given."""
     hardware = options.hardware
     if (hardware is None) == (config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
             "DEVICE:LINK, like h100:100gbe"
         )
-    # One that stands in a file of settings is for other commands.
+    # A dataset in a config file is for other commands.
     if options.shape is not None and hasattr(options, "dataset"):
         raise InputError(
             f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
@@ -153,9 +154,9 @@ def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
 def simulated(
     config: TrainConfig, shape: GraphShape | None, hardware: str | None, cluster: Cluster | None
 ) -> Simulation:
-    """Of the config's dataset, or of a ``shape``; by ``hardware`` or the config's profile.
+    """Simulate the config's dataset or a ``shape``, by ``hardware`` or the config's profile.
 
-    ``InputError`` if the plan does not fit the cluster, with the nearest shape that does.
+    ``InputError`` if the plan does not fit the cluster; it names the nearest shape that does.
     """
     ranks = config.world_size
     if cluster is not None and ranks > len(cluster.devices):
@@ -164,37 +165,29 @@ def simulated(
             f"cluster has {len(cluster.devices)}; try fewer"
         )
     profile = None if hardware is not None else read_profile(config.profile)
-    room_bytes: list[int] = []
+    device_bytes: list[int] = []
     if cluster is not None:
-        room_bytes = [device.memory_bytes for device in cluster.devices]
+        device_bytes = [device.memory_bytes for device in cluster.devices]
     elif hardware is not None:
-        room_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MOST_RANKS)
+        device_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MAX_RANKS)
     scenario = _scenario(config, shape)
-    if room_bytes:
-        _check_memory(scenario, room_bytes, cluster is None)
+    if device_bytes:
+        _check_memory(scenario, device_bytes, cluster is None)
     if profile is None:
-        profile = hardware_profile(
-            hardware or "",
-            scenario.model,
-            dtype=config.dtype,
-            comm_dtype=config.comm_dtype,
-            matmul_dtype=config.matmul_dtype,
-            recompute=config.recompute,
-        )
+        profile = data_sheet_profile(config, scenario.model, hardware or "")
         config = replace(config, kernel=profile.kernel)
-    if cluster is not None:
-        profile = with_links(profile, cluster, config.shards)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
-    notes = simulated_epochs(timeline, config.shards)
-    link = float("inf") if profile.message is None else profile.message.bandwidth_bytes_per_s
+    epochs = simulated_epochs(timeline, config.shards)
+    link = profile.message if cluster is None else cluster.link
+    bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
     doubled = _with_twice_the_chunks(scenario, shape)
     if doubled is not None:
         twice = _costs(doubled, config, profile, cluster)
         tasks = program_tasks(doubled.program, twice, doubled.order)
         changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
-    name = kind_of if ranks > SHOWN_RANKS else place_of
+    name = task_group if ranks > SHOWN_RANKS else task_place
     return Simulation(
         stages=config.stages,
         shards=config.shards,
@@ -202,9 +195,9 @@ def simulated(
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
         predicted_epoch_time_s=timeline.makespan_s,
-        predicted_time_shares=time_shares(notes, config.shards, [link] * ranks),
+        predicted_time_shares=time_shares(epochs, config.shards, [bytes_per_s] * ranks),
         memory_bytes=scenario.memory_bytes,
-        device_memory_bytes=room_bytes[:ranks],
+        device_memory_bytes=device_bytes[:ranks],
         comm_bytes_per_epoch=scenario.volume.to_dict(),
         critical_path=critical_shares(timeline, name),
         what_if_s=changed,
@@ -215,32 +208,30 @@ def simulated(
 def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
     if shape is not None:
         return scenario_of_shape(config, shape)
-    # Chunk by chunk: other devices than a CPU do so, and so does ``scenario_of_shape``.
+    # Chunks are not joined, on devices other than CPUs and in ``scenario_of_shape``.
     return scenario_of(prepare(config, Mesh.alone(), joins=False))
 
 
 def _costs(
     scenario: Scenario, config: TrainConfig, profile: Profile, cluster: Cluster | None
-) -> Costs:
-    # As many ranks share a machine as the profile was taken with.
-    together = min(max(times.ranks for times in profile.compute), config.world_size)
-    check_profile(config, profile, together, scenario.forecasts)
-    costs = ProfiledCosts(
+) -> ProfiledCosts:
+    # As many ranks share a machine as in the profile.
+    ranks_per_machine = min(max(times.ranks for times in profile.compute), config.world_size)
+    check_profile(config, profile, ranks_per_machine, scenario.has_forecasts)
+    return ProfiledCosts(
         profile,
         scenario.plan,
         scenario.model,
         scenario.sizes,
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
-        ranks_at_once=together,
+        ranks_at_once=ranks_per_machine,
+        cluster=cluster,
     )
-    if cluster is None:
-        return costs
-    return ClusterCosts(costs, config.shards, config.world_size, cluster)
 
 
 def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
-    """Where the graph can be cut once more, and the walk is a pipeline's."""
+    """The scenario with twice as many chunks, if the graph can be cut so often."""
     config = scenario.config
     if scenario.plan.chunks != config.chunks or config.chunks == 1:
         return None
@@ -250,18 +241,20 @@ def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scen
         return None
 
 
-def _check_memory(scenario: Scenario, room_bytes: Sequence[int], is_open: bool) -> None:
-    """``InputError`` if a rank's part is larger than its device; ``room_bytes`` by device.
+def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool) -> None:
+    """``InputError`` if a rank needs more memory than its device has; ``device_bytes`` by device.
 
-    ``is_open``: nobody has said how many devices there are.
+    ``is_open``: the number of devices is not given.
     """
-    over = [r for r, size in enumerate(scenario.memory_bytes) if size > room_bytes[r]]
+    over = [r for r, size in enumerate(scenario.memory_bytes) if size > device_bytes[r]]
     if not over:
         return
-    worst = max(over, key=lambda r: scenario.memory_bytes[r] / room_bytes[r])
-    config, nearest = scenario.config, nearest_that_fits(scenario, room_bytes)
+    worst = max(over, key=lambda r: scenario.memory_bytes[r] / device_bytes[r])
+    config, nearest = scenario.config, nearest_that_fits(scenario, device_bytes)
     if nearest is None:
-        where = f"on up to {len(room_bytes):,} such" if is_open else f"on these {len(room_bytes)}"
+        where = (
+            f"on up to {len(device_bytes):,} such" if is_open else f"on these {len(device_bytes)}"
+        )
         hint = f"nor does any shape {where} devices; try --recompute or a smaller --hidden"
     else:
         stages, shards, chunks = nearest
@@ -269,5 +262,5 @@ def _check_memory(scenario: Scenario, room_bytes: Sequence[int], is_open: bool) 
     raise InputError(
         f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
         f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
-        f"{human_bytes(room_bytes[worst])}; {hint}"
+        f"{human_bytes(device_bytes[worst])}; {hint}"
     )

@@ -252,7 +252,7 @@ def work_of(
     if what == UPDATE:
         return {UPDATE: Work(sum(op.num_parameters for op in ops), times=len(ops))}
     if what == BEGIN:
-        return {BEGIN: sizes.begun(ops, shard)}
+        return {BEGIN: sizes.begin_work(ops, shard)}
     if what in ("forecast", "recall"):
         found = [(op, what, Work(int(sizes.probes[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
@@ -269,7 +269,7 @@ def work_of(
         # The last chunk backward also completes the gradients of all chunks' features.
         if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]
-            found += [(op, "finish", sizes.whole(op, shard)) for op in reading]
+            found += [(op, "finish", sizes.feature_work(op, shard)) for op in reading]
     total: dict[Hashable, Work] = {}
     for op, part, work in found:
         name = op_kind(op), part
