@@ -1,4 +1,4 @@
-"""What a plan costs before it runs, and where the time of an epoch went."""
+"""Predicted costs of a plan, and the split of a measured epoch's time."""
 
 from gnnpipe.perf.measured import measured_spans
 from gnnpipe.perf.memory import MemoryEstimate, estimate_memory

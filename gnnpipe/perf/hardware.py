@@ -1,9 +1,9 @@
-"""Profiles of hardware that is not here, from data sheets: by hand, and marked as such.
+"""Profiles of other hardware from data sheets, marked as written by hand.
 
-A roofline (Williams, Waterman and Patterson, CACM 2009): what an op computes at the device's speed,
-or what it moves at its memory's, whichever takes longer. Real kernels reach a part of both; here
-half is assumed of all of them, and a fixed time to launch one. So such a profile tells which of two
-shapes is faster when they are far apart, and what a run is bound by; it is no promise.
+A roofline model (Williams, Waterman and Patterson, CACM 2009): an op takes as long as its
+computation at the device's speed or its traffic at the memory's bandwidth, whichever is longer. All
+kernels are assumed to reach half of both, and to take a fixed time to launch. Such a profile shows
+which of two very different shapes is faster, and what limits a run; the times are no promise.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gnnpipe.registry import nearest
 __all__ = ["DEVICES", "LINKS", "hardware_memory_bytes", "hardware_profile"]
 
 SHARE = 0.5
-"""Of a data sheet's speed that kernels reach: an assumption."""
+"""Share of a data sheet's speed and bandwidth that kernels reach (assumed)."""
 LAUNCH_S = 5e-6
-"""Of a kernel: an assumption."""
+"""Time to launch a kernel (assumed)."""
 KERNELS = {
     "before": 5,
     "after": 8,
@@ -30,28 +30,27 @@ KERNELS = {
     "begin": 3,
     "update": 2,
 }
-"""Launched by a part: an assumption, from the ops that it calls."""
+"""Kernels that a part launches (assumed from the torch ops that it calls)."""
 EDGE_PASSES = 8
-"""Times that what is kept of an edge is read or written, each way: an assumption, from the passes
-of ``models.attention``."""
+"""Passes over the numbers kept per edge, each way (assumed from ``models.gat_attention``)."""
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A device by its data sheet."""
+class DeviceSheet:
+    """Data sheet of a device."""
 
     flops_per_s: float
-    """In float32, without tensor cores."""
+    """float32, without tensor cores."""
     bf16_flops_per_s: float
-    """With them, of dense matrices."""
+    """bfloat16, with tensor cores, of dense matrices."""
     memory_bytes_per_s: float
     memory_bytes: int
     source: str
 
 
 @dataclass(frozen=True)
-class Wire:
-    """A link by its standard or data sheet; the latency is an assumption."""
+class LinkSheet:
+    """Standard or data sheet of a link; the latency is assumed."""
 
     bandwidth_bytes_per_s: float
     """One way."""
@@ -60,23 +59,23 @@ class Wire:
 
 
 DEVICES = {
-    "a100": Sheet(19.5e12, 312e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
-    "h100": Sheet(67e12, 989e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
+    "a100": DeviceSheet(19.5e12, 312e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
+    "h100": DeviceSheet(67e12, 989e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
 }
 LINKS = {
-    "nvlink3": Wire(300e9, 10e-6, "NVIDIA A100 data sheet: 600 GB/s both ways"),
-    "nvlink4": Wire(450e9, 10e-6, "NVIDIA H100 data sheet: 900 GB/s both ways"),
-    "10gbe": Wire(1.25e9, 50e-6, "IEEE 802.3ae: 10 Gbit/s"),
-    "100gbe": Wire(12.5e9, 50e-6, "IEEE 802.3ba: 100 Gbit/s"),
+    "nvlink3": LinkSheet(300e9, 10e-6, "NVIDIA A100 data sheet: 600 GB/s both ways"),
+    "nvlink4": LinkSheet(450e9, 10e-6, "NVIDIA H100 data sheet: 900 GB/s both ways"),
+    "10gbe": LinkSheet(1.25e9, 50e-6, "IEEE 802.3ae: 10 Gbit/s"),
+    "100gbe": LinkSheet(12.5e9, 50e-6, "IEEE 802.3ba: 100 Gbit/s"),
 }
 
 
 def hardware_memory_bytes(name: str) -> int:
-    """What the device of ``name``, 'DEVICE:LINK', has; ``InputError`` for another name."""
+    """Memory of the device in ``name``, 'DEVICE:LINK'; ``InputError`` for an unknown name."""
     return _sheets(name)[0].memory_bytes
 
 
-def _sheets(name: str) -> tuple[Sheet, Wire]:
+def _sheets(name: str) -> tuple[DeviceSheet, LinkSheet]:
     device, _, link = name.partition(":")
     if device in DEVICES and not link:
         raise InputError(
@@ -95,12 +94,12 @@ def _sheets(name: str) -> tuple[Sheet, Wire]:
 def hardware_profile(
     name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str, recompute: bool
 ) -> Profile:
-    """Of ``name``, 'DEVICE:LINK', for the ops of a model; ``InputError`` for another name."""
-    sheet, wire = _sheets(name)
+    """Profile of ``name``, 'DEVICE:LINK', for a model's ops; ``InputError`` for an unknown name."""
+    sheet, link = _sheets(name)
     number_bytes = 8 if dtype == "float64" else 4
     row_bytes = 2 if comm_dtype == "bf16" else number_bytes
     flops_per_s = sheet.bf16_flops_per_s if matmul_dtype == "bf16" else sheet.flops_per_s
-    # In float64 these devices compute half as fast.
+    # float64 runs at half the speed of float32 on these devices.
     speed = SHARE * flops_per_s * 4 / number_bytes
     roof = _Roof(sheet, speed, number_bytes, row_bytes, recompute)
     number_s = roof.moved_s(number_bytes)
@@ -108,18 +107,18 @@ def hardware_profile(
         ranks=1,
         ops={op_kind(op): roof.op_times(op) for op in model.ops},
         begin=Affine(KERNELS["begin"] * LAUNCH_S, number_s),
-        # Weight, gradient and two moments are read, all but the gradient written.
+        # Reads weight, gradient and two moments; writes all but the gradient.
         update=Affine(KERNELS["update"] * LAUNCH_S, 7 * number_s),
         boundary_per_number_s=2 * roof.moved_s(row_bytes),
     )
-    times = LinkTimes(wire.latency_s, wire.bandwidth_bytes_per_s, 0.0)
-    # Two exchanges, of which each moves at most as many bytes as there are.
-    summed = LinkTimes(wire.latency_s, wire.bandwidth_bytes_per_s / 2, 0.0)
+    times = LinkTimes(link.latency_s, link.bandwidth_bytes_per_s, 0.0)
+    # Two exchanges, each of at most all bytes.
+    summed = LinkTimes(link.latency_s, link.bandwidth_bytes_per_s / 2, 0.0)
     return Profile(
         machine=name,
         source="by hand",
-        note=f"{sheet.source}; {wire.source}; assumed: {SHARE:.0%} of its speed and memory's, "
-        f"{LAUNCH_S * 1e6:g} us a kernel, {wire.latency_s * 1e6:g} us a message",
+        note=f"{sheet.source}; {link.source}; assumed: {SHARE:.0%} of its speed and memory's, "
+        f"{LAUNCH_S * 1e6:g} us a kernel, {link.latency_s * 1e6:g} us a message",
         device="cuda",
         dtype=dtype,
         comm_dtype=comm_dtype,
@@ -136,11 +135,11 @@ def hardware_profile(
 
 @dataclass(frozen=True)
 class _Roof:
-    """The costs of ops on a device."""
+    """Costs of ops on a device."""
 
-    sheet: Sheet
+    sheet: DeviceSheet
     speed_flops_per_s: float
-    """Of products."""
+    """Speed of dense products."""
     number_bytes: int
     row_bytes: int
     recompute: bool
@@ -152,13 +151,13 @@ class _Roof:
         return max(flops / self.speed_flops_per_s, self.moved_s(numbers * self.number_bytes))
 
     def op_times(self, op: Op) -> OpTimes:
-        """Rows are read and written once for each kernel that they pass through."""
+        """Times of an op whose rows are read and written once by each kernel."""
         out, push = sum(op.outputs.values()), op.push_width
         entry_s = self._longer(op.flops_per_feature, 2) if op.reads_features else 0.0
-        # Of an edge the row that it reads, its weight and its column.
+        # The row that an edge reads, its weight and its column.
         edge_s = self.moved_s(push * self.row_bytes + self.row_bytes + 4) if push else 0.0
         kept_s = self.moved_s(EDGE_PASSES * op.kept_per_edge * self.number_bytes)
-        # Backward of attention sums rows of both ends, too.
+        # Backward of attention also sums rows of both ends.
         back_edge_s = edge_s if op.is_linear else 3 * edge_s + kept_s
         first, then = (KERNELS[side] * LAUNCH_S for side in ("before", "after"))
         before_row_s = self._longer(0, 4 * push)
@@ -171,7 +170,7 @@ class _Roof:
         backward_before = Affine(first, before_row_s, back_edge_s) if push else Affine()
         backward_after = Affine(then, back_row_s)
         if self.recompute:
-            # Rows are made again, what was aggregated is not.
+            # Rows are recomputed, aggregations are not.
             backward_before = _sum(backward_before, forward_before)
             backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
         once_row_s = before_row_s + after_row_s

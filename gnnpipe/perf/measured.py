@@ -140,7 +140,7 @@ class _Intervals:
 def _critical_path(
     ranks: Sequence[EpochSpans], shards: int
 ) -> tuple[list[_Intervals], list[_Intervals]]:
-    """By rank, the intervals of the path in which it worked and in which it waited for a link."""
+    """Intervals of the path by rank: those of work, and those of waiting for a link."""
     work: list[list[tuple[float, float]]] = [[] for _ in ranks]
     link: list[list[tuple[float, float]]] = [[] for _ in ranks]
     waits = [_waits(ranks, rank, shards) for rank in range(len(ranks))]

@@ -1,32 +1,38 @@
-"""What a machine takes for the parts of a model and for its links: a file, measured or by hand.
+"""Profile of a machine: times of a model's ops and of links, measured or written by hand.
 
-The model's ops are told apart by their kind: op of like names and numbers take like times, so a
-profile of a few layers serves any depth, any cut and any other graph with as many classes. Each op
-has two parts, as it lies in two steps of its stage: what it does before its rows are pushed, and
-what it makes of the rows that it aggregated; an op that works row by row has the second alone.
-Times are affine in rows, edges and stored features: c rows of a chunk, e edges into them.
+Ops of one kind (like names and numbers) take the same time, so a profile of a few layers serves any
+depth, any cut into stages, and any other graph with as many classes. An op has two parts, which lie
+in two steps of its stage: before its rows are pushed, and after they were aggregated; a row-wise op
+has only the second. Times are affine in the rows of a chunk, the edges into them and their stored
+features.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
 
 from gnnpipe.errors import InputError
-from gnnpipe.perf.read_json import read_dataclass
 from gnnpipe.plan import Op
 
 __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
 
+T = TypeVar("T")
+
 VERSION = 5
 SOURCES = ("measured", "by hand")
+MAX_NUMBER = 1e30
+"""Largest number in a profile; sums and products with counts of rows stay finite."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """Seconds: a base, and so many for each row, edge and stored number of the features."""
+    """Seconds of a call, and per row, edge and stored feature."""
 
     base_s: float = 0.0
     per_row_s: float = 0.0
@@ -34,7 +40,7 @@ class Affine:
     per_entry_s: float = 0.0
 
     def time_s(self, rows: float, edges: float = 0.0, entries: float = 0.0) -> float:
-        """Of so much work.
+        """Seconds of the given work.
 
         >>> Affine(1.0, 0.5).time_s(4)
         3.0
@@ -52,84 +58,83 @@ class OpTimes:
     """Times of the ops of one kind."""
 
     forward_before: Affine
-    """Up to the push of its rows; rows are those that are pushed."""
+    """Until its rows are pushed; per pushed row."""
     forward_after: Affine
-    """Reading what was aggregated, the sparse product included, and what is made of it."""
+    """The sparse product and the rest of the op."""
     backward_before: Affine
-    """Bringing gradients back over the edges (the edges' share of this part), and undoing what
-    came before the push."""
+    """Gradients over the edges (all of the time per edge), and of ``forward_before``."""
     backward_after: Affine
     finish: Affine
-    """The gradient of the features' weight, once an epoch; rows and entries of the whole shard."""
+    """Gradient of the weight that multiplies the features, once per epoch; per row and entry of the
+    shard."""
     forecast: Affine
-    """Of so many pilot rows with the weights of this epoch, the fit of the map included."""
+    """Per probe row, with the weights of this epoch; includes the fit of the map."""
     recall: Affine
-    """Of so many pilot rows with the weights of the last epoch."""
+    """Per probe row, with the weights of the last epoch."""
     carry: Affine
-    """Of so many stale rows."""
+    """Per stale row."""
     relative_error: float
-    """Of the fit: mean |fitted - measured| over mean measured, of the steps that it is part of;
-    0 by hand."""
+    """Mean |fitted - measured| over mean measured, of the steps that contain the op; 0 by hand."""
 
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """Times while ``ranks`` ranks of a machine compute at once: they share its memory."""
+    """Times while ``ranks`` ranks of a machine compute at once and share its memory."""
 
     ranks: int
     ops: Mapping[str, OpTimes]
-    """By kind, see ``op_kind``."""
+    """Times by ``op_kind``."""
     begin: Affine
-    """What a rank does once an epoch outside of all steps, for each of its histories; rows are
-    numbers of its tables that are cleared, edges numbers that masks are made for."""
+    """Once per epoch outside of all steps, for each history table; rows are cleared numbers, edges
+    are numbers of dropout masks."""
     update: Affine
-    """The optimizer's step, for each op; rows are weights."""
+    """The optimizer's step for each op; rows are weights."""
     boundary_per_number_s: float
-    """Taking a number out of a table for another shard, or adding one that came from there."""
+    """Reading a number of a table for another shard, or adding one that arrived."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """A message of so many bytes: a latency, and a bandwidth."""
+    """Latency and bandwidth of a link."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
     relative_error: float
-    """Of the fit, 0 by hand."""
+    """Error of the fit; 0 by hand."""
     busy: Affine = Affine()
-    """What processors that compute do for one at each of its ends, meanwhile; rows are bytes."""
+    """Processor time that a message takes from computing, at each end; rows are bytes."""
 
     def time_s(self, size_bytes: float, messages: int = 1) -> float:
-        """Of one message, or several one after another that have these bytes together."""
+        """Seconds of consecutive messages with ``size_bytes`` in total."""
         return self.latency_s * messages + size_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one machine, or several of the same kind and their links, take."""
+    """Times of one machine, or of several equal ones and their links."""
 
     machine: str
     source: str
     """'measured' or 'by hand'."""
     note: str
-    """When and how it was measured, or where the figures of a hand-made one are from."""
+    """When and how it was measured, or the source of figures written by hand."""
     device: str
     dtype: str
-    """Number type of weights and rows; the next five are settings of a run, too."""
+    """Number type of weights and rows; this and the next four fields are settings of a run."""
     comm_dtype: str
     matmul_dtype: str
     kernel: str
     recompute: bool
     threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     compute: tuple[ComputeTimes, ...]
-    """By ranks at once, ascending."""
+    """Ascending by ``ranks``."""
     message: LinkTimes | None
-    """From rank to rank; none where one rank was alone."""
+    """From rank to rank; None if measured with a single rank."""
     exchange: LinkTimes | None
-    """All-to-all among shards: a latency for each other shard, bytes that one shard sends."""
+    """All-to-all among shards: latency for each other shard, bytes that one shard sends."""
     gradient_sum: LinkTimes | None
-    """The same of the sum of gradients; bytes of one copy."""
+    """Sum of gradients over shards, likewise; bytes of one copy."""
 
     def __post_init__(self) -> None:
         counts = [times.ranks for times in self.compute]
@@ -139,21 +144,21 @@ class Profile:
             raise InputError(f"profile: compute.ranks {counts}; must ascend from at least 1")
         for name in ("message", "exchange", "gradient_sum"):
             link: LinkTimes | None = getattr(self, name)
-            # A sum's is up to half of what the least link of a cluster has.
+            # Times stay finite.
             if link is not None and link.bandwidth_bytes_per_s < 0.1:
                 raise InputError(f"profile: {name}.bandwidth_bytes_per_s: must be at least 0.1")
 
     def compute_of(self, ranks: int) -> ComputeTimes:
-        """Times while so many ranks compute at once: of the nearest number that is known."""
+        """Times of the nearest number of ranks that was measured."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
 
     def to_json(self) -> str:
-        """The profile as text, with a version."""
+        """The profile as JSON with a version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """A profile from ``to_json``'s text; ``InputError`` names the field that is wrong."""
+        """Profile from the text of ``to_json``; ``InputError`` names the wrong field."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -167,11 +172,11 @@ class Profile:
                 f"{source}: version: written by another gnnpipe, expected {VERSION}; make one with "
                 "`gnnpipe profile --save`"
             )
-        return read_dataclass(cls, data, source)
+        return _read_dataclass(cls, data, source)
 
 
 def op_kind(op: Op) -> str:
-    """Ops of one kind take the same time for the same rows and edges.
+    """Kind of an op; ops of one kind take the same time for the same rows and edges.
 
     >>> op_kind(Op("gcn3", ("gcn2.x",), {"gcn3.x": 16}, 272, 512, push_width=16))
     'gcn, push 16, out 16, flops 512 a row'
@@ -182,9 +187,63 @@ def op_kind(op: Op) -> str:
         parts.append(f"push {op.push_width}" if op.moves else f"push {op.push_width} of features")
     parts.append(f"out {sum(op.outputs.values())}")
     if op.kept_per_edge:
-        # Heads of attention, or the width of a message.
+        # Attention heads, or the width of a message.
         parts.append(f"kept {op.kept_per_edge} an edge")
     parts.append(f"flops {op.flops_per_row} a row")
     if op.reads_features:
         parts.append(f"{op.flops_per_feature} a feature")
     return ", ".join(parts)
+
+
+def _read_dataclass(kind: type[T], data: Any, where: str) -> T:
+    """``data`` from JSON as a ``kind``; ``InputError`` names the field that is missing or wrong.
+
+    Fields may be text, bool, int and float from 0 to ``MAX_NUMBER``, other dataclasses, tuples and
+    mappings from text of these, and any of them or None.
+    """
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: must be an object, not {_short(data)}")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    missing = [name for name in names if name not in data]
+    unknown = [name for name in data if name not in names]
+    if missing or unknown:
+        what, name = ("is missing", missing[0]) if missing else ("is no field", unknown[0])
+        raise InputError(f"{where}: {name!r} {what}; the fields are {', '.join(names)}")
+    return kind(**{name: _read(hints[name], data[name], f"{where}: {name}") for name in names})
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        hint = next(a for a in arguments if a is not types.NoneType)
+        return _read(hint, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{where}: must be a list, not {_short(value)}")
+        return tuple(_read(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: must be an object, not {_short(value)}")
+        return {k: _read(arguments[1], v, f"{where}[{k!r}]") for k, v in value.items()}
+    if is_dataclass(hint):
+        return _read_dataclass(typing.cast(type, hint), value, where)
+    if hint is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # NaN compares as false.
+        if not is_number or not 0 <= value <= MAX_NUMBER:
+            raise InputError(
+                f"{where}: must be a number from 0 to {MAX_NUMBER:g}, not {_short(value)}"
+            )
+        return float(value)
+    if type(value) is not hint or (hint is int and value < 0):
+        names = {int: "a whole number of at least 0", str: "text", bool: "true or false"}
+        raise InputError(f"{where}: must be {names[hint]}, not {_short(value)}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,11 +1,10 @@
-"""List scheduling: tasks on resources, each started as soon as what it waits for is over.
+"""List scheduling: starts each task on its resource as soon as its dependencies have ended.
 
-Tasks are taken in the order in which they become ready, so a wire serves those that came first. A
-device keeps its order whatever becomes ready, as an executor does. While all resources do (wires
-between two ranks do too: one rank feeds them, in the order of its program), a start is a maximum of
-ends: a task that is made faster can delay no other, and the makespan is the longest path through
-dependencies and resources. On a wire that several ranks share, the order can change with a duration
-and that is lost.
+Tasks are served in the order in which they become ready, so a link serves first come, first served.
+A device keeps the order of its tasks, as an executor does. If all resources do (links between two
+ranks do: one rank uses them, in the order of its program), a start is a maximum of ends: a faster
+task delays no other, and the makespan is the longest path through dependencies and resources. On a
+link that several ranks share, the order may depend on durations, and this does not hold.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["CriticalTask", "Timeline", "collector_paused", "simulate"]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """It runs again afterwards if it ran before."""
+    """Pause the garbage collector, if it is on."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -36,12 +35,12 @@ def collector_paused() -> Iterator[None]:
 
 
 class CriticalTask(NamedTuple):
-    """A task on the critical path, and why it did not start earlier."""
+    """A task on the critical path and the reason why it did not start earlier."""
 
     task: int
     reason: str
-    """'start': nothing was in its way; 'dependency': what it needs was not there; 'resource': its
-    device or wire was busy."""
+    """'start': it started at 0; 'dependency': it waited for another task; 'resource': its device or
+    link was busy."""
 
 
 @dataclass(frozen=True)
@@ -52,47 +51,44 @@ class Timeline:
     start_s: list[float]
     end_s: list[float]
     cause: list[int]
-    """By task, the one whose end it started at; -1: it started at 0."""
+    """The task at whose end a task started; -1: it started at 0."""
     is_queued: list[bool]
-    """By task: what it needs was there, and its resource was not yet free."""
+    """Whether a task was ready while its resource was busy."""
 
     @cached_property
     def makespan_s(self) -> float:
-        """When the last task ends."""
+        """End of the last task."""
         return max(self.end_s, default=0.0)
 
     def busy_s(self) -> list[float]:
-        """By resource."""
+        """Busy time by resource."""
         busy = [0.0] * len(self.tasks.resources)
         for resource, duration in zip(self.tasks.resource, self.tasks.duration_s, strict=True):
             busy[resource] += duration
         return busy
 
     def bubble_s(self) -> list[float]:
-        """By resource: the time at which it does nothing."""
+        """Idle time by resource."""
         return [self.makespan_s - busy for busy in self.busy_s()]
 
     def critical_path(self) -> list[CriticalTask]:
-        """From the first task to the one that ends last, with no gap between them.
+        """Tasks from the start to the end of the makespan, with no gap between them.
 
-        Of several such paths one. Their durations add up to the makespan.
+        Their durations add up to the makespan. One path of several, if there are several.
         """
         path: list[CriticalTask] = []
-        at = self.end_s.index(self.makespan_s) if self.end_s else -1
-        while at >= 0:
-            found = self.cause[at]
-            reason = "start" if found < 0 else "resource" if self.is_queued[at] else "dependency"
-            path.append(CriticalTask(at, reason))
-            at = found
+        task = self.end_s.index(self.makespan_s) if self.end_s else -1
+        while task >= 0:
+            cause = self.cause[task]
+            reason = "start" if cause < 0 else "resource" if self.is_queued[task] else "dependency"
+            path.append(CriticalTask(task, reason))
+            task = cause
         return path[::-1]
 
 
 @collector_paused()
 def simulate(tasks: Tasks) -> Timeline:
-    """The timeline of all tasks; ``ValueError`` names one that waits for ever.
-
-    One pass, n log(number ready at a time).
-    """
+    """Timeline of all tasks, in O(n log(ready tasks)); ``ValueError`` names a task in a cycle."""
     resource, duration = tasks.resource, tasks.duration_s
     after, missing, is_next = _followers(tasks)
     count = len(tasks)
@@ -105,16 +101,16 @@ def simulate(tasks: Tasks) -> Timeline:
     done = 0
     while waiting:
         task = heappop(waiting)[1]
-        now, on = ready[task], resource[task]
-        if free[on] > now:
-            now, cause[task], is_queued[task] = free[on], last[on], True
-        start[task] = now
-        over = end[task] = now + duration[task]
-        free[on], last[on] = over, task
+        now_s, on = ready[task], resource[task]
+        if free[on] > now_s:
+            now_s, cause[task], is_queued[task] = free[on], last[on], True
+        start[task] = now_s
+        end_s = end[task] = now_s + duration[task]
+        free[on], last[on] = end_s, task
         done += 1
         for other in after[task]:
-            if over > ready[other]:
-                ready[other], cause[other], is_queued[other] = over, task, False
+            if end_s > ready[other]:
+                ready[other], cause[other], is_queued[other] = end_s, task, False
             missing[other] -= 1
             if not missing[other]:
                 heappush(waiting, (ready[other], other))
@@ -122,7 +118,7 @@ def simulate(tasks: Tasks) -> Timeline:
         if other >= 0:
             missing[other] -= 1
             if not missing[other]:
-                heappush(waiting, (max(ready[other], over), other))
+                heappush(waiting, (max(ready[other], end_s), other))
     if done < count:
         stuck = next(task for task in range(count) if missing[task] > 0)
         raise ValueError(f"task {stuck} waits for ever: {tasks.what[stuck]}")
@@ -130,9 +126,9 @@ def simulate(tasks: Tasks) -> Timeline:
 
 
 def _followers(tasks: Tasks) -> tuple[list[list[int]], list[int], list[int]]:
-    """By task: who waits for it, how many it waits for, and who comes next on an ordered resource.
+    """Dependents, number of dependencies and successor on an ordered resource, by task.
 
-    The turn on an ordered resource counts as one more that is waited for.
+    The predecessor on an ordered resource counts as one more dependency.
     """
     count = len(tasks)
     after: list[list[int]] = [[] for _ in range(count)]

@@ -1,14 +1,14 @@
-"""The DAG model of S-SGD itself (arXiv 1805.03812), as tasks for the same simulator.
+"""DAG model of synchronous SGD (arXiv 1805.03812), as tasks for the same simulator.
 
-N devices hold the same model and each takes samples of its own: read, copied to the device, forward
-layer by layer, backward from the last layer down, the gradients of each layer added up over all
-devices, update. Three variants: naive, where each waits for the one before; input overlap, where
-the next samples come in meanwhile; wait-free backward, where on top of that a layer's gradients are
-added up while the layers in front of it are still at work.
+N devices hold the same model, and each has its own samples: read, copy to the device, forward layer
+by layer, backward from the last layer, all-reduce of each layer's gradients, update. Three
+variants: naive, where each task waits for the one before; input overlap, where the next samples are
+read meanwhile; wait-free backward, where in addition a layer's gradients are reduced while earlier
+layers still compute.
 
-The closed forms here are derived from the order of the tasks alone. What belongs to the paper's
-release is the cost of an all-reduce over n devices of M bytes, 2 n alpha + 2 (n-1)/n M beta +
-(n-1)/n M gamma: a ring of 2 (n-1) steps and its start-up, M/n bytes a step, each added up once.
+The closed forms are derived from the order of the tasks alone. The cost of an all-reduce over n
+devices of M bytes is the paper's, 2 n alpha + 2 (n-1)/n M beta + (n-1)/n M gamma: a ring of 2 (n-1)
+steps and its start-up, M/n bytes a step, each added once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIANTS = ("naive", "input overlap", "wait-free backward")
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on one device."""
+    """Times of one layer on one device."""
 
     forward_s: float
     backward_s: float
@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What adding up over n devices costs."""
+    """Cost of an all-reduce over n devices."""
 
     latency_s: float
     """alpha, of a message."""
@@ -45,7 +45,7 @@ class AllReduce:
     """1 / gamma."""
 
     def time_s(self, devices: int, size_bytes: int) -> float:
-        """For ``size_bytes`` on each device; a single one has nothing to add."""
+        """Seconds of an all-reduce of ``size_bytes``; 0 on a single device."""
         if devices == 1:
             return 0.0
         n, share = devices, (devices - 1) / devices
@@ -55,7 +55,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Training:
-    """What every device does in each iteration."""
+    """Work of every device in each iteration."""
 
     layers: Sequence[Layer]
     read_s: float
@@ -65,75 +65,75 @@ class Training:
 
 
 def iteration_s(training: Training, variant: str, devices: int) -> float:
-    """The closed form: seconds between the ends of two iterations, once all run alike.
+    """Closed form of the seconds between the ends of two iterations in the steady state.
 
-    naive: read + copy + forward + backward + all-reduces + update. Input overlap: the input of the
+    Naive: read + copy + forward + backward + all-reduces + update. Input overlap: the input of the
     next iteration or the rest of this one, whichever takes longer. Wait-free backward: the same,
-    but of the all-reduces only what ends behind backward; from the last layer down each starts when
-    the one behind it is over and its own layer's backward is.
+    with only the part of the all-reduces that ends after backward; from the last layer down, each
+    all-reduce starts when the previous one and its own layer's backward have ended.
     """
     layers = training.layers
-    come_s = training.read_s + training.copy_s
+    input_s = training.read_s + training.copy_s
     forward_s = sum(layer.forward_s for layer in layers)
     backward_s = sum(layer.backward_s for layer in layers)
-    added_s = [training.all_reduce.time_s(devices, layer.gradient_bytes) for layer in layers]
-    done_s = forward_s + backward_s + sum(added_s)
+    reduce_s = [training.all_reduce.time_s(devices, layer.gradient_bytes) for layer in layers]
+    done_s = forward_s + backward_s + sum(reduce_s)
     if variant == "wait-free backward":
-        over_s = at_s = forward_s
-        for layer, time_s in zip(reversed(layers), reversed(added_s), strict=True):
-            at_s += layer.backward_s
-            over_s = max(over_s, at_s) + time_s
-        done_s = over_s
+        reduced_s = backward_end_s = forward_s
+        for layer, time_s in zip(reversed(layers), reversed(reduce_s), strict=True):
+            backward_end_s += layer.backward_s
+            reduced_s = max(reduced_s, backward_end_s) + time_s
+        done_s = reduced_s
     rest_s = done_s + training.update_s
-    return come_s + rest_s if variant == "naive" else max(come_s, rest_s)
+    return input_s + rest_s if variant == "naive" else max(input_s, rest_s)
 
 
 @collector_paused()
 def ssgd_tasks(training: Training, variant: str, devices: int, iterations: int) -> Tasks:
-    """The tasks of some iterations on N equal devices.
+    """Tasks of some iterations on N equal devices.
 
-    ``shard`` is the device, ``position`` the iteration, ``step`` the layer. One set of samples
-    may wait while another is at work. All layers of all devices share one wire, which the
-    all-reduces pass one by one, the last layer first.
+    ``shard`` is the device, ``position`` the iteration, ``step`` the layer. The next samples may
+    wait while the current ones are computed. All devices share one link, which serves the
+    all-reduces one by one, the last layer first.
     """
     tasks = Tasks()
-    wire = tasks.open("all-reduce", in_order=True)
-    walks = [_DeviceWalk(tasks, training, variant, device) for device in range(devices)]
+    link = tasks.open("all-reduce", in_order=True)
+    on_devices = [_DeviceTasks(tasks, training, variant, device) for device in range(devices)]
     layers = range(len(training.layers))
     times_s = [training.all_reduce.time_s(devices, x.gradient_bytes) for x in training.layers]
     for iteration in range(iterations):
-        for walk in walks:
-            walk.compute(iteration)
-        added = 0
+        for device in on_devices:
+            device.compute(iteration)
+        reduced = 0
         for layer in reversed(layers):
             size = training.layers[layer].gradient_bytes
             what = Task("REDUCE_GRAD", 0, -1, iteration, step=layer, size_bytes=size)
             behind = layer if variant == "wait-free backward" else 0
-            before = tuple(walk.backward[behind] for walk in walks)
-            added = tasks.add(what, wire, times_s[layer], before)
-        for walk in walks:
-            walk.update(iteration, added)
+            before = tuple(device.backward[behind] for device in on_devices)
+            reduced = tasks.add(what, link, times_s[layer], before)
+        for device in on_devices:
+            device.update(iteration, reduced)
     return tasks
 
 
-class _DeviceWalk:
-    """The iterations of one device."""
+class _DeviceTasks:
+    """Adds the tasks of one device."""
 
     def __init__(self, tasks: Tasks, training: Training, variant: str, device: int) -> None:
         self.tasks, self.training, self.device = tasks, training, device
         self.backward = [0] * len(training.layers)
-        """By layer its task of this iteration."""
+        """Tasks of this iteration by layer."""
         self._is_ahead = variant != "naive"
         self._on = tasks.open(f"device {device}", in_order=True)
         self._input = tasks.open(f"input of device {device}", in_order=True)
         self._updates: list[int] = []
 
     def compute(self, iteration: int) -> None:
-        """Input, forward and backward."""
+        """Add input, forward and backward."""
         training, tasks = self.training, self.tasks
-        # Ahead: once the samples before these are at work, that is, those before them done with.
-        room = iteration - (2 if self._is_ahead else 1)
-        before = (self._updates[room],) if room >= 0 else ()
+        # With overlap, samples are read once the iteration before the previous one has ended.
+        earlier = iteration - (2 if self._is_ahead else 1)
+        before = (self._updates[earlier],) if earlier >= 0 else ()
         tasks.add(self._task("READ", iteration), self._input, training.read_s, before)
         here = (tasks.add(self._task("COPY", iteration), self._input, training.copy_s),)
         for number, layer in enumerate(training.layers):
@@ -143,10 +143,10 @@ class _DeviceWalk:
             what, time_s = self._task("B", iteration, number), training.layers[number].backward_s
             self.backward[number] = tasks.add(what, self._on, time_s)
 
-    def update(self, iteration: int, added: int) -> None:
-        """The step behind the all-reduce ``added``."""
+    def update(self, iteration: int, reduced: int) -> None:
+        """Add the step after the all-reduce ``reduced``."""
         what = self._task("STEP", iteration)
-        self._updates.append(self.tasks.add(what, self._on, self.training.update_s, (added,)))
+        self._updates.append(self.tasks.add(what, self._on, self.training.update_s, (reduced,)))
 
     def _task(self, kind: str, iteration: int, layer: int = -1) -> Task:
         return Task(kind, 0, self.device, iteration, step=layer)

@@ -1,11 +1,10 @@
-"""Timelines of one epoch as a file: Chrome's trace events, which Perfetto and the page both read.
+"""Reads and writes the timelines of one epoch as Chrome trace events, for Perfetto and the report.
 
 One JSON object. ``traceEvents`` has a complete event (``ph`` X, ``ts`` and ``dur`` in microseconds)
-for every span: process 1 is what was measured, process 2 what was predicted; ``cat`` is the span's
-kind and ``args`` holds what else a ``Span`` has. Viewers treat process and thread 0 as a system's
-idle one, so both count from 1: thread rank + 1 is the rank itself. What a rank has under way
-beside its own work (transfers) stands in lanes, each a thread of its own, because a viewer draws
-spans of one thread inside one another.
+for every span: process 1 is measured, process 2 predicted; ``cat`` is the span's kind and ``args``
+has the other fields of a ``Span``. Viewers treat process and thread 0 as the system's idle ones, so
+both count from 1: thread rank + 1 is the rank's own work. Transfers are in lanes, each a thread of
+its own, because viewers nest the spans of one thread.
 
 Source: the Trace Event Format (Chromium project), complete and metadata events.
 """
@@ -26,20 +25,20 @@ __all__ = ["Span", "Trace", "read_trace", "write_trace"]
 VERSION = 1
 TIMELINES = ("measured", "predicted")
 LANE_STRIDE = 1_000_000
-"""Threads of the first lane begin here, of the second at twice as much."""
+"""Thread numbers of lane n start at n times this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that takes time on a rank; seconds from the epoch's beginning."""
+    """An action, wait or transfer of a rank; seconds from the start of the epoch."""
 
     rank: int
     kind: str
-    """F, B, SEND_F and so on, as in a program; WAIT for what an action waits inside."""
+    """F, B, SEND_F and so on, as in a program; WAIT for a wait inside an action."""
     start_s: float
     end_s: float
     chunk: int = -1
-    """The chunk itself, not its position in the walk; or a ``SpecialPosition``."""
+    """The chunk itself, not its position in the order; or a ``SpecialPosition``."""
     stage: int = -1
     steps: tuple[int, int] = (0, 0)
     """F and B: first step, one past the last."""
@@ -47,17 +46,17 @@ class Span:
     """The other rank of a transfer or a wait."""
     size_bytes: int = 0
     is_critical: bool = False
-    """Part of the critical path."""
+    """Whether it is on the critical path."""
     lane: str = ""
-    """'' is the rank's own work; other names are what goes on beside it, like 'to 1'."""
+    """'' for the rank's own work; a name like 'to 1' for transfers."""
 
     @property
     def name(self) -> str:
-        """What a reader is shown: ``F 3``, ``STEP``, ``SEND_F probes``."""
+        """Label of the span: ``F 3``, ``STEP``, ``SEND_F probes``."""
         special = {
             SpecialPosition.NO_CHUNK: "",
-            SpecialPosition.PROBE: " pilots",
-            SpecialPosition.RECALLED_PROBE: " pilots recalled",
+            SpecialPosition.PROBE: " probes",
+            SpecialPosition.RECALLED_PROBE: " probes recalled",
         }
         known = special.get(SpecialPosition(self.chunk)) if self.chunk < 0 else None
         return self.kind + (f" {self.chunk}" if known is None else known)
@@ -65,14 +64,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The timelines of one epoch; either may be empty."""
+    """Timelines of one epoch; either may be empty."""
 
     measured: tuple[Span, ...] = ()
     predicted: tuple[Span, ...] = ()
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write ``trace``; what ``read_trace`` gives back is the same to a nanosecond."""
+    """Write ``trace``; ``read_trace`` restores it to a nanosecond."""
     lanes = sorted({s.lane for s in (*trace.measured, *trace.predicted)} - {""})
     first_thread = {"": 1} | {lane: LANE_STRIDE * (i + 1) for i, lane in enumerate(lanes)}
     lines: list[str] = []
@@ -90,18 +89,18 @@ def write_trace(path: Path, trace: Trace) -> None:
 def _names(
     process: int, name: str, spans: Iterable[Span], first_thread: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """Metadata events: what the viewer writes beside processes and threads, and their order."""
+    """Metadata events: labels of processes and threads and their order."""
     used = sorted({(s.rank, first_thread[s.lane], s.lane) for s in spans})
     if not used:
         return []
-    told: list[tuple[int, str, dict[str, Any]]] = [
+    events: list[tuple[int, str, dict[str, Any]]] = [
         (0, "process_name", {"name": name}),
         (0, "process_sort_index", {"sort_index": -process}),  # predicted above measured
     ]
-    for place, (rank, first, lane) in enumerate(used):
+    for index, (rank, first, lane) in enumerate(used):
         label = f"rank {rank}" + (f" {lane}" if lane else "")
-        told.append((first + rank, "thread_name", {"name": label}))
-        told.append((first + rank, "thread_sort_index", {"sort_index": place}))
+        events.append((first + rank, "thread_name", {"name": label}))
+        events.append((first + rank, "thread_sort_index", {"sort_index": index}))
     return [
         {
             "ph": "M",
@@ -110,12 +109,12 @@ def _names(
             "name": what,
             "args": args,
         }
-        for thread, what, args in told
+        for thread, what, args in events
     ]
 
 
 def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
-    # Whole nanoseconds at both ends: what lies inside another span still does when it is rounded.
+    # Both ends are rounded to nanoseconds, so that nested spans stay nested.
     start_ns, end_ns = round(span.start_s * 1e9), round(span.end_s * 1e9)
     return {
         "ph": "X",
@@ -139,7 +138,7 @@ def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """The timelines of a file; ``InputError`` names the event and what is wrong with it."""
+    """Timelines of a file; ``InputError`` names the event and its fault."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -195,7 +194,7 @@ def _span(event: dict[str, Any], where: str) -> Span:
 
 def _number(values: dict[str, Any], name: str, where: str) -> float:
     value = values.get(name)
-    # Also refuses NaN and what is past every epoch.
+    # Also refuses NaN and absurdly long times.
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e18:
         raise InputError(f"{where}: {name} {value!r}; give microseconds, 0 or more")
     return float(value)

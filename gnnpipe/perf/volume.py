@@ -1,6 +1,6 @@
-"""Closed forms for the bytes that an epoch sends (docs/concepts.md).
+"""Closed forms of the bytes that an epoch sends (docs/concepts.md).
 
-They are printed next to what the program counted; the two must be equal to the byte.
+Reports show them next to the bytes that were counted; the two must be equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommVolume:
         return self.pipeline + self.graph + self.gradient + self.control
 
     def to_dict(self) -> dict[str, int]:
-        """As it stands in result.json."""
+        """Bytes by axis and in total, as in result.json."""
         return {**asdict(self), "total": self.total}
 
 
@@ -44,18 +44,20 @@ def closed_form_volume(
     row_bytes: int,
     probes: Mapping[str, int],
 ) -> CommVolume:
-    """Forward and backward of N vertices, M ``crossings``: (vertex, other reading shard) pairs.
+    """Bytes of an epoch's forward and backward over all ranks.
 
-    N, M and P by the type of the vertices, '' if there is but one; rows take ``row_bytes`` for a
-    number, weights ``number_bytes``:
+    ``num_vertices`` N, ``crossings`` M = (vertex, other shard that reads it) pairs and ``probes`` P
+    by type of vertex ('' if there is only one); a number of a row takes ``row_bytes``, of a weight
+    ``number_bytes``. Numbers by axis:
 
-    pipeline: 2 N x the widths of every transfer, which is 2 (S-1) N H numbers when one value of
-    width H crosses each boundary; graph: 2 M x the width of every push, 2 L M H in all,
-    and for a mean over all vertices 4 K (G-1) x its width in float64;
-    gradient: 2 (G-1) P for P weights; control, where P ``probes`` forecast stale rows: 2 P x the
-    widths of every transfer (``probe_rows_bytes``: once with old weights, once with new ones), and
-    for every aggregation whose rows move 2 (G-1) times the float64 numbers of a fit,
-    F (F + 1) / 2 + F F + 2 F + 2 (of a mean F + 2).
+    - pipeline: 2 N x the widths of all transfers; 2 (S-1) N H if one value of width H crosses each
+      boundary;
+    - graph: 2 M x the widths of all pushes, 2 L M H for L of width H; for a mean over all vertices
+      4 K (G-1) x its width, in float64;
+    - gradient: 2 (G-1) x the number of weights;
+    - control, with probes: 2 P x the widths of all transfers (``probe_rows_bytes``: once with the
+      old and once with the new weights), and 2 (G-1) x ``fit_numbers`` of every forecast
+      aggregation, in float64.
     """
     sent = _widths_sent(plan)
     pushed = sum(
@@ -73,12 +75,12 @@ def closed_form_volume(
 
 
 def probe_rows_bytes(plan: Plan, probes: Mapping[str, int], row_bytes: int) -> int:
-    """The pilot rows, P by type, once from stage to stage: P x the widths of every transfer."""
+    """Bytes of P ``probes`` (by type) from stage to stage once: P x the widths of all transfers."""
     return sum(probes[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
 
 
 def _widths_sent(plan: Plan) -> Counter[str]:
-    """Of all transfers together, by the type of the vertices."""
+    """Total width of all transfers by type of vertex."""
     sent: Counter[str] = Counter()
     for transfer in plan.transfers:
         for value, width in transfer.widths.items():
@@ -87,9 +89,9 @@ def _widths_sent(plan: Plan) -> Counter[str]:
 
 
 def fit_numbers(op: Op) -> int:
-    """Sums over the pilot rows that the map of an aggregation is fitted from, a shift for a mean.
+    """Sums over the probe rows that the map of an aggregation is fitted to.
 
-    An affine map on rows of width F takes F (F + 1) / 2 + F F + 2 F + 2.
+    An affine map on rows of width F takes F (F + 1) / 2 + F F + 2 F + 2, a shift for a mean F + 2.
     """
     width = op.push_width
     if op.is_mean:

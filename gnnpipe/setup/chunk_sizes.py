@@ -60,8 +60,8 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         precomputed=prepared.precomputed,
         loss_rows=prepared.loss_rows.ops,
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
-        asked_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
-        asked_pulled=_pulled(prepared, loss_rows),
+        loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
+        loss_row_source_edges=_pulled(prepared, loss_rows),
         shared=shared_of(prepared),
         stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
