@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from gnnpipe.machine import machine_key
 from gnnpipe.perf.fit import fit_link
 from gnnpipe.perf.profile import Affine, LinkTimes
 from gnnpipe.runtime.comm.cpu_affinity import crowding
@@ -31,6 +32,7 @@ __all__ = [
     "Links",
     "clock_offset",
     "measure_links",
+    "most_ranks_per_machine",
     "receive_bandwidth",
 ]
 
@@ -44,6 +46,12 @@ class Waitable(Protocol):
 
 ROUNDS, PROBE_BYTES = 3, 1 << 20
 """Repeats and message size of ``clock_offset`` and ``receive_bandwidth``."""
+
+
+def most_ranks_per_machine(mesh: Mesh) -> int:
+    """Largest number of ranks on one machine; call it on every rank."""
+    hosts = mesh.gather(machine_key())
+    return max(hosts.count(host) for host in hosts)
 
 
 def clock_offset(mesh: Mesh) -> float:

@@ -12,12 +12,12 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.cluster import Cluster
+from gnnpipe.profile.links import most_ranks_per_machine
 from gnnpipe.profile.profile import take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.chunk_sizes import chunk_sizes
@@ -73,8 +73,7 @@ class Predictor:
         has_file = config.profile != ""
         if not has_file and (epochs < MIN_EPOCHS or mesh.device.type != "cpu"):
             return None
-        hosts = mesh.gather(machine_key())
-        ranks_per_host = max(hosts.count(host) for host in hosts)
+        ranks_per_machine = most_ranks_per_machine(mesh)
         sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
         if has_file:
             profile = _on_rank_0(mesh, lambda: read_profile(config.profile))
@@ -86,7 +85,7 @@ class Predictor:
         def costs() -> ProfiledCosts | None:
             if profile is None:
                 return None
-            return run_costs(prepared, profile, ranks_per_host, sizes)
+            return run_costs(prepared, profile, ranks_per_machine, sizes)
 
         return cls(prepared, mesh, _on_rank_0(mesh, costs), profile)
 

@@ -25,13 +25,12 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
 from gnnpipe.graph.graph import Graph
-from gnnpipe.machine import machine_key
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
 from gnnpipe.plan import ModelGraph
-from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links
+from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profile.steps import (
     BEGIN,
     UPDATE,
@@ -144,11 +143,10 @@ def take_profile(
     ``mesh`` has one stage whose shards are all ranks; every rank measures the whole graph, whatever
     S and G of the config. ``graph`` and ``model`` as in ``Trainer``; the model stays as it is.
     """
-    hosts = mesh.gather(machine_key())
-    ranks_per_host = max(hosts.count(host) for host in hosts)
+    ranks_at_once = most_ranks_per_machine(mesh)
     compute = [_compute_times(config, mesh, graph, model, 1)]
-    if ranks_per_host > 1:
-        compute.append(_compute_times(config, mesh, graph, model, ranks_per_host))
+    if ranks_at_once > 1:
+        compute.append(_compute_times(config, mesh, graph, model, ranks_at_once))
     links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
     note = (
         f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
@@ -181,7 +179,7 @@ def take_short_profile(
         return None
     # Memory pages are first touched in the first epoch.
     by_rank = mesh.collect(typical_epoch(found[1:]))
-    hosts = mesh.gather(machine_key())
+    ranks_at_once = most_ranks_per_machine(mesh)
     pairs = list(pairwise(range(0, mesh.world_size, mesh.shards)))
     links = measure_links(mesh, BRIEF, pairs, True)
     if sizes is None:
@@ -192,9 +190,8 @@ def take_short_profile(
             # The sum of all steps should be right, rather than each of them.
             work = work_of(key, prepared, sizes, rank % mesh.shards)
             samples.append(Sample(time_s, work, weight=time_s))
-    ranks_per_host = max(hosts.count(host) for host in hosts)
     # The steps contain what shards read from tables for one another.
-    compute = _fitted_times(fit_costs(samples), ranks_per_host, boundary_per_number_s=0.0)
+    compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)
     note = "short, before the run"
     return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
 
