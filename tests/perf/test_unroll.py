@@ -5,7 +5,7 @@ from dataclasses import replace
 import pyg_models
 import pytest
 from helpers import small_graph
-from test_profile import prepared_of, profile_of
+from profiles import prepared_of, profile_of
 from torch import nn
 
 from gnnpipe.errors import InputError

@@ -85,7 +85,7 @@ def test_the_critical_path_says_what_rules():
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     import ssgd
 
     yield ssgd

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_profile import prepared_of, profile_of
+from profiles import prepared_of, profile_of
 
 from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
@@ -263,7 +263,7 @@ def test_more_ranks_than_devices(tmp_path, capsys):
 
 
 def test_the_cluster_of_the_guide(tmp_path):
-    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
     path = tmp_path / "cluster.toml"
     path.write_text(re.search(r"```toml\n(\[\[devices.*?)```", guide, re.DOTALL).group(1))
     cluster = Cluster.read(str(path))

@@ -1,7 +1,7 @@
 """Profiles by hand: what a data sheet says decides what is fast."""
 
 import pytest
-from test_profile import prepared_of
+from profiles import prepared_of
 
 from gnnpipe.perf import Profile
 from gnnpipe.perf.hardware import DEVICES, LINKS, hardware_profile

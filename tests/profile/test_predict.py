@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers import quick_config, run_ranks, small_graph
-from test_profile import prepared_of, profile_of
+from profiles import prepared_of, profile_of
 
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main

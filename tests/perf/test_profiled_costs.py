@@ -1,0 +1,159 @@
+"""Costs by a profile: bytes as they are sent, times of the profile."""
+
+import numpy as np
+import pytest
+from helpers import run_ranks, small_graph
+from profiles import prepared_of, profile_of
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.profile.predict import run_costs
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.schedule import PROBE_POSITIONS
+from gnnpipe.setup.chunk_sizes import chunk_sizes
+
+
+def bytes_of(shapes, model):
+    """Counted bytes, and those that the costs say, by shape."""
+    from gnnpipe import Trainer
+
+    found = []
+    for stages, shards, chunks in shapes:
+        config = TrainConfig(
+            model=model,
+            layers=4,
+            hidden=8,
+            stages=stages,
+            shards=shards,
+            chunks=chunks,
+            epochs=2,
+            out="off",
+            cache_dir="off",
+            quiet=True,
+        )
+        trainer = Trainer(config, graph=small_graph())
+        counted = trainer.fit().comm_bytes_per_epoch
+        found.append((counted, predicted_bytes(trainer._setup()[1])))
+    return found
+
+
+def costs_of(prepared):
+    return ProfiledCosts(
+        profile_of(prepared.model_graph),
+        prepared.plan,
+        prepared.model_graph,
+        chunk_sizes(prepared),
+        number_bytes=prepared.dtype.itemsize,
+        row_bytes=prepared.row_dtype.itemsize,
+        ranks_at_once=2,
+    )
+
+
+def predicted_bytes(prepared):
+    plan, said = prepared.plan, costs_of(prepared)
+    shards, chunks = range(plan.shards), range(plan.chunks)
+    both = [(t.source, t.target) for t in plan.transfers]
+    pipeline = sum(
+        said.message_bytes("F", a, b, g, c) + said.message_bytes("B", b, a, g, c)
+        for a, b in both
+        for g in shards
+        for c in chunks
+    )
+    graph = sum(
+        said.exchange_bytes(way, stage, g, c, step)
+        for way in "FB"
+        for stage, steps in enumerate(plan.steps)
+        for step in range(steps - 1)
+        for g in shards
+        for c in chunks
+    )
+    gradient = sum(
+        2 * (plan.shards - 1) * said.gradient_bytes(s, (0, steps))
+        for s, steps in enumerate(plan.steps)
+    )
+    probes = sum(
+        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PROBE_POSITIONS
+    )
+    return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
+
+
+@pytest.mark.parametrize("model", ["gcnii", "sage"])
+def test_costs_count_the_bytes_that_are_sent(model):
+    shapes = [(2, 1, 3), (1, 2, 3)]
+    for counted, said in run_ranks(bytes_of, 2, shapes, model)[0]:
+        assert {k: counted[k] for k in ("pipeline", "graph", "gradient")} == {
+            k: said[k] for k in ("pipeline", "graph", "gradient")
+        }
+        assert said["pilots"] <= counted["control"]
+        assert (said["pilots"] > 0) == (said["pipeline"] > 0)
+
+
+def test_costs_are_those_of_the_profile():
+    prepared = prepared_of(model="gcn", layers=2, chunks=2)
+    said, sizes = costs_of(prepared), chunk_sizes(prepared)
+    rows, edges = int(sizes.rows[""][0, 1]), int(sizes.edges[""][0, 1])
+    assert rows + int(sizes.rows[""][0, 0]) == 34
+    assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
+    # The last op reads for the rows that the loss asks for, and makes no others.
+    assert prepared.loss_rows.ops == {"gcn1"}
+    loss_rows, into_asked = int(sizes.loss_row_counts[0, 1]), int(sizes.loss_row_edges[0, 1])
+    assert 0 < loss_rows < rows
+    # The middle step is of two ops: what one aggregated, and what the next one pushes.
+    made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked
+    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + pushed)
+    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * loss_rows + 1e-6 * into_asked)
+    assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
+    assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)
+    assert said.message_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
+
+
+def test_a_profile_of_something_else_is_refused():
+    prepared = prepared_of(model="gcn", layers=2)
+    other = profile_of(prepared_of(model="sage").model_graph)
+    with pytest.raises(InputError, match="profile: has no layer like gcn0"):
+        ProfiledCosts(
+            other,
+            prepared.plan,
+            prepared.model_graph,
+            chunk_sizes(prepared),
+            number_bytes=4,
+            row_bytes=4,
+            ranks_at_once=1,
+        )
+
+
+def test_a_profile_of_other_heads_is_refused():
+    """Attention's time goes by its heads."""
+    profile = profile_of(prepared_of(model="gat", layers=3, hidden=16, heads=2).model_graph)
+    other = prepared_of(model="gat", layers=3, hidden=16, heads=4)
+    with pytest.raises(InputError, match=r"no layer like gat0 .*kept 4 an edge.*kept 2 an edge"):
+        run_costs(other, profile, 1)
+
+
+def test_a_profile_without_links_is_refused_where_there_are_stages():
+    prepared = prepared_of(model="gcn", layers=2, stages=2)
+    profile = profile_of(prepared.model_graph, message=None)
+    with pytest.raises(InputError, match="torchrun"):
+        ProfiledCosts(
+            profile,
+            prepared.plan,
+            prepared.model_graph,
+            chunk_sizes(prepared),
+            number_bytes=4,
+            row_bytes=4,
+            ranks_at_once=1,
+        )
+
+
+def test_stale_rows_are_counted_as_they_are_read():
+    """Their mean over orders is near what the orders give."""
+    from gnnpipe.setup.build import build_rank
+
+    prepared = prepared_of(graph=small_graph(400, 4), model="gcn", layers=2, chunks=6)
+    forecaster = build_rank(prepared, Mesh.alone()).executor.forecaster
+    stale = next(iter(forecaster._stale.values()))
+    stale._is_always[:] = False
+    rng = np.random.default_rng(0)
+    counts = [len(stale.in_order(rng.permutation(6).tolist())) for _ in range(40)]
+    assert int(chunk_sizes(prepared).stale[""][0]) == pytest.approx(np.mean(counts), rel=0.05)
