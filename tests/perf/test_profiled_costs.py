@@ -73,7 +73,10 @@ def predicted_bytes(prepared):
         for s, steps in enumerate(plan.steps)
     )
     probes = sum(
-        said.message_bytes("F", a, b, g, p) for a, b in both for g in shards for p in PROBE_POSITIONS
+        said.message_bytes("F", a, b, g, p)
+        for a, b in both
+        for g in shards
+        for p in PROBE_POSITIONS
     )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 
