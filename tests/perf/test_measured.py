@@ -141,6 +141,7 @@ def test_the_timeline_of_a_real_run(shape, slow):
     assert critical > 0.5 * max(share.epoch_s for share in shares)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_one_rank_is_all_critical():
     spans, _, _ = run_ranks(timeline_of, 1, (1, 1, 1), -1)[0]
     assert all(s.is_critical for s in spans if s.kind != "WAIT")

@@ -81,6 +81,7 @@ def predicted_bytes(prepared):
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gcnii", "sage"])
 def test_costs_count_the_bytes_that_are_sent(model):
     shapes = [(2, 1, 3), (1, 2, 3)]

@@ -382,6 +382,7 @@ def notes_of(shape, bucket_bytes):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 18])
 @pytest.mark.parametrize("shape", [(2, 1, 4), (1, 2, 3), (2, 2, 2)])
 def test_executor_and_simulator_wait_for_the_same_things_in_the_same_order(shape, bucket_bytes):
@@ -389,6 +390,7 @@ def test_executor_and_simulator_wait_for_the_same_things_in_the_same_order(shape
         assert real == made
 
 
+@pytest.mark.slow
 def test_an_epoch_of_naps_takes_what_the_simulator_says():
     stages, chunks, layers = 2, 3, 4
     naps = StatedCosts(forward_s=NAP_S / 3, backward_s=NAP_S)

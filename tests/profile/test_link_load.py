@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 import torch
 from helpers import run_ranks
 
@@ -61,6 +62,7 @@ def loads(stages, shards):
     return found
 
 
+@pytest.mark.slow
 def test_every_rank_knows_the_load_and_none_is_below_nothing():
     for shape in ((3, 1), (1, 2)):
         ranks = run_ranks(loads, shape[0] * shape[1], *shape)

@@ -77,6 +77,7 @@ def test_a_run_is_the_same_to_the_bit_with_a_prediction(staleness):
         assert_same(runs)
 
 
+@pytest.mark.slow
 def test_so_are_runs_of_two_ranks():
     for of_rank in run_ranks(both_ways, 2, [(2, 1, 3), (1, 2, 1), (1, 2, 3)]):
         for runs in of_rank:

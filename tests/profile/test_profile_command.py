@@ -91,6 +91,7 @@ def _profile(path):
     return main([*SMALL, "--chunks", "2", "--save", path])
 
 
+@pytest.mark.slow
 def test_a_profile_of_two_ranks(tmp_path):
     path = tmp_path / "profile.json"
     assert run_ranks(_profile, 2, str(path)) == [0, 0]
@@ -105,5 +106,6 @@ def _profile_of_too_many_chunks():
     return main([*SMALL, "--chunks", "35"])
 
 
+@pytest.mark.slow
 def test_two_ranks_refuse_together():
     assert run_ranks(_profile_of_too_many_chunks, 2, timeout_s=60) == [2, 2]
