@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 SHARED = ROOT.parent / "shared" / "data"
-OWN = ("ours", "exact", "whole", "floor")
+OWN = ("ours", "exact", "floor")
 DROPOUT, HEADS, CLASSES = 0.5, 4, 16
 LIMIT = 18 << 30
 """Bytes of address space: a contender that wants more is told so, and the others go on."""
@@ -292,11 +292,6 @@ def build(contender: str, dataset: str, model: str, layers: int, width: int) -> 
     if name in ("ours", "exact"):
         staleness = "exact" if name == "exact" else "auto"
         return ours(graph, model, layers, width, int(form or 1), staleness=staleness)[0]
-    if name == "whole":
-        from gnnpipe.setup import row_blocks
-
-        row_blocks.KEPT_BYTES = 1 << 60
-        return ours(graph, model, layers, width)[0]
     if name == "floor":
         return floor(graph, model, layers, width)
     if name == "pyg":

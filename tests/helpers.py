@@ -19,10 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
-from gnnpipe.setup import row_blocks
 
-# Of graphs as small as those of the tests all chunks would be walked as one (tests/test_blocks.py).
-row_blocks.JOINED_BYTES = 1
 PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.verify.verify"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

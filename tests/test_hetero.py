@@ -106,22 +106,6 @@ def test_recomputed(name):
     assert_all_within(largest_difference([(1, 1, 1), (1, 1, 6)], [name], recompute=True))
 
 
-@pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
-@pytest.mark.parametrize("name", hetero_models.MODELS)
-def test_large_graphs_are_cut_into_blocks_only_where_that_works(name, monkeypatch):
-    from gnnpipe.setup import row_blocks
-
-    losses = []
-    for kept in (1 << 40, 0):
-        monkeypatch.setattr(row_blocks, "KEPT_BYTES", kept)
-        monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 600)
-        monkeypatch.setattr(row_blocks, "MESSAGE_BYTES", 2000)
-        model, data = made(name)
-        found = Trainer(quick_config(), graph=Graph.from_pyg(data), model=model).fit()
-        losses.append([row.loss for row in found.history])
-    np.testing.assert_allclose(*losses, rtol=1e-9)
-
-
 def test_two_ranks():
     shapes = [(2, 1, 1), (1, 2, 1), (2, 1, 6)]
     assert_all_within(run_ranks(largest_difference, 2, shapes, tuple(hetero_models.MODELS))[0])

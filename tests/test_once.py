@@ -23,7 +23,6 @@ from gnnpipe.profile.profile import take_profile
 from gnnpipe.profile.steps import measure_steps
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup import row_blocks
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, prepare
@@ -172,16 +171,6 @@ def test_training_and_scores_are_those_of_making_them_anew(name, monkeypatch):
     plain, plain_scores, _ = trained(name, epochs=6, eval_every=1)
     assert losses == pytest.approx(plain, rel=1e-11)
     assert scores == plain_scores
-
-
-def test_blocks_of_rows_read_their_part(monkeypatch):
-    losses, _, _ = trained("sage", epochs=4)
-    monkeypatch.setattr(row_blocks, "KEPT_BYTES", 0)
-    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 10 * 8 * 8)
-    found, _, trainer = trained("sage", epochs=4)
-    assert trainer.plan.chunks == 6
-    assert len(trainer._setup()[1].precomputed) == 1
-    assert found == pytest.approx(losses, rel=1e-11)
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage"])

@@ -102,24 +102,6 @@ class Chunking:
         out[self.perm] = np.arange(self.num_vertices)
         return out
 
-    def split(self, chunks: int) -> Chunking:
-        """The one chunk of one shard as several of nearly equal size, in the same order."""
-        if self.chunks * self.shards != 1:
-            raise ValueError(
-                f"{self.chunks} chunks on {self.shards} shards are not one run of rows"
-            )
-        ends = np.linspace(0, self.num_vertices, chunks + 1).astype(np.int64)
-        return Chunking(self.perm, np.stack([ends[:-1], ends[1:]], axis=1))
-
-    def joined(self, chunks: int) -> Chunking:
-        """The chunks of one shard in so many runs, of as nearly the same number of chunks."""
-        if self.shards > 1 or not 1 <= chunks <= self.chunks:
-            raise ValueError(
-                f"{self.chunks} chunks on {self.shards} shards do not make {chunks} on one"
-            )
-        ends = np.linspace(0, self.chunks, chunks + 1).astype(np.int64)
-        return Chunking(self.perm, np.stack([self.ptr[ends[:-1], 0], self.ptr[ends[1:] - 1, 1]], 1))
-
     def chunk_of_row(self) -> npt.NDArray[np.int32]:
         """[N], the chunk of each new row."""
         sizes = self.cell_sizes.sum(axis=1)

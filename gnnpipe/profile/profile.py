@@ -240,9 +240,7 @@ def _compute_times(
         if ranks > 1 or mesh.rank == 0:
             try:
                 alone = Mesh(1, 1, 0, mesh.device, None, None)
-                prepared = prepare(
-                    replace(run, chunks=chunks), alone, graph, copy.deepcopy(model), joins=False
-                )
+                prepared = prepare(replace(run, chunks=chunks), alone, graph, copy.deepcopy(model))
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
                 samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)
             except InputError as fault:

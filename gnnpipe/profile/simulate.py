@@ -208,8 +208,7 @@ def simulated(
 def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
     if shape is not None:
         return scenario_of_shape(config, shape)
-    # Chunks are not joined, on devices other than CPUs and in ``scenario_of_shape``.
-    return scenario_of(prepare(config, Mesh.alone(), joins=False))
+    return scenario_of(prepare(config, Mesh.alone()))
 
 
 def _costs(

@@ -83,10 +83,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 def _summary(run: Run) -> str:
     plan, result = run.plan, run.result
-    chunks = run.config.get("chunks", plan.chunks)
-    shape = f"{plan.num_stages} x {plan.shards} x {chunks}, schedule {plan.schedule}"
-    if chunks != plan.chunks:
-        shape += f", computed in {plan.chunks} block{'s' * (plan.chunks > 1)} of rows"
+    shape = f"{plan.num_stages} x {plan.shards} x {plan.chunks}, schedule {plan.schedule}"
     rows = [
         ("graph", str(run.config.get("dataset", "?"))),
         ("model", f"{run.config.get('model', '?')}, {run.config.get('layers', '?')} layers"),

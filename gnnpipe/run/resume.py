@@ -227,7 +227,7 @@ def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
 
 def cut_of(prepared: Prepared) -> dict[str, Any]:
     """Return the numbers of chunks and shards and a digest of the partition."""
-    chunking = prepared.cut
+    chunking = prepared.chunking
     digest = zlib.crc32(chunking.ptr.tobytes(), zlib.crc32(chunking.perm.tobytes()))
     return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
 

@@ -41,9 +41,6 @@ def head_lines(prepared: Prepared) -> list[str]:
         split = [int(m.sum()) for m in (graph.train_mask, graph.val_mask, graph.test_mask)]
     else:
         split = list(graph.pairs.counts)
-    chunks = _count(prepared.quality.chunks, "chunk")
-    if prepared.quality.chunks != plan.chunks:
-        chunks += f" (in {_count(plan.chunks, 'block')} of rows)"
     lines = [
         f"graph {graph.name}: {graph.num_vertices:,} vertices, {graph.num_edges:,} "
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
@@ -52,7 +49,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} parameters",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
-        f"{chunks} on {_count(plan.world_size, 'rank')}, "
+        f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.report.text()}",
     ]
     if prepared.loss_rows.ops:

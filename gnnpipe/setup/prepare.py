@@ -51,7 +51,6 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.row_blocks import walked
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
 
 __all__ = ["Prepared", "agreed_digest", "chunk_order", "prepare", "shared_of"]
@@ -108,10 +107,7 @@ class Prepared:
     config: TrainConfig
     graph: Graph
     """In the order of ``chunking``."""
-    cut: Chunking
-    """As many chunks as were asked for."""
     chunking: Chunking
-    """What is walked of it: see ``walked``."""
     quality: CutQuality
     model: Model
     model_graph: ModelGraph
@@ -196,12 +192,10 @@ def prepare(
     model: nn.Module | None = None,
     plan: Plan | None = None,
     loss_fn: LossFn | None = None,
-    joins: bool = True,
 ) -> Prepared:
     """Read, cut, plan and prove. ``InputError`` on every rank if any rank has one.
 
-    Rank 0 alone cuts the graph and tells the others. Without ``joins`` small chunks are
-    walked one by one in exact runs, too.
+    Rank 0 alone cuts the graph and tells the others.
     """
     check_parts(config, graph, model, plan)
     error: InputError | None = None
@@ -231,12 +225,10 @@ def prepare(
     # Before the cut, which may take long: a model that cannot be used is told of at once.
     chosen = choose_model(model, config, graph, mesh, dtype)
     graph = without_unread(graph, chosen, mesh)
-    cut = _cut(config, graph, mesh)
-    quality = cut_quality(graph, cut)
-    graph = renumber(graph, cut)
+    chunking = _cut(config, graph, mesh)
+    quality = cut_quality(graph, chunking)
+    graph = renumber(graph, chunking)
     described = describe(chosen, graph)
-    sizes = graph.num_vertices, graph.num_edges
-    chunking, config = walked(config, described, sizes, cut, plan, device, joins)
     if plan is None:
         plan = plan_uniform(
             described,
@@ -286,7 +278,6 @@ def prepare(
     return Prepared(
         config,
         graph,
-        cut,
         chunking,
         quality,
         chosen,

@@ -348,16 +348,12 @@ def test_ranks_that_refuse_their_input_part_first(tmp_path, words, said):
     assert "exitcode  : 2 " in done.stderr
 
 
-def test_what_a_run_on_a_gpu_takes_is_told_without_one(capsys, monkeypatch):
-    monkeypatch.setattr("gnnpipe.setup.row_blocks.JOINED_BYTES", 1 << 40)
+def test_what_a_run_on_a_gpu_takes_is_told_without_one(capsys):
     shape = ["--chunks", "8", "--staleness", "exact"]
     words = ["--device", "cuda", "--kernel", "triton"]
-    assert main(["info", *SMALL, *shape]) == 0
-    here = capsys.readouterr().out
-    assert "8 chunks (in 1 block of rows)" in here
     assert main(["info", *SMALL, *shape, *words]) == 0
     there = capsys.readouterr().out
-    assert "x 8 chunks on 1 rank" in there, "a GPU does not join them"
+    assert "x 8 chunks on 1 rank" in there
     assert "rank 0 (layers 0-1): " in there
 
 

@@ -14,7 +14,6 @@ from gnnpipe import Trainer
 from gnnpipe.checkpoint import writer
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.run.resume import resumed_config
-from gnnpipe.setup import row_blocks
 from gnnpipe.train import loop, trainer
 
 
@@ -228,20 +227,6 @@ def test_another_cut_is_told_of(partitioner, told, tmp_path, capsys):
     Trainer(config(out, epochs=4, checkpoint_every=4), small_graph()).fit()
     again(out, epochs=6, partitioner=partitioner, quiet=False)
     assert ("partition differs from before" in capsys.readouterr().out) == told
-
-
-def test_other_chunks_that_are_walked_as_one_are_no_other_cut(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(row_blocks, "JOINED_BYTES", 1 << 40)
-    out = tmp_path / "run"
-    exact = config(out, epochs=4, chunks=8, staleness="exact", checkpoint_every=4)
-    Trainer(exact, small_graph()).fit()
-    again(out, epochs=6, chunks=5, quiet=False)
-    assert "partition differs from before" not in capsys.readouterr().out
-    # Nor are the same ones that are walked one by one, as on several ranks.
-    monkeypatch.setattr(row_blocks, "JOINED_BYTES", 1)
-    again(out, epochs=8, chunks=8, quiet=False)
-    again(out, epochs=10, quiet=False)
-    assert "partition differs from before" not in capsys.readouterr().out
 
 
 def test_a_first_checkpoint_that_was_not_finished_is_told_of(tmp_path):
