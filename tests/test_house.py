@@ -32,7 +32,6 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
     "perf/evaluation_memory.py evaluation_bytes": "to be cut",
     "perf/memory.py estimate_memory": "to be cut",
-    "plan/loss_rows.py choose_loss_rows": "to be cut",
     "planner/uniform.py plan_uniform": "to be cut",
     "runtime/executor.py __init__": "to be cut",
     "runtime/staleness/forecast.py __init__": "to be cut",

@@ -92,7 +92,7 @@ def estimate_memory(
         pointer = 4 * (1 + (plan.chunks > 1))
         structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
         if any(op.aggregates and op.name in loss_rows.ops for op in ops):
-            structure += loss_rows.structure_bytes(row_bytes) + pointer * (
+            structure += _loss_row_structure(loss_rows, row_bytes) + pointer * (
                 loss_rows.rows + read_rows
             )
         counts = {False: entries, True: loss_rows.edges + loss_rows.rows}
@@ -166,7 +166,7 @@ def estimate_memory(
         if not op.over_pairs
     )
     if loss_rows.ops & {op.name for op in ops}:
-        activations += loss_rows.carried * loss_rows.rows
+        activations += _copied_widths(model, loss_rows) * loss_rows.rows
     activations += sum(
         int(
             (op.push_width + op.kept_per_read_row * (not recompute))
@@ -229,6 +229,22 @@ def estimate_memory(
     weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
     most = max(activations * number_bytes, held)
     return MemoryEstimate(structure, features, history, most, weights)
+
+
+def _loss_row_structure(loss_rows: LossRows, row_bytes: int) -> int:
+    """Bytes of the loss rows' matrix and its transpose, with a loop for each row.
+
+    And of each row its dropout key, its vertex and its place in the chunk.
+    """
+    return 2 * (loss_rows.edges + loss_rows.rows) * (4 + row_bytes) + 20 * loss_rows.rows
+
+
+def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:
+    """Numbers of a loss row that row-wise ops read from in front of the last aggregation."""
+    widths = {value: width for op in model.ops for value, width in op.outputs.items()}
+    limited = [op for op in model.ops if op.name in loss_rows.ops]
+    read = {value for op in limited if not op.aggregates for value in op.inputs}
+    return sum(widths[value] for value in read - {v for op in limited for v in op.outputs})
 
 
 def _kept_in_tables(

@@ -1,119 +1,82 @@
-"""What the loss asks for: behind the last aggregation only the rows of training vertices matter.
+"""Loss rows: training computes the last aggregation only for rows that have a training label.
 
-Rows that no label is held against change neither the loss nor a gradient, so training makes none of
-them: the last aggregation of the last stage is a product with the rows of its matrix that are asked
-for, and whatever is made of it comes in as many rows. Evaluation makes them all. A table is pushed
-whole, for who is asked for reads neighbours who are not.
-
-Those rows of the matrix, and their transpose, are kept beside the whole one, and what goes on to
-them beside the aggregation is copied: it is done where that takes no more memory than a layer keeps
-of all rows anyway, and less time than it saves (docs/adr/0027).
+Rows without a training label change neither the loss nor a gradient. The last aggregation of the
+last stage therefore multiplies with the loss rows of its matrix only, and the ops behind it work on
+as many rows (docs/adr/0027). Pushes stay whole, because loss rows read neighbours without a label.
+Evaluation computes all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS, ModelGraph, Op
+from gnnpipe.plan.model_graph import ModelGraph, Op
 
 __all__ = ["ALL_ROWS", "LossRows", "choose_loss_rows"]
 
-_INDEX_BYTES, _ROW_BYTES = 4, 20
-"""Of a column, and of a row its dropout key, its vertex and its place in the chunk."""
-
-_MOST = 0.75
-"""Share of the rows; where more are asked for, too little is won to keep rows of a matrix twice."""
+MAX_SHARE = 0.75
+"""Of all rows; with more loss rows the saved work is not worth a second copy of their matrix."""
 
 
 @dataclass(frozen=True)
 class LossRows:
-    """The rows asked for, of the whole graph or of a shard."""
+    """The number of loss rows, of the whole graph or of one shard, and the ops limited to them."""
 
     rows: int
     edges: int
-    """Those that lead into these rows."""
+    """Edges into the loss rows."""
     ops: frozenset[str] = frozenset()
-    """Whose values are made of these rows alone; none where all are made."""
-    carried: int = 0
-    """Numbers of a row that go on to row-wise ops among them from in front of the aggregation."""
+    """Names of the ops whose values have loss rows only; empty: all ops compute all rows."""
 
-    def rows_of(self, op: str, every: int) -> int:
-        """Rows that an op makes where others make ``every`` one."""
-        return self.rows if op in self.ops else every
+    def rows_of(self, op: str, num_rows: int) -> int:
+        """Rows that ``op`` computes, where other ops compute ``num_rows``."""
+        return self.rows if op in self.ops else num_rows
 
-    def kept_numbers(self, op: Op, every: int, recompute: bool) -> int:
-        """Numbers that an op keeps until backward where others make ``every`` row."""
+    def kept_numbers(self, op: Op, num_rows: int, recompute: bool) -> int:
+        """Numbers that ``op`` keeps until backward, where others compute ``num_rows`` rows."""
         pushed, made, held = op.kept_by_rows(recompute)
         if op.name not in self.ops:
-            return (pushed + made) * every
-        # What it holds is a copy, of the rows asked for.
-        return pushed * every + (made + held) * self.rows
-
-    def structure_bytes(self, row_bytes: int) -> int:
-        """Of the matrix and its transpose, a loop for each row counted, and the rows' numbers."""
-        return 2 * (self.edges + self.rows) * (_INDEX_BYTES + row_bytes) + _ROW_BYTES * self.rows
+            return (pushed + made) * num_rows
+        # The values that pass by the aggregation are copied, for the loss rows.
+        return pushed * num_rows + (made + held) * self.rows
 
 
 ALL_ROWS = LossRows(0, 0)
-"""All of them are made."""
+"""Every op computes all rows."""
 
 
 def choose_loss_rows(
     model: ModelGraph,
     last_stage: tuple[int, int],
-    rows: int,
+    counts: LossRows,
     num_vertices: int,
-    edges: int,
-    num_edges: int,
-    *,
-    precomputed: Collection[str],
-    number_bytes: int,
-    row_bytes: int,
+    precomputed: Collection[str] = (),
 ) -> LossRows:
-    """What is asked for of N vertices and E edges: ``rows``, and ``edges`` that lead into those.
+    """Returns ``counts`` with the ops that are limited to loss rows, or ``ALL_ROWS``.
 
-    Of ops ``last_stage``; ``precomputed``: aggregations whose result is there anyway
-    (``plan.precomputed``). Of a graph with several types of vertices, and of links, all rows are
-    made. With ``--recompute`` it is the same as without, to give the same bits.
+    ``last_stage``: range of its ops. ``precomputed``: aggregations that are made once for all
+    epochs (``plan.precomputed_aggregations``). ``--recompute`` does not matter, so that runs with
+    and without it agree to the bit.
     """
     first, last = last_stage
     depths = model.depths(first, last)
-    end = max(depths, default=0)
-    behind = [op for op, d in zip(model.ops[first:last], depths, strict=True) if d == end]
-    if (
-        end == 0
-        or rows > _MOST * num_vertices
-        or not all(_can_make_few(op, precomputed) for op in behind)
-    ):
+    last_depth = max(depths, default=0)
+    stage_ops = model.ops[first:last]
+    last_ops = [op for op, depth in zip(stage_ops, depths, strict=True) if depth == last_depth]
+    if last_depth == 0 or counts.rows > MAX_SHARE * num_vertices:
         return ALL_ROWS
-    found = LossRows(rows, edges, frozenset(op.name for op in behind), _carried(model, behind))
-    kept_bytes = max(op.kept_per_row for op in model.ops) * num_vertices * number_bytes
-    saved = sum(
-        (num_vertices - rows)
-        * (op.flops_per_row + KEPT_FLOPS * (op.written_per_row - op.kept_before))
-        + (num_edges - edges) * EDGE_FLOPS * op.push_width
-        for op in behind
-    )
-    # To copy a number forward, and in backward to clear and to add, takes about what a kept one
-    # does.
-    copied = found.carried + sum(sum(op.kept_widths.values()) for op in behind)
-    copying = KEPT_FLOPS * copied * (num_vertices + rows)
-    is_small = found.structure_bytes(row_bytes) <= kept_bytes
-    return found if is_small and copying < saved else ALL_ROWS
+    if not all(_can_limit_rows(op, precomputed) for op in last_ops):
+        return ALL_ROWS
+    return replace(counts, ops=frozenset(op.name for op in last_ops))
 
 
-def _can_make_few(op: Op, precomputed: Collection[str]) -> bool:
-    """A row-wise op, or a product of its own in every epoch; features are there for all rows."""
+def _can_limit_rows(op: Op, precomputed: Collection[str]) -> bool:
+    """Whether ``op`` is row-wise, or a product with a fixed matrix that is made in every epoch.
+
+    An op that reads features cannot: features are there for all rows.
+    """
     if op.vertex_type or op.reads_features:
         return False
     is_product = op.is_linear and not op.is_mean and not op.over_pairs
     return not op.aggregates or (is_product and op.name not in precomputed)
-
-
-def _carried(model: ModelGraph, behind: list[Op]) -> int:
-    """Of what row-wise ops read that none of them makes."""
-    widths = {value: width for op in model.ops for value, width in op.outputs.items()}
-    made = {value for op in behind for value in op.outputs}
-    read = {value for op in behind if not op.aggregates for value in op.inputs}
-    return sum(widths[value] for value in read - made)

@@ -161,12 +161,7 @@ class Prepared:
     def loss_rows(self) -> LossRows:
         """What the loss asks for of the whole graph."""
         return find_loss_rows(
-            self.config,
-            self.model_graph,
-            self.graph,
-            self.loss_row_mask,
-            self.plan.stages[-1],
-            self.precomputed,
+            self.model_graph, self.graph, self.loss_row_mask, self.plan.stages[-1], self.precomputed
         )
 
     @cached_property
@@ -238,9 +233,7 @@ def prepare(
             exact=config.staleness_settings.is_exact,
             num_vertices=graph.vertex_counts,
             num_edges=_num_edges(graph),
-            loss_rows=find_loss_rows(
-                config, described, graph, graph.train_mask, (0, described.num_ops)
-            ),
+            loss_rows=find_loss_rows(described, graph, graph.train_mask, (0, described.num_ops)),
             feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
         )
     else:
