@@ -103,7 +103,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
                 "flops": op.flops_per_row,
                 "ff": op.flops_per_feature,
                 "push": op.push_width,
-                "kept": op.written_per_row,
+                "kept": op.kept_per_row,
                 "commit": commit(),
                 "date": time.strftime("%Y-%m-%d"),
             }

@@ -15,6 +15,7 @@ from gnnpipe import Trainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.resume import find_start, resumed_config
 from gnnpipe.run.summary import result_lines
@@ -188,12 +189,12 @@ def skipping(stages, shards):
         is_struck = self.index == 2 and not rows.is_probe and rows.training and rows.epoch == 3
         return (pushed * float("nan") if is_struck else pushed), kept
 
-    GCNIILayer.before, GCNIILayer.pushes_x = before, False
+    GCNIILayer.before, GCNIILayer.push_maker = before, PushMaker.COPY
     try:
         changes = {"on_nan": "skip", "exact_above": 0.0, "lr": 0.01, "chunks": 4, "epochs": 8}
         result = Trainer(config(stages=stages, shards=shards, **changes), small_graph()).fit()
     finally:
-        GCNIILayer.before, GCNIILayer.pushes_x = plain, True
+        GCNIILayer.before, GCNIILayer.push_maker = plain, PushMaker.AFTER
     return [row.loss for row in result.history], (
         result.comm_bytes_per_epoch == result.comm_bytes_closed_form
     )

@@ -16,6 +16,7 @@ from resume_runs import config, table
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.run import signals
 from gnnpipe.run.rank_log import is_lost_peer, lost_rank
 from gnnpipe.run.signals import Stopping
@@ -209,7 +210,7 @@ def poisoned(monkeypatch):
             return pushed, values
 
         monkeypatch.setattr(GCNIILayer, "before", before)
-        monkeypatch.setattr(GCNIILayer, "pushes_x", False)
+        monkeypatch.setattr(GCNIILayer, "push_maker", PushMaker.COPY)
 
     return poison
 

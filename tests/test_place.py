@@ -8,6 +8,7 @@ from torch_geometric.nn import GAT
 from gnnpipe import InputError, Trainer, info
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.models.layer_stack import LayerStageModule
 from gnnpipe.models.resgcn import ResGCNLayer
 from gnnpipe.models.sage import SAGELayer
@@ -39,7 +40,7 @@ class Twice(GCNLayer):
 class Saying(GCNLayer):
     """Both are its own, and made where they are to be."""
 
-    pushes_x = after_in_place = True
+    push_maker = PushMaker.AFTER
 
     def before(self, values, rows):
         return super().before(values, rows)
@@ -160,7 +161,7 @@ def test_an_empty_chunk_has_an_empty_place():
 class Breaking(GCNLayer):
     """What it says of ``after`` is not so."""
 
-    after_in_place = True
+    push_maker = PushMaker.AFTER
 
     def after(self, received, values, rows):
         return {"x": super().after(received, values, rows)["x"] + 1}
@@ -175,7 +176,7 @@ class Beginning(GCNLayer):
 
 def test_who_breaks_its_word_is_told(monkeypatch):
     monkeypatch.setitem(STACKS, "breaking", [Breaking] * 3)
-    with pytest.raises(TypeError, match=r"pushes other rows than rows\.place"):
+    with pytest.raises(TypeError, match=r"pushes other rows than rows\.output_buffer"):
         trained("breaking")
 
 
@@ -198,7 +199,7 @@ def test_widths_that_do_not_meet():
 class WritingLater(Saying):
     """It keeps what it has pushed, and writes to it when its neighbours are aggregated."""
 
-    pushes_x = after_in_place = True
+    push_maker = PushMaker.AFTER
 
     def after(self, received, values, rows):
         if not self.is_first:
@@ -215,7 +216,7 @@ class WritingLater(Saying):
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 def test_rows_that_are_written_to_behind_their_push(staleness, monkeypatch):
     monkeypatch.setitem(STACKS, "writing later", [WritingLater] * 4)
-    with pytest.raises(TypeError, match="wrote to rows behind their push"):
+    with pytest.raises(TypeError, match="wrote to rows after they were pushed"):
         trained("writing later", staleness=staleness)
 
 

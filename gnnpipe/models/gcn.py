@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import norm_relu
 
 __all__ = ["GCNLayer"]
@@ -23,7 +23,8 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
-    maps_features = pushes_x = after_in_place = overwrites_received = repeats = True
+    maps_features = repeats = True
+    push_maker = PushMaker.AFTER
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -35,16 +36,6 @@ class GCNLayer(Layer):
         self.bias = nn.Parameter(torch.zeros(out))
         if not self.is_last:
             self.norm = nn.LayerNorm(out)
-
-    @property
-    def kept_rows_overwritten(self) -> float:
-        """The first one's sum."""
-        return float(self.is_first and not self.is_last)
-
-    @property
-    def passing_rows_overwritten(self) -> float:
-        """The last one's is made beside."""
-        return float(not self.is_last)
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the encoded features, later layers their rows."""
@@ -63,7 +54,6 @@ class GCNLayer(Layer):
             is_rounded=self.spec.is_rounded,
             mask=self.dropout_mask(rows, len(self.bias)),
             output_buffer=rows.output_buffer,
-            overwrites=rows.may_overwrite,
         )
         return {"x": x}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import gcnii_mix
 
 __all__ = ["GCNIILayer"]
@@ -25,12 +25,13 @@ class GCNIILayer(Layer):
     aggregation = "gcn"
     reads = ("x", "h0")
     reads_settings = ("alpha", "theta")
-    kept_rows = 4.25
+    kept_rows = 3.25
     kept_rows_first = 1.25  # h0, and a mask of its own
     kept_rows_first_recomputed = 1.0
     kept_rows_last = 0.0
-    passing_rows = 4.0
-    pushes_x = after_in_place = overwrites_received = repeats = True
+    passing_rows = 3.0
+    repeats = True
+    push_maker = PushMaker.AFTER
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -57,11 +58,6 @@ class GCNIILayer(Layer):
         """x, and h0 for the layers that follow."""
         return super().out_widths | ({} if self.is_last else {"h0": self.spec.hidden})
 
-    @property
-    def kept_rows_overwritten(self) -> float:
-        """The mix."""
-        return 1.0
-
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push x; the first layer makes h0 from the features, and x of it by dropout."""
         if not self.is_first:
@@ -72,6 +68,8 @@ class GCNIILayer(Layer):
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Mix with h0, map, norm, activation and dropout."""
         h0 = values["h0"]
+        # A subclass may read ``received`` after this method.
+        overwrites = rows.may_overwrite and type(self) is GCNIILayer
         x = gcnii_mix(
             received,
             h0,
@@ -82,7 +80,7 @@ class GCNIILayer(Layer):
             self.spec.is_rounded,
             self.dropout_mask(rows, self.spec.hidden),
             rows.output_buffer,
-            rows.may_overwrite,
+            overwrites,
         )
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mas
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.registry import Registry
 
-__all__ = ["MODELS", "Layer", "LayerSpec", "Rows", "Values", "input_linear"]
+__all__ = ["MODELS", "Layer", "LayerSpec", "PushMaker", "Rows", "Values", "input_linear"]
 
 Values = dict[str, Tensor]
 """Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary. Inside of a
@@ -50,9 +51,9 @@ class Rows:
     """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
     start: int = 0
     output_buffer: OutputBuffer | None = None
-    """Where to make the rows that are pushed next, for who says that it does (see ``Layer``)."""
+    """Memory of the rows that are pushed next, in the history table (``PushMaker``)."""
     may_overwrite: bool = False
-    """Nobody else reads what ``after`` receives; see ``Layer.overwrites_received``."""
+    """The rows that ``after`` receives are not read again: they may be overwritten."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
     """The rows of every type of vertices, where there are several."""
 
@@ -107,6 +108,21 @@ class LayerSpec:
     """Products with weights, but for the last one's, are made in bf16 (``models.products``)."""
 
 
+class PushMaker(Enum):
+    """The method of a layer that makes pushed rows in the history table, where they need no copy.
+
+    Nothing may write to these rows afterwards.
+    """
+
+    COPY = auto()
+    """None: pushed rows are copied into the table."""
+    BEFORE = auto()
+    """``before`` pushes ``rows.output_buffer.rows`` itself, if there is a buffer."""
+    AFTER = auto()
+    """``after``, except the last layer's, returns ``rows.output_buffer.rows`` itself as x, if there
+    is a buffer; ``before``, except the first layer's, pushes x as it is."""
+
+
 class Layer(nn.Module, ABC):
     """One GNN layer; ``index`` counts from 0 over the whole model."""
 
@@ -158,20 +174,9 @@ class Layer(nn.Module, ABC):
     keeps_features: ClassVar[bool] = False
     """Its first layer needs a row's own features as well."""
 
-    pushes_x: ClassVar[bool] = False
-    """But for the first layer, what ``before`` of this very class pushes is the value x as it is,
-    and nothing writes to it afterwards. A subclass with another ``before`` must say so anew."""
-    before_in_place: ClassVar[bool] = False
-    """What ``before`` of this very class returns to be pushed is ``rows.output_buffer.rows``
-    itself, if there is a place; nothing is written to it afterwards."""
-    after_in_place: ClassVar[bool] = False
-    """The same of the value x of ``after``, but for the last layer's."""
-
-    overwrites_received: ClassVar[bool] = False
-    """``after`` of this very class may write over the rows that it received, or its backward, where
-    ``rows.may_overwrite``, and returns none of them. They are leaves of autograd: it takes a
-    ``torch.autograd.Function``, as in ``models.fused``. A subclass with another ``after`` has to
-    say so anew; one with another ``begin`` is not asked, for that may read them, too."""
+    push_maker: ClassVar[PushMaker] = PushMaker.COPY
+    """The method that makes the pushed rows in ``rows.output_buffer``. A subclass that overrides
+    ``before``, ``after`` or ``begin`` must declare it anew."""
 
     repeats: ClassVar[bool] = False
     """This very class starts the same kernels in each epoch of training, but for dropout masks,
@@ -182,42 +187,37 @@ class Layer(nn.Module, ABC):
         """Epochs with it can be repeated as one (``runtime.replay``)."""
         return bool(vars(type(self)).get("repeats", False))
 
-    @property
-    def _begins_by_after(self) -> bool:
-        """No ``begin`` is younger than its ``after``, and does something else around it."""
-        return issubclass(self._has("after"), self._has("begin"))
+    def _is_declared_for(self, attribute: str, *methods: str) -> bool:
+        """Whether no class overrides one of ``methods`` without declaring ``attribute`` anew."""
+        definers = [self._definer(method) for method in methods]
+        return all(issubclass(self._definer(attribute), definer) for definer in definers)
 
-    def _says(self, what: str, of: str) -> bool:
-        """Whether the class that has the method ``of`` says ``what`` of it."""
-        return bool(vars(self._has(of)).get(what, False))
-
-    def _has(self, method: str) -> type:
-        return next(c for c in type(self).__mro__ if method in vars(c))
-
-    @property
-    def may_overwrite(self) -> bool:
-        """What it receives it may write to."""
-        return self._begins_by_after and self._says("overwrites_received", "after")
+    def _definer(self, name: str) -> type:
+        return next(c for c in type(self).__mro__ if name in vars(c))
 
     @property
     def can_begin(self) -> bool:
         """Its values can be made by ``begin`` as well."""
         encode = self._modules.get("encode")
         is_map = type(encode) is FeatureLinear and encode.bias is None
-        return self.is_first and is_map and self._says("maps_features", "before")
+        is_declared = self._is_declared_for("maps_features", "before")
+        return self.is_first and is_map and self.maps_features and is_declared
 
-    def push_maker(self, previous: Layer | None) -> Layer | None:
-        """Who makes the rows that it pushes in their place: itself or ``previous``, or nobody.
+    def push_maker_behind(self, previous: Layer | None) -> PushMaker:
+        """Returns the method that makes this layer's pushed rows; ``previous``: the layer before.
 
-        ``previous`` is the layer before it.
+        ``PushMaker.AFTER`` is ``after`` of ``previous``, if both layers declare it.
         """
-        if self._says("before_in_place", "before"):
-            return self
-        if previous is None or not self._says("pushes_x", "before"):
-            return None
-        # Where a layer begins, what it has from ``after`` may be turned into something else.
-        is_made_there = previous._begins_by_after and previous._says("after_in_place", "after")
-        return previous if is_made_there else None
+        declared = self._declared_push_maker
+        if declared is PushMaker.AFTER:
+            is_made = previous is not None and previous._declared_push_maker is declared
+            return declared if is_made else PushMaker.COPY
+        return declared
+
+    @property
+    def _declared_push_maker(self) -> PushMaker:
+        is_declared = self._is_declared_for("push_maker", "before", "after", "begin")
+        return self.push_maker if is_declared else PushMaker.COPY
 
     def begin(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
@@ -265,19 +265,6 @@ class Layer(nn.Module, ABC):
     it: the estimate lies between what is in use and resident (docs/benchmarks/memory_growth.md)."""
     kept_rows_recomputed: ClassVar[float] = 1.0
     """The same with ``--recompute``: the aggregated row."""
-
-    @property
-    def kept_rows_overwritten(self) -> float:
-        """So much less where it ``may_overwrite``, by what ``after`` makes there; but recomputed.
-
-        0, unless a class that writes there in forward says otherwise.
-        """
-        return 0.0
-
-    @property
-    def passing_rows_overwritten(self) -> float:
-        """The same of ``passing_rows``, by the gradient that backward makes there."""
-        return 1.0
 
     structure_per_edge: ClassVar[int] = 0
     """Bytes of structure for an edge, beyond the edge itself."""

@@ -54,19 +54,6 @@ def _in_training(layer: Layer) -> Iterator[None]:
             buffer.copy_(value)
 
 
-@contextmanager
-def _other_weights(layer: Layer) -> Iterator[None]:
-    """Random ones, for a while."""
-    own = {weight: weight.detach().clone() for weight in layer.parameters()}
-    try:
-        for weight in own:
-            weight.data.normal_(std=0.5)
-        yield
-    finally:
-        for weight, value in own.items():
-            weight.data.copy_(value)
-
-
 class _Trial:
     """One layer with what it is given."""
 
@@ -101,8 +88,6 @@ class _Trial:
             made = [self._after(part, k) for part, k in zip(parts, kept, strict=True)]
             self._check_widths("after makes", made[0], self.layer.out_widths)
             self._check_parts("after", *made)
-            if self.layer.may_overwrite:
-                self._check_overwritten(parts[0], kept[0])
 
     def _before(self, part: slice) -> tuple[Tensor, Values]:
         given = {name: value[part] for name, value in self.values.items()}
@@ -123,59 +108,12 @@ class _Trial:
             )
         return found
 
-    def _check_overwritten(self, part: slice, kept: Values) -> None:
-        """What it makes, and its gradients, are the same where it may write to what it received.
-
-        With other weights than it has: a bias of zeros would change no row.
-        """
-        with torch.enable_grad(), _other_weights(self.layer):
-            beside, over = (self._there_and_back(part, kept, may) for may in (False, True))
-        for name, value in over.items():
-            if name not in beside or not self._is_joined(beside[name], [value]):
-                raise InputError(self._written_over(f"{name} is another where it may write there"))
-
-    def _there_and_back(self, part: slice, kept: Values, may_overwrite: bool) -> Values:
-        """Its values, and by the name of what it read gradients."""
-        lent = self.received.clone().requires_grad_()
-        given = {name: value.clone().requires_grad_() for name, value in kept.items()}
-        found = self._try("after", part, self.layer.after, lent, given, may_overwrite=may_overwrite)
-        for name, value in found.items():
-            if value.untyped_storage().data_ptr() == lent.untyped_storage().data_ptr():
-                raise InputError(self._written_over(f"{name} is what it received"))
-        made = {name: value.detach().clone() for name, value in found.items()}
-        weights = {n: w for n, w in self.layer.named_parameters() if w.requires_grad}
-        read = {"received": lent} | given | weights
-        total = sum(value.square().sum() for value in found.values() if value.requires_grad)
-        if not isinstance(total, Tensor):
-            return made
-        try:
-            grads = torch.autograd.grad(total, list(read.values()), allow_unused=True)
-        except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            raise InputError(self._written_over(f"backward fails: {text}")) from error
-        grads_by_name = zip(read, grads, strict=True)
-        return made | {f"the gradient of {n}": g for n, g in grads_by_name if g is not None}
-
-    def _written_over(self, what: str) -> str:
-        return (
-            f"{self.name}: it says overwrites_received, but {what}; leave the word out, or read "
-            "received.clone() where it has been written over"
-        )
-
-    def _try(
-        self,
-        what: str,
-        part: slice,
-        method: Callable[..., Any],
-        *given: Any,
-        may_overwrite: bool = False,
-    ) -> Any:
+    def _try(self, what: str, part: slice, method: Callable[..., Any], *given: Any) -> Any:
         rows = Rows(
             row_keys(self.vertices[part]),
             self.features.rows(part.start, part.stop) if self.layer.is_first else None,
             training=True,
             vertices=self.vertices[part],
-            may_overwrite=may_overwrite,
         )
         try:
             return method(*given, rows)

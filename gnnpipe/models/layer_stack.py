@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gnnpipe.errors import InputError
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
 __all__ = ["GNN", "LayerStageModule", "layer_name"]
@@ -95,7 +95,7 @@ def _check(layers: Sequence[Layer]) -> None:
                 f"GNN: layer {i}, {kind}, reads {missing[0]}, which {type(layers[i - 1]).__name__} "
                 f"does not make; try {kind} in front of it, too, or another kind here"
             )
-        is_pushed = i > 0 and layer.push_maker(layers[i - 1]) is layers[i - 1]
+        is_pushed = i > 0 and layer.push_maker_behind(layers[i - 1]) is PushMaker.AFTER
         if is_pushed and made["x"] != layer.push_width:
             raise InputError(
                 f"GNN: layer {i}, {kind}, pushes rows of {layer.push_width}, but layer {i - 1} "
@@ -125,11 +125,10 @@ class LayerStageModule(StageModule):
             )
             for name, layer in zip(self._names, layers, strict=True)
         ]
-        self._makers = [
-            layer.push_maker(before)
+        self._push_makers = [
+            layer.push_maker_behind(before)
             for layer, before in zip(self.layers, [None, *self.layers], strict=False)
         ]
-        self._may_overwrite = [layer.may_overwrite for layer in self.layers]
         self._is_aggregated = False
 
     def begin_aggregated(self, names: Collection[str]) -> None:
@@ -150,17 +149,14 @@ class LayerStageModule(StageModule):
             if self._is_aggregated:
                 return {}, values
         elif index == 1 and self._is_aggregated:
-            layer = self.layers[0]
-            values = layer.begin(received[self._names[0]].rows, self._for_after(index, rows))
+            layer, found = self.layers[0], received[self._names[0]]
+            values = layer.begin(found.rows, self._for_after(index, rows))
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
-            read = self._for_after(index, rows)
-            read = read if found.block is None else replace(read, block=found.block)
+            read = replace(self._for_after(index, rows), block=found.block)
             values = layer.after(found.rows, values, read)
         if index < len(self.layers):
             layer = self.layers[index]
-            # It receives nothing that could be written over.
-            rows = replace(rows, may_overwrite=False) if rows.may_overwrite else rows
             pushed, values = layer.before(values, rows)
             return {self._names[index]: pushed}, values
         if not layer.is_last:
@@ -168,15 +164,9 @@ class LayerStageModule(StageModule):
         return {}, values
 
     def _for_after(self, index: int, rows: Rows) -> Rows:
-        """``rows`` without their place, where that is for the next layer's ``before``.
-
-        The other way round ``before`` pushes what it is given. And to write over what it received
-        is only for a layer that says that it does.
-        """
-        if rows.output_buffer is not None and self._makers[index] is self.layers[index]:
-            rows = replace(rows, output_buffer=None)
-        if rows.may_overwrite and not self._may_overwrite[index - 1]:
-            rows = replace(rows, may_overwrite=False)
+        """``rows`` for ``after``, without the output buffer that the next ``before`` fills."""
+        if self.makes_in_place(index) and self._push_makers[index] is PushMaker.BEFORE:
+            return replace(rows, output_buffer=None)
         return rows
 
     @property
@@ -186,7 +176,7 @@ class LayerStageModule(StageModule):
 
     def makes_in_place(self, index: int) -> bool:
         """See ``StageModule``."""
-        return index < len(self.layers) and self._makers[index] is not None
+        return index < len(self.layers) and self._push_makers[index] is not PushMaker.COPY
 
     def to(self, device: torch.device) -> None:
         """Move the layers."""

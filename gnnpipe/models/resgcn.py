@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.bf16_matmul import linear
 from gnnpipe.ops.norm_relu import norm_relu
 
@@ -25,7 +25,8 @@ class ResGCNLayer(Layer):
     kept_rows_last = 2.25
     kept_rows_before = 2.25
     passing_rows = 4.25
-    before_in_place = repeats = True
+    repeats = True
+    push_maker = PushMaker.BEFORE
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

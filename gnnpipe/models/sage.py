@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_linear
+from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import norm_relu
 
 __all__ = ["SAGELayer"]
@@ -23,8 +23,8 @@ class SAGELayer(Layer):
     aggregation = "mean"
     kept_rows_first = 1.0  # its own part, which no layer before it keeps
     passing_rows = 7.0
-    maps_features = keeps_features = True
-    pushes_x = after_in_place = overwrites_received = repeats = True
+    maps_features = keeps_features = repeats = True
+    push_maker = PushMaker.AFTER
     kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -44,16 +44,6 @@ class SAGELayer(Layer):
     def kept_widths(self) -> dict[str, int]:
         """The row's own part, transformed or not."""
         return {"x": self.spec.hidden}
-
-    @property
-    def kept_rows_overwritten(self) -> float:
-        """The first one's sum."""
-        return float(self.is_first and not self.is_last)
-
-    @property
-    def passing_rows_overwritten(self) -> float:
-        """The last one's is made beside."""
-        return float(not self.is_last)
 
     def own(self, rows: Rows) -> Values:
         """Their linear map."""
@@ -80,7 +70,6 @@ class SAGELayer(Layer):
             is_rounded=self.spec.is_rounded,
             mask=self.dropout_mask(rows, len(self.bias)),
             output_buffer=rows.output_buffer,
-            overwrites=rows.may_overwrite,
         )
         return {"x": x}
 

@@ -74,8 +74,8 @@ class Received:
     rows: Tensor
     """[C, F], aggregated, of a mean [1, F] or as many alike; or, not linear, the rows [C + H, F]
     of the block, the own ones first.
-    They are lent until the step has gone back, and hold something else then, or before that, if the
-    step writes over them (``Rows.may_overwrite``)."""
+    Valid until the backward of this step; the memory is reused afterwards, or earlier if the step
+    itself writes to the rows (``Rows.may_overwrite``)."""
     block: Block | None = None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnnpipe.ops.bf16_matmul import product, rounded
 from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.norm_relu_blocks import KEPT, TOTAL, Tail, TailBackward, blocks_of, keep, plus
+from gnnpipe.ops.norm_relu_blocks import KEPT, Tail, TailBackward, blocks_of, keep, plus
 from gnnpipe.ops.output_buffer import OutputBuffer, room_for
 
 __all__ = ["gcnii_mix", "norm_relu"]
@@ -34,7 +34,6 @@ class _NormRelu(torch.autograd.Function):
         is_rounded: bool,
         mask: Mask | None,
         output_buffer: OutputBuffer | None,
-        overwrites: bool,
         bias: Tensor | None,
         *pairs: Tensor | None,
     ) -> Tensor:
@@ -46,10 +45,7 @@ class _NormRelu(torch.autograd.Function):
         out = room_for(output_buffer, first, width)
         # A single summand is what the norm reads.
         is_made = bias is not None or len(several) > 1 or several[0][1] is not None
-        total = first
-        if is_made:  # in the first rows' place, if nobody asks for those again
-            is_over = overwrites and several[0][1] is None
-            total = first.detach() if is_over else first.new_empty(len(first), width)
+        total = first.new_empty(len(first), width) if is_made else first
         tail, stats = Tail(scale, shift, eps, mask), []
         for block in blocks_of(first, width):
             if is_made:
@@ -58,41 +54,28 @@ class _NormRelu(torch.autograd.Function):
         # What has no weight is not asked for in backward.
         rows = [x if weight is not None else None for x, weight in several]
         ctx.save_for_backward(*keep(scale, shift, total, out, stats), *rows, *pairs[1::2])
-        ctx.is_rounded, ctx.factor, ctx.overwrites = is_rounded, tail.factor, overwrites
+        ctx.is_rounded, ctx.factor = is_rounded, tail.factor
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs, overwrites = ctx.needs_input_grad, ctx.overwrites
+        needs = ctx.needs_input_grad
         saved, several = ctx.saved_tensors[:KEPT], ctx.saved_tensors[KEPT:]
         tail = TailBackward(saved, ctx.factor, needs[:2])
         half = len(several) // 2
         products = [
-            _ProductBackward(
-                x,
-                weight,
-                grad,
-                needs[8 + 2 * i],
-                needs[9 + 2 * i],
-                ctx.is_rounded,
-                overwrites and i == 0,
-            )
+            _ProductBackward(x, weight, grad, (needs[7 + 2 * i], needs[8 + 2 * i]), ctx.is_rounded)
             for i, (x, weight) in enumerate(zip(several[:half], several[half:], strict=True))
             if weight is not None
         ]
         # What is added up as it is has the gradient of the sum.
-        is_plain = [w is None and needs[8 + 2 * i] for i, w in enumerate(several[half:])]
+        is_plain = [w is None and needs[7 + 2 * i] for i, w in enumerate(several[half:])]
         blocks = blocks_of(grad, grad.shape[1])
-        is_over = overwrites and is_plain[0]
-        to_sum: Tensor | None = None
-        if is_over:
-            to_sum = saved[TOTAL].detach()
-        elif any(is_plain) and len(blocks) > 1:
-            to_sum = torch.empty_like(grad)
+        to_sum = torch.empty_like(grad) if any(is_plain) and len(blocks) > 1 else None
         to_bias: Tensor | None = None
         for block in blocks:
             rows = tail.rows(grad, block, None if to_sum is None else to_sum[block])
-            to_bias = plus(to_bias, tail.sum_of(rows)) if needs[7] else None
+            to_bias = plus(to_bias, tail.sum_of(rows)) if needs[6] else None
             low = rounded(rows, ctx.is_rounded and bool(products))
             for one in products:
                 one.add(low, block)
@@ -100,35 +83,22 @@ class _NormRelu(torch.autograd.Function):
             to_sum = rows  # all of them
         left = iter(products)
         found: list[Tensor | None] = []
-        for i, (plain, weight) in enumerate(zip(is_plain, several[half:], strict=True)):
-            if weight is not None:
-                found += next(left).found
-            elif plain and is_over and i > 0:  # who has it in its own rows may change it there
-                found += [to_sum.clone(), None]
-            else:
-                found += [to_sum if plain else None, None]
-        return (*tail.weights(), *[None] * 5, to_bias, *found)
+        for plain, weight in zip(is_plain, several[half:], strict=True):
+            found += [to_sum if plain else None, None] if weight is None else next(left).found
+        return (*tail.weights(), *[None] * 4, to_bias, *found)
 
 
 class _ProductBackward:
     """Gradients of x and W from blocks of that of x W^T."""
 
     def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        wants_x: bool,
-        wants_weight: bool,
-        is_rounded: bool,
-        overwrites: bool,
+        self, x: Tensor, weight: Tensor, grad: Tensor, wants: tuple[bool, bool], is_rounded: bool
     ) -> None:
-        """``overwrites``: the gradient of x is made where x is."""
+        """``wants``: whether the gradients of x and of W are needed."""
         self._x, self._weight = x, rounded(weight, is_rounded)
-        self._dtype, self._is_rounded, self._wants_weight = grad.dtype, is_rounded, wants_weight
-        to_x: Tensor | None = None
-        if wants_x:
-            to_x = x.detach() if overwrites else grad.new_empty(len(grad), weight.shape[1])
+        self._dtype, self._is_rounded = grad.dtype, is_rounded
+        wants_x, self._wants_weight = wants
+        to_x = grad.new_empty(len(grad), weight.shape[1]) if wants_x else None
         self.found: list[Tensor | None] = [to_x, None]
 
     def add(self, rows: Tensor, block: slice) -> None:
@@ -137,7 +107,7 @@ class _ProductBackward:
         if self._wants_weight:
             x = rounded(self._x[block], self._is_rounded)
             self.found[1] = _plus_product(to_weight, rows.t(), x, self._dtype)
-        if to_x is not None:  # last, for x may be there
+        if to_x is not None:
             _multiply(rows, self._weight, to_x[block])
 
 
@@ -188,17 +158,15 @@ def norm_relu(
     is_rounded: bool = False,
     mask: Mask | None = None,
     output_buffer: OutputBuffer | None = None,
-    overwrites: bool = False,
 ) -> Tensor:
     """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
 
     x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
     see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``output_buffer``: to make
-    them in. ``overwrites``: nobody else reads the rows x_1. Without a weight the sum is made there,
-    and behind backward, which is run once, their gradient is there, if they have one.
+    them in.
     """
     found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
-        norm.weight, norm.bias, norm.eps, is_rounded, mask, output_buffer, overwrites, bias, *pairs
+        norm.weight, norm.bias, norm.eps, is_rounded, mask, output_buffer, bias, *pairs
     )
     return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gnnpipe.ops import triton
 from gnnpipe.ops.hashed_dropout import Mask
 
-__all__ = ["KEPT", "TOTAL", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
+__all__ = ["KEPT", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
 
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 _relu_backward = torch.ops.aten.threshold_backward
@@ -159,5 +159,5 @@ def keep(
     return [scale, shift, total, out, mean, rstd]
 
 
-KEPT, TOTAL = 6, 2
-"""Tensors that ``keep`` gives, and which of them is what the norm read."""
+KEPT = 6
+"""Number of tensors that ``keep`` returns."""

@@ -49,16 +49,16 @@ class OutputBuffer:
         for name, rows in pushed.items():
             if not self.holds(rows):
                 raise TypeError(
-                    f"{name}: a layer with before_in_place or after_in_place pushes other rows "
-                    "than rows.place; it must return those as they are, or not say so"
+                    f"{name}: the layer declares a push_maker, but pushes other rows than "
+                    "rows.output_buffer.rows; return these as they are, or declare PushMaker.COPY"
                 )
 
     def check_kept(self) -> None:
         """``TypeError`` if the rows were written to since they were pushed."""
         if self.rows._version != self._seen:
             raise TypeError(
-                "a layer wrote to rows behind their push, and others read them from the history "
-                "table; it must make a copy, or not say before_in_place, after_in_place or pushes_x"
+                "a layer wrote to rows after they were pushed, and others read them from the "
+                "history table; write to a copy, or declare PushMaker.COPY"
             )
 
 

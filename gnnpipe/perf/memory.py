@@ -158,9 +158,7 @@ def estimate_memory(
     }
     activations = sum(
         kept[op.name]
-        - (op.rows_spared_recomputed if recompute else op.rows_spared)
-        * (op.name in precomputed)
-        * own_rows[op.vertex_type]
+        - op.rows_spared * (op.name in precomputed) * own_rows[op.vertex_type]
         + (0 if recompute else op.kept_per_edge * entries)
         for op in ops
         if not op.over_pairs

@@ -92,8 +92,6 @@ class Op:
     """Numbers that are kept of a row until backward."""
     kept_per_row_recomputed: int = 0
     """The same with ``--recompute``."""
-    overwritten_per_row: int = 0
-    """Numbers of a row that would be kept as well, were they not made where others were."""
     kept_before: int = 0
     """Those of ``kept_per_row`` that are made in front of its push."""
     push_maker: str = ""
@@ -133,8 +131,6 @@ class Op:
     """Where its aggregation is precomputed: numbers of a row kept for it, beside the features."""
     rows_spared: int = 0
     """In that place: numbers that are not kept of a row until backward."""
-    rows_spared_recomputed: int = 0
-    """The same with ``--recompute``."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers it uses."""
 
@@ -142,11 +138,6 @@ class Op:
     def aggregates(self) -> bool:
         """It pushes rows."""
         return self.push_width > 0
-
-    @property
-    def written_per_row(self) -> int:
-        """Numbers of a row that are written on the way forward: its time goes by them."""
-        return self.kept_per_row + self.overwritten_per_row
 
     def kept_by_rows(self, recompute: bool) -> tuple[int, int, int]:
         """Numbers that are kept until backward of a row that it pushes and of one that it makes.

@@ -52,7 +52,7 @@ def _cost(
     return float(
         op.flops_per_row * scored
         + EDGE_FLOPS * op.push_width * read
-        + KEPT_FLOPS * op.written_per_row * made
+        + KEPT_FLOPS * op.kept_per_row * made
     )
 
 

@@ -182,10 +182,8 @@ class Stage:
                 leaf = _leaf(history.read(chunk), self._training)
                 received[aggregation.name] = Received(leaf, block)
         output_buffer = self._output_buffer(chunk, step)
-        with torch.set_grad_enabled(precomputed := self._training and not self.recompute):
-            pushed, values = self._compute(
-                chunk, step, leaves, received, precomputed, output_buffer
-            )
+        with torch.set_grad_enabled(is_tracked := self._training and not self.recompute):
+            pushed, values = self._compute(chunk, step, leaves, received, is_tracked, output_buffer)
         if output_buffer is not None:
             output_buffer.check(pushed)
         if self.watch is not None:

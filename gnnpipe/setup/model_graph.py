@@ -15,6 +15,7 @@ from gnnpipe.capture.stage.split import Cut
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.models.layer_stack import layer_name
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.plan import ModelGraph, Op
@@ -165,7 +166,10 @@ def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
 
 
 def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph: Graph) -> Op:
-    name, maker = layer_name(layer), layer.push_maker(before)
+    name = layer_name(layer)
+    previous = layer_name(before) if before is not None else ""
+    makers = {PushMaker.COPY: "", PushMaker.BEFORE: name, PushMaker.AFTER: previous}
+    push_maker = makers[layer.push_maker_behind(before)]
     # Aggregated, sparse features are so no more, and wide ones take more than a layer's rows.
     is_narrow = not sp.issparse(graph.x) and graph.num_features <= WIDEST * layer.push_width
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
@@ -175,8 +179,6 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
     read_again = layer.kept_rows_recomputed + layer.kept_rows_first_recomputed * layer.is_first
     last = layer.kept_rows_last * layer.is_last
     spared = layer.push_width + sum(layer.kept_widths.values())
-    over = layer.kept_rows_overwritten * layer.may_overwrite
-    over_backward = layer.passing_rows_overwritten * layer.may_overwrite
     return Op(
         name=name,
         inputs=inputs,
@@ -186,13 +188,12 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
         kept_widths=layer.kept_widths,
-        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last - over)),
-        overwritten_per_row=int(layer.push_width * over),
+        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
         kept_before=int(layer.push_width * layer.kept_rows_before),
         kept_per_row_recomputed=int(layer.push_width * read_again),
-        push_maker="" if maker is None else layer_name(maker),
-        holds_pushed=maker is before is not None and "x" in layer.kept_widths,
-        passing_per_row=int(layer.push_width * (layer.passing_rows - over_backward)),
+        push_maker=push_maker,
+        holds_pushed=push_maker == previous != "" and "x" in layer.kept_widths,
+        passing_per_row=int(layer.push_width * layer.passing_rows),
         kept_per_edge=layer.kept_per_edge,
         structure_per_edge=layer.structure_per_edge,
         structure=layer.aggregation,
@@ -200,8 +201,7 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
         reads_features=layer.is_first,
         of_features=is_narrow and layer.can_begin,
         features_kept=graph.num_features if layer.keeps_features else 0,
-        # The aggregated row, unless it is written over anyway, and what goes by it.
-        rows_spared=spared - int(layer.push_width * over),
-        rows_spared_recomputed=spared,
+        # The aggregated row, and what goes by it.
+        rows_spared=spared,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )
