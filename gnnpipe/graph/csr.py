@@ -74,7 +74,7 @@ class RowCSR:
         indptr = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
         torch.cumsum(counts, 0, out=indptr[1:])
         start = torch.repeat_interleave(self.indptr.long()[rows] - indptr[:-1], counts)
-        entries = start + torch.arange(len(start), device=rows.device)
+        entries = start.add_(torch.arange(len(start), device=rows.device))
         return RowCSR(
             indptr.to(self.indptr.dtype),
             self.indices[entries],
@@ -112,7 +112,7 @@ class RowCSR:
         """The transpose [T, R], rows ascending in each of its rows."""
         place = sp.csr_array(
             (
-                np.arange(self.indices.numel()),
+                np.arange(self.indices.numel(), dtype=self.indices.cpu().numpy().dtype),
                 self.indices.cpu().numpy(),
                 self.indptr.cpu().numpy(),
             ),
@@ -125,7 +125,11 @@ class RowCSR:
             for a in (place.indptr, place.indices, place.data)
         )
         return RowCSR(
-            indptr.to(kind), indices.to(kind), self.values[entries], self.num_rows, self.kernel
+            indptr.to(kind),
+            indices.to(kind),
+            self.values.index_select(0, entries),
+            self.num_rows,
+            self.kernel,
         )
 
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ by it; one shard of a symmetric graph needs only one of the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,8 @@ WEIGHTED = "-weighted"
 """Ends the name of a matrix that is made of the graph's edge weights in place of ones."""
 RELATION = "@"
 """Stands in the name of a structure before the type of the edges that it is made of."""
+_BLOCK_ENTRIES = 1 << 18
+"""Entries of a matrix that are normalised at a time."""
 LINEAR_KINDS = (*_KINDS, *(kind + WEIGHTED for kind in _KINDS))
 
 EVERYONE = "everyone"
@@ -77,20 +79,23 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
         graph = _of_relation(graph, int(relation))
     n = graph.num_vertices
     base = kind.removesuffix(WEIGHTED)
-    values = np.ones(graph.num_edges)
+    if kind not in (*LINEAR_KINDS, "edges", "loops"):
+        raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS}, 'edges', 'loops'")
+    values = None
     if kind == "edges":
         values = np.arange(graph.num_edges, dtype=np.float64)
     elif kind != base:
         assert graph.edge_weight is not None, "the model was recorded with edge weights"
         values = graph.edge_weight.astype(np.float64)
-    adjacency = sp.csr_array((values, graph.indices, graph.indptr), shape=(n, n))
     if base in ("gcn", "gcn-improved", "mean-looped", "loops"):
-        adjacency = _with_loops(adjacency, 2.0 if base == "gcn-improved" else 1.0)
-    elif kind not in (*LINEAR_KINDS, "edges"):
-        raise ValueError(f"unknown aggregation {kind!r}; one of {LINEAR_KINDS}, 'edges', 'loops'")
+        adjacency = _with_loops(graph, values, 2.0 if base == "gcn-improved" else 1.0)
+    else:
+        values = np.ones(graph.num_edges) if values is None else values
+        adjacency = sp.csr_array((values, graph.indices, graph.indptr), shape=(n, n))
     counts = np.diff(adjacency.indptr)
     if base.startswith("mean"):
-        adjacency.data /= np.repeat(np.maximum(counts, 1.0), counts)
+        for rows, entries in _blocks(adjacency.indptr):
+            adjacency.data[entries] /= np.repeat(np.maximum(counts[rows], 1.0), counts[rows])
     elif base.startswith("gcn"):
         axis = 0 if base == "gcn-outgoing" else 1
         degree = np.asarray(adjacency.sum(axis=axis))
@@ -100,8 +105,21 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
                 "the root of that (in PyG it is NaN); try weights from 0, or normalize=False"
             )
         root = np.where(degree > 0, 1.0 / np.sqrt(np.where(degree > 0, degree, 1.0)), 0.0)
-        adjacency.data *= np.repeat(root, counts) * root[adjacency.indices]
+        for rows, entries in _blocks(adjacency.indptr):
+            scale = np.repeat(root[rows], counts[rows])
+            scale *= root[adjacency.indices[entries]]
+            adjacency.data[entries] *= scale
     return adjacency
+
+
+def _blocks(indptr: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
+    """Runs of rows and their entries, some ``_BLOCK_ENTRIES`` each: temporaries stay small."""
+    start = 0
+    while start < len(indptr) - 1:
+        stop = int(np.searchsorted(indptr, indptr[start] + _BLOCK_ENTRIES, side="right")) - 1
+        stop = max(stop, start + 1)
+        yield slice(start, stop), slice(int(indptr[start]), int(indptr[stop]))
+        start = stop
 
 
 def edges_into(graph: Graph, kind: str) -> npt.NDArray[np.float64]:
@@ -131,25 +149,29 @@ def _of_relation(graph: Graph, number: int) -> Graph:
     )
 
 
-def _with_loops(adjacency: sp.csr_array, weight: float) -> sp.csr_array:
-    """A + weight I; scipy's sum would merge parallel edges."""
-    n = adjacency.shape[0]
-    counts = np.diff(adjacency.indptr)
-    own = np.arange(n)
-    looped = sp.csr_array(
-        (
-            np.insert(adjacency.data, adjacency.indptr[1:], weight),
-            np.insert(adjacency.indices, adjacency.indptr[1:], own),
-            np.concatenate([[0], np.cumsum(counts + 1)]),
-        ),
-        shape=(n, n),
-    )
+def _with_loops(
+    graph: Graph, values: npt.NDArray[np.float64] | None, weight: float
+) -> sp.csr_array:
+    """A + weight I, of edge ``values`` (default: ones); scipy's sum would merge parallel edges."""
+    n, indptr = graph.num_vertices, graph.indptr
+    indices = np.insert(graph.indices, indptr[1:], np.arange(n, dtype=graph.indices.dtype))
+    ends = indptr[1:] + np.arange(1, n + 1)
+    if values is None:
+        looped_values = np.ones(len(indices))
+        looped_values[ends - 1] = weight
+    else:
+        looped_values = np.insert(values, indptr[1:], weight)
+    looped = sp.csr_array((looped_values, indices, np.append(0, ends)), shape=(n, n))
     looped.sort_indices()
     return looped
 
 
 def local_rows(rows: sp.csr_array, layout: ShardLayout, into: ShardLayout) -> sp.csr_array:
     """The rows that a shard owns in ``into``, columns as in ``layout``: [m, n + h]."""
+    if _is_whole(layout, rows.shape[1]) and _is_whole(into, rows.shape[0]):
+        if not rows.has_sorted_indices:
+            rows = rows.sorted_indices()
+        return rows
     number = np.full(rows.shape[1], -1, dtype=np.int64)
     number[layout.own] = np.arange(layout.num_own)
     number[layout.halo] = layout.num_own + np.arange(len(layout.halo))
@@ -158,6 +180,11 @@ def local_rows(rows: sp.csr_array, layout: ShardLayout, into: ShardLayout) -> sp
     local = sp.csr_array((own.data, number[own.indices], own.indptr), shape=shape)
     local.sort_indices()
     return local
+
+
+def _is_whole(layout: ShardLayout, num_rows: int) -> bool:
+    """Whether a shard owns all rows, in their order."""
+    return layout.num_own == num_rows and np.array_equal(layout.own, np.arange(num_rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +221,11 @@ class LinearOperator:
         ``layout`` of the rows that are read, ``into`` of those that read.
         """
         local = local_rows(rows, layout, into)
+        del rows
+        # Rounded before it is copied, to save memory; types of fewer bits are rounded once, later.
+        kind = np.float32 if dtype == torch.float32 else np.float64
+        values = local.data.astype(kind, copy=False)
+        local = sp.csr_array((values, local.indices, local.indptr), shape=local.shape)
         turned = sp.csr_array(local.T.tocsr())
         turned.sort_indices()
         forward = RowCSR.from_scipy(local, dtype, device, kernel)

@@ -188,10 +188,10 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     stage_module = prepared.model.stage_module(first, last)
     stage_module.to(mesh.device)
     kernel = _kernel(prepared, layouts, mesh)
-    structures = {
-        a.over: _structure(a, prepared, layouts, mesh.device, kernel)
-        for a in stage_module.aggregations
-    }
+    structures: dict[tuple[str, str, str], LinearOperator | Blocks | Everyone] = {}
+    for a in stage_module.aggregations:
+        if a.over not in structures:
+            structures[a.over] = _structure(a, prepared, layouts, mesh.device, kernel)
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
     loss_rows = loss_rows_part(prepared, stage_module, layouts, structures, mesh.device)
@@ -375,9 +375,11 @@ def _structure(
         sizes = np.bincount(chunk, weights, layout.num_chunks)
         count = round(float(sizes.sum()))
         return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
-    rows = weighted_rows(graph, kind)
     if aggregation.is_linear:
-        return LinearOperator.build(rows, layout, into, prepared.row_dtype, device, kernel)
+        # Handed over, not kept here: ``build`` lets the float64 matrix go as soon as it can.
+        return LinearOperator.build(
+            weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, kernel
+        )
     data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
     if kind == PAIRS:
         data = data_of_pairs(graph)
@@ -388,4 +390,4 @@ def _structure(
         row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
         row_keys(vertices[into.own]).to(device),
     )
-    return Blocks.build(rows, layout, into, keys, data)
+    return Blocks.build(weighted_rows(graph, kind), layout, into, keys, data)
