@@ -70,7 +70,7 @@ def main() -> None:
             "by_axis": counted,
             "crossings_per_vertex": prepared.quality.crossings_per_vertex,
             "peak": mesh.gather(peak_bytes(mesh.device)),
-            "stale": 0.0 if prepared.report.exact else 1.0,
+            "stale": 0.0 if prepared.program.is_exact else 1.0,
         }
         print(json.dumps(found), file=answers, flush=True)
     mesh.leave()

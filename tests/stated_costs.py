@@ -121,7 +121,9 @@ class DrawnCosts(StatedCosts):
         return self._drawn("update", stage, shard)
 
     def message_bytes(self, way, source, target, shard, chunk):
-        return random.Random(repr((self.seed, str(way), source, target, shard, chunk))).randint(0, 99)
+        return random.Random(repr((self.seed, str(way), source, target, shard, chunk))).randint(
+            0, 99
+        )
 
     def message_s(self, source, target, size_bytes):
         return self._drawn("link", source, target, size_bytes)

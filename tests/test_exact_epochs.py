@@ -21,7 +21,7 @@ from gnnpipe.run.resume import find_start, resumed_config
 from gnnpipe.run.summary import result_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
-from gnnpipe.schedule import check
+from gnnpipe.schedule import Consistency, check
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train import trainer
@@ -268,7 +268,7 @@ def test_what_counts_as_a_jump():
     prepared = SimpleNamespace(
         config=SimpleNamespace(staleness_settings=techniques),
         exact_program=exact,
-        report=SimpleNamespace(exact=False),
+        program=program,
         program_of=lambda epoch: exact if epoch == 0 else program,
     )
     epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
@@ -325,6 +325,6 @@ def test_exact_needs_no_jumps():
 
 def test_a_program_that_calls_itself_exact_is_proved():
     prepared = Trainer(config(), small_graph())._setup()[1]
-    assert check(prepared.exact_program).exact
+    assert check(prepared.exact_program).is_exact
     with pytest.raises(ProgramError, match="exact"):
-        check(replace(prepared.program, is_exact=True))
+        check(replace(prepared.program, consistency=Consistency()))

@@ -105,7 +105,7 @@ def test_several_shards_send_what_the_closed_form_says():
     prepared = prepare(config(), Mesh.alone(), small_graph())
     for shards, count in ((1, 1), (2, 0)):
         plan = replace(prepared.plan, shards=shards)
-        assert len(precomputed_aggregations(prepared.model_graph, plan, False)) == count
+        assert len(precomputed_aggregations(prepared.model_graph, plan, False, True)) == count
 
 
 def compare(shapes):
@@ -264,7 +264,7 @@ def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
     monkeypatch.setattr("gnnpipe.profile.profile.measure_steps", watched)
     take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
     assert len(seen) > 0
-    assert all(prepared.report.exact and not prepared.precomputed for prepared in seen)
+    assert all(prepared.program.is_exact and not prepared.precomputed for prepared in seen)
 
 
 def test_one_product_serves_all_that_add_up_the_same():

@@ -146,7 +146,7 @@ def _load_histories(
 
 def _histories(prepared: Prepared, rank_runtime: RankRuntime) -> Iterator[tuple[str, History, str]]:
     """Those whose rows outlast an epoch: name, history, type of what is pushed."""
-    if prepared.report.exact:
+    if prepared.program.is_exact:
         return
     kinds = {op.name: op.pushed_type for op in prepared.model_graph.aggregations}
     for name, history in rank_runtime.executor.stage.histories.items():

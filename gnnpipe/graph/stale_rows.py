@@ -88,13 +88,18 @@ class StaleRows:
             self._is_always[always.cpu().numpy()] = True
         self._last: tuple[tuple[int, ...], Tensor] | None = None
 
-    def in_order(self, order: Sequence[int]) -> Tensor:
-        """Rows [t] int64, ascending; ``order[position]`` is the chunk that stands there."""
+    def in_order(self, order: Sequence[int], stale_pairs: npt.NDArray[np.bool_]) -> Tensor:
+        """Rows [t] int64, ascending, that are read stale.
+
+        ``order[position]`` is the chunk at a position; ``stale_pairs`` [K, K] by position: the
+        first chunk reads the second one's rows stale.
+        """
         key = tuple(order)
         if self._last is None or self._last[0] != key:
             position = np.empty(len(key), dtype=np.int32)
             position[list(key)] = np.arange(len(key))
             is_stale = self._is_always.copy()
-            is_stale[self._rows[position[self._readers] < position[self._pushes]]] = True
+            pairs = position[self._readers], position[self._pushes]
+            is_stale[self._rows[stale_pairs[pairs]]] = True
             self._last = key, torch.from_numpy(np.flatnonzero(is_stale)).to(self._device)
         return self._last[1]

@@ -62,6 +62,7 @@ def estimate_memory(
     copied_share: float,
     loss_numbers: int,
     loss_rows: LossRows,
+    is_exact: bool,
 ) -> MemoryEstimate:
     """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
 
@@ -74,7 +75,7 @@ def estimate_memory(
     ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
     that a chunk reads from others, per own row, which convolutions on blocks keep a copy of;
     ``loss_numbers``: those that the loss keeps of the shard's training vertices; ``loss_rows``: of
-    this shard.
+    this shard; ``is_exact``: the program has no stale reads.
     """
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
@@ -83,8 +84,10 @@ def estimate_memory(
     linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
     copies = 1 if symmetric and plan.shards == 1 else 2
     entries = own_edges + n
-    precomputed = precomputed_aggregations(model, plan, row_bytes != number_bytes)
-    shared = shared_tables(model, plan, precomputed, loss_rows.ops, row_bytes != number_bytes)
+    precomputed = precomputed_aggregations(model, plan, row_bytes != number_bytes, is_exact)
+    shared = shared_tables(
+        model, plan, precomputed, loss_rows.ops, row_bytes != number_bytes, is_exact
+    )
     structure = 0
     if linear:
         read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})

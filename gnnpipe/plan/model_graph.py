@@ -38,12 +38,14 @@ def shared_tables(
     precomputed: Collection[str],
     loss_rows: Collection[str],
     rounds_rows: bool,
+    is_exact: bool,
 ) -> frozenset[str]:
     """Names of their ops.
 
     ``precomputed``: aggregations that are made once (``precomputed_aggregations``); ``loss_rows``:
     ops that make the rows that the loss asks for, with a matrix of their own (``LossRows.ops``);
-    ``rounds_rows``: the tables have fewer bits, and hold nothing that is aggregated.
+    ``rounds_rows``: the tables have fewer bits, and hold nothing that is aggregated;
+    ``is_exact``: the program has no stale reads.
     """
     if plan.chunks == 1 or rounds_rows:
         return frozenset()
@@ -55,17 +57,20 @@ def shared_tables(
                 alike[op.structure, op.name in loss_rows].append(op.name)
         for names in alike.values():
             # Where nothing is stale, nothing is cut out.
-            if len(names) > 1 or not plan.reads_stale:
+            if len(names) > 1 or is_exact:
                 found.update(names)
     return frozenset(found)
 
 
-def precomputed_aggregations(model: ModelGraph, plan: Plan, rounds_rows: bool) -> frozenset[str]:
+def precomputed_aggregations(
+    model: ModelGraph, plan: Plan, rounds_rows: bool, is_exact: bool
+) -> frozenset[str]:
     """The ops whose aggregation is made once for all epochs.
 
-    ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not.
+    ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not;
+    ``is_exact``: the program has no stale reads.
     """
-    if plan.shards > 1 or plan.reads_stale or rounds_rows:
+    if plan.shards > 1 or not is_exact or rounds_rows:
         return frozenset()
     return frozenset(op.name for op in model.ops if op.of_features)
 

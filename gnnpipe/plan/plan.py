@@ -13,10 +13,9 @@ from typing import Any
 
 from gnnpipe.errors import InputError
 
-__all__ = ["SCHEDULES", "Plan", "Transfer"]
+__all__ = ["Plan", "Transfer"]
 
 VERSION = 3
-SCHEDULES = ("fill-drain", "layer-sync")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Plan:
     shards: int
     chunks: int
     schedule: str
-    """'fill-drain': every stage walks a chunk through all its steps; 'layer-sync': all chunks
-    through one step, then the next (exact for any number of chunks)."""
+    """Name of the schedule (see ``schedule.schedules``)."""
     transfers: tuple[Transfer, ...]
 
     def __post_init__(self) -> None:
@@ -55,8 +53,6 @@ class Plan:
             raise InputError(f"plan: steps {list(self.steps)} do not fit {len(self.stages)} stages")
         if self.shards < 1 or self.chunks < 1:
             raise InputError("plan: shards and chunks must be at least 1")
-        if self.schedule not in SCHEDULES:
-            raise InputError(f"plan: schedule {self.schedule!r}; one of {', '.join(SCHEDULES)}")
         for t in self.transfers:
             if not 0 <= t.source < t.target < self.num_stages:
                 raise InputError(f"plan: transfer {t.source} to {t.target} is not between stages")
@@ -75,11 +71,6 @@ class Plan:
     def world_size(self) -> int:
         """Ranks: S * G."""
         return self.num_stages * self.shards
-
-    @property
-    def reads_stale(self) -> bool:
-        """Chunks read rows of an earlier epoch: of several, but for ``layer-sync``."""
-        return self.chunks > 1 and self.schedule != "layer-sync"
 
     def sends(self, stage: int) -> list[Transfer]:
         """What ``stage`` sends forward."""

@@ -23,7 +23,7 @@ from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomput
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import Program, training_program
+from gnnpipe.schedule import Program, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_by_rank
@@ -212,8 +212,9 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     shards, chunks = config.shards, config.chunks
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
+    program = training_program(plan, gradient_buckets(model, plan, number_dtype(config).itemsize))
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
-    probes = _probes(config, shape, model, plan)
+    probes = _probes(config, shape, model, program.is_exact)
     rows = _divided(shape.vertices, shards, chunks)
     crossing = np.round(rows * halo).astype(np.int64)
     stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
@@ -226,7 +227,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         stale={"": np.round(stale).astype(np.int64)},
         probes={"": _divided(probes, shards, 1)[:, 0]},
         precomputed=precomputed_aggregations(
-            model, plan, row_dtype(config) != number_dtype(config)
+            model, plan, row_dtype(config) != number_dtype(config), program.is_exact
         ),
     )
     volume = closed_form_volume(
@@ -243,9 +244,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         config,
         plan,
         model,
-        training_program(
-            plan, probes > 0, gradient_buckets(model, plan, number_dtype(config).itemsize)
-        ),
+        with_forecast(plan, program) if probes else program,
         chunk_order(config, config.staleness_settings.exact_epochs),
         sizes,
         volume,
@@ -260,7 +259,8 @@ def memory_of_shape(
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     plan = plan or _plan_of_shape(config, shape, model)
-    shards, probes = config.shards, _probes(config, shape, model, plan)
+    is_exact = training_program(plan).is_exact
+    shards, probes = config.shards, _probes(config, shape, model, is_exact)
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
     return [
@@ -273,7 +273,8 @@ def memory_of_shape(
             own_edges=math.ceil(shape.edges / shards),
             own_pairs=0,
             # The edges between chunks are not known: the largest possible share.
-            live_share=float(plan.reads_stale),
+            live_share=float(not is_exact),
+            is_exact=is_exact,
             feature_entries=math.ceil(stored / shards),
             sparse_features=shape.stored > 0,
             symmetric=True,
@@ -298,8 +299,8 @@ def _halo(config: TrainConfig, shape: GraphShape) -> float:
     return shape.halo if config.shards > 1 else 0.0
 
 
-def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan) -> int:
-    if not plan.reads_stale:
+def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, is_exact: bool) -> int:
+    if is_exact:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
     return min(config.staleness_settings.probes_per_column * (widest + 1), shape.vertices)

@@ -27,7 +27,14 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.start_thread import Transfer
-from gnnpipe.schedule import Action, ActionKind, Program, check, training_program
+from gnnpipe.schedule import (
+    EXACT_SCHEDULE,
+    Action,
+    ActionKind,
+    CheckedProgram,
+    training_program,
+    with_forecast,
+)
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import Prepared, chunk_order
@@ -106,10 +113,11 @@ def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
         transfers=model.transfers(stages),
     )
     buckets = gradient_buckets(model, plan, prepared.dtype.itemsize)
-    has_probes = len(prepared.probes) > 0
-    program = training_program(plan, has_probes, buckets)
-    exact = training_program(replace(plan, schedule="layer-sync"), has_probes, buckets)
-    return replace(prepared, plan=plan, program=program, exact_program=exact, report=check(program))
+    program = training_program(plan, buckets)
+    exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
+    if len(prepared.probes):
+        program, exact = with_forecast(plan, program), with_forecast(plan, exact)
+    return replace(prepared, plan=plan, program=program, exact_program=exact)
 
 
 @contextmanager
@@ -192,7 +200,7 @@ class _MadeUpMessages(PointToPoint):
         """Drop the values."""
 
 
-def _one_step_per_action(program: Program) -> Program:
+def _one_step_per_action(program: CheckedProgram) -> CheckedProgram:
     """The program with an F or B action for every step, and without sums of gradients."""
     stages = []
     for actions in program.stages:

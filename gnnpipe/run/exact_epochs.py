@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from gnnpipe.runtime.grad_clip import GradClip
-from gnnpipe.schedule import Program
+from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.prepare import Prepared
 
 __all__ = ["LONGEST", "ExactEpochs"]
@@ -49,7 +49,7 @@ class ExactEpochs:
         self.lengths = deque(lengths, maxlen=WINDOW)
         self.was_faulty, self.has_jumped = was_faulty, has_jumped
 
-    def begin(self, epoch: int, grad_clip: GradClip) -> Program:
+    def begin(self, epoch: int, grad_clip: GradClip) -> CheckedProgram:
         """What an epoch (from 0) runs; ``grad_clip`` is told how long its gradients may be."""
         program = self._prepared.program_of(epoch)
         if (self.was_faulty or self.has_jumped) and self._factor:
@@ -58,11 +58,11 @@ class ExactEpochs:
         grad_clip.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
         return program
 
-    def end(self, program: Program, length: float, has_stepped: bool) -> None:
+    def end(self, program: CheckedProgram, length: float, has_stepped: bool) -> None:
         """An epoch was walked; ``length`` (2-norm) of its gradients, before they were cut."""
         # Behind a fault there may be zeros in the tables.
         self.was_faulty, self.has_jumped = not has_stepped, False
-        if not has_stepped or program.is_exact or self._prepared.report.exact:
+        if not has_stepped or program.is_exact:
             return
         # Jumps are counted too: where they are usual, they are none.
         self.lengths.append(length)
@@ -71,7 +71,7 @@ class ExactEpochs:
     @property
     def _factor(self) -> float:
         """0: nothing is done."""
-        exact = self._prepared.report.exact
+        exact = self._prepared.program.is_exact
         return 0.0 if exact else self._prepared.config.staleness_settings.exact_above
 
     @property

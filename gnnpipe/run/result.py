@@ -188,7 +188,7 @@ def gather_result(
         world_size=mesh.world_size,
         epochs=len(rows),
         seed=config.seed,
-        exact=prepared.report.exact and all(record.is_exact),
+        exact=prepared.program.is_exact and all(record.is_exact),
         loss=rows[-1].loss,
         **asdict(record.last_scores),
         best_val_acc=best.val_acc,

@@ -50,7 +50,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{prepared.model_graph.num_parameters:,} parameters",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
-        f"schedule {plan.schedule}, {prepared.report.text()}",
+        f"schedule {plan.schedule}, {prepared.program.reads_text()}",
     ]
     if prepared.loss_rows.ops:
         lines.append(
@@ -60,7 +60,7 @@ def head_lines(prepared: Prepared) -> list[str]:
     lines += rounding_lines(config, prepared.model, graph)
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
-    if plan.chunks > 1 and not prepared.report.exact:
+    if plan.chunks > 1 and not prepared.program.is_exact:
         lines += _staleness_settings_lines(config, len(prepared.probes))
     return lines
 

@@ -23,7 +23,14 @@ from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
-from gnnpipe.schedule import PROBE_POSITIONS, Action, ActionKind, Direction, Program, recall_actions
+from gnnpipe.schedule import (
+    PROBE_POSITIONS,
+    Action,
+    ActionKind,
+    CheckedProgram,
+    Direction,
+    recall_actions,
+)
 
 __all__ = ["CommBytes", "Executor"]
 
@@ -85,13 +92,14 @@ class Executor:
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Of the last training pass."""
         self._order: Sequence[int] = range(plan.chunks)
+        self._program: CheckedProgram | None = None
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None
         self._leaving: dict[int, dict[str, Tensor]] = {}
         self._results: dict[int, dict[str, Tensor]] = {}
 
     def run(
-        self, program: Program, order: Sequence[int], *, epoch: int, training: bool
+        self, program: CheckedProgram, order: Sequence[int], *, epoch: int, training: bool
     ) -> dict[int, dict[str, Tensor]]:
         """One pass; ``order[position]`` is the chunk that stands there.
 
@@ -99,7 +107,7 @@ class Executor:
         [C, classes]} in evaluation; empty on other stages. An exception is marked with the rank,
         stage, chunk and action it came from.
         """
-        self._order = order
+        self._order, self._program = order, program
         self._results = {}
         actions = program.stages[self.mesh.stage]
         if any(action.kind is ActionKind.FORECAST for action in actions):
@@ -244,7 +252,8 @@ class Executor:
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
-        self.forecaster.carry(self._order)
+        assert self._program is not None
+        self.forecaster.carry(self._order, self._program.stale_pairs(self.mesh.stage))
 
     def _send_forward(self, action: Action) -> None:
         before = self.p2p.sent_bytes

@@ -1,26 +1,41 @@
-"""WHEN it runs: actions, the orders that make a program of them, and the proof that it is right."""
+"""Schedules and programs: the order of an epoch's actions, and the proof that the order is right.
 
-from gnnpipe.schedule.check import ProgramReport, check
-from gnnpipe.schedule.lower import evaluation_program, recall_actions, training_program
+To add a schedule, write a file that registers it (see ``schedule.schedules``) and import it here.
+"""
+
+from gnnpipe.schedule.check import CheckedProgram, check
+from gnnpipe.schedule.lower import (
+    evaluation_program,
+    recall_actions,
+    training_program,
+    with_forecast,
+)
 from gnnpipe.schedule.program import (
     PROBE_POSITIONS,
     Action,
     ActionKind,
+    Consistency,
     Direction,
     Program,
     SpecialPosition,
 )
+from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES, Schedule
 
 __all__ = [
+    "EXACT_SCHEDULE",
     "PROBE_POSITIONS",
+    "SCHEDULES",
     "Action",
     "ActionKind",
+    "CheckedProgram",
+    "Consistency",
     "Direction",
     "Program",
-    "ProgramReport",
+    "Schedule",
     "SpecialPosition",
     "check",
     "evaluation_program",
     "recall_actions",
     "training_program",
+    "with_forecast",
 ]

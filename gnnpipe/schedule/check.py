@@ -1,15 +1,20 @@
-"""The proof that a program is right, made before anything runs.
+"""Proof, before anything runs, that a program computes what its plan says.
 
-A wrong order does not crash: it drops gradients and leaves the loss as it was (measured: 50 to 88 %
-error in a prototype). So every program is checked here for four things: each stage does every
-step of every chunk once, forward before backward; the gradients of exactly those rows that were
-read live are there when they are pulled; sends and receives pair up in the same order; and nobody
-waits for ever. On the way it counts which reads are live and which are stale.
+A wrong order does not crash: it drops gradients and leaves the loss unchanged (measured: 50 to 88 %
+error in a prototype). ``check`` proves that
+
+- each stage runs every step of every chunk once, forward before backward;
+- the gradients of exactly the rows that were read live are recorded before they are pulled;
+- every optimizer step follows complete gradient sums, and the schedule keeps its promise;
+- sends and receives pair up in the same order, and no stage waits forever.
+
+On the way it counts live and stale reads: whether a program is exact is derived here alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,35 +22,43 @@ import numpy.typing as npt
 
 from gnnpipe.schedule.program import Action, ActionKind, Direction, Program, SpecialPosition
 
-__all__ = ["ProgramError", "ProgramReport", "check"]
+__all__ = ["CheckedProgram", "ProgramError", "check"]
 
 
 class ProgramError(ValueError):
     """A program that would compute something else than its plan says, or hang."""
 
 
-@dataclass(frozen=True)
-class ProgramReport:
-    """What a checked program reads: pairs (reading chunk, other chunk) summed over aggregations."""
+@dataclass(frozen=True, kw_only=True)
+class CheckedProgram(Program):
+    """A proved program and its reads: pairs (reading chunk, other chunk) of all aggregations."""
 
     live_reads: int
     stale_reads: int
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """No read is stale: losses and gradients equal those of one device."""
         return self.stale_reads == 0
 
-    def text(self) -> str:
-        """One line for the run's head."""
+    def stale_pairs(self, stage: int) -> npt.NDArray[np.bool_]:
+        """[K, K] by position: chunk a reads rows of chunk b stale in some step of the stage."""
+        forward, _ = _step_times(stage, self.stages[stage], self)
+        found = np.zeros((self.chunks, self.chunks), dtype=bool)
+        for step in range(1, self.num_steps[stage]):
+            found |= forward[step - 1][None, :] > forward[step][:, None]
+        return found
+
+    def reads_text(self) -> str:
+        """One line about stale reads for the head of a run."""
         total = self.live_reads + self.stale_reads
-        if self.exact:
+        if self.is_exact:
             return "exact: no stale read"
         return f"stale: {self.stale_reads} of {total} chunk reads come from an earlier epoch"
 
 
-def check(program: Program) -> ProgramReport:
-    """Prove ``program`` and say whether it is exact; ``ProgramError`` names the fault."""
+def check(program: Program) -> CheckedProgram:
+    """Prove ``program`` and count its reads; ``ProgramError`` names the fault."""
     live = stale = 0
     for stage, actions in enumerate(program.stages):
         forward, backward = _step_times(stage, actions, program)
@@ -54,14 +67,24 @@ def check(program: Program) -> ProgramReport:
             live += counts[0]
             stale += counts[1]
         if backward is not None:
-            _check_end(stage, actions, program)
+            _check_optimizer_steps(stage, actions, program)
+            _check_versions(stage, actions, program)
+    # Every step of every chunk runs once an epoch, so a stale row is one epoch old.
+    if stale and program.consistency.max_stale_epochs < 1:
+        raise ProgramError(f"the schedule promises exact reads, but {stale} of its reads are stale")
     _check_forecast(program)
     _check_recall(program)
     _check_pairs(program)
-    _check_progress(program)
-    if program.is_exact and stale:
-        raise ProgramError(f"the program calls itself exact, and {stale} of its reads are stale")
-    return ProgramReport(live, stale)
+    _Progress(program).run()
+    return CheckedProgram(
+        program.stages,
+        program.num_steps,
+        program.chunks,
+        program.shards,
+        program.consistency,
+        live_reads=live,
+        stale_reads=stale,
+    )
 
 
 _FORECAST = (ActionKind.FORECAST, ActionKind.CARRY)
@@ -72,12 +95,10 @@ Times = npt.NDArray[np.int64]
 def _step_times(
     stage: int, actions: tuple[Action, ...], program: Program
 ) -> tuple[Times, Times | None]:
-    """When each step of each chunk runs, [steps, K], forward and (if any) backward."""
+    """Order in which each step of each chunk runs, [steps, K], forward and (if any) backward."""
     steps, chunks = program.num_steps[stage], program.chunks
-    times = {
-        way: np.full((steps, chunks), -1, dtype=np.int64)
-        for way in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    }
+    forward, backward = (np.full((steps, chunks), -1, dtype=np.int64) for _ in Direction)
+    times = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
     clock = 0
     for a in actions:
         if a.kind not in times:
@@ -90,27 +111,26 @@ def _step_times(
                 raise ProgramError(f"stage {stage}: {a.kind}{a.position} step {step} runs twice")
             times[a.kind][step, a.position] = clock
             clock += 1
-    forward, backward = times[ActionKind.FORWARD], times[ActionKind.BACKWARD]
-    if (forward < 0).any():
-        step, position = np.argwhere(forward < 0)[0]
-        raise ProgramError(f"stage {stage}: F{position} step {step} never runs")
+    is_training = bool((backward >= 0).any())
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) if is_training else (ActionKind.FORWARD,):
+        missing = np.argwhere(times[kind] < 0)
+        if len(missing):
+            step, position = missing[0]
+            raise ProgramError(f"stage {stage}: {kind}{position} step {step} never runs")
     if (np.diff(forward, axis=0) < 0).any():
         raise ProgramError(f"stage {stage}: a chunk's steps run out of order forward")
-    if (backward < 0).all():
+    if not is_training:
         return forward, None
-    if (backward < 0).any():
-        step, position = np.argwhere(backward < 0)[0]
-        raise ProgramError(f"stage {stage}: B{position} step {step} never runs")
     if (np.diff(backward, axis=0) > 0).any() or (backward[-1] < forward[-1]).any():
         raise ProgramError(f"stage {stage}: a chunk's backward does not mirror its forward")
     return forward, backward
 
 
 def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) -> tuple[int, int]:
-    """Count live and stale pairs of one aggregation, and see that gradients follow the live ones.
+    """Count live and stale pairs of one aggregation; check that gradients follow the live pairs.
 
-    Step ``step`` of chunk a aggregates what step - 1 of chunk b pushed. It is live if the push
-    came first; then, and only then, a's gradient must be recorded before b's is pulled.
+    Step ``step`` of chunk a aggregates the rows that step - 1 of chunk b pushed. The read is live
+    if the push came first; then, and only then, a's gradient must be recorded before b's is pulled.
     """
     reads, pushes = forward[step], forward[step - 1]
     live = pushes[None, :] < reads[:, None]
@@ -119,59 +139,90 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
         wrong = np.argwhere(live != delivered)
         if len(wrong):
             a, b = wrong[0]
-            what = "is lost" if live[a, b] else "of a stale read is delivered"
+            fault = "is lost" if live[a, b] else "of a stale read is delivered"
             raise ProgramError(
-                f"stage {stage} step {step}: the gradient from chunk {a} to chunk {b} {what}; "
+                f"stage {stage} step {step}: the gradient from chunk {a} to chunk {b} {fault}; "
                 "backward must walk the chunks in exactly the reverse order"
             )
     count = int(live.sum()) - len(reads)
     return count, live.size - len(reads) - count
 
 
-def _check_end(stage: int, actions: tuple[Action, ...], program: Program) -> None:
-    """Training ends with one step, behind all B; before it every gradient is summed, once, whole.
-
-    Nothing is summed where there is one shard.
-    """
-    found = [
-        (i, a)
-        for i, a in enumerate(actions)
-        if a.kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STEP)
-    ]
-    last = max(i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD)
-    kinds = [a.kind for _, a in found]
-    if kinds.count(ActionKind.STEP) != 1 or kinds[-1] is not ActionKind.STEP or found[-1][0] < last:
+def _check_optimizer_steps(stage: int, actions: tuple[Action, ...], program: Program) -> None:
+    """The stage ends with STEP, steps as often as promised, and sums all gradients before each."""
+    windows = list(_optimizer_windows(actions))
+    promised = program.consistency.optimizer_steps
+    kinds = [a.kind for a in actions if a.kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STEP)]
+    ends_with_step = all(a.kind is not ActionKind.BACKWARD for a in windows[-1])
+    if len(windows) < 2 or not ends_with_step or (promised or len(windows) - 1) != len(windows) - 1:
         raise ProgramError(
-            f"stage {stage}: must end with STEP behind its last B, "
-            f"has {' '.join(kinds) or 'nothing'}"
+            f"stage {stage}: must end with STEP behind its last B, has "
+            f"{' '.join(kinds) or 'nothing'}"
         )
-    summed = [step for _, a in found[:-1] for step in range(*a.steps)]
-    if sorted(summed) != list(range(program.num_steps[stage] if program.shards > 1 else 0)):
+    if any(a.kind is ActionKind.REDUCE_GRADIENTS for a in windows[-1]):
+        raise ProgramError(f"stage {stage}: sums gradients behind its last STEP")
+    for window in windows[:-1]:
+        _check_gradient_sums(stage, window, program)
+
+
+def _optimizer_windows(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Actions before the first STEP, between two STEPs, and after the last STEP."""
+    window: list[Action] = []
+    for a in actions:
+        if a.kind is ActionKind.STEP:
+            yield window
+            window = []
+        else:
+            window.append(a)
+    yield window
+
+
+def _check_gradient_sums(stage: int, window: Sequence[Action], program: Program) -> None:
+    """The gradients of every step are summed over the shards once, after their last backward."""
+    num_steps = program.num_steps[stage]
+    sums = [(i, a) for i, a in enumerate(window) if a.kind is ActionKind.REDUCE_GRADIENTS]
+    summed = [step for _, a in sums for step in range(*a.steps)]
+    if sorted(summed) != list(range(num_steps if program.shards > 1 else 0)):
         raise ProgramError(
             f"stage {stage}: must sum the gradients of every step once over its shards, sums those "
             f"of steps {summed}"
         )
-    for i, a in found[:-1]:
-        later = [b.steps for b in actions[i:] if b.kind is ActionKind.BACKWARD]
+    for i, a in sums:
+        later = [b.steps for b in window[i:] if b.kind is ActionKind.BACKWARD]
         if any(first < a.steps[1] and a.steps[0] < end for first, end in later):
             raise ProgramError(
-                f"stage {stage}: {a.text(program.num_steps[stage])} comes before its gradients are "
-                "whole"
+                f"stage {stage}: {a.text(num_steps)} comes before its gradients are complete"
+            )
+
+
+def _check_versions(stage: int, actions: Sequence[Action], program: Program) -> None:
+    """Few enough optimizer steps lie between a chunk's forward and its backward."""
+    promised = program.consistency.max_versions_behind
+    version = 0
+    version_of: dict[int, int] = {}
+    for a in actions:
+        if a.kind is ActionKind.STEP:
+            version += 1
+        elif a.kind is ActionKind.FORWARD:
+            version_of.setdefault(a.position, version)
+        elif a.kind is ActionKind.BACKWARD and version - version_of[a.position] > promised:
+            raise ProgramError(
+                f"stage {stage}: {a.text(program.num_steps[stage])} uses weights "
+                f"{version - version_of[a.position]} steps behind; promised are {promised}"
             )
 
 
 def _check_forecast(program: Program) -> None:
-    """Every stage or none carries its stale rows over, once, before any chunk reads one."""
-    forecasts = any(a.kind in _FORECAST for s in program.stages for a in s)
-    wanted = [*_FORECAST, ActionKind.FORWARD] if forecasts else [ActionKind.FORWARD]
+    """Every stage or none runs FORECAST and CARRY once, before any chunk reads a stale row."""
+    has_forecast = any(a.kind in _FORECAST for s in program.stages for a in s)
+    wanted = [*(_FORECAST if has_forecast else ()), ActionKind.FORWARD]
     for stage, actions in enumerate(program.stages):
-        found = [a for a in actions if a.kind in (*_FORECAST, ActionKind.FORWARD)][: len(wanted)]
-        others = [a for a in actions if a.kind in _FORECAST]
-        kinds = [a.kind for a in found]
+        first = [a.kind for a in actions if a.kind in (*_FORECAST, ActionKind.FORWARD)]
+        found = [a for a in actions if a.kind in _FORECAST]
         if (
-            kinds != wanted
-            or len(others) != len(wanted) - 1
-            or any(a.position != SpecialPosition.PROBE for a in others)
+            first[: len(wanted)] != wanted
+            or len(found) != len(wanted) - 1
+            or any(a.position != SpecialPosition.PROBE for a in found)
         ):
             raise ProgramError(
                 f"stage {stage}: must run FORECAST and then CARRY, once and before its first F, as "
@@ -180,14 +231,15 @@ def _check_forecast(program: Program) -> None:
 
 
 def _check_recall(program: Program) -> None:
-    """Where rows are forecast, every stage recalls them, once: its tables written, its weights old.
+    """Where rows are forecast, every stage runs RECALL once, after its last F and before its STEP.
 
-    So does an exact epoch between others, which forecasts nothing itself.
+    Its tables are written and its weights unchanged there. Exact epochs recall for the epochs that
+    forecast.
     """
     kinds = {a.kind for actions in program.stages for a in actions}
-    for stage, actions in enumerate(
-        program.stages if kinds & {ActionKind.FORECAST, ActionKind.RECALL} else ()
-    ):
+    if not kinds & {ActionKind.FORECAST, ActionKind.RECALL}:
+        return
+    for stage, actions in enumerate(program.stages):
         last = max(i for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD)
         step = next((i for i, a in enumerate(actions) if a.kind is ActionKind.STEP), -1)
         found = [(i, a.position) for i, a in enumerate(actions) if a.kind is ActionKind.RECALL]
@@ -203,104 +255,97 @@ def _check_recall(program: Program) -> None:
 
 
 def _check_pairs(program: Program) -> None:
-    """Every send meets its receive, in the same order on both ends.
+    """Every send has its receive, in the same order on both ends.
 
-    That is the order of all that two stages exchange, both ways together: NCCL runs the messages of
-    two ranks one after the other, as they were asked for.
+    The order covers all messages of two stages, both directions together: NCCL runs the messages
+    of two ranks in the order in which they were issued.
     """
-    loss_rows: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
-    """By (stage, the other one): way, source and position of each message."""
+    messages: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+    """By (stage, other stage): direction, source and position of each message."""
     for actions in program.stages:
         for a in actions:
             if a.kind.is_send or a.kind.is_receive:
                 source = a.stage if a.kind.is_send else a.peer
-                loss_rows[a.stage, a.peer].append((a.kind.direction.value, source, a.position))
-    for (stage, peer), mine in list(loss_rows.items()):
-        theirs = loss_rows[peer, stage]
+                messages[a.stage, a.peer].append((a.kind.direction.value, source, a.position))
+    for (stage, peer), mine in list(messages.items()):
+        theirs = messages[peer, stage]
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
             if at < 0:
-                what = f"has {len(theirs)} messages where it has {len(mine)}"
+                fault = f"has {len(theirs)} messages where it has {len(mine)}"
             else:
-                what = f"has {theirs[at]} where it has {mine[at]}"
+                fault = f"has {theirs[at]} where it has {mine[at]}"
             raise ProgramError(
                 f"stages {stage} and {peer} do not exchange the same messages in the same order "
-                f"(way, source, position): beside stage {stage}, stage {peer} {what}"
+                f"(way, source, position): beside stage {stage}, stage {peer} {fault}"
             )
 
 
-def _check_progress(program: Program) -> None:
-    """Run the program with tokens for messages: every stage must come to its end.
+class _Progress:
+    """Runs a program with tokens for messages: every stage must reach its end.
 
-    A compute action waits for the receives posted for its chunk; a receive is met once the other
-    side has run its send. Using a value that was never received, or sending one that was not made,
-    shows as a stall or as an error here.
+    A compute action waits for the receives posted for its chunk; a receive completes once the other
+    side has run its send. A value that is used before its receive is posted, or sent before it is
+    made, is an error.
     """
-    sent: set[tuple[Direction, int, int, int]] = set()
-    made: set[tuple[Direction, int, int]] = set()
-    waiting: list[dict[tuple[Direction, int], list[int]]] = [
-        defaultdict(list) for _ in program.stages
-    ]
-    needs = _needs(program)
-    at = [0] * len(program.stages)
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(program.stages):
-            while at[stage] < len(actions):
-                a = actions[at[stage]]
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._sent: set[tuple[Direction, int, int, int]] = set()
+        """Direction, source, target and position of the messages that were sent."""
+        self._made: set[tuple[Direction, int, int]] = set()
+        """Direction, stage and position of the values that exist."""
+        self._posted: list[dict[tuple[Direction, int], set[int]]] = [
+            defaultdict(set) for _ in program.stages
+        ]
+        """By stage: sources of the receives posted for (direction, position)."""
+        self._sources: dict[tuple[Direction, int], set[int]] = defaultdict(set)
+        """By (direction, stage): stages that send to the stage."""
+        for actions in program.stages:
+            for a in actions:
                 if a.kind.is_send:
-                    if (a.kind.direction, stage, a.position) not in made:
-                        raise ProgramError(
-                            f"stage {stage}: {a.text(program.num_steps[stage])} comes before "
-                            "what it sends is made"
-                        )
-                    sent.add((a.kind.direction, stage, a.peer, a.position))
-                elif a.kind.is_receive:
-                    waiting[stage][a.kind.direction, a.position].append(a.peer)
-                elif a.kind.is_pass and _is_first(a, program):
-                    way = a.kind.direction
-                    peers = waiting[stage].get((way, a.position), [])
-                    if set(peers) != needs[way, stage]:
-                        raise ProgramError(
-                            f"stage {stage}: {a.text(program.num_steps[stage])} runs before its "
-                            "receive is posted"
-                        )
-                    if any((way, p, stage, a.position) not in sent for p in peers):
-                        break
-                if a.kind.is_pass and _is_last(a, program):
-                    made.add((a.kind.direction, stage, a.position))
-                at[stage] += 1
-                moved = True
-    for stage, actions in enumerate(program.stages):
-        if at[stage] < len(actions):
-            stuck = actions[at[stage]].text(program.num_steps[stage])
-            raise ProgramError(f"stage {stage} waits for ever at {stuck}")
+                    self._sources[a.kind.direction, a.peer].add(a.stage)
 
+    def run(self) -> None:
+        """Advance all stages as far as they come; ``ProgramError`` if a stage does not end."""
+        stages = self._program.stages
+        at = [0] * len(stages)
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for stage, actions in enumerate(stages):
+                while at[stage] < len(actions) and self._runs(actions[at[stage]]):
+                    at[stage] += 1
+                    has_moved = True
+        for stage, actions in enumerate(stages):
+            if at[stage] < len(actions):
+                raise ProgramError(
+                    f"stage {stage} waits for ever at {self._text(actions[at[stage]])}"
+                )
 
-def _needs(program: Program) -> dict[tuple[Direction, int], set[int]]:
-    """The stages that each stage hears from, forward and backward."""
-    needs: dict[tuple[Direction, int], set[int]] = defaultdict(set)
-    for actions in program.stages:
-        for a in actions:
-            if a.kind.is_send:
-                needs[a.kind.direction, a.peer].add(a.stage)
-    return needs
-
-
-def _is_first(action: Action, program: Program) -> bool:
-    """The action begins its chunk on this stage, in its direction."""
-    if action.position < 0:
+    def _runs(self, a: Action) -> bool:
+        """Run one action; False if it must wait for a message."""
+        num_steps, direction = self._program.num_steps[a.stage], a.kind.direction
+        if a.kind.is_send:
+            if (direction, a.stage, a.position) not in self._made:
+                raise ProgramError(
+                    f"stage {a.stage}: {self._text(a)} comes before what it sends is made"
+                )
+            self._sent.add((direction, a.stage, a.peer, a.position))
+        elif a.kind.is_receive:
+            self._posted[a.stage][direction, a.position].add(a.peer)
+        elif a.kind.is_pass:
+            if a.is_first(num_steps):
+                sources = self._posted[a.stage][direction, a.position]
+                if sources != self._sources[direction, a.stage]:
+                    raise ProgramError(
+                        f"stage {a.stage}: {self._text(a)} runs before its receive is posted"
+                    )
+                if any((direction, p, a.stage, a.position) not in self._sent for p in sources):
+                    return False
+            if a.is_last(num_steps):
+                self._made.add((direction, a.stage, a.position))
         return True
-    if action.kind is ActionKind.FORWARD:
-        return action.steps[0] == 0
-    return action.steps[1] == program.num_steps[action.stage]
 
-
-def _is_last(action: Action, program: Program) -> bool:
-    """The action ends its chunk on this stage, in its direction."""
-    if action.position < 0:
-        return True
-    if action.kind is ActionKind.FORWARD:
-        return action.steps[1] == program.num_steps[action.stage]
-    return action.steps[0] == 0
+    def _text(self, action: Action) -> str:
+        return action.text(self._program.num_steps[action.stage])

@@ -1,82 +1,163 @@
-"""From an order of compute to a program: sends, receives, gradient sum and step put in.
+"""Lowers a schedule's compute actions to a program: adds messages, gradient sums and probe passes.
 
-A receive is posted one compute action before its value is needed, so that it can arrive meanwhile
-(a gloo send only completes once its receive is posted); a send follows the action that made the
-value. Neither waits: the executor waits at first use.
+A receive is posted one compute action before its value is needed, so that the message can arrive
+meanwhile (a gloo send only completes once its receive is posted). A send follows the action that
+produced the value. Neither blocks: the executor waits when a value is first used.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
+from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
-from gnnpipe.schedule.compute import ORDERS
+from gnnpipe.registry import nearest
+from gnnpipe.schedule.check import CheckedProgram, check
 from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
+from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
 
-__all__ = ["evaluation_program", "recall_actions", "training_program"]
+__all__ = ["evaluation_program", "recall_actions", "training_program", "with_forecast"]
 
 
-def training_program(
-    plan: Plan, forecast: bool = False, buckets: Sequence[Sequence[int]] = ()
-) -> Program:
-    """One epoch: forward over all chunks, backward in reverse, gradient sums, optimizer step.
+def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> CheckedProgram:
+    """Program of one epoch under ``plan.schedule``.
 
-    ``buckets``: by stage, the steps that the buckets of the gradient sum begin with, ascending from
-    0 (``plan.gradient_buckets``); one for all without. With ``forecast`` the pilot rows go first,
-    and carry the stale rows to the current weights; not in an exact program, which has none. Both
-    recall them for the epoch that comes next.
+    ``buckets``: by stage, the first steps of the buckets of the gradient sum, ascending from 0
+    (``plan.gradient_buckets``); default: one bucket per stage.
     """
-    program = _lower(plan, plan.schedule, backward=True, buckets=buckets)
-    if not forecast:
-        return program
-    first = [() if program.is_exact else _forecast(plan, s) for s in range(plan.num_stages)]
-    stages: list[tuple[Action, ...]] = []
-    for s, actions in enumerate(program.stages):
-        stages.append((*first[s], *_with_recall(plan, s, actions, program.is_exact, stages)))
-    return replace(program, stages=tuple(stages))
+    if plan.schedule not in SCHEDULES:
+        raise InputError(f"plan: schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
+    schedule = SCHEDULES[plan.schedule]
+    stages = []
+    for stage, num_steps in enumerate(plan.steps):
+        compute = schedule.actions(stage, num_steps, plan.chunks)
+        begins = buckets[stage] if buckets else (0,)
+        stages.append(tuple(_lower_stage(plan, compute, num_steps, begins)))
+    program = Program(tuple(stages), plan.steps, plan.chunks, plan.shards, schedule.consistency)
+    return check(program)
 
 
-def evaluation_program(plan: Plan) -> Program:
+def evaluation_program(plan: Plan) -> CheckedProgram:
     """One exact forward pass, layer by layer."""
-    return _lower(plan, "layer-sync", backward=False)
+    schedule = SCHEDULES[EXACT_SCHEDULE]
+    stages = (
+        tuple(_with_messages(plan, schedule.forward(stage, num_steps, plan.chunks), num_steps))
+        for stage, num_steps in enumerate(plan.steps)
+    )
+    return check(Program(tuple(stages), plan.steps, plan.chunks, plan.shards))
+
+
+def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
+    """The program with its probe passes.
+
+    Before the chunks, FORECAST and CARRY bring the stale rows to the current weights; an exact
+    program has no stale rows and needs neither. RECALL prepares the FORECAST of the next epoch.
+    """
+    stages: list[tuple[Action, ...]] = []
+    for stage, actions in enumerate(program.stages):
+        first = () if program.is_exact else _forecast(plan, stage)
+        stages.append((*first, *_with_recall(plan, stage, actions, program.is_exact, stages)))
+    return check(replace(program, stages=tuple(stages)))
 
 
 def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """The recall alone, for a run that goes on where another one ended."""
+    """RECALL and its messages alone, for a run that was resumed."""
     return (*_receives(plan, stage, SpecialPosition.RECALLED_PROBE), *_recall(plan, stage))
 
 
+def _lower_stage(
+    plan: Plan, compute: list[Action], num_steps: int, begins: Sequence[int]
+) -> list[Action]:
+    """All actions of a stage, one optimizer step after the other."""
+    found: list[Action] = []
+    for is_step, part in groupby(compute, key=lambda a: a.kind is ActionKind.STEP):
+        actions = list(part)
+        if is_step:
+            found += actions
+        elif plan.shards == 1:
+            found += _with_messages(plan, actions, num_steps)
+        else:
+            split = _split_last(actions, begins)
+            found += _with_sums(_with_messages(plan, split, num_steps), num_steps, begins)
+    return found
+
+
+def _split_last(actions: list[Action], begins: Sequence[int]) -> list[Action]:
+    """Split the last B action where a bucket begins, so that sums start under backward."""
+    *others, last = actions
+    inner = [step for step in begins if last.steps[0] < step < last.steps[1]]
+    bounds = [last.steps[0], *inner, last.steps[1]]
+    parts = [replace(last, steps=steps) for steps in pairwise(bounds)]
+    return [*others, *reversed(parts)]
+
+
+def _with_sums(actions: list[Action], num_steps: int, begins: Sequence[int]) -> list[Action]:
+    """Insert each REDUCE_GRAD after the last B of its steps and the sends of that B."""
+    found = list(actions)
+    for first, end in zip(begins, (*begins[1:], num_steps), strict=True):
+        place = 1 + max(
+            i
+            for i, b in enumerate(found)
+            if b.kind is ActionKind.BACKWARD and first in range(*b.steps)
+        )
+        while place < len(found) and found[place].kind is ActionKind.SEND_BACKWARD:
+            place += 1
+        stage = found[place - 1].stage
+        found.insert(place, Action(ActionKind.REDUCE_GRADIENTS, stage, steps=(first, end)))
+    return found
+
+
+def _with_messages(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:
+    """Insert receives one action before a chunk's first step, sends right after its last step."""
+    found: list[Action] = []
+    for kind, run in groupby(compute, key=lambda a: a.kind):
+        actions = list(run)
+        is_forward = kind is ActionKind.FORWARD
+        earlier = [t.source for t in plan.receives(actions[0].stage)]
+        later = [t.target for t in plan.sends(actions[0].stage)]
+        sources, targets = (earlier, later) if is_forward else (later, earlier)
+        receive = ActionKind.RECEIVE_FORWARD if is_forward else ActionKind.RECEIVE_BACKWARD
+        send = ActionKind.SEND_FORWARD if is_forward else ActionKind.SEND_BACKWARD
+        posts: dict[int, list[Action]] = {}
+        for index, a in enumerate(actions):
+            if a.is_first(num_steps):
+                posts.setdefault(max(index - 1, 0), []).extend(
+                    Action(receive, a.stage, a.position, peer=peer) for peer in sources
+                )
+        for index, a in enumerate(actions):
+            found += [*posts.get(index, []), a]
+            if a.is_last(num_steps):
+                found += [Action(send, a.stage, a.position, peer=peer) for peer in targets]
+    return found
+
+
 def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
+    position = SpecialPosition.PROBE
     return (
-        *_receives(plan, stage, SpecialPosition.PROBE),
-        Action(ActionKind.FORECAST, stage, SpecialPosition.PROBE),
-        *_sends(plan, stage, SpecialPosition.PROBE),
-        # After the send: the next stage waits for the pilot rows, not for these tables.
-        Action(ActionKind.CARRY, stage, SpecialPosition.PROBE),
+        *_receives(plan, stage, position),
+        Action(ActionKind.FORECAST, stage, position),
+        *_sends(plan, stage, position),
+        # After the send: the next stage waits for the probe rows, not for these tables.
+        Action(ActionKind.CARRY, stage, position),
     )
 
 
 def _recall(plan: Plan, stage: int) -> tuple[Action, ...]:
-    return (
-        Action(ActionKind.RECALL, stage, SpecialPosition.RECALLED_PROBE),
-        *_sends(plan, stage, SpecialPosition.RECALLED_PROBE),
-    )
+    position = SpecialPosition.RECALLED_PROBE
+    return (Action(ActionKind.RECALL, stage, position), *_sends(plan, stage, position))
 
 
 def _receives(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    return tuple(
-        Action(ActionKind.RECEIVE_FORWARD, stage, position, peer=t.source)
-        for t in plan.receives(stage)
-    )
+    kind = ActionKind.RECEIVE_FORWARD
+    return tuple(Action(kind, stage, position, peer=t.source) for t in plan.receives(stage))
 
 
 def _sends(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    return tuple(
-        Action(ActionKind.SEND_FORWARD, stage, position, peer=t.target) for t in plan.sends(stage)
-    )
+    kind = ActionKind.SEND_FORWARD
+    return tuple(Action(kind, stage, position, peer=t.target) for t in plan.sends(stage))
 
 
 def _with_recall(
@@ -86,149 +167,46 @@ def _with_recall(
     is_exact: bool,
     earlier: list[tuple[Action, ...]],
 ) -> tuple[Action, ...]:
-    """The recall between the last F and the STEP: the later, the later the stage.
+    """Insert RECALL between the last F and the STEP, later on later stages (docs/adr/0023).
 
-    All tables are written by then, and the weights have not changed yet. The first stage recalls
-    while it waits for its first gradients, the last one behind its last chunk, the others in even
-    steps between: so the rows travel while all are at work, against the gradients, and nobody waits
-    for them. On the critical path lies the recall of one stage, not of all. In an exact program all
-    but the last stage have nothing to do in front of their first B.
+    The first stage recalls while it waits for its first gradients, the last stage after its last
+    B, the others evenly between. So the probe rows travel under backward and only one stage's
+    RECALL is on the critical path. In an exact program all stages but the last are idle before
+    their first B.
 
-    A receive stands where its send does in the stage before, ``earlier``, among the gradients that
-    these two stages exchange: links that carry one message at a time (NCCL) need the same order at
-    both ends.
+    ``earlier``: actions of the earlier stages. A receive is inserted where the source has its
+    send, counted in the gradients that the two stages exchange: NCCL runs the messages of two
+    ranks in the order in which they were issued, so both ends need the same order.
     """
-    back = [i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD]
+    backward = [i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD]
     last = plan.num_stages - 1
     share = 1.0 if stage == last else 0.0 if is_exact else stage / last
-    place = ([back[0]] + [i + 1 for i in back])[math.ceil(share * len(back))]
-    while actions[place].kind in (
-        ActionKind.SEND_BACKWARD,
-        ActionKind.RECEIVE_BACKWARD,
-        ActionKind.REDUCE_GRADIENTS,
-    ):
+    place = ([backward[0]] + [i + 1 for i in backward])[math.ceil(share * len(backward))]
+    while actions[place].kind not in (ActionKind.BACKWARD, ActionKind.STEP):
         place += 1
     receives: dict[int, list[Action]] = {}
     for receive in _receives(plan, stage, SpecialPosition.RECALLED_PROBE):
-        theirs = earlier[receive.peer]
-        sent = theirs.index(
-            Action(
-                ActionKind.SEND_FORWARD, receive.peer, SpecialPosition.RECALLED_PROBE, peer=stage
-            )
-        )
-        count = sum(
-            a.kind is ActionKind.RECEIVE_BACKWARD and a.peer == stage for a in theirs[:sent]
-        )
-        mine = [
-            i
-            for i, a in enumerate(actions)
-            if a.kind is ActionKind.SEND_BACKWARD and a.peer == receive.peer
-        ]
-        receives.setdefault(mine[count - 1] + 1, []).append(receive)
+        index = _place_of_receive(receive, actions, earlier[receive.peer])
+        receives.setdefault(index, []).append(receive)
     place = max([place, *receives])
-    changed: list[Action] = []
+    found: list[Action] = []
     for i, action in enumerate(actions):
-        changed += receives.get(i, [])
+        found += receives.get(i, [])
         if i == place:
-            changed += _recall(plan, stage)
-        changed.append(action)
-    return tuple(changed)
+            found += _recall(plan, stage)
+        found.append(action)
+    return tuple(found)
 
 
-def _lower(
-    plan: Plan, schedule: str, backward: bool, buckets: Sequence[Sequence[int]] = ()
-) -> Program:
-    stages = []
-    for stage, num_steps in enumerate(plan.steps):
-        forward = ORDERS[schedule](stage, num_steps, plan.chunks)
-        actions = _with_forward(plan, forward, num_steps)
-        if backward:
-            drain = [
-                Action(ActionKind.BACKWARD, stage, a.position, a.steps) for a in reversed(forward)
-            ]
-            if plan.shards == 1:
-                actions += _with_backward(plan, drain, num_steps)
-            else:
-                begins = buckets[stage] if buckets else (0,)
-                ends = (*begins[1:], num_steps)
-                sums = [
-                    Action(ActionKind.REDUCE_GRADIENTS, stage, steps=steps)
-                    for steps in zip(begins, ends, strict=True)
-                ]
-                drain = _parted(drain, begins)
-                actions += _with_sums(_with_backward(plan, drain, num_steps), sums)
-            actions.append(Action(ActionKind.STEP, stage))
-        stages.append(tuple(actions))
-    return Program(
-        tuple(stages), plan.steps, plan.chunks, plan.shards, is_exact=schedule == "layer-sync"
-    )
-
-
-def _parted(drain: list[Action], begins: Sequence[int]) -> list[Action]:
-    """The last chunk's backward through several steps, cut where a bucket begins."""
-    *others, last = drain
-    inner = [step for step in begins if last.steps[0] < step < last.steps[1]]
-    bounds = [last.steps[0], *inner, last.steps[1]]
-    parts = [replace(last, steps=steps) for steps in pairwise(bounds)]
-    return [*others, *reversed(parts)]
-
-
-def _with_sums(actions: list[Action], sums: list[Action]) -> list[Action]:
-    """Each sum behind the last B of its steps (and what that sends to other stages)."""
-    found = list(actions)
-    for a in sums:
-        last = max(
-            i
-            for i, b in enumerate(found)
-            if b.kind is ActionKind.BACKWARD and a.steps[0] in range(*b.steps)
-        )
-        while last + 1 < len(found) and found[last + 1].kind is ActionKind.SEND_BACKWARD:
-            last += 1
-        found.insert(last + 1, a)
-    return found
-
-
-def _with_forward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:
-    return _interleave(
-        compute,
-        [t.source for t in plan.receives(compute[0].stage)],
-        [t.target for t in plan.sends(compute[0].stage)],
-        (ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD),
-        first=lambda a: a.steps[0] == 0,
-        last=lambda a: a.steps[1] == num_steps,
-    )
-
-
-def _with_backward(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:
-    return _interleave(
-        compute,
-        [t.target for t in plan.sends(compute[0].stage)],
-        [t.source for t in plan.receives(compute[0].stage)],
-        (ActionKind.RECEIVE_BACKWARD, ActionKind.SEND_BACKWARD),
-        first=lambda a: a.steps[1] == num_steps,
-        last=lambda a: a.steps[0] == 0,
-    )
-
-
-def _interleave(
-    compute: list[Action],
-    sources: list[int],
-    targets: list[int],
-    kinds: tuple[ActionKind, ActionKind],
-    first: Callable[[Action], bool],
-    last: Callable[[Action], bool],
-) -> list[Action]:
-    """Receives one compute action ahead of a chunk's first step, sends right after its last."""
-    receive, send = kinds
-    posts: dict[int, list[Action]] = {}
-    for index, a in enumerate(compute):
-        if first(a):
-            posts.setdefault(max(index - 1, 0), []).extend(
-                Action(receive, a.stage, a.position, peer=peer) for peer in sources
-            )
-    actions: list[Action] = []
-    for index, a in enumerate(compute):
-        actions += [*posts.get(index, []), a]
-        if last(a):
-            actions += [Action(send, a.stage, a.position, peer=peer) for peer in targets]
-    return actions
+def _place_of_receive(
+    receive: Action, actions: Sequence[Action], source_actions: Sequence[Action]
+) -> int:
+    """Index in ``actions`` before which ``receive`` has the place of its send at the source."""
+    stage, source = receive.stage, receive.peer
+    send = Action(ActionKind.SEND_FORWARD, source, receive.position, peer=stage)
+    before = source_actions[: source_actions.index(send)]
+    count = sum(a.kind is ActionKind.RECEIVE_BACKWARD and a.peer == stage for a in before)
+    gradients = [
+        i for i, a in enumerate(actions) if a.kind is ActionKind.SEND_BACKWARD and a.peer == source
+    ]
+    return gradients[count - 1] + 1

@@ -14,7 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-__all__ = ["PROBE_POSITIONS", "Action", "ActionKind", "Direction", "Program", "SpecialPosition"]
+__all__ = [
+    "PROBE_POSITIONS",
+    "Action",
+    "ActionKind",
+    "Consistency",
+    "Direction",
+    "Program",
+    "SpecialPosition",
+]
 
 
 class Direction(StrEnum):
@@ -106,6 +114,22 @@ class Action:
     peer: int = -1
     """The other stage of a send or receive."""
 
+    def is_first(self, num_steps: int) -> bool:
+        """The action begins its chunk's pass through a stage of ``num_steps`` steps."""
+        if self.position < 0:
+            return True
+        return self.steps[0] == 0 if self._is_forward else self.steps[1] == num_steps
+
+    def is_last(self, num_steps: int) -> bool:
+        """The action ends its chunk's pass through a stage of ``num_steps`` steps."""
+        if self.position < 0:
+            return True
+        return self.steps[1] == num_steps if self._is_forward else self.steps[0] == 0
+
+    @property
+    def _is_forward(self) -> bool:
+        return self.kind.direction is Direction.FORWARD
+
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
         kind = self.kind
@@ -123,6 +147,18 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Consistency:
+    """What a schedule promises about the values that an epoch computes with; by default exact."""
+
+    max_stale_epochs: int = 0
+    """Age in epochs of the oldest rows that an aggregation reads; 0: all rows are of this epoch."""
+    max_versions_behind: int = 0
+    """Most optimizer steps between a chunk's forward and its backward on a stage."""
+    optimizer_steps: int | None = 1
+    """STEP actions per epoch and stage; None: any number."""
+
+
+@dataclass(frozen=True)
 class Program:
     """The actions of every stage, in order, for one epoch (or one evaluation)."""
 
@@ -132,8 +168,8 @@ class Program:
     chunks: int
     shards: int = 1
     """Ranks that run each list; the gradients of several shards are summed."""
-    is_exact: bool = False
-    """No read is stale: the walk is layer by layer."""
+    consistency: Consistency = Consistency()
+    """Promise of the schedule; ``check`` verifies it."""
 
     def text(self) -> str:
         """One line per stage, actions separated by blanks."""

@@ -35,7 +35,7 @@ from gnnpipe.runtime.history.mean import open_history
 from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
-from gnnpipe.schedule import Program, evaluation_program
+from gnnpipe.schedule import CheckedProgram, evaluation_program
 from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepare import Prepared, shared_of
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
@@ -161,7 +161,7 @@ class RankRuntime:
     executor: Executor
     target: ShardLayout
     """Of the vertices that have labels."""
-    evaluation: Program
+    evaluation: CheckedProgram
     targets: Targets
     """What is to be learned; empty but on the last stage."""
     metric: str
@@ -319,7 +319,7 @@ def _history_specs(
     """What the tables of each type have in common, for training."""
     staleness = prepared.config.staleness_settings
     is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
-    if not prepared.report.exact:
+    if not prepared.program.is_exact:
         is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
     return {
         name: HistorySpec(
@@ -329,7 +329,7 @@ def _history_specs(
             staleness.snapshot_every,
             staleness.scale_live_gradients,
             None
-            if prepared.report.exact
+            if prepared.program.is_exact
             else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),
         )
         for name, layout in layouts.items()

@@ -44,7 +44,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
 
     nothing = np.zeros(graph.num_vertices, dtype=np.int64)
     loss_rows = prepared.loss_row_mask
-    crossing = crossing_degrees(graph, chunking) if prepared.plan.reads_stale else nothing
+    crossing = nothing if prepared.program.is_exact else crossing_degrees(graph, chunking)
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
@@ -103,7 +103,7 @@ def _stale_rows(prepared: Prepared, name: str, layout: ShardLayout) -> int:
     """
     graph, chunking = prepared.graph, prepared.chunking
     structure = graph.pairs if name == PAIRS else graph
-    if prepared.report.exact or structure is None:
+    if prepared.program.is_exact or structure is None:
         return 0
     chunk = chunking.chunk_of_row().astype(np.int64)
     reading = chunking.shard_of_row() == layout.shard

@@ -62,6 +62,7 @@ def least_bytes(prepared: Prepared, stage: int) -> int:
         halo_rows=dict.fromkeys(graph.table_rows, 0),
         own_edges=graph.num_edges // shards,
         live_share=0.0,
+        is_exact=prepared.program.is_exact,
         own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
         feature_entries=entries // shards,
         sparse_features=any(isinstance(x, sp.csr_array) for x in features),

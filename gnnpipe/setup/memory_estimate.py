@@ -92,6 +92,7 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
         prepared.model_graph,
         stage,
         **vars(held),
+        is_exact=prepared.program.is_exact,
         sparse_features=sparse,
         symmetric=_symmetric(prepared),
         snapshot=config.staleness_settings.snapshot_every > 1,
@@ -107,7 +108,7 @@ def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
 
 def _crossing(prepared: Prepared) -> Counts | None:
     """Edges into every vertex [N] from another chunk; none where chunks read nothing stale."""
-    if not prepared.plan.reads_stale:
+    if prepared.program.is_exact:
         return None
     return crossing_degrees(prepared.graph, prepared.chunking)
 

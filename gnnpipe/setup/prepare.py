@@ -40,7 +40,7 @@ from gnnpipe.plan import (
 )
 from gnnpipe.planner import plan_uniform
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import Program, ProgramReport, check, training_program
+from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.inputs import (
     check_parts,
     check_validation,
@@ -97,6 +97,7 @@ def shared_of(prepared: Prepared) -> frozenset[str]:
         prepared.precomputed,
         prepared.loss_rows.ops,
         prepared.row_dtype != prepared.dtype,
+        prepared.program.is_exact,
     )
 
 
@@ -112,10 +113,9 @@ class Prepared:
     model: Model
     model_graph: ModelGraph
     plan: Plan
-    program: Program
-    exact_program: Program
+    program: CheckedProgram
+    exact_program: CheckedProgram
     """Of the epochs that are walked layer by layer."""
-    report: ProgramReport
     volume: CommVolume
     """Bytes of an epoch with a forecast, if there are any."""
     recall_bytes: int
@@ -131,7 +131,7 @@ class Prepared:
     loss_fn: LossFn | None = None
     """The user's own; none: cross entropy, of classes or of labels."""
 
-    def program_of(self, epoch: int) -> Program:
+    def program_of(self, epoch: int) -> CheckedProgram:
         """What an epoch (from 0) runs, unless the gradients have jumped (see ``ExactEpochs``)."""
         return self.exact_program if epoch < self.exact_epochs else self.program
 
@@ -142,7 +142,7 @@ class Prepared:
     def program_text(self) -> str:
         """Every program of the run, for a person."""
         when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
-        if self.config.staleness_settings.exact_above and not self.report.exact:
+        if self.config.staleness_settings.exact_above and not self.program.is_exact:
             when.append("those behind a jump of the gradients")
         exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
         return exact + self.program.text()
@@ -150,12 +150,14 @@ class Prepared:
     @property
     def exact_epochs(self) -> int:
         """Epochs at the start without stale reads, where others have them."""
-        return 0 if self.report.exact else self.config.staleness_settings.exact_epochs
+        return 0 if self.program.is_exact else self.config.staleness_settings.exact_epochs
 
     @property
     def precomputed(self) -> frozenset[str]:
         """Aggregations that are made once for all epochs."""
-        return precomputed_aggregations(self.model_graph, self.plan, self.row_dtype != self.dtype)
+        return precomputed_aggregations(
+            self.model_graph, self.plan, self.row_dtype != self.dtype, self.program.is_exact
+        )
 
     @cached_property
     def loss_rows(self) -> LossRows:
@@ -240,15 +242,15 @@ def prepare(
         _check_plan(plan, config, described)
     probes = np.empty(0, dtype=np.int64)
     staleness = config.staleness_settings
-    if staleness.probes_per_column and plan.schedule != "layer-sync":
+    buckets = gradient_buckets(described, plan, dtype.itemsize)
+    program = training_program(plan, buckets)
+    exact_program = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
+    if staleness.probes_per_column and not program.is_exact:
         counts = _probes_wanted(described, list(graph.row_types), staleness.probes_per_column)
         probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
-    buckets = gradient_buckets(described, plan, dtype.itemsize)
-    program = training_program(plan, len(probes) > 0, buckets)
-    exact_program = training_program(replace(plan, schedule="layer-sync"), len(probes) > 0, buckets)
-    report = check(program)
-    check(exact_program)
-    if not report.exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
+    if len(probes):
+        program, exact_program = with_forecast(plan, program), with_forecast(plan, exact_program)
+    if not program.is_exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
         warnings.warn(
             f"model: {chosen.name} normalises over all vertices: chunks that come later in the "
             "walk count with their rows of the last epoch, forecast by --staleness auto; exact "
@@ -256,7 +258,7 @@ def prepare(
             UserWarning,
             stacklevel=2,
         )
-    edges = None if report.exact else chunk_edges(graph, chunking)
+    edges = None if program.is_exact else chunk_edges(graph, chunking)
     counts = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     volume = closed_form_volume(
         plan,
@@ -278,7 +280,6 @@ def prepare(
         plan,
         program,
         exact_program,
-        report,
         volume,
         recalled,
         probes,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnnpipe.models import Values
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import Program
+from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.tasks.loss import PARTS, REGRESSION
 from gnnpipe.tasks.scoring import (
@@ -30,7 +30,7 @@ __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
 
 
 def train_epoch(
-    rank_runtime: RankRuntime, mesh: Mesh, program: Program, order: Sequence[int], epoch: int
+    rank_runtime: RankRuntime, mesh: Mesh, program: CheckedProgram, order: Sequence[int], epoch: int
 ) -> float:
     """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
     results = rank_runtime.executor.run(program, order, epoch=epoch, training=True)

@@ -24,6 +24,7 @@ from gnnpipe.models import Aggregation, Received, Values
 from gnnpipe.ops.hashed_dropout import row_keys
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.runtime.staleness.affine_map import RIDGE
+from gnnpipe.schedule import EXACT_SCHEDULE, SCHEDULES
 from gnnpipe.setup.build import ChunkRows
 from gnnpipe.setup.prepare import Prepared, chunk_order
 from gnnpipe.tasks.loss import labels_of
@@ -239,14 +240,10 @@ class Reference:
             for name, value in pushed.items():
                 live[name][c] = value
 
-        steps = range(self.stage_module.num_steps)
-        walk = (
-            [(s, c) for s in steps for c in order]
-            if exact
-            else [(s, c) for c in order for s in steps]
-        )
-        for step, c in walk:
-            run(step, c)
+        schedule = SCHEDULES[EXACT_SCHEDULE if exact else self.prepared.plan.schedule]
+        for action in schedule.forward(0, self.stage_module.num_steps, len(order)):
+            for step in range(*action.steps):
+                run(step, order[action.position])
         for a in self.stage_module.aggregations:
             for c, value in live[a.name].items():
                 self.tables[a.name][slice(*self._ranges(a.pushed_type)[c])] = value.detach()

@@ -98,7 +98,7 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     """What they come to, for a person."""
     largest = max(c.largest for c in found)
     same = "equal to" if largest <= tolerance else "DIFFERENT from"
-    walk = "" if prepared.report.exact else " that walks the same chunks"
+    walk = "" if prepared.program.is_exact else " that walks the same chunks"
     text = f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: {same} one device"
     text += walk
     if _has_float64(prepared):
@@ -142,8 +142,7 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
             worst, name = relative_difference(grads, led.train_epoch(*walk).grads, rounding)
             truth = free.train_epoch(*walk).loss
             apart = _apart(abs(loss - truth), abs(truth))
-            is_exact = prepared.report.exact or program.is_exact
-            found.append(Comparison(epoch, apart, worst, name, is_exact))
+            found.append(Comparison(epoch, apart, worst, name, program.is_exact))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons
 

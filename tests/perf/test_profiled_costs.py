@@ -159,5 +159,6 @@ def test_stale_rows_are_counted_as_they_are_read():
     stale = next(iter(forecaster._stale.values()))
     stale._is_always[:] = False
     rng = np.random.default_rng(0)
-    counts = [len(stale.in_order(rng.permutation(6).tolist())) for _ in range(40)]
+    pairs = prepared.program.stale_pairs(0)
+    counts = [len(stale.in_order(rng.permutation(6).tolist(), pairs)) for _ in range(40)]
     assert int(chunk_sizes(prepared).stale[""][0]) == pytest.approx(np.mean(counts), rel=0.05)

@@ -18,7 +18,7 @@ from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import buckets
-from gnnpipe.schedule import evaluation_program, training_program
+from gnnpipe.schedule import evaluation_program, training_program, with_forecast
 
 
 def timeline_of(plan, costs, **settings):
@@ -74,7 +74,7 @@ def test_a_message_waits_until_there_is_room_for_it():
 @pytest.mark.parametrize("pilot", [1.0, 3.0, 5.0])
 def test_pilot_rows_go_ahead_of_the_chunks(pilot):
     stages, chunks, f, b = 4, 6, 3.0, 6.0
-    program = training_program(chain(stages, chunks), forecast=True)
+    program = with_forecast(chain(stages, chunks), training_program(chain(stages, chunks)))
     timeline = simulate(program_tasks(program, StatedCosts(pilot_time_s=pilot)))
     # The last stage begins with its chunks when it has carried its tables, or the first chunk
     # has come.
@@ -279,7 +279,9 @@ def test_what_is_true_of_every_timeline(tasks):
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans(), st.randoms())
 def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, overlap, chance):
-    program = training_program(plan, forecast)
+    program = training_program(plan)
+    if forecast:
+        program = with_forecast(plan, program)
     order = list(range(plan.chunks))
     chance.shuffle(order)
     costs = DrawnCosts(seed, one)

@@ -18,6 +18,8 @@ import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -213,11 +215,11 @@ class Forecaster:
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
-    def carry(self, order: Sequence[int]) -> None:
-        """Apply the maps to the rows that are read stale when the chunks stand in ``order``."""
+    def carry(self, order: Sequence[int], stale_pairs: npt.NDArray[np.bool_]) -> None:
+        """Apply the maps to the rows that are read stale (see ``StaleRows.in_order``)."""
         for name, found in self.maps.items():
             stale = self._stale.get(self._over[name])
-            rows = None if stale is None else stale.in_order(order)
+            rows = None if stale is None else stale.in_order(order, stale_pairs)
             self.histories[name].move(found.factor, found.shift, rows)
 
 

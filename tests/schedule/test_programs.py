@@ -17,27 +17,34 @@ from gnnpipe.schedule import (
     evaluation_program,
     recall_actions,
     training_program,
+    with_forecast,
 )
 from gnnpipe.schedule.check import ProgramError
+
+
+def forecast_program(plan):
+    return with_forecast(plan, training_program(plan))
 
 
 @settings(deadline=None, max_examples=80)
 @given(plans())
 def test_programs_are_proved_for_any_stage_dag(plan):
-    report = check(training_program(plan))
+    program = training_program(plan)
     k = plan.chunks
     row_wise = max(plan.steps) == 1
-    assert report.exact == (plan.schedule == "layer-sync" or k == 1 or row_wise)
+    assert program.is_exact == (plan.schedule == "layer-sync" or k == 1 or row_wise)
     pairs = sum(n - 1 for n in plan.steps) * k * (k - 1)
-    assert report.live_reads + report.stale_reads == pairs
-    if not report.exact:
-        assert report.live_reads == report.stale_reads == pairs // 2
-    assert check(evaluation_program(plan)).exact
-    assert check(training_program(plan, forecast=True)) == report
+    assert program.live_reads + program.stale_reads == pairs
+    if not program.is_exact:
+        assert program.live_reads == program.stale_reads == pairs // 2
+    assert evaluation_program(plan).is_exact
+    counts = program.live_reads, program.stale_reads
+    forecast = with_forecast(plan, program)
+    assert (forecast.live_reads, forecast.stale_reads) == counts
     # Any buckets: here one begins with every second step.
     buckets = [tuple(range(0, n, 2)) for n in plan.steps]
-    bucketed = training_program(plan, True, buckets)
-    assert check(bucketed) == report
+    bucketed = with_forecast(plan, training_program(plan, buckets))
+    assert (bucketed.live_reads, bucketed.stale_reads) == counts
     for actions, begins in zip(bucketed.stages, buckets, strict=True):
         sums = [a.steps[0] for a in actions if a.kind == "REDUCE_GRAD"]
         assert sums == (list(reversed(begins)) if plan.shards > 1 else [])
@@ -117,7 +124,7 @@ def test_gradients_are_summed_in_buckets_under_backward():
         at = next(i for i, a in enumerate(others) if a.kind == "B")
         return [*others[:at], first, *others[at:]]
 
-    with pytest.raises(ProgramError, match="before its gradients are whole"):
+    with pytest.raises(ProgramError, match="before its gradients are complete"):
         check(changed(program, 0, early))
     again = changed(program, 0, lambda a: [*a[:-1], a[-2], a[-1]])
     with pytest.raises(ProgramError, match="every step once"):
@@ -159,7 +166,6 @@ BAD_PLANS = [
     ("[]", "not a plan"),
     ('{"version": 9}', "another version"),
     ('{"version": 3, "stages": [[0, 2]]}', "not a plan"),
-    (chain(2, 2).to_json().replace("fill-drain", "zigzag"), "schedule 'zigzag'"),
     (chain(2, 2).to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
     (chain(2, 2).to_json().replace('"steps": [\n  3,', '"steps": [\n  0,'), "do not fit"),
     (chain(2, 2).to_json().replace('"source": 0', '"source": 1'), "not between stages"),
@@ -172,13 +178,18 @@ def test_bad_plans_are_refused(text, message):
         Plan.from_json(text)
 
 
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(InputError, match="plan: schedule 'zigzag'"):
+        training_program(chain(2, 2, "zigzag"))
+
+
 def test_stages_must_tile_the_layers():
     with pytest.raises(InputError, match="tile"):
         Plan(((0, 2), (3, 4)), (3, 2), 1, 1, "fill-drain", ())
 
 
 def test_forecast_comes_first_and_the_tables_move_after_the_send():
-    program = training_program(chain(3, 2), forecast=True)
+    program = forecast_program(chain(3, 2))
     assert (
         program.text()
         .splitlines()[1]
@@ -190,11 +201,11 @@ def test_forecast_comes_first_and_the_tables_move_after_the_send():
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 4), (3, 2), (4, 3), (4, 8)])
 @pytest.mark.parametrize("schedule", ["fill-drain", "layer-sync"])
 def test_recall_is_among_the_backward_actions_later_by_stage(stages, chunks, schedule):
-    program = training_program(chain(stages, chunks, schedule), forecast=True)
+    program = forecast_program(chain(stages, chunks, schedule))
     check(program)
     for stage, actions in enumerate(program.stages):
         kinds = [a.kind for a in actions]
-        assert ("FORECAST" in kinds) == (schedule == "fill-drain")
+        assert ("FORECAST" in kinds) == (not program.is_exact)
         recall = kinds.index("RECALL")
         done, all_of_them = kinds[:recall].count("B"), kinds.count("B")
         if stage == stages - 1:
@@ -207,7 +218,7 @@ def test_recall_is_among_the_backward_actions_later_by_stage(stages, chunks, sch
 
 def test_gradients_and_what_is_recalled_have_one_order_at_both_ends():
     """NCCL runs the messages of two ranks one after the other, as they were asked for."""
-    program = training_program(chain(3, 6), forecast=True)
+    program = forecast_program(chain(3, 6))
     assert "0RECV_B5<1 0RECV_B4<1 0RECALL 0SEND_FR>1 0B5" in program.text().splitlines()[0]
     text = program.text().splitlines()[1]
     assert "1SEND_B4>0 1RECV_FR<0" in text
@@ -249,7 +260,7 @@ RECALL_FAULTS = {
 
 @pytest.mark.parametrize("fault", RECALL_FAULTS)
 def test_wrong_recalls_are_refused(fault):
-    program = training_program(chain(2, 2), forecast=True)
+    program = forecast_program(chain(2, 2))
     with pytest.raises(ProgramError, match="stage 1: must run RECALL once"):
         check(changed(program, 1, RECALL_FAULTS[fault]))
 
@@ -265,6 +276,6 @@ FORECAST_FAULTS = {
 
 @pytest.mark.parametrize("fault", FORECAST_FAULTS)
 def test_wrong_forecasts_are_refused(fault):
-    program = training_program(chain(2, 2), forecast=True)
+    program = forecast_program(chain(2, 2))
     with pytest.raises(ProgramError, match="stage 1: must run FORECAST and then CARRY"):
         check(changed(program, 1, FORECAST_FAULTS[fault]))
