@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from gnnpipe.schedule import (
     recall_actions,
 )
 
-__all__ = ["CommBytes", "Executor"]
+__all__ = ["CommBytes", "Executor", "LatestWeights", "WeightPolicy", "WeightUpdate"]
 
 _AROUND = 4
 """Actions before and behind a failing one that are shown with it."""
@@ -49,6 +50,39 @@ class CommBytes:
     """What the forecast of stale rows takes."""
 
 
+class WeightPolicy(Protocol):
+    """Weights that a stage computes with, per pass of a chunk."""
+
+    def for_forward(self, action: Action) -> AbstractContextManager[None]:
+        """Context of an F action, in which the module has the weights for the pass."""
+
+    def for_backward(self, action: Action) -> AbstractContextManager[None]:
+        """Context of a B action."""
+
+
+class LatestWeights:
+    """The current weights in every pass."""
+
+    def for_forward(self, action: Action) -> AbstractContextManager[None]:
+        """No change."""
+        return nullcontext()
+
+    def for_backward(self, action: Action) -> AbstractContextManager[None]:
+        """No change."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class WeightUpdate:
+    """Parts of the optimizer step."""
+
+    gradient_sum: GradientSum
+    grad_clip: GradClip
+    """Checks and clips the gradients before the step."""
+    optimizer: torch.optim.Optimizer | None
+    weights: WeightPolicy = field(default_factory=LatestWeights)
+
+
 class Executor:
     """This rank's interpreter of programs for one plan."""
 
@@ -59,30 +93,29 @@ class Executor:
         stage: Stage,
         layouts: Mapping[str, ShardLayout],
         exchanges: Sequence[HaloExchange],
-        gradient_sum: GradientSum,
-        optimizer: torch.optim.Optimizer | None,
+        update: WeightUpdate,
         dtypes: tuple[torch.dtype, torch.dtype],
-        grad_clip: GradClip,
         forecaster: Forecaster | None = None,
     ) -> None:
         """``layouts`` by the type of the vertices; ``exchanges`` are those of the histories;
-        ``dtypes``: of values, and of what stages send of them; ``grad_clip`` checks the gradients.
+        ``dtypes``: of values in this rank and of values that stages send.
         """
         self.plan = plan
         self.mesh = mesh
         self.stage = stage
         self.layouts = layouts
         self.exchanges = exchanges
-        self.optimizer = optimizer
+        self.optimizer = update.optimizer
         self.forecaster = forecaster
-        self.grad_clip = grad_clip
+        self.grad_clip = update.grad_clip
         self.has_stepped = True
         """Whether the last training pass changed the weights: not where loss or gradients were no
         numbers."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was no number in the last training pass."""
         self.p2p = PointToPoint(mesh, *dtypes)
-        self.gradient_sum = gradient_sum
+        self.gradient_sum = update.gradient_sum
+        self._weights = update.weights
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
         leaving = {name for widths in self._widths_out.values() for name in widths}
@@ -196,7 +229,8 @@ class Executor:
             for peer in self._widths_in:
                 values |= self.p2p.take(Direction.FORWARD, peer, action.position)
             self.stage.enter(chunk, values)
-        values = self.stage.forward(chunk, range(*action.steps))
+        with self._weights.for_forward(action):
+            values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
                 # Without the graph behind them, which would keep its leaves.
@@ -217,7 +251,8 @@ class Executor:
                     ).items():
                         grads[name] = grads[name] + grad if name in grads else grad
                 self.stage.seed(chunk, grads)
-        grads = self.stage.backward(chunk, range(*action.steps), self._following(action))
+        with self._weights.for_backward(action):
+            grads = self.stage.backward(chunk, range(*action.steps), self._following(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
 

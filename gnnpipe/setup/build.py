@@ -28,7 +28,7 @@ from gnnpipe.plan import gradient_steps
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.cuda_graph import CudaGraphExecutor
-from gnnpipe.runtime.executor import Executor
+from gnnpipe.runtime.executor import Executor, WeightUpdate
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.mean import open_history
@@ -274,10 +274,12 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         stage,
         layouts,
         [spec.exchange for spec in training.values()],
-        GradientSum(trained, mesh),
-        optimizer,
+        WeightUpdate(
+            GradientSum(trained, mesh),
+            GradClip(stage_module.named_parameters(), mesh, config.clip_norm),
+            optimizer,
+        ),
         (dtype, prepared.row_dtype),
-        GradClip(stage_module.named_parameters(), mesh, config.clip_norm),
         forecaster,
     )
     return RankRuntime(
