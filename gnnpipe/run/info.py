@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.graph.graph import Graph
+from gnnpipe.perf import MemoryEstimate
+from gnnpipe.plan import Plan
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from gnnpipe.graph.graph import Graph
-    from gnnpipe.perf import MemoryEstimate
-    from gnnpipe.plan import Plan
-    from gnnpipe.tasks.loss import LossFn
+from gnnpipe.tasks.loss import LossFn
 
 __all__ = ["Info", "info"]
 

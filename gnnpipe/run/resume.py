@@ -246,34 +246,19 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
 
     ``needs_one``: raise ``InputError`` if there is none, or if the run has ended.
     """
-    start, text, error = None, "", None
+    start, text, error = None, "", ""
     if mesh.rank == 0:
-        starts: list[Start] = []
-        _, faults = newest_whole(run, lambda stored: starts.append(_start(stored)))
-        start = starts[0] if starts else None
+        start, faults = _newest_start(run)
         text = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
         if start is None:
             text += f"{run} has no complete checkpoint: starting at the first epoch"
-            if needs_one:
-                why = "--checkpoint-every 10 writes them"
-                if is_unfinished(run):
-                    why = "the run ended while the first one was being written"
-                error = f"--resume {str(run)!r}: has no complete checkpoint"
-                error += f" ({faults[0] if faults else why})"
-                error += "; start a new run with another --out"
         else:
             text += f"resuming from {start.stored.path}"
-            # A run that was killed before it wrote its result only has to write it.
-            is_whole = (run / "result.json").exists() or start.rows[-1].scores is None
-            if needs_one and start.is_over(config) and is_whole:
-                how = f"{start.epoch} epochs are done, --epochs is {config.epochs}; try "
-                how += f"--epochs {2 * start.epoch}"
-                if start.epoch < config.epochs:
-                    how = f"--patience {config.patience} has stopped the run; try more"
-                error = f"--resume {str(run)!r}: {how}"
+        if needs_one:
+            error = _reason_against(run, config, start, faults)
     error, path = mesh.share((error, start.stored.path if start else None))
     if error:
-        raise InputError(error)
+        raise InputError(f"--resume {str(run)!r}: {error}")
     if path is None:
         return None, text
     fault: InputError | None = None
@@ -286,6 +271,35 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
     mesh.agree(fault)
     assert start is not None
     return start, text
+
+
+def _newest_start(run: Path) -> tuple[Start | None, list[str]]:
+    """Return the state in the newest complete checkpoint, and the faults of newer ones."""
+    starts: list[Start] = []
+    _, faults = newest_whole(run, lambda stored: starts.append(_start(stored)))
+    return (starts[0] if starts else None), faults
+
+
+def _reason_against(
+    run: Path, config: TrainConfig, start: Start | None, faults: Sequence[str]
+) -> str:
+    """Return why the run cannot be resumed and what to do; '' if it can."""
+    if start is None:
+        reason = "--checkpoint-every 10 writes them"
+        if is_unfinished(run):
+            reason = "the run ended while the first one was being written"
+        reason = faults[0] if faults else reason
+        return f"has no complete checkpoint ({reason}); start a new run with another --out"
+    # A run that was killed before it wrote its result only has to write it.
+    has_ended = (run / "result.json").exists() or start.rows[-1].scores is None
+    if not (has_ended and start.is_over(config)):
+        return ""
+    if start.epoch < config.epochs:
+        return f"--patience {config.patience} has stopped the run; try more"
+    return (
+        f"{start.epoch} epochs are done, --epochs is {config.epochs}; try --epochs "
+        f"{2 * start.epoch}"
+    )
 
 
 def state_text(

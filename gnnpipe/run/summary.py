@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
+from gnnpipe.run.result import RunResult
 from gnnpipe.setup.inputs import rounding_lines
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import REGRESSION
-
-if TYPE_CHECKING:
-    from gnnpipe.run.metrics_csv import Staleness
-    from gnnpipe.run.result import RunResult
 
 __all__ = ["head_lines", "info_lines", "result_lines", "score"]
 
@@ -123,11 +119,8 @@ def result_lines(result: RunResult) -> list[str]:
                 result.time_shares,
             )
         )
-    if result.drift:
-        measured = [row.staleness for row in result.history if row.staleness is not None]
-        stale = [found for found in measured if not found.is_exact]
-        if stale:
-            lines.append(_staleness_line(result, stale[-1]))
+    if not all(map(math.isnan, result.drift)):
+        lines.append(_staleness_line(result))
     if result.world_size > 1:
         lines.append(
             f"sent per epoch: {human_bytes(counted['total'])} "
@@ -142,15 +135,15 @@ def result_lines(result: RunResult) -> list[str]:
     return lines
 
 
-def _staleness_line(result: RunResult, last: Staleness) -> str:
+def _staleness_line(result: RunResult) -> str:
     text = f"stale reads: {result.stale_reads:.0%} of the edges; "
     if result.exact_epochs:
         text += f"{result.exact_epochs} of {result.epochs} epochs exact; "
     text += "in the last stale epoch " if result.exact_epochs else "in the last epoch "
-    if last.moved:
-        text += f"rows changed by {_span(last.moved)}, error of the forecast {_span(last.missed)}"
-        return text
-    return text + f"stale rows differed by {_span(last.drift)}, including dropout"
+    if result.moved:
+        changed, missed = _span(result.moved), _span(result.missed)
+        return text + f"rows changed by {changed}, error of the forecast {missed}"
+    return text + f"stale rows differed by {_span(result.drift)}, including dropout"
 
 
 def _span(by_layer: Sequence[float]) -> str:
