@@ -44,9 +44,9 @@ class TrainConfig(Settings):
         check_combinations(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> TrainConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """Return the config with these values; ``InputError`` for a name that is not a field."""
-        return cls(**cls._field_names(values, source))
+        return cls(**cls._field_names(values, "config"))
 
     @classmethod
     def _field_names(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What the training loop leaves: rows, best epoch and bytes sent in the last epoch."""
+    """Outcome of the training loop: rows, best epoch and bytes sent in the last epoch."""
 
     rows: Sequence[EpochRow]
     best: BestEpoch

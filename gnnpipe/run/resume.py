@@ -98,21 +98,8 @@ STATE, METRICS = "state.json", "metrics.csv"
 """Text files in a checkpoint."""
 
 FIXED = (
-    "split",
-    "symmetrize",
-    "task",
-    "model",
-    "layers",
-    "hidden",
-    "heads",
-    "dropout",
-    "alpha",
-    "theta",
-    "seed",
-    "dtype",
-    "comm_dtype",
-    "matmul_dtype",
-    "metric",
+    *(f.name for f in fields(TrainConfig) if f.metadata["group"] == "model"),
+    *("split", "symmetrize", "task", "seed", "dtype", "comm_dtype", "matmul_dtype", "metric"),
 )
 """Settings that must not change when a run is resumed."""
 
