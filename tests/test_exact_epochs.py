@@ -318,7 +318,7 @@ def test_a_jump_of_one_chunk_changes_nothing(tmp_path):
 
 def test_exact_needs_no_jumps():
     with pytest.raises(
-        InputError, match=r"--exact-above 2\.0: has no meaning with --staleness exact"
+        InputError, match=r"--exact-above 2\.0: has no effect with --staleness exact"
     ):
         TrainConfig(chunks=4, staleness="exact", exact_above=2.0)
 

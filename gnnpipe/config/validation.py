@@ -42,8 +42,8 @@ def check_verifiable(config: Settings) -> None:
     for name in ("comm_dtype", "matmul_dtype"):
         if getattr(config, name) != "same":
             raise InputError(
-                f"{flag(name)} {getattr(config, name)}: rounds, unlike the reference; verify "
-                "without it"
+                f"{flag(name)} {getattr(config, name)}: rounds, which the reference does not; "
+                "verify without it"
             )
 
 

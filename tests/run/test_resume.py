@@ -191,7 +191,7 @@ def test_no_whole_checkpoint_is_an_error(tmp_path):
     out = tmp_path / "run"
     Trainer(config(out, epochs=2, checkpoint_every=2), small_graph()).fit()
     damage(out / "checkpoints" / "epoch-000002" / "state.json", 0.5)
-    with pytest.raises(InputError, match=r"--resume .* no whole checkpoint .*damaged"):
+    with pytest.raises(InputError, match=r"--resume .* no complete checkpoint .*damaged"):
         Trainer(resumed_config(out, {"epochs": 6}), small_graph(), resume=out).fit()
 
 
