@@ -20,9 +20,6 @@ MOST_PARAMETERS = 8
 ORPHAN_LINES = 40
 
 LARGE_FUNCTIONS: dict[str, str] = {
-    "data/clean.py clean": "to be cut",
-    "data/hetero.py graph_from_hetero": "to be cut",
-    "data/pyg.py graph_from_data": "to be cut",
     "ops/norm_relu.py gcnii_mix": "to be cut",
     "ops/norm_relu.py forward": "a torch.autograd.Function takes its inputs one by one",
     "ops/triton/dropout.py _fill": "a Triton kernel takes its pointers and sizes one by one",

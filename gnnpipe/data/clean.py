@@ -1,15 +1,14 @@
-"""The one gate through which every graph enters.
+"""Checks raw arrays and builds a ``Graph`` from them; every data source ends here.
 
-Files from outside hold loops, duplicate edges, labels beyond the classes, NaN among the features,
-masks over unlabelled vertices. Each of these either crashes much later on some rank or, worse,
-trains without a word on the wrong thing. So every reader hands its raw arrays to ``clean``, and
-what comes out satisfies the contract of ``Graph``.
+Files from outside contain loops, duplicate edges, labels beyond the classes, NaN features and
+masks over unlabelled vertices. Each of these either crashes much later on some rank or trains on
+wrong data without an error. A graph that ``clean`` returns satisfies the contract of ``Graph``.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -18,130 +17,175 @@ import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
 from gnnpipe.data.edges import MAX_VERTICES, clean_edge_data, sorted_edges
-from gnnpipe.data.labels import TASKS, Labels, clean_labels, clean_targets, is_known, one_hot
-from gnnpipe.data.split import SPLIT_NAMES, fail, given_mask, num_splits, overlap, split_masks
+from gnnpipe.data.labels import (
+    TASKS,
+    Labels,
+    clean_labels,
+    clean_targets,
+    is_known,
+    one_hot_warning,
+)
+from gnnpipe.data.messages import fail, warn
+from gnnpipe.data.split import (
+    SPLIT_NAMES,
+    Masks,
+    given_mask,
+    num_splits,
+    overlap_warning,
+    split_masks,
+)
 from gnnpipe.graph.graph import BoolArray, Features, Graph
 
-__all__ = ["clean", "clean_features"]
+__all__ = ["RawGraph", "clean", "clean_features"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RawGraph:
+    """The arrays of a graph as they were read, not yet checked. N vertices, E edges."""
+
+    name: str
+    """The data set's name, for messages and for the graph."""
+    edge_index: Any
+    """[2, E], any integer type; row 0 the sources, row 1 the targets."""
+    x: Any
+    """[N, F] features, dense of any real type, or scipy sparse."""
+    y: Any
+    """Classification: [N] or [N, 1], classes from 0; or [N, T], 1 where a label applies, else 0;
+    -1 or NaN where there is no label. Regression: numbers, [N] or [N, T], NaN where none."""
+    masks: Sequence[Any] | None = None
+    """Train, val and test: each bool [N], [N, T] or [T, N] for T splits (0 and 1 count as bool), or
+    the indices of its vertices; ``None`` if the data set has none."""
+    num_vertices: int | None = None
+    """N, if not the length of ``y``."""
+    num_classes: int | None = None
+    """If not the largest label + 1; T if ``y`` is [N, T]."""
+    edge_data: Mapping[str, Any] = field(default_factory=dict)
+    """Any of 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E]."""
+    task: str = "classification"
+    """'classification' or 'regression': the meaning of ``y``."""
 
 
 def clean(
-    edge_index: Any,
+    raw: RawGraph,
     *,
-    name: str,
-    x: Any,
-    y: Any,
-    masks: Sequence[Any] | None,
-    num_vertices: int | None = None,
-    num_classes: int | None = None,
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
     report: bool = False,
-    edge_data: Mapping[str, Any] | None = None,
-    task: str = "classification",
 ) -> Graph:
-    """A ``Graph`` from raw arrays, checked, without loops, and without duplicates of bare edges.
+    """A checked ``Graph``, without loops, and without duplicates of edges that carry no data.
 
     Args:
-        edge_index: [2, E], any integer type; row 0 the sources, row 1 the targets.
-        name: the dataset's name, for messages and for the graph.
-        x: [N, F], dense of any real type, or scipy sparse.
-        y: [N] or [N, 1], classes from 0; or [N, T], 1 where a label applies and 0 where not; -1
-            (or NaN) where there is no label. Of a regression real numbers, [N] or [N, T], NaN where
-            there is none.
-        masks: train, val and test, each bool [N], [N, T] or [T, N] (the first of the T splits is
-            taken; 0 and 1 will do for bool) or the indices of its vertices, each once; ``None`` if
-            the dataset has none.
-        num_vertices: N, if it is not the length of ``y``.
-        num_classes: if it is not the largest label + 1; T if y is [N, T].
-        split: 'given' for ``masks``, or percentages such as '60/20/20'.
-        seed: of the split by percentages.
-        symmetrize: add the reverse of every edge.
-        report: warn of loops and duplicate edges, as befits data of the user's own. The reverse
-            edges that ``symmetrize`` adds are never reported.
-        edge_data: 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E], as far as there
-            are such. Edges that carry data are kept each for itself, and ``symmetrize`` adds the
-            reverse, with the same data, only where no edge leads back.
-        task: 'classification', or 'regression': what ``y`` means.
+        raw: the arrays.
+        split: 'given' for the masks of ``raw``, or percentages such as '60/20/20'.
+        seed: of the split by percentages; with masks of T splits, split ``seed`` modulo T is used.
+        symmetrize: add the reverse of every edge; where edges carry data, the reverse gets the same
+            data and is added only if no edge leads back.
+        report: warn about removed loops and duplicate edges, as befits a user's own data.
 
     Warns:
-        UserWarning: masks of several splits, of which one is taken; masks that overlap; edges
-            removed, if ``report``.
+        UserWarning: masks of several splits; masks that overlap; removed edges, if ``report``.
 
     Raises:
-        InputError: one line naming the dataset and field, the value and what to try.
+        InputError: one line with the data set, the field, the value and a remedy to try.
     """
-    if task not in TASKS:
-        fail(name, f"task {task!r}", " or ".join(map(repr, TASKS)))
-    is_regression = task == "regression"
-    labels = clean_targets(y, name) if is_regression else clean_labels(y, name, num_classes)
-    n = len(labels) if num_vertices is None else num_vertices
-    if n == 0:
-        fail(name, "no vertices", "check that y has one entry for each vertex")
-    if n > MAX_VERTICES:
-        fail(name, f"{n} vertices", f"at most {MAX_VERTICES} are supported")
-    if len(labels) != n:
-        fail(
-            name,
-            f"y has {len(labels)} labels for {n} vertices",
-            "give one label for each, -1 = none",
-        )
-    has_label: BoolArray = np.any(is_known(labels).reshape(n, -1), axis=1)
-    if not has_label.any():
-        none, some = ("NaN", "numbers") if is_regression else ("-1", "classes 0..C-1")
-        fail(name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
-    features = clean_features(x, name, n, "" if num_vertices else " (y has one entry for each)")
-    fractions = parse_split(split)
-    if fractions is not None:
-        train, val, test = split_masks(has_label, fractions, seed)
-    elif masks is None:
-        fail(
-            name,
-            "no split (train_mask, val_mask, test_mask)",
-            "--split 60/20/20, or Graph.from_pyg(data, split='60/20/20') in Python",
-        )
-    else:
-        train, val, test = (
-            given_mask(m, field, name, n, seed) for m, field in zip(masks, SPLIT_NAMES, strict=True)
-        )
-    if not train.any():
-        fail(name, "train_mask: no vertex to train on", "--split 60/20/20")
-    for field, mask in zip(SPLIT_NAMES, (train, val, test), strict=True):
-        bad = np.flatnonzero(mask & ~has_label)
-        if len(bad):
-            fail(
-                name,
-                f"{field}: {len(bad)} of its vertices have no label, the first is {bad[0]}",
-                "take them out of the mask, or --split 60/20/20",
-            )
-    splits = 1 if masks is None or fractions is not None else num_splits(masks[0], n)
-    chosen = f"the masks hold {splits} splits, and --seed {seed} takes number {seed % splits}"
-    edges = sorted_edges(
-        edge_index, name, n, symmetrize, report, clean_edge_data(edge_data or {}, name, edge_index)
-    )
-    # Last, so that data which is refused is not commented on as well. The level is the line that
-    # calls ``load_graph`` or ``Graph.from_pyg``.
+    labels = _labels(raw)
+    n = _num_vertices(raw, labels)
+    has_label = _has_label(raw, labels)
+    counted = "" if raw.num_vertices else " (y has one entry for each)"
+    features = clean_features(raw.x, raw.name, n, counted)
+    masks = _masks(raw, has_label, split, seed)
+    data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
+    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, report, data)
+    # Last, so that data which is refused is not warned about as well.
     for note in (
-        chosen if splits > 1 else "",
-        overlap((train, val, test)),
+        _several_splits_warning(raw, n, seed) if split == "given" else "",
+        overlap_warning(masks),
         edges.removed,
-        one_hot(labels) if report else "",
+        one_hot_warning(labels) if report else "",
     ):
         if note:
-            warnings.warn(f"graph {name!r}: {note}", UserWarning, stacklevel=4)
+            warn(raw.name, note)
     return Graph(
-        name=name,
+        name=raw.name,
         indptr=edges.indptr,
         indices=edges.indices,
         x=features,
         y=labels,
-        train_mask=train,
-        val_mask=val,
-        test_mask=test,
-        num_classes=_num_classes(labels, num_classes),
+        train_mask=masks[0],
+        val_mask=masks[1],
+        test_mask=masks[2],
+        num_classes=_num_classes(labels, raw.num_classes),
         **edges.data,
     )
+
+
+def _labels(raw: RawGraph) -> Labels:
+    if raw.task not in TASKS:
+        fail(raw.name, f"task {raw.task!r}", " or ".join(map(repr, TASKS)))
+    if raw.task == "regression":
+        return clean_targets(raw.y, raw.name)
+    return clean_labels(raw.y, raw.name, raw.num_classes)
+
+
+def _num_vertices(raw: RawGraph, labels: Labels) -> int:
+    n = len(labels) if raw.num_vertices is None else raw.num_vertices
+    if n == 0:
+        fail(raw.name, "no vertices", "check that y has one entry for each vertex")
+    if n > MAX_VERTICES:
+        fail(raw.name, f"{n} vertices", f"at most {MAX_VERTICES} are supported")
+    if len(labels) != n:
+        wrong = f"y has {len(labels)} labels for {n} vertices"
+        fail(raw.name, wrong, "give one label for each, -1 = none")
+    return n
+
+
+def _has_label(raw: RawGraph, labels: Labels) -> BoolArray:
+    """Whether a vertex has any label, [N]."""
+    has_label: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
+    if not has_label.any():
+        none, some = ("NaN", "numbers") if raw.task == "regression" else ("-1", "classes 0..C-1")
+        fail(raw.name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
+    return has_label
+
+
+def _masks(raw: RawGraph, has_label: BoolArray, split: str, seed: int) -> Masks:
+    """The train, val and test masks, each [N], of labelled vertices only."""
+    n = len(has_label)
+    fractions = parse_split(split)
+    if fractions is not None:
+        masks = split_masks(has_label, fractions, seed)
+    elif raw.masks is None:
+        fail(
+            raw.name,
+            "no split (train_mask, val_mask, test_mask)",
+            "--split 60/20/20, or Graph.from_pyg(data, split='60/20/20') in Python",
+        )
+    else:
+        train, val, test = raw.masks
+        masks = (
+            given_mask(train, "train_mask", raw.name, n, seed),
+            given_mask(val, "val_mask", raw.name, n, seed),
+            given_mask(test, "test_mask", raw.name, n, seed),
+        )
+    if not masks[0].any():
+        fail(raw.name, "train_mask: no vertex to train on", "--split 60/20/20")
+    for name, mask in zip(SPLIT_NAMES, masks, strict=True):
+        bad = np.flatnonzero(mask & ~has_label)
+        if len(bad):
+            fail(
+                raw.name,
+                f"{name}: {len(bad)} of its vertices have no label, the first is {bad[0]}",
+                "take them out of the mask, or --split 60/20/20",
+            )
+    return masks
+
+
+def _several_splits_warning(raw: RawGraph, n: int, seed: int) -> str:
+    splits = 1 if raw.masks is None else num_splits(raw.masks[0], n)
+    if splits == 1:
+        return ""
+    return f"the masks hold {splits} splits, and --seed {seed} takes number {seed % splits}"
 
 
 def _num_classes(labels: Labels, given: int | None) -> int:
@@ -151,29 +195,13 @@ def _num_classes(labels: Labels, given: int | None) -> int:
 
 
 def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
-    """Features [N, F] as float32, dense or CSR; ``InputError`` for what is none.
+    """Features [N, F] as float32, dense or CSR; ``InputError`` if ``x`` is none.
 
-    ``counted``: how N is known, for the error.
+    ``counted``: the origin of N, for the error.
     """
     if x is None:
         fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
-    if sp.issparse(x):
-        if x.dtype.kind not in "fiub":
-            fail(name, f"x is of type {x.dtype}", "real numbers such as float32")
-        features: Any = sp.csr_array(x, dtype=np.float32)
-        if not features.has_canonical_format:
-            features = features.copy()
-            features.sum_duplicates()
-    else:
-        raw = np.asarray(x)
-        if raw.dtype.kind not in "fiub":
-            fail(name, f"x is of type {raw.dtype}", "real numbers such as float32")
-        if raw.ndim == 1:
-            raw = raw[:, None]
-        # asarray keeps a memory-mapped float32 file on disk; float64 beyond float32 turns to inf
-        # here and is reported below.
-        with np.errstate(over="ignore"):
-            features = np.asarray(raw, dtype=np.float32)
+    features = _float32_csr(x, name) if sp.issparse(x) else _float32_array(x, name)
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
         fail(
             name,
@@ -193,10 +221,32 @@ def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
     return cast(Features, features)
 
 
-def _first_not_finite(values: npt.NDArray[np.float32]) -> tuple[int, int] | None:
-    """Where NaN or infinity is in an array [R, F], looking at a block at a time.
+def _float32_csr(x: Any, name: str) -> Any:
+    if x.dtype.kind not in "fiub":
+        fail(name, f"x is of type {x.dtype}", "real numbers such as float32")
+    features = sp.csr_array(x, dtype=np.float32)
+    if not features.has_canonical_format:
+        features = features.copy()
+        features.sum_duplicates()
+    return features
 
-    The features may be larger than memory, and so must not be compared all at once.
+
+def _float32_array(x: Any, name: str) -> Any:
+    raw = np.asarray(x)
+    if raw.dtype.kind not in "fiub":
+        fail(name, f"x is of type {raw.dtype}", "real numbers such as float32")
+    if raw.ndim == 1:
+        raw = raw[:, None]
+    # asarray keeps a memory-mapped float32 file on disk; float64 beyond float32 becomes inf, which
+    # is reported later.
+    with np.errstate(over="ignore"):
+        return np.asarray(raw, dtype=np.float32)
+
+
+def _first_not_finite(values: npt.NDArray[np.float32]) -> tuple[int, int] | None:
+    """The place of the first NaN or infinity in an array [R, F].
+
+    The array may be larger than memory (memory-mapped), so blocks of rows are compared in turn.
     """
     rows = max(1, (1 << 24) // values.shape[1])
     for start in range(0, len(values), rows):

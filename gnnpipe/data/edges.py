@@ -1,4 +1,4 @@
-"""Edges as they come from outside, and what they carry, to sorted rows by the reading vertex."""
+"""Checks raw edges and their data, and sorts them into CSR rows by target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.data.split import fail
+from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import EDGE_DATA, IntArray
 
 __all__ = ["MAX_VERTICES", "Edges", "clean_edge_data", "sorted_edges"]
@@ -19,25 +19,25 @@ MAX_VERTICES = 1 << 31
 
 
 MAX_RELATIONS = 1_000_000
-"""Each relation has weights of its own; a larger number is a mistake."""
+"""Each relation has weights of its own; a larger number is taken for a mistake."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Edges by target and then by source, without loops."""
+    """E edges sorted by target and then by source, without loops."""
 
     indptr: npt.NDArray[np.int64]
     """[N + 1]"""
     indices: IntArray
-    """[E] sources; where the edges carry nothing, each but once in a row."""
+    """[E] sources; without duplicates in a row if the edges carry no data."""
     data: dict[str, Any]
-    """What the edges carry, by the field of ``Graph``, in the same order."""
+    """Edge data [E, ...] in the same order, by the field of ``Graph``."""
     removed: str
-    """What was left out in words; '' if nothing, or not asked for."""
+    """Text about the removed edges; '' if there are none or no report was asked for."""
 
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
-    """Checked against the number of edges; ``InputError`` naming the field."""
+    """Edge data in the number types of ``Graph``; ``InputError`` naming the faulty field."""
     e = np.atleast_1d(np.asarray(edge_index)).shape[-1]
     return {field: _clean_field(field, values, name, e) for field, values in given.items()}
 
@@ -83,9 +83,15 @@ def sorted_edges(
     report: bool,
     data: Mapping[str, npt.NDArray[Any]],
 ) -> Edges:
-    """Check and sort; bare edges once each, those that carry ``data`` each for itself.
+    """Checked and sorted edges: unique if they carry no ``data``, else with all duplicates.
 
-    ``report``: say in words what was removed.
+    Args:
+        edge_index: [2, E].
+        name: the data set's name.
+        n: number of vertices.
+        symmetrize: add the reverse edges.
+        report: describe the removed edges in ``Edges.removed``.
+        data: [E, ...] by field.
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
@@ -105,7 +111,7 @@ def sorted_edges(
                 )
     source, target = edges
     if data:
-        return _with_data(source, target, n, symmetrize, report, data)
+        return _sorted_with_data(source, target, n, symmetrize, report, data)
     # One int64 per edge, target above source, sorted in place: 30 M edges take half a second, and
     # there are no further arrays of that size (ogbn-papers100M has 1.6 billion edges).
     keys = np.empty(2 * e if symmetrize else e, dtype="<i8")
@@ -124,7 +130,7 @@ def sorted_edges(
     return Edges(indptr, indices, {}, removed)
 
 
-def _with_data(
+def _sorted_with_data(
     source: IntArray,
     target: IntArray,
     n: int,
@@ -135,7 +141,7 @@ def _with_data(
     keys = np.empty(len(source), dtype="<i8")
     _pack(source, target, keys)
     is_kept = source != target
-    removed = _text({"loop": int((~is_kept).sum())}, len(keys)) if report else ""
+    removed = _removed_text({"loop": int((~is_kept).sum())}, len(keys)) if report else ""
     number = np.flatnonzero(is_kept)
     keys = keys[number]
     if symmetrize:
@@ -158,16 +164,16 @@ def _rows(keys: npt.NDArray[np.int64], n: int) -> tuple[npt.NDArray[np.int64], I
 
 
 def _removed(keys: npt.NDArray[np.int64]) -> str:
-    """What is removed of the sorted keys, in words; a loop given twice is two loops."""
+    """Text about the loops and duplicates among sorted keys; a loop given twice is two loops."""
     pair = keys.view("<i4").reshape(-1, 2)
     loop = pair[:, 0] == pair[:, 1]
     again = (keys[1:] == keys[:-1]) & ~loop[1:]
     counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
-    return _text(counts, len(keys), "aggregations count each neighbour once; ")
+    return _removed_text(counts, len(keys), "aggregations count each neighbour once; ")
 
 
-def _text(counts: Mapping[str, int], total: int, why: str = "") -> str:
-    parts = [f"{k} {what}{'s' * (k > 1)}" for what, k in counts.items() if k]
+def _removed_text(counts: Mapping[str, int], total: int, why: str = "") -> str:
+    parts = [f"{k} {kind}{'s' * (k > 1)}" for kind, k in counts.items() if k]
     if not parts:
         return ""
     return (
@@ -177,5 +183,6 @@ def _text(counts: Mapping[str, int], total: int, why: str = "") -> str:
 
 
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:
+    """Write the sort key of each edge, target * 2^32 + source, to ``out``."""
     np.left_shift(target, 32, out=out, dtype=np.int64, casting="unsafe")
     np.bitwise_or(out, source, out=out, dtype=np.int64, casting="unsafe")

@@ -1,7 +1,7 @@
-"""The graphs that come with the package: ``debian`` to train on, ``karate`` for examples.
+"""Data sources of the package itself: ``debian`` to train on, ``karate`` for examples.
 
-Both work without a network. ``debian`` is a file built by ``datasets/build_debian.py``; its card,
-``datasets/debian.md``, says what it is.
+Both work without a network. ``datasets/build_debian.py`` builds the file of ``debian``, which
+``datasets/debian.md`` describes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import clean
+from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import STANDARD_SPLIT, split_masks
 from gnnpipe.graph.graph import Graph
 
-__all__ = ["debian_class_names", "read_debian", "read_karate"]
+__all__ = ["SOURCE", "debian_class_names", "read_debian", "read_karate"]
 
 KARATE_NEIGHBOURS = (
     "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31",
@@ -54,36 +55,34 @@ KARATE_NEIGHBOURS = (
     "33",
     "",
 )
-"""Zachary (1977): for each member v the members above v that v is friends with, counted from 0."""
+"""Zachary (1977): for each member v the friends of v that are numbered above v, from 0."""
 
 KARATE_GROUPS = "1111333101311100310101002200200200"
 """The class of each member, one digit each."""
 
 
-def read_karate(*, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
+def read_karate(request: DataRequest) -> Graph:
     """Zachary's karate club: 34 vertices, 156 edges, 4 classes, one-hot features.
 
     The classes are the groups that modularity clustering finds, as in PyG's ``KarateClub``;
     'given' is a 60/20/20 split with seed 0.
 
-    >>> read_karate().num_edges
+    >>> read_karate(DataRequest("karate")).num_edges
     156
     """
     pairs = [(v, int(w)) for v, line in enumerate(KARATE_NEIGHBOURS) for w in line.split()]
     y = np.array([int(c) for c in KARATE_GROUPS])
-    return clean(
-        np.array(pairs).T,
+    raw = RawGraph(
         name="karate",
+        edge_index=np.array(pairs).T,
         x=np.eye(len(y), dtype=np.float32),
         y=y,
         masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
-        split=split,
-        seed=seed,
-        symmetrize=True,
     )
+    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
 
 
-def read_debian(*, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
+def read_debian(request: DataRequest) -> Graph:
     """The packages of Debian 12 and their dependencies; 'given' is 60/20/20 with seed 0."""
     path = resources.files("gnnpipe.data") / "files" / "debian.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as packed:
@@ -96,16 +95,14 @@ def read_debian(*, split: str = "given", seed: int = 0, symmetrize: bool = False
     n = len(y)
     lower = np.repeat(np.arange(n, dtype=np.int64), np.diff(above))
     ones = np.ones(len(word), dtype=np.float32)
-    return clean(
-        np.stack([lower, higher]),
+    raw = RawGraph(
         name="debian",
-        y=y,
+        edge_index=np.stack([lower, higher]),
         x=sp.csr_array((ones, word, words), shape=(n, num_words)),
+        y=y,
         masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
-        split=split,
-        seed=seed,
-        symmetrize=True,
     )
+    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
 
 
 def debian_class_names() -> list[str]:
@@ -131,3 +128,16 @@ def _undelta(
     before = np.concatenate([[0], total])[indptr[:-1]]
     values: npt.NDArray[np.int64] = total - np.repeat(before, np.diff(indptr))
     return values
+
+
+_READERS = {"debian": read_debian, "karate": read_karate}
+
+SOURCE = Source(
+    handles=_READERS.__contains__,
+    read=lambda request: _READERS[request.dataset](request),
+    listing=(
+        ("debian", "packages of Debian 12 and their dependencies (comes with gnnpipe)"),
+        ("karate", "Zachary's karate club, 34 vertices (comes with gnnpipe)"),
+    ),
+    names=tuple(_READERS),
+)

@@ -28,7 +28,7 @@ def from_pyg(
     target: str,
     task: str,
 ) -> Graph:
-    """Return the cleaned graph; the arguments are those of ``Graph.from_pyg``."""
+    """The cleaned graph; the arguments are those of ``Graph.from_pyg``."""
     if task not in (*TASKS, "links"):
         raise InputError(f"dataset {name!r}: task {task!r}; try {', '.join(TASKS)} or links")
     if task == "links" and target:

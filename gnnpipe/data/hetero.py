@@ -1,22 +1,22 @@
-"""Graphs from PyG's ``HeteroData``: several types of vertices and edges become one ``Graph``.
+"""Builds a ``Graph`` from PyG's ``HeteroData``, which has several types of vertices and edges.
 
-The vertices stand type after type, so that an edge list of a relation only needs its ends moved;
-what belongs to one type goes to ``VertexTypes``.
+The vertices are numbered type after type; the properties of single types go to ``VertexTypes``.
 """
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import clean, clean_features
-from gnnpipe.data.labels import clean_labels, clean_targets
-from gnnpipe.data.ogb_arrays import array_of, edges_of
-from gnnpipe.data.split import SPLIT_NAMES, fail, given_mask
+from gnnpipe.data.arrays import array_of, edges_of
+from gnnpipe.data.clean import RawGraph, clean, clean_features
+from gnnpipe.data.labels import Labels, clean_labels, clean_targets
+from gnnpipe.data.messages import fail, warn
+from gnnpipe.data.split import SPLIT_NAMES, given_mask
 from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
 from gnnpipe.graph.types import VertexTypes
 
@@ -41,80 +41,48 @@ def graph_from_hetero(
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
             features, and ``y`` and the masks for one type.
         name: for messages and for the graph.
-        target: the type that is classified, if several have ``y``.
+        target: the type whose vertices are classified, if several types have ``y``.
         split: 'given' or percentages such as '60/20/20'.
-        seed: of that split.
-        task: 'classification', or 'regression': what ``y`` means.
+        seed: of the split by percentages.
+        task: 'classification' or 'regression': the meaning of ``y``.
 
     Warns:
         UserWarning: masks that overlap; loops, which are removed; edge weights and attributes,
-            which are not read.
+            which are not used.
 
     Raises:
         InputError: naming the type or relation and the attribute that is missing or wrong.
     """
-    names = tuple(str(t) for t in data.node_types)
-    if not names or not data.edge_types:
+    if not data.node_types or not data.edge_types:
         fail(name, "a HeteroData without vertices or without edges", "data['type'].x, ...")
     target = _target(data, name, target)
-    counts = {t: _count(data, t, name) for t in names}
-    first = dict(zip(names, np.cumsum([0, *counts.values()]).tolist(), strict=False))
-    n, n_target = sum(counts.values()), counts[target]
-    edges, kinds, unread = [], [], []
-    for number, (source, relation, reading) in enumerate(data.edge_types):
-        store = data[source, relation, reading]
-        where = f"{name}: {source}, {relation}, {reading}"
-        found, has_values = edges_of(store, where)
-        found = _checked(found, where, counts[source], counts[reading])
-        edges.append(found + np.array([[first[source]], [first[reading]]]))
-        kinds.append(np.full(found.shape[1], number))
-        unread += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
-        if has_values:
-            unread.append(f"the values of {relation}.adj_t")
-    own = slice(first[target], first[target] + n_target)
-    given = array_of(data[target].y)
-    y = clean_targets(given, name) if task == "regression" else clean_labels(given, name, None)
-    if len(y) != n_target:
-        fail(name, f"{target}.y has {len(y)} labels for {n_target} vertices", "one for each")
-    labels = np.full((n, *y.shape[1:]), np.nan if y.dtype.kind == "f" else -1, dtype=y.dtype)
-    labels[own] = y
-    graph = clean(
-        np.concatenate(edges, axis=1),
+    counts = {str(t): _count(data, t, name) for t in data.node_types}
+    first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
+    edges = _edges(data, name, counts, first)
+    n = sum(counts.values())
+    own = slice(first[target], first[target] + counts[target])
+    raw = RawGraph(
         name=name,
+        edge_index=edges.edge_index,
         x=sp.csr_array((n, 1), dtype=np.float32),
-        y=labels,
+        y=_labels(data[target].y, name, target, task, own, n),
         masks=_masks(data[target], name, own, n, seed),
         num_vertices=n,
-        split=split,
-        seed=seed,
-        report=True,
+        edge_data={"edge_type": edges.edge_type},
         task=task,
-        edge_data={"edge_type": np.concatenate(kinds)},
     )
-    if unread:
-        warnings.warn(
-            f"graph {name!r}: {', '.join(unread)} not read: of several types of vertices only the "
-            "edges themselves are",
-            UserWarning,
-            stacklevel=3,
+    graph = clean(raw, split=split, seed=seed, report=True)
+    if edges.unused:
+        warn(
+            name,
+            f"{', '.join(edges.unused)} not read: of several types of vertices only the edges "
+            "themselves are",
         )
-    features: dict[str, Features] = {}
-    for t in names:
-        if data[t].get("x") is not None:
-            features[t] = clean_features(array_of(data[t].x), f"{name}: {t}", counts[t])
-    types = VertexTypes(
-        names,
-        np.repeat(np.arange(len(names)), list(counts.values())),
-        np.concatenate([np.arange(count) for count in counts.values()]),
-        features,
-        tuple((str(a), str(b), str(c)) for a, b, c in data.edge_types),
-        target,
-    )
-    return replace(graph, types=types)
+    return replace(graph, types=_vertex_types(data, name, counts, target))
 
 
 def _target(data: Any, name: str, wanted: str) -> str:
-    """The type that is classified."""
+    """The type whose vertices are classified."""
     labelled = [t for t in data.node_types if data[t].get("y") is not None]
     if wanted and wanted not in labelled:
         fail(name, f"target {wanted!r} has no y", f"one of {', '.join(labelled) or 'none'}")
@@ -136,16 +104,42 @@ def _count(data: Any, vertex_type: str, name: str) -> int:
     return int(count)
 
 
-def _checked(given: Any, where: str, num_source: int, num_target: int) -> Any:
+@dataclass(frozen=True, eq=False)
+class _TypedEdges:
+    edge_index: npt.NDArray[np.int64]
+    """[2, E], vertices numbered type after type."""
+    edge_type: npt.NDArray[np.int64]
+    """[E], number of the relation."""
+    unused: list[str]
+    """Edge weights and attributes in the data, which a graph of several types has not."""
+
+
+def _edges(data: Any, name: str, counts: dict[str, int], first: dict[str, int]) -> _TypedEdges:
+    """The edges of all relations; ``counts`` and ``first`` vertex by type."""
+    edges, kinds, unused = [], [], []
+    for number, (source, relation, target) in enumerate(data.edge_types):
+        store = data[source, relation, target]
+        place = f"{name}: {source}, {relation}, {target}"
+        found, has_values = edges_of(store, place)
+        found = _checked(found, place, counts[source], counts[target])
+        edges.append(found + np.array([[first[source]], [first[target]]]))
+        kinds.append(np.full(found.shape[1], number))
+        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
+        if has_values:
+            unused.append(f"the values of {relation}.adj_t")
+    return _TypedEdges(np.concatenate(edges, axis=1), np.concatenate(kinds), unused)
+
+
+def _checked(given: Any, place: str, num_sources: int, num_targets: int) -> Any:
     """The edges [2, E] of one relation, in range."""
     edges = np.asarray(given)
     if edges.ndim != 2 or edges.shape[0] != 2 or edges.dtype.kind not in "iu":
-        fail(where, f"edge_index is {edges.dtype} of shape {list(edges.shape)}", "int64 [2, E]")
-    for row, end, count in ((0, "source", num_source), (1, "target", num_target)):
+        fail(place, f"edge_index is {edges.dtype} of shape {list(edges.shape)}", "int64 [2, E]")
+    for row, end, count in ((0, "source", num_sources), (1, "target", num_targets)):
         bad = np.flatnonzero((edges[row] < 0) | (edges[row] >= count))
         if len(bad):
             fail(
-                where,
+                place,
                 f"edge_index[{row}, {bad[0]}] = {edges[row, bad[0]]}, but its {end} type has "
                 f"{count} vertices",
                 f"0..{count - 1}",
@@ -153,8 +147,20 @@ def _checked(given: Any, where: str, num_source: int, num_target: int) -> Any:
     return edges.astype(np.int64)
 
 
+def _labels(given: Any, name: str, target: str, task: str, own: slice, n: int) -> Labels:
+    """The labels [N, ...] of all vertices: none outside of ``own``, the vertices of the target."""
+    y = array_of(given)
+    y = clean_targets(y, name) if task == "regression" else clean_labels(y, name, None)
+    num_own = own.stop - own.start
+    if len(y) != num_own:
+        fail(name, f"{target}.y has {len(y)} labels for {num_own} vertices", "one for each")
+    labels = np.full((n, *y.shape[1:]), np.nan if y.dtype.kind == "f" else -1, dtype=y.dtype)
+    labels[own] = y
+    return labels
+
+
 def _masks(store: Any, name: str, own: slice, n: int, seed: int) -> list[Any] | None:
-    """The split of the target type, over all vertices."""
+    """The masks of the target type over all N vertices; ``None`` if there are none."""
     if all(store.get(field) is None for field in SPLIT_NAMES):
         return None
     masks = []
@@ -165,3 +171,19 @@ def _masks(store: Any, name: str, own: slice, n: int, seed: int) -> list[Any] | 
         mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
         masks.append(mask)
     return masks
+
+
+def _vertex_types(data: Any, name: str, counts: dict[str, int], target: str) -> VertexTypes:
+    features: dict[str, Features] = {
+        t: clean_features(array_of(data[t].x), f"{name}: {t}", count)
+        for t, count in counts.items()
+        if data[t].get("x") is not None
+    }
+    return VertexTypes(
+        tuple(counts),
+        np.repeat(np.arange(len(counts)), list(counts.values())),
+        np.concatenate([np.arange(count) for count in counts.values()]),
+        features,
+        tuple((str(a), str(b), str(c)) for a, b, c in data.edge_types),
+        target,
+    )

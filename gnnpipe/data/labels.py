@@ -1,6 +1,6 @@
-"""Labels in the forms that they come in: a class for each vertex, several labels, or numbers.
+"""Checks labels in all their forms: a class for each vertex, several labels, or numbers.
 
-A float, a column or a boolean may all mean a class; what may be what is decided here, once.
+A float, a column or a boolean may all mean a class.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.data.split import fail
+from gnnpipe.data.messages import fail
 
-__all__ = ["TASKS", "Labels", "clean_labels", "clean_targets", "is_known", "one_hot"]
+__all__ = ["TASKS", "Labels", "clean_labels", "clean_targets", "is_known", "one_hot_warning"]
 
 Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
 
 TASKS = ("classification", "regression")
-"""What ``y`` may mean; a number may be either, so it is said and never guessed."""
+"""The meaning of ``y``; a number may be either, so it is given by the user and never guessed."""
 
 
 def clean_targets(y: Any, name: str) -> npt.NDArray[np.float32]:
-    """``y`` of a regression as ``Graph`` keeps it: [N, T] float32, NaN = no target.
+    """Targets of a regression as ``Graph`` stores them: [N, T] float32, NaN = no target.
 
     Raises ``InputError`` naming the entry.
     """
@@ -34,19 +34,19 @@ def clean_targets(y: Any, name: str) -> npt.NDArray[np.float32]:
         fail(name, f"y is of type {raw.dtype}", "real numbers such as float32")
     with np.errstate(over="ignore"):
         targets = np.asarray(raw, dtype=np.float32)
-    _refuse(targets, np.isinf(targets), name, "", "finite numbers within float32, NaN = none")
+    _fail_if(targets, np.isinf(targets), name, "", "finite numbers within float32, NaN = none")
     return targets
 
 
 def is_known(labels: Labels) -> npt.NDArray[np.bool_]:
-    """[N] or [N, T], whether there is a label."""
+    """Whether there is a label, [N] or [N, T]."""
     return ~np.isnan(labels) if labels.dtype.kind == "f" else np.asarray(labels >= 0)
 
 
 def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
-    """``y`` as ``Graph`` keeps it: [N] int64 classes, or [N, T] int8 of 0 and 1; -1 = no label.
+    """Labels as ``Graph`` stores them: classes [N] int64, or [N, T] int8 of 0 and 1; -1 = no label.
 
-    NaN means no label, as OGB has it; [N, 1] is one class. Raises ``InputError`` naming the entry.
+    NaN means no label, as in OGB; [N, 1] is one class. Raises ``InputError`` naming the entry.
     """
     labels = np.asarray(y)
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -60,28 +60,28 @@ def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
         wanted += "; or task='regression'"
     if labels.dtype.kind == "f":
         given = np.where(np.isnan(labels), -1, labels).astype(np.float64)
-        # Beyond 2^53 a float is no exact number, and int64 cannot hold all of them.
-        _refuse(labels, ~(np.abs(given) < 2.0**53) | (given != np.floor(given)), name, "", wanted)
+        # Beyond 2^53 a float is no exact integer, and int64 cannot hold all of them.
+        _fail_if(labels, ~(np.abs(given) < 2.0**53) | (given != np.floor(given)), name, "", wanted)
         labels = given
     elif labels.dtype.kind not in "iub":
         fail(name, f"y is of type {labels.dtype}", wanted)
     labels = labels.astype(np.int64)
     if several:
-        _refuse(labels, (labels < -1) | (labels > 1), name, " is out of range", wanted)
+        _fail_if(labels, (labels < -1) | (labels > 1), name, " is out of range", wanted)
         if num_classes not in (None, labels.shape[1]):
             fail(name, f"y has {labels.shape[1]} labels", f"as many as num_classes, {num_classes}")
         return labels.astype(np.int8)
-    # Without a stated number of classes there cannot be more of them than vertices: a larger label
-    # is some identifier, and a weight matrix of its size would take all memory.
+    # Without a stated number of classes there are at most as many as vertices: a larger label is
+    # some identifier, and a weight matrix of its size would take all memory.
     limit = max(len(labels), 2) if num_classes is None else num_classes
     hint = " numbered without gaps" if num_classes is None else f" (num_classes is {limit})"
     bad = (labels < -1) | (labels >= limit)
-    _refuse(labels, bad, name, " is out of range", f"classes 0..{limit - 1}{hint}")
+    _fail_if(labels, bad, name, " is out of range", f"classes 0..{limit - 1}{hint}")
     return labels
 
 
-def one_hot(labels: Labels) -> str:
-    """A word to the user if [N, T] labels look like classes, one 1 in every known row; else ''."""
+def one_hot_warning(labels: Labels) -> str:
+    """Text if labels [N, T] look like one-hot classes, one 1 in every known row; else ''."""
     if labels.ndim == 1 or labels.dtype.kind == "f":
         return ""
     known = labels[(labels >= 0).any(axis=1)]
@@ -93,8 +93,8 @@ def one_hot(labels: Labels) -> str:
     )
 
 
-def _refuse(labels: Any, bad: npt.NDArray[np.bool_], name: str, wrong: str, hint: str) -> None:
-    """Name the first bad entry, if there is one."""
+def _fail_if(labels: Any, bad: npt.NDArray[np.bool_], name: str, wrong: str, hint: str) -> None:
+    """Raise ``InputError`` about the first bad entry, if there is one."""
     at = np.argwhere(bad)
     if len(at):
         place = tuple(at[0].tolist())

@@ -1,9 +1,9 @@
-"""The links of a graph as pairs to learn: held out, with as many pairs that no edge joins.
+"""Splits the links of a graph for link prediction, and draws negative pairs.
 
-The counterpart of ``split_masks`` for link prediction, and of PyG's ``RandomLinkSplit``: edges that
-are held out to validate and to test are taken out of the graph, in both directions if it is
-undirected, and for every edge that is asked for one pair is drawn that none joins. All is drawn
-once, from a seed, so that every shape and every epoch asks for the same pairs.
+Like PyG's ``RandomLinkSplit``: edges held out for validation and test are removed from the graph,
+in both directions if it is undirected, and for every positive pair one negative pair (joined by no
+edge) is drawn. The draw happens once, from a seed, so that every shape of ranks and every epoch
+scores the same pairs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.config import parse_split
-from gnnpipe.data.ogb_arrays import array_of, shape_of
+from gnnpipe.data.arrays import array_of, shape_of
+from gnnpipe.data.messages import fail
 from gnnpipe.data.pyg import graph_from_data
-from gnnpipe.data.split import fail
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import Pairs
@@ -32,15 +32,18 @@ __all__ = ["graph_of_links", "split_links"]
 Int64 = npt.NDArray[np.int64]
 
 STANDARD_LINKS = (0.85, 0.05, 0.1)
-"""What 'given' means for links: PyG's examples hold out as much."""
+"""The split 'given' of links, as in PyG's examples."""
+
+_STREAM = 0x11A7
+"""Separates the random draw from others with the same seed."""
 
 
 def graph_of_links(
     data: Any, *, name: str, split: str, seed: int, symmetrize: bool = False
 ) -> Graph:
-    """A ``Graph`` whose links are learned, from a ``Data``, or from three of ``RandomLinkSplit``.
+    """A ``Graph`` for link prediction from a ``Data``, or from the three of ``RandomLinkSplit``.
 
-    Neither y nor masks are read. ``InputError`` names what is missing or wrong.
+    y and masks are not used. ``InputError`` names the attribute that is missing or wrong.
     """
     given = isinstance(data, list | tuple)
     if given and not data:
@@ -70,10 +73,10 @@ def graph_of_links(
 
 
 def split_links(graph: Graph, split: str, seed: int) -> Graph:
-    """The graph without the links that are held out, and with all links as pairs to learn.
+    """The graph without the held-out links, and with all links as pairs to be predicted.
 
-    What joins two vertices is held out together, in both directions and however often it is there:
-    the reverse of a link would tell of it. If every edge has its reverse, a link is asked for once.
+    All edges between two vertices, in both directions, are held out together, because one would
+    reveal the other. If every edge has its reverse, a link is one pair, else each direction is one.
 
     ``split``: percentages such as '60/20/20', or 'given' for 85/5/10. ``InputError`` if there are
     too few edges, or too few pairs that no edge joins.
@@ -84,39 +87,37 @@ def split_links(graph: Graph, split: str, seed: int) -> Graph:
     rng = np.random.default_rng([seed, _STREAM])
     n = graph.num_vertices
     source, target = graph.edge_index
-    joined = np.minimum(source, target) * n + np.maximum(source, target)
-    every = rng.permutation(np.unique(joined))
-    cuts = [round(sum(fractions[:i]) * len(every)) for i in (1, 2)]
-    if not cuts[0]:
-        fail(graph.name, f"{len(every)} links, none to train on", "another --split")
-    part_of = np.repeat(np.arange(3), np.diff([0, *cuts, len(every)])).astype(np.int8)
-    order = np.argsort(every)
-    part_of_edge = part_of[order][np.searchsorted(every[order], joined)]
+    link_of_edge = np.minimum(source, target) * n + np.maximum(source, target)
+    links = rng.permutation(np.unique(link_of_edge))
+    ends_of_parts = [round(sum(fractions[:i]) * len(links)) for i in (1, 2)]
+    if not ends_of_parts[0]:
+        fail(graph.name, f"{len(links)} links, none to train on", "another --split")
+    part_of = np.repeat(np.arange(3), np.diff([0, *ends_of_parts, len(links)])).astype(np.int8)
+    order = np.argsort(links)
+    part_of_edge = part_of[order][np.searchsorted(links[order], link_of_edge)]
     directed = np.unique(source * n + target)
     undirected = np.array_equal(directed, np.unique(target * n + source))
     if undirected:
-        ends, part = np.stack(np.divmod(every, n)), part_of
-        # Either end may be the target; a coin decides, so that no chunk gets them all.
-        turned = rng.random(ends.shape[1]) < 0.5
-        ends[:, turned] = ends[::-1, turned]
+        ends, part = np.stack(np.divmod(links, n)), part_of
+        _swap_half(ends, rng)
     else:
         ends = np.stack(np.divmod(directed, n))
         key = np.minimum(*ends) * n + np.maximum(*ends)
-        part = part_of[order][np.searchsorted(every[order], key)]
+        part = part_of[order][np.searchsorted(links[order], key)]
     none = _negatives(graph.name, directed, n, len(part), undirected, rng)
     label = np.repeat([1, 0], len(part)).astype(np.int8)
     pairs = Pairs.build(
         np.concatenate([ends, none], axis=1), label, np.concatenate([part, part]), n
     )
-    return _loss_rows(_without(graph, part_of_edge > 0), pairs)
+    return _with_pairs(_without(graph, part_of_edge > 0), pairs)
 
 
 def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
-    """The graph with pairs as PyG's ``RandomLinkSplit`` gives them: train, val and test ``Data``.
+    """The graph with the pairs of ``RandomLinkSplit``: a train, a val and a test ``Data``.
 
-    Each has ``edge_label_index`` [2, P] and ``edge_label`` [P], 1 where an edge joins the pair and
-    0 where none does. Where a part has no pair that none joins (PyG's examples draw those anew in
-    every epoch), as many are drawn here, from ``seed``. ``InputError`` names what is wrong.
+    Each has ``edge_label_index`` [2, P] and ``edge_label`` [P], 1 for a positive pair (joined by an
+    edge), 0 for a negative one. A part without negative pairs (PyG's examples draw them in every
+    epoch) gets as many as it has positive ones, from ``seed``. ``InputError`` names the fault.
     """
     n, name = graph.num_vertices, graph.name
     rng = np.random.default_rng([seed, _STREAM])
@@ -126,7 +127,7 @@ def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
         _labelled(data, n, f"{which}.edge_label", name)
         for which, data in zip(("train", "val", "test"), parts, strict=True)
     ]
-    # Nor is a pair drawn that another part asks for.
+    # Positive pairs of all parts, so that none is drawn as a negative pair.
     source, target = np.concatenate([graph.edge_index, *(ends for ends, _ in given)], axis=1)
     taken = np.unique(np.concatenate([source * n + target, target * n + source]))
     ends, labels, part = [], [], []
@@ -145,11 +146,7 @@ def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
     pairs = Pairs.build(
         np.concatenate(ends, axis=1), np.concatenate(labels), np.concatenate(part), n
     )
-    return _loss_rows(graph, pairs)
-
-
-_STREAM = 0x11A7
-"""Keeps the draw apart from others with the same seed."""
+    return _with_pairs(graph, pairs)
 
 
 def _labelled(data: Any, n: int, where: str, name: str) -> tuple[Int64, npt.NDArray[np.int8]]:
@@ -175,9 +172,9 @@ def _labelled(data: Any, n: int, where: str, name: str) -> tuple[Int64, npt.NDAr
 def _negatives(
     name: str, taken: Int64, n: int, count: int, undirected: bool, rng: np.random.Generator
 ) -> Int64:
-    """``count`` different pairs [2, count] that are not among ``taken``, source * N + target.
+    """Different negative pairs [2, count], none of them in ``taken`` (source * N + target).
 
-    ``undirected``: of a pair and its reverse at most one, and neither is taken.
+    ``undirected``: at most one of a pair and its reverse, and neither of them in ``taken``.
     """
     if len(taken) + count * (2 if undirected else 1) > 0.9 * n * (n - 1):
         fail(
@@ -196,20 +193,28 @@ def _negatives(
         found = np.concatenate([found, key])[np.sort(first)]
     ends = np.stack(np.divmod(found[:count], n))
     if undirected:
-        turned = rng.random(count) < 0.5
-        ends[:, turned] = ends[::-1, turned]
+        _swap_half(ends, rng)
     return ends
 
 
+def _swap_half(ends: Int64, rng: np.random.Generator) -> None:
+    """Swap source and target of about half of the pairs [2, P], in place.
+
+    Either end of an undirected pair may be its target; at random, so that no chunk gets them all.
+    """
+    is_swapped = rng.random(ends.shape[1]) < 0.5
+    ends[:, is_swapped] = ends[::-1, is_swapped]
+
+
 def _without(graph: Graph, gone: npt.NDArray[np.bool_]) -> Graph:
-    """Without some edges."""
+    """The graph without the edges ``gone`` [E]."""
     before = np.concatenate([[0], np.cumsum(~gone)])
     data: dict[str, Any] = {name: values[~gone] for name, values in graph.edge_data.items()}
     return replace(graph, indptr=before[graph.indptr], indices=graph.indices[~gone], **data)
 
 
-def _loss_rows(graph: Graph, pairs: Pairs) -> Graph:
-    """The graph with pairs in the place of labels."""
+def _with_pairs(graph: Graph, pairs: Pairs) -> Graph:
+    """The graph with pairs instead of labels."""
     none = np.zeros(graph.num_vertices, dtype=bool)
     return replace(
         graph,

@@ -1,7 +1,7 @@
-"""Reads a graph from an .npz file by its path.
+"""Data source of .npz files, by path.
 
-The plainest way in: anyone can write such a file with ``numpy.savez``, and nothing in it can run
-code (see ``archive``).
+Anyone can write such a file with ``numpy.savez``, and no content of it can run code (see
+``npz_archive``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import clean
+from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
@@ -22,31 +23,30 @@ from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.registry import nearest
 
-__all__ = ["read_npz"]
+__all__ = ["SOURCE", "read_npz"]
 
 Arrays = dict[str, Any]
 
+SPARSE_KEYS = ("x_data", "x_indices", "x_indptr", "x_shape")
+"""Features as CSR."""
+
 MAX_CLASSES = 10**6
-"""Each class is a row of the last weight matrix; a larger number is a mistake."""
+"""Each class is a row of the last weight matrix; a larger number is taken for a mistake."""
+
+OTHER_FILES = (".pt", ".pth", ".pkl", ".npy", ".csv", ".txt", ".json", ".mat", ".gz", ".zip")
+"""Endings of files that look like data sets and cannot be read; no data set has such a name."""
 
 
-def read_npz(
-    path: str | Path,
-    *,
-    split: str = "given",
-    seed: int = 0,
-    symmetrize: bool = False,
-    labelled: bool = True,
-) -> Graph:
-    """The graph in an .npz file, named after the file; ``labelled``: it must have ``y``.
+def read_npz(request: DataRequest) -> Graph:
+    """The graph in the .npz file ``request.dataset``, named after the file.
 
     Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
     ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
     ``train_mask``, ``val_mask``, ``test_mask`` bool [N] (or the same in plural with T splits in
-    rows or columns: that of number ``seed`` modulo T is taken), not needed if ``split`` gives
+    rows or columns, of which number ``seed`` modulo T is used), not needed if ``split`` gives
     percentages; ``num_classes`` if some class has no vertex; ``edge_weight`` [E], ``edge_attr``
-    [E, D], ``edge_type`` [E] if the edges carry such; ``task`` = 'regression' if y holds numbers,
-    [N] or [N, T], and not classes.
+    [E, D], ``edge_type`` [E] if the edges carry data; ``task`` = 'regression' if y holds numbers,
+    [N] or [N, T], and not classes. Link prediction needs the edges and features only.
 
     Warns:
         UserWarning: loops or duplicate edges, which are removed; masks that overlap.
@@ -54,10 +54,15 @@ def read_npz(
     Raises:
         InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
     """
-    path = Path(os.path.expanduser(path))
+    path = Path(os.path.expanduser(request.dataset))
+    if os.sep not in request.dataset and request.dataset.endswith(OTHER_FILES):
+        raise InputError(
+            f"--dataset {request.dataset!r}: is no .npz file; write one with numpy.savez(path, "
+            "edge_index=..., x=..., y=..., train_mask=..., ...), or pass a PyG Data from Python: "
+            "Graph.from_pyg(data)"
+        )
     arrays = _load(path)
-    if not labelled:
-        # Of links nothing but edges and features is asked for.
+    if not request.needs_labels:
         arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
     for key in ("edge_index", "y"):
         if key not in arrays:
@@ -65,42 +70,31 @@ def read_npz(
                 f"--dataset {str(path)!r}: no key {key!r}; {_nearest(key, arrays)} "
                 "Training needs edge_index, x, y and the masks."
             )
-    return clean(
-        arrays["edge_index"],
+    raw = RawGraph(
         name=path.stem,
+        edge_index=arrays["edge_index"],
         x=_features(arrays, path),
         y=arrays["y"],
         masks=_masks(arrays),
         num_classes=_num_classes(arrays, path),
-        split=split,
-        seed=seed,
-        symmetrize=symmetrize,
-        report=True,
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
         task=str(arrays["task"]) if "task" in arrays else "classification",
+    )
+    return clean(
+        raw, split=request.split, seed=request.seed, symmetrize=request.symmetrize, report=True
     )
 
 
 def _count(arrays: Arrays) -> int:
-    """N by the features; 1 if there are none, which ``clean`` then tells."""
+    """N by the features; 1 if there are none, which ``clean`` then reports."""
     if arrays.get("x_shape") is not None:
         return int(np.asarray(arrays["x_shape"]).ravel()[0])
     return len(np.atleast_1d(arrays["x"])) if arrays.get("x") is not None else 1
 
 
 def _load(path: Path) -> Arrays:
-    wanted = {
-        "edge_index",
-        "x",
-        "x_data",
-        "x_indices",
-        "x_indptr",
-        "x_shape",
-        "y",
-        "num_classes",
-        "task",
-    }
-    wanted |= {*EDGE_DATA} | {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
+    wanted = {"edge_index", "x", *SPARSE_KEYS, "y", "num_classes", "task", *EDGE_DATA}
+    wanted |= {field + ending for field in SPLIT_NAMES for ending in ("", "s")}
     try:
         with open_plain(path) as file:
             if file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
@@ -126,7 +120,7 @@ def _nearest(key: str, arrays: Arrays) -> str:
 
 
 def _num_classes(arrays: Arrays, path: Path) -> int | None:
-    """``num_classes`` of the file; that the labels stay below it is for ``clean`` to see."""
+    """``num_classes`` of the file; ``clean`` checks that the labels stay below it."""
     if "num_classes" not in arrays:
         return None
     given = arrays["num_classes"]
@@ -143,9 +137,8 @@ def _num_classes(arrays: Arrays, path: Path) -> int | None:
 def _features(arrays: Arrays, path: Path) -> Any:
     if "x" in arrays:
         return arrays["x"]
-    keys = ("x_data", "x_indices", "x_indptr", "x_shape")
-    missing = [k for k in keys if k not in arrays]
-    if len(missing) == len(keys):
+    missing = [k for k in SPARSE_KEYS if k not in arrays]
+    if len(missing) == len(SPARSE_KEYS):
         raise InputError(
             f"--dataset {str(path)!r}: no features, neither key 'x' nor 'x_data'; for a graph "
             "without features try the identity as CSR: x_data ones(N), x_indices arange(N), "
@@ -154,7 +147,7 @@ def _features(arrays: Arrays, path: Path) -> Any:
     if missing:
         raise InputError(
             f"--dataset {str(path)!r}: no key {missing[0]!r}; sparse features need all of "
-            + ", ".join(keys)
+            + ", ".join(SPARSE_KEYS)
         )
     for key, kinds, wanted in (
         ("x_data", "fiub", "real numbers such as float32"),
@@ -165,7 +158,7 @@ def _features(arrays: Arrays, path: Path) -> Any:
             raise InputError(
                 f"--dataset {str(path)!r}: {key} is of type {arrays[key].dtype}; try {wanted}"
             )
-    data, indices, indptr, shape = (arrays[k] for k in keys)
+    data, indices, indptr, shape = (arrays[k] for k in SPARSE_KEYS)
     try:
         x = sp.csr_array((data, indices, indptr), shape=tuple(int(s) for s in shape))
         x.check_format(full_check=True)
@@ -181,3 +174,10 @@ def _masks(arrays: Arrays) -> list[Any] | None:
     """The three masks, some of them ``None``; ``None`` if the file has no split at all."""
     masks = [arrays.get(field, arrays.get(field + "s")) for field in SPLIT_NAMES]
     return None if all(m is None for m in masks) else masks
+
+
+SOURCE = Source(
+    handles=lambda name: os.sep in name or name.endswith((".npz", *OTHER_FILES)),
+    read=read_npz,
+    listing=(("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),),
+)

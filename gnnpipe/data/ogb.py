@@ -1,9 +1,8 @@
-"""Reads OGB's vertex datasets from OGB's own layout on disk.
+"""Data source of OGB's vertex classification data sets, read from OGB's own layout on disk.
 
-``ogb``'s loader keeps its cache as pickled objects, which torch >= 2.6 refuses to load, and it
-needs three times the memory. The files underneath are plain: numbers as csv.gz, or one npz for
-the largest graph. So they are read directly, from the folder that ``ogb`` itself made or from the
-official archive.
+The ``ogb`` loader caches pickled objects, which torch >= 2.6 refuses to load, and needs three times
+the memory. The files below are plain: numbers as csv.gz, or one npz for the largest graph. So they
+are read directly, from the folder that ``ogb`` made or from the official archive.
 
     ogbn_arxiv/raw/        edge.csv.gz  node-feat.csv.gz  node-label.csv.gz  num-node-list.csv.gz
     ogbn_arxiv/split/time/ train.csv.gz  valid.csv.gz  test.csv.gz
@@ -20,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from gnnpipe.data.clean import clean
+from gnnpipe.data.clean import RawGraph, clean
 from gnnpipe.data.download import FetchError, data_root, fetch_zip, locked, tidied
+from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.npz_archive import UNREADABLE, opened, read_arrays
-from gnnpipe.registry import nearest
 
-__all__ = ["OGB_DATASETS", "read_ogb"]
+__all__ = ["OGB_DATASETS", "SOURCE", "read_ogb"]
 
 URL = "http://snap.stanford.edu/ogb/data/nodeproppred/"
 
@@ -53,24 +52,21 @@ OGB_DATASETS = {
 }
 
 
-def read_ogb(
-    name: str, *, data_dir: str = "", split: str = "given", seed: int = 0, symmetrize: bool = False
-) -> Graph:
+def read_ogb(request: DataRequest) -> Graph:
     """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
 
-    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as OGB has them; ``symmetrize`` adds the
-    reverse edges.
+    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB; ``symmetrize`` adds the reverse
+    edges.
 
     Raises:
-        InputError: unknown name; absent with no network; a file missing or damaged.
+        InputError: not on disk with no network; a file missing or damaged.
     """
-    if name not in OGB_DATASETS:
-        raise InputError(f"--dataset {name!r}: {nearest(name, OGB_DATASETS)}")
+    name = request.dataset
     facts = OGB_DATASETS[name]
-    folder = _folder(name, facts, data_root(data_dir))
+    folder = _folder(name, facts, data_root(request.data_dir))
     raw = folder / "raw"
-    # The small files first: what is wrong with them shows before minutes of reading.
-    masks = _split(folder / "split", facts.scheme) if split == "given" else None
+    # The small files first: their faults show before minutes of reading.
+    masks = _split(folder / "split", facts.scheme) if request.split == "given" else None
     binary = (raw / "data.npz").exists()
     if binary:
         edge_index = _member(raw / "data.npz", "edge_index")
@@ -87,23 +83,25 @@ def read_ogb(
             f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
             "not one whole number; unpack OGB's archive anew"
         )
-    n = int(counts.item())
-    return clean(
-        edge_index,
+    raw_graph = RawGraph(
         name=name,
+        edge_index=edge_index,
         x=x,
         y=y,
         masks=masks,
-        num_vertices=n,
+        num_vertices=int(counts.item()),
         num_classes=facts.classes,
-        split=split,
-        seed=seed,
-        symmetrize=symmetrize or facts.one_direction,
+    )
+    return clean(
+        raw_graph,
+        split=request.split,
+        seed=request.seed,
+        symmetrize=request.symmetrize or facts.one_direction,
     )
 
 
 def _folder(name: str, facts: _Ogb, root: Path) -> Path:
-    """Where the dataset lies: as ``ogb`` names it, or the archive unpacked by hand; else fetch."""
+    """The data set's folder: ``ogb``'s, or the archive unpacked by hand; else downloaded."""
     own = name.replace("-", "_")
     places = [root / own, root / f"{own}_pyg", root / facts.archive]
     with locked(root / own):
@@ -157,8 +155,8 @@ def _member(path: Path, key: str) -> Any:
 def _large_member(path: Path, key: str, unpacked: Path) -> Any:
     """Like ``_member``, but memory-mapped from the file ``unpacked`` if it is large.
 
-    The features of papers100M are 57 GB: reading them through zip would hold them in memory in
-    every rank, while a mapped file is read where it is needed and shared by the ranks.
+    The features of papers100M are 57 GB. Read through zip, every rank would hold them in memory; of
+    a mapped file only the used pages are read, and the ranks share them.
     """
     try:
         with open_plain(path) as file, opened(file) as entries:
@@ -181,3 +179,14 @@ def _unreadable(path: Path, error: Exception) -> InputError:
         return InputError(f"--data-dir: no file {str(path)!r}; unpack OGB's archive anew")
     why = " ".join(str(error).split())
     return InputError(f"--data-dir: cannot read {str(path)!r} ({why}); unpack OGB's archive anew")
+
+
+SOURCE = Source(
+    handles=OGB_DATASETS.__contains__,
+    read=read_ogb,
+    listing=tuple(
+        (name, f"OGB's, {facts.size} to download, {facts.classes} classes")
+        for name, facts in OGB_DATASETS.items()
+    ),
+    names=tuple(OGB_DATASETS),
+)

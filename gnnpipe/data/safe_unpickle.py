@@ -1,9 +1,9 @@
-"""While another library reads files, nothing in them may run code.
+"""Keeps pickles from running code while another library reads them.
 
-PyG keeps its datasets as pickles, partly in files that its authors made and partly in files that it
-writes beside them, and falls back to reading whatever a pickle asks for. Whoever can put a file
-into the dataset folder could so run code here. Python tells its audit hooks of every name that a
-pickle looks up, in whatever library; here all are refused but those that arrays are made of.
+PyG stores its data sets as pickles, some written by their authors and some by PyG itself, and falls
+back to reading pickles without restriction. Anybody who can put a file into the data set folder
+could thus run code here. Python's audit hooks see every name that a pickle looks up, in any
+library; this module refuses all names but those of arrays and plain containers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ HARMLESS = frozenset(
     | {("torch._utils", f"_rebuild_{name}") for name in ("tensor", "tensor_v2")}
     | {("torch", f"{kind}Storage") for kind in _STORAGES.split()}
 )
-"""Names (module, name) of which arrays, sparse matrices, tensors and plain containers are made."""
+"""Names (module, name) in pickles of arrays, sparse matrices, tensors and plain containers."""
 
 _is_on: ContextVar[bool] = ContextVar("only_data", default=False)
 
 
 @contextmanager
 def only_data() -> Iterator[None]:
-    """In this block, unpickling anything but data raises ``pickle.UnpicklingError``."""
+    """Context in which unpickling anything but data raises ``pickle.UnpicklingError``."""
     _install()
     before = _is_on.set(True)
     try:
@@ -59,7 +59,7 @@ def only_data() -> Iterator[None]:
 
 @cache
 def _install() -> None:
-    """Once in a process, for a hook cannot be taken out again; outside of a block it lets pass."""
+    """Add the hook once per process: hooks cannot be removed. It is idle outside ``only_data``."""
     sys.addaudithook(_hook)
 
 

@@ -1,37 +1,47 @@
-"""Which vertices train, validate and test: masks in all the forms that they come in.
+"""Train, validation and test masks from all the forms in which data sets store them.
 
-Indices and masks are both whole numbers to numpy, and to take one for the other trains without a
-word on the wrong vertices. What may be either is decided here, once.
+Indices and masks are both whole numbers to numpy, and confusing them trains on the wrong vertices
+without an error. ``given_mask`` alone decides between the two.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from gnnpipe.errors import InputError
+from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import BoolArray, IntArray
 
-__all__ = ["fail", "given_mask", "index_mask", "num_splits", "overlap", "split_masks"]
+__all__ = [
+    "SPLIT_NAMES",
+    "STANDARD_SPLIT",
+    "Masks",
+    "given_mask",
+    "index_mask",
+    "num_splits",
+    "overlap_warning",
+    "split_masks",
+]
 
 Masks = tuple[BoolArray, BoolArray, BoolArray]
+"""Train, val and test, each [N]."""
 
 STANDARD_SPLIT = (0.6, 0.2, 0.2)
-"""What 'given' means for datasets that come without a split of their own."""
+"""The split 'given' of data sets that have none of their own."""
 
 SPLIT_NAMES = ("train_mask", "val_mask", "test_mask")
 
 
 def split_masks(has_label: BoolArray, fractions: tuple[float, float, float], seed: int) -> Masks:
-    """Train, val and test masks [N]: a seeded permutation of the labelled vertices, cut in three.
+    """Train, val and test masks [N]: a seeded permutation of the labelled vertices in three parts.
 
     >>> [int(m.sum()) for m in split_masks(np.ones(10, bool), (0.6, 0.2, 0.2), seed=0)]
     [6, 2, 2]
     """
     order = np.random.default_rng(seed).permutation(np.flatnonzero(has_label))
-    cuts = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
-    train, val, test = np.split(order, cuts)
+    ends = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
+    train, val, test = np.split(order, ends)
     n = len(has_label)
     return index_mask(train, n), index_mask(val, n), index_mask(test, n)
 
@@ -46,8 +56,8 @@ def index_mask(index: IntArray, n: int) -> BoolArray:
 def given_mask(value: Any, field: str, name: str, n: int, seed: int = 0) -> BoolArray:
     """The mask [N] in ``value``: bool, 0 and 1, several splits [N, T] or [T, N], or indices.
 
-    N whole numbers that are all 0 or 1 are a mask; other whole numbers are indices, each once. Of T
-    splits the one of number ``seed`` modulo T is taken.
+    N whole numbers that are all 0 or 1 are a mask; other whole numbers are indices, each once. With
+    T splits, split number ``seed`` modulo T is used.
 
     Raises:
         InputError: naming the dataset and ``field``.
@@ -87,13 +97,13 @@ def given_mask(value: Any, field: str, name: str, n: int, seed: int = 0) -> Bool
 
 
 def num_splits(value: Any, n: int) -> int:
-    """How many splits of N vertices a mask holds, as ``given_mask`` reads it."""
+    """The number of splits of N vertices in a mask, as ``given_mask`` reads it."""
     shape = np.shape(value)
     return 1 if len(shape) < 2 else int(shape[1] if shape[0] == n else shape[0])
 
 
-def overlap(masks: Masks) -> str:
-    """How many vertices are in two of the masks and what follows, in words; '' if none are."""
+def overlap_warning(masks: Masks) -> str:
+    """Text about vertices that are in two of the masks, and the consequence; '' if none are."""
     pairs = (
         (0, 2, "test accuracy would include vertices trained on"),
         (0, 1, "validation accuracy would include vertices trained on"),
@@ -106,8 +116,3 @@ def overlap(masks: Masks) -> str:
             vertices = "1 vertex is" if count == 1 else f"{count} vertices are"
             found.append(f"{vertices} in both {SPLIT_NAMES[a]} and {SPLIT_NAMES[b]} ({meaning})")
     return "; ".join(found)
-
-
-def fail(name: str, wrong: str, hint: str) -> NoReturn:
-    """Refuse the dataset ``name`` in one line: what is wrong and what to try."""
-    raise InputError(f"dataset {name!r}: {wrong}; try: {hint}")

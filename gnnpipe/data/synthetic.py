@@ -1,9 +1,8 @@
-"""Graphs of any size made from a seed: planted partition and R-MAT.
+"""Data source of generated graphs of any size: planted partition and R-MAT.
 
-Scaling can only be measured on graphs whose size is free, and a test of learning needs labels that
-a GNN can learn but a look at single vertices cannot give. Both generators are undirected, use
-whole arrays throughout (30 million edges take some ten seconds), and depend on nothing but their
-parameters.
+Scaling is measured on graphs of any size, and a test of learning needs labels that a GNN can learn
+but a model of single vertices cannot. Both generators are undirected, use whole arrays throughout
+(30 million edges take some ten seconds), and depend on their parameters only.
 """
 
 from __future__ import annotations
@@ -17,26 +16,27 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import clean
+from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import STANDARD_SPLIT, split_masks
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.machine import memory_bytes
 from gnnpipe.registry import nearest
 
-__all__ = ["Planted", "Rmat", "make_synthetic", "parse_synthetic"]
+__all__ = ["SOURCE", "Planted", "Rmat", "make_synthetic", "parse_synthetic"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Draw = Callable[[np.random.Generator, int], tuple[Ints, Ints]]
 
 BLOCK = 1 << 22
-"""Edges drawn at once, so that the temporaries of a draw stay small."""
+"""Edges drawn at once, which bounds the temporary arrays."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """Planted partition: classes of equal probability; a vertex prefers neighbours of its own.
+    """Planted partition: classes of equal size; a vertex prefers neighbours of its own class.
 
     ``homophily`` is the share of edges inside a class, ``noise`` the standard deviation of the
     features around the (unit) centre of their class.
@@ -100,27 +100,23 @@ def parse_synthetic(dataset: str) -> Planted | Rmat:
     return spec
 
 
-def make_synthetic(
-    dataset: str, *, split: str = "given", seed: int = 0, symmetrize: bool = False
-) -> Graph:
-    """The graph that ``dataset`` describes; 'given' is a 60/20/20 split by the graph's own seed.
+def make_synthetic(request: DataRequest) -> Graph:
+    """The graph that ``request.dataset`` describes; 'given' is 60/20/20 by the graph's own seed.
 
-    Raises ``InputError`` naming the key and value that cannot be.
+    Raises ``InputError`` naming a key and value that are not possible.
     """
-    spec = parse_synthetic(dataset)
+    spec = parse_synthetic(request.dataset)
     rng = np.random.default_rng(spec.seed)
     edges, x, y = _planted(spec, rng) if isinstance(spec, Planted) else _rmat(spec, rng)
-    return clean(
-        edges,
-        name=dataset,
+    raw = RawGraph(
+        name=request.dataset,
+        edge_index=edges,
         x=x,
         y=y,
         masks=split_masks(y >= 0, STANDARD_SPLIT, spec.seed),
         num_classes=spec.classes,
-        split=split,
-        seed=seed,
-        symmetrize=True,
     )
+    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
 
 
 def _number(dataset: str, key: str, text: str, default: float) -> int | float:
@@ -139,7 +135,7 @@ def _number(dataset: str, key: str, text: str, default: float) -> int | float:
 
 
 def _check(spec: Planted | Rmat, dataset: str) -> None:
-    borders: dict[str, tuple[float, float]] = {
+    bounds: dict[str, tuple[float, float]] = {
         "n": (2, 2**31 - 1),
         "degree": (0, spec.n - 1),
         "classes": (2, spec.n),
@@ -150,7 +146,7 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
     }
     defaults: dict[str, Any] = {f.name: f.default for f in fields(spec)}
     for f in fields(spec):
-        low, high = borders[f.name]
+        low, high = bounds[f.name]
         if not low <= getattr(spec, f.name) <= high:
             raise InputError(
                 f"--dataset {dataset!r}: {f.name}={getattr(spec, f.name)} is not in "
@@ -176,12 +172,12 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
 
 
 def _pairs(n: int, degree: float, rng: np.random.Generator, draw: Draw) -> Ints:
-    """[2, P] distinct undirected pairs, P = n * degree / 2, from a generator of random ends."""
+    """Distinct undirected pairs [2, P], P = n * degree / 2; ``draw`` returns random ends."""
     want = round(n * degree / 2)
     keys = np.empty(0, dtype=np.int64)
     yield_rate = 1.0
-    # A draw holds loops and pairs already there, so further draws fill up what they cost. The
-    # bound is for R-MAT, whose dense corner runs out of new pairs.
+    # A draw contains loops and pairs already present, which further draws replace. The bound is for
+    # R-MAT, whose dense corner runs out of new pairs.
     for _ in range(20):
         missing = want - len(keys)
         if missing <= 0:
@@ -216,8 +212,8 @@ def _planted(spec: Planted, rng: np.random.Generator) -> tuple[Ints, Floats, Int
         a = rng.integers(0, n, count)
         c = y[a]
         inside = rng.random(count) < spec.homophily
-        # ``place`` is a position in the vertices ordered by class: inside the class of ``a``, or
-        # anywhere else, by stepping over that class.
+        # ``place`` is a position among the vertices ordered by class: inside the class of ``a``, or
+        # outside, with the positions of that class skipped.
         place = (rng.random(count) * np.where(inside, size[c], n - size[c])).astype(np.int64)
         place += np.where(inside, first[c], np.where(place >= first[c], size[c], 0))
         return a, by_class[place]
@@ -234,7 +230,7 @@ def _planted(spec: Planted, rng: np.random.Generator) -> tuple[Ints, Floats, Int
 def _rmat(spec: Rmat, rng: np.random.Generator) -> tuple[Ints, Floats, Ints]:
     n = spec.n
     bits = max(1, (n - 1).bit_length())
-    # Unshuffled, R-MAT's numbers give the hubs away (vertex 0 is the largest).
+    # Without the shuffle, the vertex number would tell the degree (vertex 0 has the largest).
     number = rng.permutation(n).astype(np.int64)
 
     def draw(rng: np.random.Generator, count: int) -> tuple[Ints, Ints]:
@@ -256,3 +252,18 @@ def _rmat(spec: Rmat, rng: np.random.Generator) -> tuple[Ints, Floats, Ints]:
     degree = np.maximum(np.bincount(edges.ravel(), minlength=n), 1)[:, None]
     score = own + 2 * (half @ own + half.T @ own) / degree
     return edges, x, score.argmax(axis=1)
+
+
+SOURCE = Source(
+    handles=lambda name: name.partition(":")[0] == "synthetic",
+    read=make_synthetic,
+    listing=(
+        (
+            "synthetic:planted",
+            "planted partition; :n=20000,degree=10,classes=8,features=64,homophily=0.8,noise=1,"
+            "seed=0",
+        ),
+        ("synthetic:rmat", "R-MAT; :n=20000,degree=10,classes=8,features=64,seed=0"),
+    ),
+    names=("synthetic:planted", "synthetic:rmat"),
+)

@@ -10,7 +10,7 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnpipe.data.clean import clean
+from gnnpipe.data.clean import RawGraph, clean
 from gnnpipe.data.split import split_masks
 from gnnpipe.errors import InputError
 
@@ -20,13 +20,15 @@ TRAIN, VAL, TEST = (np.isin(np.arange(N), part) for part in ([0, 1], [2, 3], [4,
 
 
 def make(edge_index=EDGES, **changes):
-    arguments = {
+    options = {k: changes.pop(k) for k in ("split", "seed", "symmetrize", "report") if k in changes}
+    arrays = {
         "name": "toy",
+        "edge_index": edge_index,
         "x": np.arange(2.0 * N).reshape(N, 2),
         "y": np.array([0, 1, 2, 0, 1, 2]),
         "masks": (TRAIN, VAL, TEST),
     }
-    return clean(edge_index, **(arguments | changes))
+    return clean(RawGraph(**(arrays | changes)), **options)
 
 
 def test_loops_and_duplicates_go_and_rows_are_by_target():
@@ -60,10 +62,8 @@ def test_symmetrize_adds_each_reverse_once():
 def test_equals_a_set_of_pairs(case):
     n, pairs, dtype, symmetrize = case
     edges = np.array(pairs, dtype=dtype).reshape(-1, 2).T
-    y = np.zeros(n, int)
-    g = clean(
-        edges, name="h", x=np.ones((n, 1)), y=y, masks=None, split="100/0/0", symmetrize=symmetrize
-    )
+    raw = RawGraph(name="h", edge_index=edges, x=np.ones((n, 1)), y=np.zeros(n, int))
+    g = clean(raw, split="100/0/0", symmetrize=symmetrize)
     want = {(t, s) for s, t in pairs if s != t}
     if symmetrize:
         want |= {(t, s) for s, t in want}

@@ -12,7 +12,8 @@ import torch
 
 from gnnpipe import Graph
 from gnnpipe.data.load import load_graph
-from gnnpipe.data.pyg import PYG_FAMILIES, find_pyg, graph_from_data
+from gnnpipe.data.pyg import graph_from_data
+from gnnpipe.data.pyg_datasets import PYG_FAMILIES, find_pyg
 from gnnpipe.errors import InputError
 
 with warnings.catch_warnings():

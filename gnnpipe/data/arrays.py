@@ -1,7 +1,7 @@
-"""Tensors of any layout as numpy arrays, or as scipy CSR where they are sparse.
+"""Converts tensors of any layout to numpy arrays, or to scipy CSR if they are sparse.
 
-PyG's attributes come as dense tensors, torch's sparse ones and ``torch_sparse``'s; a ``Graph``
-holds numpy.
+PyG's attributes are dense tensors, torch's sparse tensors or those of ``torch_sparse``; a ``Graph``
+holds numpy arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def array_of(value: Any) -> Any:
-    """A tensor, ``SparseTensor`` or array-like as numpy, or scipy CSR where it is sparse."""
+    """A tensor, ``SparseTensor`` or array-like as numpy, or scipy CSR if it is sparse."""
     import torch
 
     if _is_sparse_tensor(value):
@@ -62,9 +62,9 @@ def csr_of(value: Any) -> sp.csr_array:
 
 
 def edges_of(data: Any, name: str) -> tuple[Any, bool]:
-    """Edges [2, E] of what holds ``edge_index`` or ``adj_t``; whether adj_t has values beside 1.
+    """Edges [2, E] of a ``Data`` or store, and whether its adj_t has values other than 1.
 
-    ``InputError`` if it holds neither.
+    ``InputError`` if it has neither ``edge_index`` nor ``adj_t``.
     """
     if data.get("edge_index") is not None:
         return array_of(data.edge_index), False
