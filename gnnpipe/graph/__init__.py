@@ -1,1 +1,1 @@
-"""What is computed on: the graph, how it is read, cut and renumbered, and its sparse products."""
+"""The graph, its partition into chunks and shards, and its sparse products."""

@@ -1,7 +1,7 @@
-"""The edges into a chunk as a small graph of its own, for convolutions that need both ends.
+"""The edges into a chunk as a small bipartite graph, for convolutions that need both ends.
 
-What edges carry goes with them. The structure is cut out of the whole graph once; what a block's
-rows hold, the history table says.
+A block has the edges and their data, cut out of the whole graph once. The values of its rows are in
+the history table.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["Block", "Blocks", "EdgeData", "Incidence", "edge_data_of"]
 
 @dataclass(frozen=True, eq=False)
 class Incidence:
-    """E edges from T rows that are read into C that read, bag by bag; all on one device."""
+    """E edges from T source rows into C target rows, in both orders; all on one device."""
 
     source: Tensor
     """[E], by target; of the type of ``offsets``."""
     target: Tensor
     """[E] int64, ascending."""
     offsets: Tensor
-    """[C + 1], where the edges into a row begin and end."""
+    """[C + 1], edges into target c are offsets[c]:offsets[c + 1]."""
     order: Tensor | None
-    """[E], which edge stands there: of the block's, and behind them the loops; none if they
-    stood so."""
+    """[E], the position of each edge among the block's edges followed by the loops; ``None`` if
+    the edges were sorted already."""
     by_source: Tensor
-    """[E], the edges by source."""
+    """[E], positions of the edges sorted by source."""
     targets_by_source: Tensor
-    """[E], their targets."""
+    """[E], the targets in this order."""
     offsets_by_source: Tensor
-    """[T + 1]."""
+    """[T + 1], as ``offsets``, by source."""
 
     @classmethod
     def build(cls, edge_index: Tensor, size: tuple[int, int], with_loops: bool) -> Incidence:
-        """Of ``edge_index`` [2, E], sources below ``size[0]`` and targets below ``size[1]``.
+        """Sort ``edge_index`` [2, E], sources below T = ``size[0]``, targets below C = ``size[1]``.
 
-        ``with_loops``: with one loop for every row that reads, and no other, as PyG adds them.
+        ``with_loops``: exactly one loop for every target row, as PyG adds them.
         """
         source, target = edge_index
         order = None
@@ -65,7 +65,7 @@ class Incidence:
             target, place = torch.sort(target, stable=True)
             source = source[place]
             order = place if order is None else order[place]
-        # Half as large: these are what it keeps beyond the edges.
+        # 32 bits where possible: these arrays are kept beside the edges.
         small = torch.int32 if max(len(source), *size) < 2**31 else torch.int64
         by_source = torch.argsort(source, stable=True)
         back = target[by_source].to(small), _offsets(source[by_source], size[0]).to(small)
@@ -81,14 +81,14 @@ def _offsets(ascending: Tensor, count: int) -> Tensor:
 
 
 EdgeData: TypeAlias = Mapping[str, Tensor]
-"""What edges carry, [E, ...] each, by the field of ``Graph``."""
+"""Edge data [E, ...] by the field of ``Graph``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The edges into one chunk's own rows, for convolutions that need both ends. C own, H halo.
+    """The edges into one chunk's C own rows, from these rows and H halo rows.
 
-    Where rows of one type read those of another, all rows that are read are halo rows.
+    Between different types of vertices all source rows are halo rows.
     """
 
     edge_index: Tensor
@@ -98,15 +98,15 @@ class Block:
     same_chunk: Tensor
     """[H, 1] bool: the halo row belongs to the same chunk (another shard's part of it)."""
     size: tuple[int, int]
-    """(rows that are read: C + H, or H of another type; rows that read: C)."""
+    """(source rows: C + H, or H of another type; target rows: C)."""
     keys: Tensor | None = None
-    """[C + H] int32, dropout key of each row; pilots have none, for nothing of them is dropped."""
+    """[C + H] int32, dropout key of each row; ``None`` for probe vertices (no dropout)."""
     into_keys: Tensor | None = None
-    """[C] of the rows that read, if they are of another type."""
+    """[C], dropout keys of the target rows, if they are of another type."""
     edge_data: EdgeData = field(default_factory=dict)
-    """[E_c, ...] what the edges carry, by the field of ``Graph``."""
+    """[E_c, ...] by the field of ``Graph``."""
     is_fused: bool = False
-    """A convolution that is known to need no messages makes none; the oracle's makes them."""
+    """Convolutions may avoid messages [E, F] where they can; the reference makes them."""
 
     @cached_property
     def incidence(self) -> Incidence:
@@ -115,7 +115,7 @@ class Block:
 
     @cached_property
     def incidence_with_loops(self) -> Incidence:
-        """The same with a loop for every row that reads, and no other."""
+        """The edges in both orders, with exactly one loop for every target row."""
         return Incidence.build(self.edge_index, self.size, with_loops=True)
 
 
@@ -125,12 +125,12 @@ class Blocks:
 
     chunks: tuple[Block, ...]
     local: sp.csr_array
-    """[n, n + h], the shard's own rows of the structure they were cut from; its values are the
-    edges' numbers where edges carry data."""
+    """[n, n + h], the shard's own rows of the whole graph's adjacency; the values are the edges'
+    numbers where edges carry data."""
     edge_data: EdgeData
-    """What all edges of the graph carry, in the number type of the run."""
+    """The data of all edges of the graph, in the number type of the run."""
     is_square: bool
-    """Rows of one type read each other, and a block begins with the chunk's own."""
+    """Source and target rows have one type; a block then begins with the chunk's own rows."""
 
     @classmethod
     def build(
@@ -143,15 +143,15 @@ class Blocks:
     ) -> Blocks:
         """Cut a shard's blocks out of the whole graph's structure.
 
-        ``layout`` of the rows that are read, ``into`` of those that read; ``keys`` int32, on the
-        rank's device: the dropout keys of the rows [n + h] of the one and [m] of the other.
+        ``layout``: of the source rows; ``into``: of the target rows; ``keys`` int32, on the rank's
+        device: the dropout keys of the source rows [n + h] and target rows [m].
         """
         local = local_rows(rows, layout, into)
         blocks = (_block(local, layout, into, c, keys, edge_data) for c in range(layout.num_chunks))
         return cls(tuple(blocks), local, edge_data, layout is into)
 
     def reads(self, chunk: int) -> Tensor:
-        """Table rows that a chunk reads, but for its own."""
+        """Table rows that a chunk reads beside its own."""
         return self.chunks[chunk].halo_rows
 
     def select(self, rows: Tensor) -> Block:
@@ -171,7 +171,7 @@ class Blocks:
 
 
 def edge_data_of(graph: Graph, dtype: torch.dtype) -> EdgeData:
-    """What the edges of a graph carry, as tensors: floating numbers in ``dtype``."""
+    """The edge data of a graph as tensors: floating numbers in ``dtype``."""
     found = {name: torch.from_numpy(values) for name, values in graph.edge_data.items()}
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in found.items()}
 

@@ -30,7 +30,7 @@ Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array
 
 
 EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
-"""Fields of ``Graph`` that say something of every edge, named as PyG's ``Data`` names them."""
+"""Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +71,12 @@ class Graph:
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
-        """What the edges carry, by field, in the order of ``EDGE_DATA``."""
+        """The edge data by field, in the order of ``EDGE_DATA``."""
         found = {field: getattr(self, field) for field in EDGE_DATA}
         return {field: values for field, values in found.items() if values is not None}
 
     def reduced_to(self, edge_data: Collection[str]) -> Graph:
-        """Without what edges carry beyond these fields; bare edges are then there but once."""
+        """The graph without other edge data; without any, duplicate edges are removed."""
         kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
         unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - kept)
         if not unread:
@@ -93,16 +93,17 @@ class Graph:
 
     @cached_property
     def row_types(self) -> dict[str, BoolArray]:
-        """[N] which vertices are of a type, by its name; '' if there is but one."""
+        """[N] whether a vertex is of a type, by the name of the type; '' if there is only one."""
         if self.types is None:
             return {"": np.ones(self.num_vertices, dtype=bool)}
         return {name: self.types.is_of(name) for name in self.types.names}
 
     @cached_property
     def table_rows(self) -> dict[str, BoolArray]:
-        """[N] which vertices push rows into a table, by the type that the table goes by.
+        """[N] whether a vertex pushes rows into a table, by the name of the table.
 
-        ``PAIRS``: all vertices, whose final rows are read over the pairs and not over the edges.
+        Tables have the names of the types; ``PAIRS`` is the table of all final rows, which are read
+        over the pairs and not over the edges.
         """
         if self.pairs is None:
             return self.row_types
@@ -110,12 +111,12 @@ class Graph:
 
     @property
     def vertex_counts(self) -> dict[str, int]:
-        """N by the type of the vertices, '' if there is but one."""
+        """N by the type of the vertices, '' if there is only one."""
         return {name: int(chosen.sum()) for name, chosen in self.row_types.items()}
 
     @property
     def relations(self) -> tuple[Relation, ...]:
-        """Of a heterogeneous graph, by ``edge_type``."""
+        """The relations of a heterogeneous graph, by ``edge_type``."""
         return () if self.types is None else self.types.relations
 
     @property
@@ -129,12 +130,12 @@ class Graph:
 
     @property
     def is_multi_label(self) -> bool:
-        """Whether a vertex has T labels that apply or not, in place of one class of C."""
+        """Whether a vertex has T labels that apply or not, instead of one class of C."""
         return self.y.ndim == 2 and not self.is_regression
 
     @property
     def is_regression(self) -> bool:
-        """Whether a vertex has T numbers in place of labels."""
+        """Whether a vertex has T numbers instead of labels."""
         return bool(self.y.dtype.kind == "f")
 
     @property

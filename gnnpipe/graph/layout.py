@@ -1,4 +1,4 @@
-"""What one shard owns, reads and sends: local row numbers, halo and exchange lists.
+"""Local row numbers, halo and send lists of one shard.
 
 With the vertices renumbered chunk by chunk and, inside a chunk, shard by shard, a shard keeps two
 runs of rows side by side: its OWN rows, chunk after chunk, and behind them its HALO (rows it reads
@@ -89,10 +89,7 @@ def shard_layout(graph: Graph | Pairs, chunking: Chunking, shard: int) -> ShardL
 
 
 def table_layouts(graph: Graph, chunking: Chunking, whole: ShardLayout) -> dict[str, ShardLayout]:
-    """Of the ``whole`` layout of a shard those by the type that tables go by.
-
-    See ``Graph.table_rows``.
-    """
+    """The layouts of a shard's tables by name (see ``Graph.table_rows``); ``whole``: all rows."""
     found = {name: restrict(whole, chosen) for name, chosen in graph.row_types.items()}
     if graph.pairs is not None:
         found[PAIRS] = shard_layout(graph.pairs, chunking, whole.shard)
@@ -128,7 +125,7 @@ def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
 
 
 def _before(chosen: BoolArray) -> Int64:
-    """[R + 1], how many are chosen before each."""
+    """The number of chosen rows before each, [R + 1]."""
     return np.concatenate([[0], np.cumsum(chosen)]).astype(np.int64)
 
 

@@ -1,9 +1,9 @@
-"""Arrays out of an .npz file of unknown origin: no code, no more memory than there is, no surprise.
+"""Reads arrays from an .npz file of unknown origin safely.
 
-``numpy.load`` allocates what a header claims before it looks whether the file holds as much: a file
-of 400 bytes can ask for terabytes. Here each header is read first, and an array is only made if its
-type is plain, its size is that of its entry and all of them fit into the memory of this machine.
-Entries are never written to disk, so their names lead nowhere.
+``numpy.load`` allocates the size that a header claims before it checks the size of the file: 400
+bytes can claim terabytes. Here each header is read first, and an array is made only if its type is
+plain, its size is that of its entry and all arrays fit into memory. No pickle is read, and entries
+are never written under their own names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What reading a file raises that is missing, cut off, pickled, locked or something else."""
+"""Errors of reading a file that is missing, truncated, pickled, locked or of another kind."""
 
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -64,15 +64,15 @@ class Entries:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all arrays."""
+        """The names of all arrays."""
         return self._infos.keys()
 
     def size_bytes(self, name: str) -> int:
-        """Of an array, unpacked, with its header. ``KeyError`` if there is none."""
+        """Unpacked size of an array with its header. ``KeyError`` if there is none."""
         return self._infos[name].file_size
 
     def read(self, names: Collection[str]) -> dict[str, Any]:
-        """These arrays, once it is known that all of them fit into memory together."""
+        """These arrays; ``ValueError`` if they do not fit into memory together."""
         total, most = sum(map(self.size_bytes, names)), memory_bytes()
         if total > most:
             raise ValueError(
@@ -92,7 +92,7 @@ class Entries:
 
     @contextmanager
     def _entry(self, name: str) -> Iterator[IO[bytes]]:
-        """An entry at its beginning, whose header has been found to be true."""
+        """An entry at its beginning, after a check of its header."""
         info = self._infos[name]
         with self._packed.open(info) as entry:
             size_bytes = _promised_bytes(entry, name)
@@ -106,7 +106,7 @@ class Entries:
 
 
 def _promised_bytes(entry: IO[bytes], name: str) -> int:
-    """What an array takes by its header, which is read up to its end."""
+    """Size of an array according to its header; reads ``entry`` to the end of the header."""
     version = np.lib.format.read_magic(entry)
     if version not in _READ_HEADER:
         raise ValueError(f"{name} is in format {version} of .npy, which is not known")

@@ -1,8 +1,7 @@
-"""Pairs of vertices that are asked whether an edge joins them: the task of link prediction.
+"""Pairs of vertices for link prediction, which are joined by an edge or not.
 
-A pair stands with its target, as an edge stands with the vertex that reads: the chunk of the target
-scores it and reads the other end's final row, as a layer reads its neighbours. So pairs are a
-second set of edges over the same vertices, used once, behind the last layer.
+The chunk of the target scores a pair and reads the final row of the source, as a layer reads its
+neighbours. So pairs are a second set of edges over the same vertices, used after the last layer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import scipy.sparse as sp
 __all__ = ["PAIRS", "Pairs"]
 
 PAIRS = "pairs"
-"""What the structure of the pairs goes by, and the table of the final rows that they read."""
+"""Name of the pairs' matrix, and of the table of final rows that they read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,5 +81,5 @@ class Pairs:
         return train, val, test
 
     def renumbered(self, inverse: npt.NDArray[np.int64]) -> Pairs:
-        """Of vertices in another order: ``inverse[old]`` = new."""
+        """The pairs after renumbering the vertices: ``inverse[old]`` = new."""
         return Pairs.build(inverse[self.ends], self.label, self.part, self.num_vertices)

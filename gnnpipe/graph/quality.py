@@ -1,8 +1,7 @@
-"""What a chunking costs: stale edges, rows that cross, ranks that wait.
+"""Quality of a chunking: stale edges, rows sent between shards, balance of work.
 
-Three numbers decide a run before it starts. Edges between chunks can be stale; rows that one shard
-reads from another (M of them) are what graph parallelism sends, 2 L M H 4 bytes per epoch; and the
-heaviest chunk or cell sets the pace of the rest.
+Edges between chunks can be stale; graph parallelism sends the M rows that one shard reads from
+another, 2 L M H 4 bytes per epoch; and all ranks wait for the heaviest chunk or cell.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CutQuality:
-    """The price of one chunking of one graph; shares are fractions of 1."""
+    """Measures of one chunking of one graph; shares are fractions of 1."""
 
     chunks: int
     shards: int
@@ -47,7 +46,7 @@ class CutQuality:
     crossings: int
     """M: pairs of a vertex and another shard that reads it."""
     crossings_by_type: Mapping[str, int]
-    """The same by the type of the vertex, '' if there is but one; ``PAIRS``: read over pairs."""
+    """M by the type of the vertex, '' if there is only one; ``PAIRS``: rows read over pairs."""
     crossings_per_vertex: float
     """M / N."""
     chunk_balance: float
@@ -56,7 +55,7 @@ class CutQuality:
     """Work of the heaviest (chunk, shard) / mean."""
 
     def lines(self) -> list[str]:
-        """The report, one line per axis that is cut."""
+        """The report, one line for chunks and one for shards."""
         out = []
         if self.chunks > 1:
             out.append(
@@ -119,7 +118,7 @@ def chunk_edges(graph: Graph, chunking: Chunking) -> sp.coo_array:
 
 
 def crossing_degrees(graph: Graph, chunking: Chunking) -> npt.NDArray[np.int64]:
-    """Of every vertex [N] the edges that lead into it from another chunk."""
+    """Number of edges into each vertex from other chunks, [N]."""
     chunk = chunking.chunk_of_row()
     target = np.repeat(np.arange(graph.num_vertices), graph.degrees)
     crosses = chunk[target] != chunk[graph.indices]

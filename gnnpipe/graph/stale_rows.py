@@ -1,8 +1,7 @@
-"""Which rows of a table are read stale when the chunks stand in a given order.
+"""Finds the rows of a table that are read stale for a given order of the chunks.
 
-A row is if some chunk that reads it stands before the chunk that pushes it. What is done to stale
-rows (a forecast) need not be done to the others: in a well-cut graph most rows are read by their
-own chunk alone.
+A row is stale if a chunk that reads it comes before the chunk that pushes it. Only stale rows need
+a forecast: with a good partition most rows are read by their own chunk alone.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _sample(among: npt.NDArray[np.int64], count: int, seed: list[int]) -> npt.ND
 
 
 class StaleRows:
-    """Of the tables of one rank that are read through one structure."""
+    """The stale rows of one rank's tables that are read through one operator or block structure."""
 
     def __init__(
         self, structure: LinearOperator | Blocks, layout: ShardLayout, always: Tensor | None = None

@@ -1,8 +1,8 @@
-"""Several kinds of vertices and edges in one graph.
+"""Types of vertices and relations of a heterogeneous graph.
 
-A heterogeneous graph is kept as one: its vertices stand type after type in one numbering, so that
-it is cut, cleaned and measured like any other, and ``edge_type`` numbers the relation of each edge.
-What belongs to one type alone, its features and the number of a vertex within it, is here.
+A heterogeneous graph is stored as one graph with its vertices numbered type after type, so that it
+is partitioned and cleaned like any other; ``edge_type`` is the relation of each edge. The features
+of each type, and the number of a vertex within its type, are here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import scipy.sparse as sp
 __all__ = ["Relation", "VertexTypes"]
 
 Relation: TypeAlias = tuple[str, str, str]
-"""(type read, name, type that reads), as PyG has it."""
+"""(source type, name, target type), as in PyG."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class VertexTypes:
 
     names: tuple[str, ...]
     of_vertex: npt.NDArray[np.int64]
-    """[N], the place of its type in ``names``."""
+    """[N], index of the vertex's type in ``names``."""
     number: npt.NDArray[np.int64]
     """[N], the number of each vertex within its type, as it was read."""
     features: Mapping[str, npt.NDArray[np.float32] | sp.csr_array]
@@ -42,7 +42,7 @@ class VertexTypes:
         return np.asarray(self.of_vertex == self.names.index(name))
 
     def renumbered(self, perm: npt.NDArray[np.int64]) -> VertexTypes:
-        """Of vertices in another order: ``perm[new]`` = old."""
+        """The types after renumbering the vertices: ``perm[new]`` = old."""
         features: dict[str, Any] = {}
         place = np.empty(len(perm), dtype=np.int64)
         for name in self.names:
