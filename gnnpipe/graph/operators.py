@@ -123,7 +123,7 @@ def _blocks(indptr: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
 
 
 def edges_into(graph: Graph, kind: str) -> npt.NDArray[np.float64]:
-    """What each vertex counts in a mean ``BY_EDGES`` [N]: its edges, of a ``RELATION`` or all."""
+    """Weight of each vertex in a mean ``BY_EDGES`` [N]: its edges, of a ``RELATION`` or all."""
     rows = weighted_rows(graph, "sum" + kind.removeprefix(BY_EDGES))
     counts: npt.NDArray[np.float64] = np.asarray(rows.sum(axis=1), dtype=np.float64)
     return counts
@@ -239,7 +239,7 @@ class LinearOperator:
         return cls(forward, other, into.own_ptr.tolist())
 
     def of_rows(self, rows: Tensor, into_ptr: list[int]) -> LinearOperator:
-        """Of some of the own rows that read, [m'] ascending; ``into_ptr`` [K + 1] of these."""
+        """The operator of some target rows, [m'] ascending; ``into_ptr`` [K + 1] of these rows."""
         forward = self.forward.select(rows)
         return LinearOperator(forward, forward.turned(), into_ptr)
 
