@@ -5,7 +5,7 @@ from helpers import quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.perf.evaluation_memory import evaluation_bytes
+from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
@@ -35,16 +35,10 @@ def counted(prepared, stage=0):
     first, last = plan.stages[stage]
     ops = model.ops[first:last]
     pushing = [op for op in ops if not op.is_mean and op.name not in prepared.precomputed]
+    rows = {"": N}
+    depths, row_bytes = model.depths(first, last), prepared.row_dtype.itemsize
     return evaluation_bytes(
-        plan,
-        ops,
-        model.depths(first, last),
-        stage,
-        pushing,
-        own_rows={"": N},
-        table_rows={"": N},
-        number_bytes=4,
-        row_bytes=prepared.row_dtype.itemsize,
+        StageTables(plan, ops, depths, stage, pushing, rows, rows, 4, row_bytes)
     )
 
 

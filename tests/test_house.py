@@ -27,8 +27,6 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/norm_relu.py _backward": "a Triton kernel",
     "ops/triton/norm_relu.py tail_backward": "to be cut",
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
-    "perf/evaluation_memory.py evaluation_bytes": "to be cut",
-    "perf/memory.py estimate_memory": "to be cut",
     "planner/uniform.py plan_uniform": "to be cut",
     "runtime/staleness/forecast.py __init__": "to be cut",
     "setup/build.py build_rank": "to be cut",

@@ -1,7 +1,7 @@
 """Predicted costs of a plan, and the split of a measured epoch's time."""
 
 from gnnpipe.perf.measured import measured_spans
-from gnnpipe.perf.memory import MemoryEstimate, estimate_memory
+from gnnpipe.perf.memory import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.parts import ChunkSizes
 from gnnpipe.perf.profile import Profile
 from gnnpipe.perf.simulate import simulate
@@ -16,8 +16,10 @@ __all__ = [
     "CommVolume",
     "EpochSpans",
     "MemoryEstimate",
+    "MemorySettings",
     "Message",
     "Profile",
+    "ShardSizes",
     "Span",
     "TimeShares",
     "Trace",

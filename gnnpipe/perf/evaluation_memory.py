@@ -1,8 +1,8 @@
-"""What an evaluation holds beside what training keeps between two epochs.
+"""Memory of an evaluation, beside what training keeps between two epochs.
 
-It is walked layer by layer, without gradients: every step needs the table that it reads and the one
-that it pushes into, whole, and of all chunks what waits for the next step. Where a stage has few
-layers and training makes few rows behind the last aggregation, that is more than an epoch takes.
+Evaluation runs layer by layer, without gradients. A step needs the whole table that it reads, the
+whole table that it pushes into, and of all chunks the values that wait for the next step. Where a
+stage has few layers and training is limited to loss rows, that is more than an epoch takes.
 """
 
 from __future__ import annotations
@@ -12,61 +12,72 @@ from dataclasses import dataclass
 
 from gnnpipe.plan import Op, Plan
 
-__all__ = ["evaluation_bytes"]
+__all__ = ["StageTables", "evaluation_bytes"]
 
 
-def evaluation_bytes(
-    plan: Plan,
-    ops: Sequence[Op],
-    depths: Sequence[int],
-    stage: int,
-    pushing: Collection[Op],
-    *,
-    own_rows: Mapping[str, int],
-    table_rows: Mapping[str, int],
-    number_bytes: int,
-    row_bytes: int,
-) -> int:
-    """Of a stage's ops with their ``depths``; rows by the type of the vertices.
+@dataclass(frozen=True)
+class StageTables:
+    """The ops of a stage, and the rows of a shard by vertex type."""
 
-    ``pushing``: the ops that have a table.
-    """
-    last = max(depths, default=0)
-    at_depth: list[list[Op]] = [[] for _ in range(last + 2)]
-    for op, depth in zip(ops, depths, strict=True):
-        at_depth[depth].append(op)
-    with_table = {op.name for op in pushing}
-    carried = [0] * (last + 1)
-    for value in _waiting(plan, ops, depths, stage, row_bytes == number_bytes):
-        for step in range(value.made, value.read):
-            carried[step] += value.width * own_rows[value.vertex_type]
-    # What leaves the stage, or the model, is kept to the end.
-    leaving = {name for t in plan.sends(stage) for name in t.widths} or set(ops[-1].outputs)
-    carried[last] += sum(
-        width * own_rows[op.vertex_type]
-        for op in ops
-        for name, width in op.outputs.items()
-        if name in leaving
-    )
-    most, is_alone = 0, plan.chunks == 1 and plan.shards == 1
-    for step in range(last + 1):
-        read, written = (
-            sum(o.push_width * table_rows[o.pushed_type] for o in found if o.name in with_table)
-            for found in (at_depth[step], at_depth[step + 1])
-        )
-        aggregating = [op for op in at_depth[step] if op.aggregates]
-        passing = sum(o.push_width * own_rows[o.vertex_type] // plan.chunks for o in aggregating)
-        # Chunk by chunk what waited for this step gives way to what waits for the next one.
-        waiting = max(carried[step - 1] if step else 0, carried[step])
-        # Who is alone reads all at once, and lets the table go.
+    plan: Plan
+    ops: Sequence[Op]
+    depths: Sequence[int]
+    """By op the step that ends it."""
+    stage: int
+    pushing: Collection[Op]
+    """Ops with a history table."""
+    own_rows: Mapping[str, int]
+    table_rows: Mapping[str, int]
+    number_bytes: int
+    row_bytes: int
+
+    @property
+    def last_step(self) -> int:
+        """Number of the stage's last step."""
+        return max(self.depths, default=0)
+
+
+def evaluation_bytes(stage: StageTables) -> int:
+    """Returns the most bytes that a step of an evaluation needs."""
+    plan, waiting = stage.plan, _waiting_numbers(stage)
+    is_alone = plan.chunks == 1 and plan.shards == 1
+    steps = stage.last_step + 1
+    tables_read, aggregated = [0] * (steps + 1), [0] * steps
+    with_table = {op.name for op in stage.pushing}
+    for op, depth in zip(stage.ops, stage.depths, strict=True):
+        if op.name in with_table:
+            tables_read[depth] += op.push_width * stage.table_rows[op.pushed_type]
+        if op.aggregates:
+            aggregated[depth] += op.push_width * stage.own_rows[op.vertex_type] // plan.chunks
+    most = 0
+    for step in range(steps):
+        read, written, passing = tables_read[step], tables_read[step + 1], aggregated[step]
+        # Chunk by chunk, values that waited for this step give way to those for the next one.
+        waits = max(waiting[step - 1] if step else 0, waiting[step])
+        # A single chunk on one shard reads all rows at once, and frees the table.
         tables = max(read, written) if is_alone else read + written
-        most = max(most, tables * row_bytes + (waiting + passing) * number_bytes)
+        most = max(most, tables * stage.row_bytes + (waits + passing) * stage.number_bytes)
     return most
+
+
+def _waiting_numbers(stage: StageTables) -> list[int]:
+    """By step the numbers that wait behind it for a later step, or leave at the end."""
+    found = [0] * (stage.last_step + 1)
+    for value in _waiting_values(stage):
+        for step in range(value.made, value.read):
+            found[step] += value.width * stage.own_rows[value.vertex_type]
+    # Values that leave the stage, or the model, are kept to the end.
+    sent = {name for t in stage.plan.sends(stage.stage) for name in t.widths}
+    leaving = sent or set(stage.ops[-1].outputs)
+    for op in stage.ops:
+        for name, width in op.outputs.items():
+            found[-1] += (name in leaving) * width * stage.own_rows[op.vertex_type]
+    return found
 
 
 @dataclass(frozen=True)
 class _Value:
-    """Made in one step and read in a later one."""
+    """A value that is made in one step and read in a later one."""
 
     width: int
     vertex_type: str
@@ -74,27 +85,25 @@ class _Value:
     read: int
 
 
-def _waiting(
-    plan: Plan, ops: Sequence[Op], depths: Sequence[int], stage: int, is_in_place: bool
-) -> list[_Value]:
-    """What waits for a later step of the stage."""
-    found = []
+def _waiting_values(stage: StageTables) -> list[_Value]:
+    ops, depths, found = stage.ops, stage.depths, []
+    names = {op.name for op in ops}
     made = {
         name: (width, t.types.get(name, ""), 0)
-        for t in plan.receives(stage)
+        for t in stage.plan.receives(stage.stage)
         for name, width in t.widths.items()
     }
-    names = {op.name for op in ops}
     last_read: dict[str, int] = {}
     for op, depth in zip(ops, depths, strict=True):
         for name in op.inputs:
-            # An aggregation reads its inputs one step before it gives something.
+            # An aggregation reads its inputs one step before its result is made.
             last_read[name] = max(last_read.get(name, 0), depth - op.aggregates)
-        # Of what is the same for all rows a single one waits, which is nothing.
+        # A value that is the same for all rows takes a single row, which is nothing.
         if not op.is_one_row:
             made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
-        # While its rows are in the table anyway, a row that is held takes nothing more.
-        in_table = is_in_place and op.holds_pushed and op.push_maker in names
+        # A held row that lies in an unrounded table takes nothing more.
+        is_rounded = stage.row_bytes != stage.number_bytes
+        in_table = not is_rounded and op.holds_pushed and op.push_maker in names
         if op.aggregates and not in_table:
             held = sum(op.kept_widths.values())
             found.append(_Value(held, op.vertex_type, depth - 1, depth))

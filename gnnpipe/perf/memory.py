@@ -1,25 +1,38 @@
-"""How much memory a rank will take, by formula, before anything is allocated.
+"""Estimates the memory of a rank from sizes, before anything is allocated.
 
-Counted per rank: the graph's structure, the features (first stage), history tables with snapshots
-and gradients, what autograd keeps of every own row until backward, weights with their gradients and
-Adam's two moments, the pilot rows of a forecast and the kept weights of a best epoch. Of training
-and evaluation what takes more is counted. Not counted: the interpreter and torch themselves, and
-what reading the data takes before training; ``gnnpipe info`` says so.
+Counted: the graph's structure, features (first stage), history tables with snapshots and gradients,
+tensors that autograd keeps until backward, weights with gradients and Adam's two moments, probe
+vertices of a forecast, and the peak while the rank is built. Of training and evaluation the larger
+is counted. Not counted: the interpreter and torch, and the graph as it was read; the peak while the
+graph is read and partitioned comes before training (``partition_bytes``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from gnnpipe.perf.evaluation_memory import evaluation_bytes
+from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
 from gnnpipe.plan import LossRows, ModelGraph, Op, Plan, precomputed_aggregations, shared_tables
 
-__all__ = ["ON_TOP", "MemoryEstimate", "estimate_memory", "human_bytes"]
+__all__ = [
+    "ON_TOP",
+    "MemoryEstimate",
+    "MemorySettings",
+    "ShardSizes",
+    "estimate_memory",
+    "human_bytes",
+    "partition_bytes",
+]
 
 ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs holes of the heap"
-"""For whoever shows an estimate."""
+"""For messages that show an estimate."""
+
+_INDEX_BYTES, _FLOAT64_BYTES, _LONG_BYTES = 4, 8, 8
+_METIS_ENTRY_BYTES = 110
+"""Of METIS for an adjacency entry, with the copies that it is given (measured: 105 to 110)."""
 
 
 @dataclass(frozen=True)
@@ -31,242 +44,374 @@ class MemoryEstimate:
     history: int
     activations: int
     weights: int
+    setup: int = 0
+    """By which the peak while the rank is built exceeds all other parts together."""
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return self.structure + self.features + self.history + self.activations + self.weights
+        """The sum of all parts."""
+        parts = self.structure + self.features + self.history + self.activations + self.weights
+        return parts + self.setup
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """Sizes of the part of the graph that a shard owns; rows by vertex type, '' if there is one."""
+
+    own_rows: Mapping[str, int]
+    halo_rows: Mapping[str, int]
+    own_edges: int
+    """Edges into own rows."""
+    graph_edges: int
+    """Edges of the whole graph."""
+    feature_entries: int
+    """Stored numbers of the own rows' features."""
+    loss_rows: LossRows
+    loss_numbers: int
+    """Numbers that the loss keeps of the shard's training vertices."""
+    own_pairs: int = 0
+    """Pairs that the shard scores."""
+    live_share: float = 0.0
+    """Share of the own edges whose entries are cut out for gradients (0: none are cut out)."""
+    copied_share: float = 0.0
+    """Rows that chunks read from other chunks, per own row: convolutions on blocks copy them."""
+    probe_rows: Mapping[str, int] | None = None
+    """Probe vertices; None: no forecast."""
+    probe_edges: int = 0
+    probe_feature_entries: int = 0
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        """Own and halo rows."""
+        return {t: own + self.halo_rows[t] for t, own in self.own_rows.items()}
+
+    def num_probes(self, vertex_type: str) -> int:
+        """Probe vertices of a type."""
+        return 0 if self.probe_rows is None else self.probe_rows[vertex_type]
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Settings of a run that decide what a rank holds."""
+
+    sparse_features: bool
+    symmetric: bool
+    """Every matrix equals its transpose, and is held once where there is one shard."""
+    snapshot: bool
+    """Stale rows are read from a second table."""
+    recompute: bool
+    is_exact: bool
+    """The program has no stale reads."""
+    number_bytes: int
+    row_bytes: int
+    """Of a number in the tables; ``number_bytes``: of any other."""
+    extra_weights: int = 0
+    """Copies of the weights beside those that are trained."""
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Tables have fewer bits."""
+        return self.row_bytes != self.number_bytes
 
 
 def estimate_memory(
-    plan: Plan,
-    model: ModelGraph,
-    stage: int,
-    *,
-    own_rows: Mapping[str, int],
-    halo_rows: Mapping[str, int],
-    own_edges: int,
-    live_share: float,
-    own_pairs: int,
-    feature_entries: int,
-    sparse_features: bool,
-    symmetric: bool,
-    snapshot: bool,
-    pilot_rows: Mapping[str, int],
-    pilot_edges: int,
-    pilot_feature_entries: int,
-    extra_weights: int,
-    number_bytes: int,
-    row_bytes: int,
-    recompute: bool,
-    copied_share: float,
-    loss_numbers: int,
-    loss_rows: LossRows,
-    is_exact: bool,
+    plan: Plan, model: ModelGraph, stage: int, sizes: ShardSizes, settings: MemorySettings
 ) -> MemoryEstimate:
-    """For a rank of ``stage`` whose shard owns n rows, reads h halo rows, and has E edges into it.
+    """Returns the estimate for a rank of ``stage`` with a shard of these ``sizes``."""
+    rank = _RankMemory(plan, model, stage, sizes, settings)
+    parts = MemoryEstimate(
+        rank.structure(), rank.features(), rank.history(), rank.activations(), rank.weights()
+    )
+    setup = max(0, rank.setup_peak(parts.structure) - parts.total)
+    return MemoryEstimate(**{**vars(parts), "setup": setup})
 
-    ``own_rows`` and ``halo_rows`` by the type that tables go by, '' if there is but one;
-    ``live_share``: of its edges those that gradients are brought back over, cut out of the whole
-    for that (0: all of them, out of the whole); ``own_pairs``: pairs that the shard scores.
-    ``feature_entries``: stored numbers of the own rows' features; ``pilot_rows``, ``pilot_edges``
-    and ``pilot_feature_entries``: this shard's pilot rows, edges into them, and stored numbers of
-    their features; ``extra_weights``: copies of the weights beside those that are trained;
-    ``row_bytes``: of a number in the tables, ``number_bytes`` of any other; ``copied_share``: rows
-    that a chunk reads from others, per own row, which convolutions on blocks keep a copy of;
-    ``loss_numbers``: those that the loss keeps of the shard's training vertices; ``loss_rows``: of
-    this shard; ``is_exact``: the program has no stale reads.
+
+def partition_bytes(graph_bytes: int, num_edges: int, uses_metis: bool) -> int:
+    """Returns the peak while a graph is read and partitioned, before training, on rank 0.
+
+    The graph and its renumbered copy; METIS runs beside the graph alone.
     """
-    first, last = plan.stages[stage]
-    ops = model.ops[first:last]
-    rows = {t: own + halo_rows[t] for t, own in own_rows.items()}
-    n = sum(own_rows[t] for t in {op.vertex_type for op in model.ops})
-    linear = any(op.is_linear for op in ops if op.aggregates and not op.is_mean)
-    copies = 1 if symmetric and plan.shards == 1 else 2
-    entries = own_edges + n
-    precomputed = precomputed_aggregations(model, plan, row_bytes != number_bytes, is_exact)
-    shared = shared_tables(
-        model, plan, precomputed, loss_rows.ops, row_bytes != number_bytes, is_exact
-    )
-    structure = 0
-    if linear:
-        read_rows = sum(rows[t] for t in {op.vertex_type for op in model.ops})
-        # Where each row begins: in the whole, and of several chunks in each chunk.
-        pointer = 4 * (1 + (plan.chunks > 1))
-        structure = copies * entries * (4 + row_bytes) + pointer * (n + read_rows)
-        if any(op.aggregates and op.name in loss_rows.ops for op in ops):
-            structure += _loss_row_structure(loss_rows, row_bytes) + pointer * (
-                loss_rows.rows + read_rows
-            )
-        counts = {False: entries, True: loss_rows.edges + loss_rows.rows}
-        cut_out = {(op.structure, op.name in loss_rows.ops) for op in ops if op.name in shared}
-        for _, is_asked in cut_out if live_share else ():
-            structure += int(live_share * counts[is_asked] * (4 + row_bytes)) + 4 * read_rows
-            # A byte, two numbers and half of a third one while that is made, chunk by chunk.
-            structure += 13 * counts[is_asked] // plan.chunks
-    structure += pilot_edges * (4 + row_bytes) if linear else 0
-    if not all(op.is_linear or op.is_mean or op.over_pairs for op in ops):
-        structure += 16 * (entries + pilot_edges)
-        # Attention without messages has the edges by source, too, and loops of its own.
-        structure += max(op.structure_per_edge for op in ops) * entries
-    if any(op.over_pairs for op in ops):
-        # Both ends, label and part, and the rows that they were cut from.
-        structure += own_pairs * (16 + 2 + 12)
-    features = 0
-    if any(op.reads_features for op in ops):
-        # Sparse rows are kept with their transpose; both as (index, value).
-        each = 2 * (4 + number_bytes) if sparse_features else number_bytes
-        features = (feature_entries + pilot_feature_entries) * each
-    alone = plan.chunks == 1 and plan.shards == 1
-    # Where nothing is rounded, the rows of a single chunk are their own table.
-    tables = 0 if alone and row_bytes == number_bytes else 2 if snapshot else 1
-    features += number_bytes * sum(
-        op.features_kept * own_rows[op.vertex_type] for op in ops if op.name in precomputed
-    )
-    pushing = [op for op in ops if op.aggregates and not op.is_mean and op.name not in precomputed]
-    numbers = 0
-    for op in pushing:
-        read, reading = rows[op.pushed_type], loss_rows.rows_of(op.name, own_rows[op.vertex_type])
-        # Gradients are kept of the rows that read, where the aggregation is a product; a single
-        # chunk's go at once.
-        is_transient = op.is_linear and plan.chunks == 1
-        grads = 0 if is_transient else reading if op.is_linear else read
-        numbers += op.push_width * (tables * read + grads)
-    history = numbers * row_bytes
-    # Of the last epoch, what pilots pushed, and what they read where that is a product; of the last
-    # tables, unless another stage asks for it, nothing is read.
-    depths = dict(zip((op.name for op in ops), model.depths(first, last), strict=True))
-    end = math.inf if plan.sends(stage) else max(depths.values())
-    history += sum(
-        op.push_width
-        * (
-            op.moves * pilot_rows[op.pushed_type]
-            + (op.is_linear and depths[op.name] < end) * pilot_rows[op.vertex_type]
-        )
-        * number_bytes
-        for op in pushing
-    )
-    in_tables = _kept_in_tables(
-        ops,
-        pushing if tables and row_bytes == number_bytes else [],
-        shared,
-        own_rows,
-        loss_rows,
-        recompute,
-    )
-    kept = {
-        op.name: loss_rows.kept_numbers(op, own_rows[op.vertex_type], recompute)
-        - in_tables[op.name]
-        for op in ops
-    }
-    activations = sum(
-        kept[op.name]
-        - op.rows_spared * (op.name in precomputed) * own_rows[op.vertex_type]
-        + (0 if recompute else op.kept_per_edge * entries)
-        for op in ops
-        if not op.over_pairs
-    )
-    if loss_rows.ops & {op.name for op in ops}:
-        activations += _copied_widths(model, loss_rows) * loss_rows.rows
-    activations += sum(
-        int(
-            (op.push_width + op.kept_per_read_row * (not recompute))
-            * copied_share
-            * own_rows[op.vertex_type]
-        )
-        for op in ops
-        if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs)
-    )
-    # What comes from other stages is kept until its gradients are, and those until all have left.
-    # What leaves is kept anyway; only if it is rounded, that is a copy, which stays as long.
-    is_rounded = row_bytes != number_bytes
-    staying = (*plan.receives(stage), *(plan.sends(stage) if is_rounded else ()))
-    activations += sum(
-        width * own_rows[t.types.get(name, "")] for t in staying for name, width in t.widths.items()
-    )
-    # What backward makes of one chunk on the way, or a recall of the pilot rows. What is behind an
-    # op has been let go by then.
-    widest = max((op.passing_per_row for op in ops), default=0)
-    of_loss = 0 if plan.sends(stage) else loss_numbers
-    activations += of_loss
-    passing, gone = widest * sum(pilot_rows.values()), of_loss // plan.chunks
-    for op in reversed(ops):
-        made = op.passing_per_row * loss_rows.rows_of(op.name, n)
-        # Gradients of what is kept of a chunk's edges; recomputed, that itself is no sooner there.
-        made += op.kept_per_edge * entries * (1 + recompute)
-        passing = max(passing, made // plan.chunks - gone)
-        gone += kept[op.name] // plan.chunks
-    activations += passing
-    if plan.chunks > 1:
-        # Gradients of the encoded features wait for those of the other chunks, but for features
-        # that are aggregated before they are encoded.
-        activations += sum(
-            (
-                op.flops_per_feature // 2
-                - op.push_width * (op.name in precomputed and op.reads_features)
-            )
-            * own_rows[op.vertex_type]
-            for op in ops
-            if op.flops_per_feature
-        )
-    for op in ops:
-        if op.over_pairs:
-            # Of every chunk the rows that it reads; scores, and what ``decode`` keeps of a pair.
-            each = 1 + sum(op.kept_widths.values())
-            activations += op.push_width * (rows[op.pushed_type] + own_rows[op.vertex_type])
-            activations += each * own_pairs
-    held = evaluation_bytes(
-        plan,
-        ops,
-        list(depths.values()),
-        stage,
-        pushing,
-        own_rows=own_rows,
-        table_rows=rows,
-        number_bytes=number_bytes,
-        row_bytes=row_bytes,
-    )
-    # Weight, gradient and Adam's two.
-    weights = sum(op.num_parameters for op in ops) * (4 + extra_weights) * number_bytes
-    most = max(activations * number_bytes, held)
-    return MemoryEstimate(structure, features, history, most, weights)
+    return graph_bytes + max(graph_bytes, _METIS_ENTRY_BYTES * num_edges * uses_metis)
 
 
-def _loss_row_structure(loss_rows: LossRows, row_bytes: int) -> int:
-    """Bytes of the loss rows' matrix and its transpose, with a loop for each row.
+@dataclass(frozen=True)
+class _RankMemory:
+    """One rank's memory, part by part, in bytes."""
 
-    And of each row its dropout key, its vertex and its place in the chunk.
-    """
-    return 2 * (loss_rows.edges + loss_rows.rows) * (4 + row_bytes) + 20 * loss_rows.rows
+    plan: Plan
+    model: ModelGraph
+    stage: int
+    sizes: ShardSizes
+    settings: MemorySettings
+
+    @cached_property
+    def ops(self) -> Sequence[Op]:
+        first, last = self.plan.stages[self.stage]
+        return self.model.ops[first:last]
+
+    @cached_property
+    def depths(self) -> dict[str, int]:
+        """By op the step that ends it."""
+        steps = self.model.depths(*self.plan.stages[self.stage])
+        return dict(zip((op.name for op in self.ops), steps, strict=True))
+
+    @cached_property
+    def precomputed(self) -> frozenset[str]:
+        settings = self.settings
+        return precomputed_aggregations(
+            self.model, self.plan, settings.rounds_rows, settings.is_exact
+        )
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Ops whose gradients lie in the table of aggregated rows."""
+        limited, settings = self.sizes.loss_rows.ops, self.settings
+        return shared_tables(
+            self.model,
+            self.plan,
+            self.precomputed,
+            limited,
+            settings.rounds_rows,
+            settings.is_exact,
+        )
+
+    @cached_property
+    def pushing(self) -> list[Op]:
+        """Ops with a history table."""
+        ops = [op for op in self.ops if op.aggregates and not op.is_mean]
+        return [op for op in ops if op.name not in self.precomputed]
+
+    @cached_property
+    def entries(self) -> int:
+        """Edges into own rows, and a loop for each."""
+        types = {op.vertex_type for op in self.model.ops}
+        return self.sizes.own_edges + sum(self.sizes.own_rows[t] for t in types)
+
+    @property
+    def num_tables(self) -> int:
+        """History tables of an op; an unrounded single chunk's rows are their own table."""
+        is_alone = self.plan.chunks == 1 and self.plan.shards == 1
+        if is_alone and not self.settings.rounds_rows:
+            return 0
+        return 2 if self.settings.snapshot else 1
+
+    @property
+    def is_linear(self) -> bool:
+        """Some aggregation is a product with a matrix."""
+        return any(op.is_linear for op in self.ops if op.aggregates and not op.is_mean)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Some aggregation runs on blocks of edges."""
+        return not all(op.is_linear or op.is_mean or op.over_pairs for op in self.ops)
+
+    def structure(self) -> int:
+        """Matrices with transposes, or blocks of edges; pairs."""
+        sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
+        found = 0
+        if self.is_linear:
+            found += self._matrices() + sizes.probe_edges * entry
+        if self.has_blocks:
+            found += 16 * (self.entries + sizes.probe_edges)
+            # Attention without messages also has the edges by source, and loops of its own.
+            found += max(op.structure_per_edge for op in self.ops) * self.entries
+        if any(op.over_pairs for op in self.ops):
+            # Both ends, label and part, and the rows that they were cut from.
+            found += sizes.own_pairs * (16 + 2 + 12)
+        return found
+
+    def _matrices(self) -> int:
+        sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
+        loss_rows, chunks = sizes.loss_rows, self.plan.chunks
+        types = {op.vertex_type for op in self.model.ops}
+        own = sum(sizes.own_rows[t] for t in types)
+        read = sum(sizes.table_rows[t] for t in types)
+        copies = 1 if self.settings.symmetric and self.plan.shards == 1 else 2
+        # Pointers to rows: of the whole matrix, and of several chunks in each chunk.
+        pointer = _INDEX_BYTES * (1 + (chunks > 1))
+        found = copies * self.entries * entry + pointer * (own + read)
+        loss_entries = loss_rows.edges + loss_rows.rows
+        if any(op.aggregates and op.name in loss_rows.ops for op in self.ops):
+            # A matrix and its transpose; a row's dropout key, vertex and place in the chunk.
+            found += 2 * loss_entries * entry + 20 * loss_rows.rows
+            found += pointer * (loss_rows.rows + read)
+        cut_out = {
+            (o.structure, o.name in loss_rows.ops) for o in self.ops if o.name in self.shared
+        }
+        for _, is_limited in cut_out if sizes.live_share else ():
+            count = loss_entries if is_limited else self.entries
+            found += int(sizes.live_share * count * entry) + _INDEX_BYTES * read
+            # A byte, two numbers and half of a third one while a chunk's are cut out.
+            found += 13 * count // chunks
+        return found
+
+    def features(self) -> int:
+        """Input features; sparse ones with their transpose, both as (index, value)."""
+        number, sizes, found = self.settings.number_bytes, self.sizes, 0
+        if any(op.reads_features for op in self.ops):
+            each = 2 * (_INDEX_BYTES + number) if self.settings.sparse_features else number
+            found = (sizes.feature_entries + sizes.probe_feature_entries) * each
+        once = [op for op in self.ops if op.name in self.precomputed]
+        return found + number * sum(
+            op.features_kept * sizes.own_rows[op.vertex_type] for op in once
+        )
+
+    def history(self) -> int:
+        """Tables of pushed rows, their gradients, and of probe vertices what the last epoch had."""
+        sizes, found = self.sizes, 0
+        # The tables of the last step are not read, unless another stage needs the result.
+        end = math.inf if self.plan.sends(self.stage) else max(self.depths.values())
+        for op in self.pushing:
+            read = sizes.table_rows[op.pushed_type]
+            reading = sizes.loss_rows.rows_of(op.name, sizes.own_rows[op.vertex_type])
+            # Gradients of the rows that read, of a product; a single chunk's go at once.
+            is_transient = op.is_linear and self.plan.chunks == 1
+            grads = 0 if is_transient else reading if op.is_linear else read
+            found += op.push_width * (self.num_tables * read + grads) * self.settings.row_bytes
+            probes = op.moves * sizes.num_probes(op.pushed_type)
+            if op.is_linear and self.depths[op.name] < end:
+                probes += sizes.num_probes(op.vertex_type)
+            found += op.push_width * probes * self.settings.number_bytes
+        return found
+
+    def activations(self) -> int:
+        """Tensors of training that are kept until backward or made on the way; or evaluation's."""
+        own, pairs = self.sizes.own_rows, 0
+        kept = self._kept_by_op()
+        numbers = sum(kept.values()) + self._copies() + self._passing(kept)
+        if self.plan.chunks > 1:
+            numbers += self._waiting_gradients()
+        for op in self.ops:
+            if op.over_pairs:
+                # Of every chunk the rows that it reads; scores, and what ``decode`` keeps.
+                pairs += op.push_width * (
+                    self.sizes.table_rows[op.pushed_type] + own[op.vertex_type]
+                )
+                pairs += (1 + sum(op.kept_widths.values())) * self.sizes.own_pairs
+        tables = StageTables(
+            plan=self.plan,
+            ops=self.ops,
+            depths=list(self.depths.values()),
+            stage=self.stage,
+            pushing=self.pushing,
+            own_rows=own,
+            table_rows=self.sizes.table_rows,
+            number_bytes=self.settings.number_bytes,
+            row_bytes=self.settings.row_bytes,
+        )
+        return max((numbers + pairs) * self.settings.number_bytes, evaluation_bytes(tables))
+
+    def _kept_by_op(self) -> dict[str, int]:
+        """Numbers that each op keeps of its rows until backward, outside of the tables."""
+        in_tables, found = self._kept_in_tables(), {}
+        for op in self.ops:
+            rows = self.sizes.own_rows[op.vertex_type]
+            kept = self.sizes.loss_rows.kept_numbers(op, rows, self.settings.recompute)
+            found[op.name] = kept - in_tables[op.name]
+        return found
+
+    def _kept_in_tables(self) -> dict[str, int]:
+        """Numbers kept for each op that a history table holds anyway."""
+        sizes = self.sizes
+        found = dict.fromkeys((op.name for op in self.ops), 0)
+        if not self.num_tables or self.settings.rounds_rows:
+            return found
+        for op in self.pushing:
+            own = sizes.own_rows
+            if op.name in self.shared:
+                rows = sizes.loss_rows.rows_of(op.name, own[op.vertex_type])
+                found[op.name] += op.push_width * rows
+            # With --recompute only read rows are kept; of loss rows, held rows are a copy.
+            is_held = op.holds_pushed and op.name not in sizes.loss_rows.ops
+            if op.push_maker in found and (is_held or not self.settings.recompute):
+                found[op.push_maker] += op.push_width * own[op.pushed_type]
+        return found
+
+    def _copies(self) -> int:
+        """Numbers kept of edges, copied rows and values from other stages, less spared ones."""
+        sizes, recompute, found = self.sizes, self.settings.recompute, 0
+        for op in self.ops:
+            own = sizes.own_rows[op.vertex_type]
+            if op.name in self.precomputed:
+                found -= op.rows_spared * own
+            if not op.over_pairs and not recompute:
+                found += op.kept_per_edge * self.entries
+            if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs):
+                of_read = op.push_width + op.kept_per_read_row * (not recompute)
+                found += int(of_read * sizes.copied_share * own)
+        if sizes.loss_rows.ops & {op.name for op in self.ops}:
+            found += _copied_widths(self.model, sizes.loss_rows) * sizes.loss_rows.rows
+        # Received values stay until their gradients have left. Sent values are copies if rounded.
+        sent = self.plan.sends(self.stage) if self.settings.rounds_rows else ()
+        for transfer in (*self.plan.receives(self.stage), *sent):
+            for name, width in transfer.widths.items():
+                found += width * sizes.own_rows[transfer.types.get(name, "")]
+        return found
+
+    def _passing(self, kept: Mapping[str, int]) -> int:
+        """Numbers of the loss, and of what backward makes of one chunk or a forecast of probes.
+
+        What ops behind an op kept has been freed by then.
+        """
+        sizes, chunks = self.sizes, self.plan.chunks
+        types = {op.vertex_type for op in self.model.ops}
+        n = sum(sizes.own_rows[t] for t in types)
+        of_loss = 0 if self.plan.sends(self.stage) else sizes.loss_numbers
+        widest = max((op.passing_per_row for op in self.ops), default=0)
+        most = widest * sum((sizes.probe_rows or {}).values())
+        freed = of_loss // chunks
+        for op in reversed(self.ops):
+            made = op.passing_per_row * sizes.loss_rows.rows_of(op.name, n)
+            # Gradients of what is kept of a chunk's edges, and with --recompute that itself.
+            made += op.kept_per_edge * self.entries * (1 + self.settings.recompute)
+            most = max(most, made // chunks - freed)
+            freed += kept[op.name] // chunks
+        return of_loss + most
+
+    def _waiting_gradients(self) -> int:
+        """Gradients of encoded features, which wait for those of the other chunks.
+
+        Not of features that are aggregated before they are encoded.
+        """
+        found = 0
+        for op in self.ops:
+            if op.flops_per_feature:
+                is_spared = op.name in self.precomputed and op.reads_features
+                width = op.flops_per_feature // 2 - op.push_width * is_spared
+                found += width * self.sizes.own_rows[op.vertex_type]
+        return found
+
+    def weights(self) -> int:
+        """Weights, gradients and Adam's two moments, and further copies."""
+        count = sum(op.num_parameters for op in self.ops)
+        return count * (4 + self.settings.extra_weights) * self.settings.number_bytes
+
+    def setup_peak(self, structure: int) -> int:
+        """The peak while matrices and blocks are built; ``structure``: bytes of the result.
+
+        Edge weights are computed in float64 for the whole graph. A shard's part is copied out of it
+        with new indices, rounded and transposed.
+        """
+        if not (self.is_linear or self.has_blocks):
+            return 0
+        rows = sum(self.sizes.own_rows.values()) * self.plan.shards
+        whole = (self.sizes.graph_edges + rows) * (_INDEX_BYTES + _FLOAT64_BYTES)
+        if self.plan.shards > 1 or len(self.sizes.own_rows) > 1:
+            copied = _INDEX_BYTES + _FLOAT64_BYTES + _LONG_BYTES
+        else:
+            copied = _INDEX_BYTES + self.settings.row_bytes
+        loss_rows = self.sizes.loss_rows
+        limited = loss_rows.edges + loss_rows.rows if loss_rows.ops else 0
+        return max(whole + copied * self.entries, structure + 2 * _LONG_BYTES * limited)
 
 
 def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:
     """Numbers of a loss row that row-wise ops read from in front of the last aggregation."""
     widths = {value: width for op in model.ops for value, width in op.outputs.items()}
     limited = [op for op in model.ops if op.name in loss_rows.ops]
+    made = {value for op in limited for value in op.outputs}
     read = {value for op in limited if not op.aggregates for value in op.inputs}
-    return sum(widths[value] for value in read - {v for op in limited for v in op.outputs})
-
-
-def _kept_in_tables(
-    ops: Sequence[Op],
-    pushing: Sequence[Op],
-    shared: Collection[str],
-    own_rows: Mapping[str, int],
-    loss_rows: LossRows,
-    recompute: bool,
-) -> dict[str, int]:
-    """Of what each op keeps, the numbers that are in a table of one of ``pushing`` anyway."""
-    found = dict.fromkeys((op.name for op in ops), 0)
-    for op in pushing:
-        if op.name in shared:
-            # What was aggregated is where its gradient will be.
-            found[op.name] += op.push_width * loss_rows.rows_of(op.name, own_rows[op.vertex_type])
-        # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
-        is_kept = not recompute or (op.holds_pushed and op.name not in loss_rows.ops)
-        if op.push_maker in found and is_kept:
-            found[op.push_maker] += op.push_width * own_rows[op.pushed_type]
-    return found
+    return sum(widths[value] for value in read - made)
 
 
 def human_bytes(size: float) -> str:

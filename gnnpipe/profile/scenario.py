@@ -18,7 +18,7 @@ import scipy.sparse as sp
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.perf import ChunkSizes, CommVolume, closed_form_volume, estimate_memory
+from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomputed_aggregations
 from gnnpipe.planner import plan_uniform
 from gnnpipe.registry import nearest
@@ -26,7 +26,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
-from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import Prepared, chunk_order
 
@@ -263,34 +263,31 @@ def memory_of_shape(
     shards, probes = config.shards, _probes(config, shape, model, is_exact)
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
+    sizes = ShardSizes(
+        own_rows={"": own},
+        halo_rows={"": math.ceil(own * _halo(config, shape))},
+        own_edges=math.ceil(shape.edges / shards),
+        graph_edges=shape.edges,
+        # The edges between chunks are not known: the largest possible share.
+        live_share=float(not is_exact),
+        feature_entries=math.ceil(stored / shards),
+        probe_rows={"": math.ceil(probes / shards)},
+        probe_edges=math.ceil(probes * shape.edges / shape.vertices / shards),
+        probe_feature_entries=math.ceil(probes * stored / shape.vertices / shards),
+        copied_share=shape.halo,
+        # The training vertices are not known: all of them, with cross entropy.
+        loss_numbers=own * shape.classes,
+        loss_rows=ALL_ROWS,
+    )
+    settings = memory_settings(
+        config,
+        has_sparse_features=shape.stored > 0,
+        is_symmetric=True,
+        is_exact=is_exact,
+        extra_weights=(probes > 0) + (config.kept_epoch == "best"),
+    )
     return [
-        estimate_memory(
-            plan,
-            model,
-            stage,
-            own_rows={"": own},
-            halo_rows={"": math.ceil(own * _halo(config, shape))},
-            own_edges=math.ceil(shape.edges / shards),
-            own_pairs=0,
-            # The edges between chunks are not known: the largest possible share.
-            live_share=float(not is_exact),
-            is_exact=is_exact,
-            feature_entries=math.ceil(stored / shards),
-            sparse_features=shape.stored > 0,
-            symmetric=True,
-            snapshot=config.staleness_settings.snapshot_every > 1,
-            pilot_rows={"": math.ceil(probes / shards)},
-            pilot_edges=math.ceil(probes * shape.edges / shape.vertices / shards),
-            pilot_feature_entries=math.ceil(probes * stored / shape.vertices / shards),
-            extra_weights=(probes > 0) + (config.kept_epoch == "best"),
-            recompute=config.recompute,
-            copied_share=shape.halo,
-            # The training vertices are not known: all of them, with cross entropy.
-            loss_numbers=own * shape.classes,
-            loss_rows=ALL_ROWS,
-            number_bytes=number_dtype(config).itemsize,
-            row_bytes=row_dtype(config).itemsize,
-        ).total
+        estimate_memory(plan, model, stage, sizes, settings).total
         for stage in range(plan.num_stages)
     ]
 

@@ -11,6 +11,7 @@ from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
 from gnnpipe.run.result import RunResult
 from gnnpipe.setup.inputs import rounding_lines
+from gnnpipe.setup.memory_estimate import partition_memory_bytes
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import REGRESSION
 
@@ -165,7 +166,12 @@ def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
             f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
             f"{human_bytes(m.weights)}"
+            + (f", set-up {human_bytes(m.setup)} above these" if m.setup else "")
         )
+    before = human_bytes(partition_memory_bytes(prepared))
+    lines.append(
+        f"before training, reading and partitioning the graph take up to {before} on rank 0"
+    )
     v = prepared.volume
     lines.append(
         f"sent per epoch over all ranks: {human_bytes(v.total)} (pipeline {v.pipeline:,}, graph "

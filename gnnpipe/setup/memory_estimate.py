@@ -1,25 +1,34 @@
-"""The memory estimate of the ranks of a prepared run: its shards counted, then by formula."""
+"""Counts the shards of a prepared run and estimates the memory of its ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE
+from gnnpipe.graph.order import resolve_order
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
-from gnnpipe.perf import MemoryEstimate, estimate_memory
-from gnnpipe.plan import LossRows
+from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
+from gnnpipe.perf.memory import partition_bytes
+from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepare import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
-__all__ = ["memory_by_rank", "memory_of_rank"]
+__all__ = [
+    "least_memory_bytes",
+    "memory_by_rank",
+    "memory_of_rank",
+    "memory_settings",
+    "partition_memory_bytes",
+]
 
 Counts = npt.NDArray[np.int64]
 
@@ -29,9 +38,10 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     plan = prepared.plan
     # A shard is counted once, not for every stage.
     crossing = _crossing(prepared)
-    held = [_Held.of(prepared, shard, crossing) for shard in range(plan.shards)]
+    sizes = [_shard_sizes(prepared, shard, crossing) for shard in range(plan.shards)]
+    settings = _settings_of(prepared)
     return [
-        _memory(prepared, stage, held[shard])
+        estimate_memory(plan, prepared.model_graph, stage, sizes[shard], settings)
         for stage in range(plan.num_stages)
         for shard in range(plan.shards)
     ]
@@ -39,82 +49,113 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
     """The estimate of one rank."""
-    return _memory(prepared, stage, _Held.of(prepared, shard, _crossing(prepared)))
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What the ranks of a shard hold, whatever their stage."""
-
-    own_rows: dict[str, int]
-    halo_rows: dict[str, int]
-    own_pairs: int
-    own_edges: int
-    live_share: float
-    feature_entries: int
-    pilot_rows: dict[str, int]
-    pilot_edges: int
-    pilot_feature_entries: int
-    loss_numbers: int
-    loss_rows: LossRows
-
-    @classmethod
-    def of(cls, prepared: Prepared, shard: int, crossing: Counts | None) -> _Held:
-        graph = prepared.graph
-        layout = shard_layout(graph, prepared.chunking, shard)
-        layouts = table_layouts(graph, prepared.chunking, layout)
-        probes = np.intersect1d(layout.own, prepared.probes)
-        return cls(
-            own_rows={t: of.num_own for t, of in layouts.items()},
-            halo_rows={t: len(of.halo) for t, of in layouts.items()},
-            own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
-            own_edges=int(graph.degrees[layout.own].sum()),
-            live_share=_live_share(graph, layout.own, crossing),
-            feature_entries=_feature_entries(graph, layout.own),
-            pilot_rows={t: int(np.isin(of.own, probes).sum()) for t, of in layouts.items()},
-            pilot_edges=int(graph.degrees[probes].sum()),
-            pilot_feature_entries=_feature_entries(graph, probes),
-            loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
-            loss_rows=loss_rows_of_shard(
-                graph, prepared.loss_row_mask, prepared.loss_rows, layout.own
-            ),
-        )
-
-
-def _memory(prepared: Prepared, stage: int, held: _Held) -> MemoryEstimate:
-    graph, config = prepared.graph, prepared.config
-    sparse = isinstance(graph.x, sp.csr_array)
-    if graph.types is not None:
-        sparse = any(isinstance(x, sp.csr_array) for x in graph.types.features.values())
-    linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
+    sizes = _shard_sizes(prepared, shard, _crossing(prepared))
     return estimate_memory(
-        prepared.plan,
-        prepared.model_graph,
-        stage,
-        **vars(held),
-        is_exact=prepared.program.is_exact,
-        sparse_features=sparse,
-        symmetric=_symmetric(prepared),
-        snapshot=config.staleness_settings.snapshot_every > 1,
-        extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
-        number_bytes=prepared.dtype.itemsize,
-        row_bytes=prepared.row_dtype.itemsize,
-        recompute=config.recompute,
-        copied_share=(
-            0.0 if linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
+        prepared.plan, prepared.model_graph, stage, sizes, _settings_of(prepared)
+    )
+
+
+def least_memory_bytes(prepared: Prepared, stage: int) -> int:
+    """Bytes of a rank of ``stage`` if its shard had the mean size and read no halo rows."""
+    graph, shards, loss_rows = prepared.graph, prepared.plan.shards, prepared.loss_rows
+    features = [graph.x] if graph.types is None else list(graph.types.features.values())
+    entries = sum(x.nnz if isinstance(x, sp.csr_array) else x.size for x in features)
+    sizes = ShardSizes(
+        own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
+        halo_rows=dict.fromkeys(graph.table_rows, 0),
+        own_edges=graph.num_edges // shards,
+        graph_edges=graph.num_edges,
+        own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
+        feature_entries=entries // shards,
+        loss_numbers=int(graph.train_mask.sum()) // shards * kept_by_loss(graph),
+        loss_rows=replace(
+            loss_rows, rows=loss_rows.rows // shards, edges=loss_rows.edges // shards
         ),
+    )
+    settings = replace(_settings_of(prepared), symmetric=True, extra_weights=0)
+    return estimate_memory(prepared.plan, prepared.model_graph, stage, sizes, settings).total
+
+
+def partition_memory_bytes(prepared: Prepared) -> int:
+    """The peak on rank 0 while the graph is read and partitioned, before training."""
+    graph, config = prepared.graph, prepared.config
+    arrays = [graph.indptr, graph.indices, graph.y, *graph.edge_data.values()]
+    for x in [graph.x] if graph.types is None else graph.types.features.values():
+        arrays += [x.data, x.indices, x.indptr] if isinstance(x, sp.csr_array) else [x]
+    order = resolve_order(config.order, config.partitioner, graph.num_vertices)
+    is_cut = config.chunks * config.shards > 1 and config.partitioner == "metis"
+    edges = graph.num_edges * (1 if graph.is_symmetric else 2)
+    return partition_bytes(sum(a.nbytes for a in arrays), edges, is_cut or order == "metis")
+
+
+def memory_settings(
+    config: TrainConfig,
+    *,
+    has_sparse_features: bool,
+    is_symmetric: bool,
+    is_exact: bool,
+    extra_weights: int,
+) -> MemorySettings:
+    """Returns the settings of ``config`` that decide what a rank holds."""
+    return MemorySettings(
+        sparse_features=has_sparse_features,
+        symmetric=is_symmetric,
+        snapshot=config.staleness_settings.snapshot_every > 1,
+        recompute=config.recompute,
+        is_exact=is_exact,
+        number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
+        extra_weights=extra_weights,
+    )
+
+
+def _settings_of(prepared: Prepared) -> MemorySettings:
+    graph, config = prepared.graph, prepared.config
+    features = [graph.x] if graph.types is None else list(graph.types.features.values())
+    return memory_settings(
+        config,
+        has_sparse_features=any(isinstance(x, sp.csr_array) for x in features),
+        is_symmetric=_symmetric(prepared),
+        is_exact=prepared.program.is_exact,
+        extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
+    )
+
+
+def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> ShardSizes:
+    """Sizes of a shard, whatever the stage of its ranks."""
+    graph = prepared.graph
+    layout = shard_layout(graph, prepared.chunking, shard)
+    layouts = table_layouts(graph, prepared.chunking, layout)
+    probes = np.intersect1d(layout.own, prepared.probes)
+    is_linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
+    return ShardSizes(
+        own_rows={t: of.num_own for t, of in layouts.items()},
+        halo_rows={t: len(of.halo) for t, of in layouts.items()},
+        own_edges=int(graph.degrees[layout.own].sum()),
+        graph_edges=graph.num_edges,
+        feature_entries=_feature_entries(graph, layout.own),
+        loss_rows=loss_rows_of_shard(graph, prepared.loss_row_mask, prepared.loss_rows, layout.own),
+        loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
+        own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
+        live_share=_live_share(graph, layout.own, crossing),
+        copied_share=(
+            0.0 if is_linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
+        ),
+        probe_rows={t: int(np.isin(of.own, probes).sum()) for t, of in layouts.items()},
+        probe_edges=int(graph.degrees[probes].sum()),
+        probe_feature_entries=_feature_entries(graph, probes),
     )
 
 
 def _crossing(prepared: Prepared) -> Counts | None:
-    """Edges into every vertex [N] from another chunk; none where chunks read nothing stale."""
+    """[N], edges into every vertex from another chunk; None where chunks read nothing stale."""
     if prepared.program.is_exact:
         return None
     return crossing_degrees(prepared.graph, prepared.chunking)
 
 
 def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
-    """Of the edges into some rows and their loops."""
+    """Share of the edges into some rows, and of their loops, that are read live on average."""
     if crossing is None:
         return 0.0
     entries = len(rows) + int(graph.degrees[rows].sum())
