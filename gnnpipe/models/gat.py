@@ -32,9 +32,6 @@ class GATLayer(Layer):
 
     aggregation = "loops"
     reads_settings = ("heads",)
-    kept_rows = 4.25  # the attended row, too; and a number for each head
-    kept_rows_last = 0.0
-    structure_per_edge = 8
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)
@@ -56,11 +53,6 @@ class GATLayer(Layer):
     def rounds(self) -> bool:
         """Its map, in the last layer, too: it does not give the scores."""
         return not self.is_first
-
-    @property
-    def kept_per_edge(self) -> int:
-        """Its weight, of each head."""
-        return self.spec.heads
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the linear map of the features, or of x."""

@@ -25,11 +25,6 @@ class GCNIILayer(Layer):
     aggregation = "gcn"
     reads = ("x", "h0")
     reads_settings = ("alpha", "theta")
-    kept_rows = 3.25
-    kept_rows_first = 1.25  # h0, and a mask of its own
-    kept_rows_first_recomputed = 1.0
-    kept_rows_last = 0.0
-    passing_rows = 3.0
     repeats = True
     push_maker = PushMaker.AFTER
 

@@ -248,31 +248,6 @@ class Layer(nn.Module, ABC):
 
     reads_settings: ClassVar[tuple[str, ...]] = ()
     """Fields of ``LayerSpec`` that it reads and other layers need not."""
-    kept_rows: ClassVar[float] = 3.25
-    """What is kept of a row until backward, in multiples of ``push_width``: the aggregated row, the
-    norm's input, what dropout leaves, a quarter for its mask; tests/test_memory.py counts it. What
-    of that is in the tables of several chunks is among it."""
-    kept_rows_first: ClassVar[float] = 0.0
-    """So much more by the first layer."""
-    kept_rows_first_recomputed: ClassVar[float] = 0.0
-    """The same with ``--recompute``."""
-    kept_rows_last: ClassVar[float] = -2.25
-    """So much more by the last layer: most have neither norm nor dropout there."""
-    kept_rows_before: ClassVar[float] = 0.0
-    """So much of it is kept by ``before``, of the rows that are pushed."""
-    passing_rows: ClassVar[float] = 5.0
-    """What backward makes of a row in a layer, some two thirds of this, and what the heap loses by
-    it: the estimate lies between what is in use and resident (docs/benchmarks/memory_growth.md)."""
-    kept_rows_recomputed: ClassVar[float] = 1.0
-    """The same with ``--recompute``: the aggregated row."""
-
-    structure_per_edge: ClassVar[int] = 0
-    """Bytes of structure for an edge, beyond the edge itself."""
-
-    @property
-    def kept_per_edge(self) -> int:
-        """Numbers kept of an edge."""
-        return 0
 
     @abstractmethod
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:

@@ -20,7 +20,7 @@ from gnnpipe.models.layer import Layer, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import row_keys
 
-__all__ = ["check_layers"]
+__all__ = ["check_layers", "in_training_mode"]
 
 _ROWS = 12
 _AT = 5
@@ -34,12 +34,12 @@ def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
     """
     for layer, previous in zip(layers, (None, *layers), strict=False):
         if not type(layer).__module__.startswith("gnnpipe."):
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), _in_training(layer):
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), in_training_mode(layer):
                 _Trial(layer, previous, min(_ROWS, num_vertices)).check()
 
 
 @contextmanager
-def _in_training(layer: Layer) -> Iterator[None]:
+def in_training_mode(layer: Layer) -> Iterator[None]:
     """Afterwards it is in the mode that it was in, with the statistics that it had."""
     # Not a copy: torch makes none of a layer that holds on to what it has made.
     modes = {module: module.training for module in layer.modules()}

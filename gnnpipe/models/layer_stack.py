@@ -114,15 +114,7 @@ class LayerStageModule(StageModule):
         self.layers = list(layers)
         self._names = [layer_name(layer) for layer in layers]
         self.rounds = [
-            (
-                Aggregation(
-                    name,
-                    layer.aggregation,
-                    layer.push_width,
-                    kept_per_edge=layer.kept_per_edge,
-                    of_features=layer.can_begin,
-                ),
-            )
+            (Aggregation(name, layer.aggregation, layer.push_width, of_features=layer.can_begin),)
             for name, layer in zip(self._names, layers, strict=True)
         ]
         self._push_makers = [

@@ -21,10 +21,6 @@ class ResGCNLayer(Layer):
     """One ResGCN+ layer; the first also encodes the features, the last also decodes to classes."""
 
     aggregation = "gcn"
-    kept_rows_recomputed = 2.0
-    kept_rows_last = 2.25
-    kept_rows_before = 2.25
-    passing_rows = 4.25
     repeats = True
     push_maker = PushMaker.BEFORE
 

@@ -21,11 +21,8 @@ class SAGELayer(Layer):
     """One GraphSAGE layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "mean"
-    kept_rows_first = 1.0  # its own part, which no layer before it keeps
-    passing_rows = 7.0
     maps_features = keeps_features = repeats = True
     push_maker = PushMaker.AFTER
-    kept_rows_recomputed = 2.0
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__(index, spec)

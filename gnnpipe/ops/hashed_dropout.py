@@ -180,6 +180,11 @@ class KeptMasks:
         _, mask, kept = self._made[what]
         return mask[start : start + count], kept
 
+    @property
+    def masks(self) -> list[Tensor]:
+        """The masks that have been made, [n, width] int8 each."""
+        return [mask for _, mask, _ in self._made.values()]
+
     def begin(self, seed: int, epoch: int) -> None:
         """A training pass begins: make those that the last one used."""
         if triton.works_on(self._keys.device):

@@ -16,12 +16,17 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
 from gnnpipe.models.layer import PushMaker
+from gnnpipe.models.layer_memory import LayerMemory, measure_layers
 from gnnpipe.models.layer_stack import layer_name
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.plan import ModelGraph, Op
 
 __all__ = ["describe"]
 
+PASSING_ROWS = 5
+"""Rows that backward makes in a layer for a moment, of the width that it pushes."""
+INCIDENCE_EDGE_BYTES = 8
+"""Of attention without messages, which has the edges by source, too."""
 WIDEST = 2
 """Features so many times as wide as the model are aggregated once: they take no more memory than
 the rows that a layer keeps anyway."""
@@ -37,8 +42,10 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     assert isinstance(model, GNN)
     ops: list[Op] = []
     before: Layer | None = None
-    for layer in model.stack():
-        ops.append(_layer_op(layer, before, tuple(ops[-1].outputs) if ops else (), graph))
+    layers = model.stack()
+    for layer, memory in zip(layers, measure_layers(layers), strict=True):
+        op = _layer_op(layer, before, graph, memory)
+        ops.append(replace(op, inputs=tuple(ops[-1].outputs) if ops else ()))
         before = layer
     return ModelGraph(*sizes, tuple(ops))
 
@@ -165,7 +172,7 @@ def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
     return found is not None and found.of_features and found.is_linear and graph.types is None
 
 
-def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph: Graph) -> Op:
+def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMemory) -> Op:
     name = layer_name(layer)
     previous = layer_name(before) if before is not None else ""
     makers = {PushMaker.COPY: "", PushMaker.BEFORE: name, PushMaker.AFTER: previous}
@@ -175,27 +182,24 @@ def _layer_op(layer: Layer, before: Layer | None, inputs: tuple[str, ...], graph
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
     reads = sum(m.weight.numel() for m in encoders)
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    first = layer.kept_rows_first * layer.is_first
-    read_again = layer.kept_rows_recomputed + layer.kept_rows_first_recomputed * layer.is_first
-    last = layer.kept_rows_last * layer.is_last
     spared = layer.push_width + sum(layer.kept_widths.values())
     return Op(
         name=name,
-        inputs=inputs,
+        inputs=(),
         outputs={f"{name}.{value}": width for value, width in layer.out_widths.items()},
         num_parameters=sum(p.numel() for p in layer.parameters()),
         flops_per_row=2 * (matrices - reads),
         flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
         push_width=layer.push_width,
         kept_widths=layer.kept_widths,
-        kept_per_row=int(layer.push_width * (layer.kept_rows + first + last)),
-        kept_before=int(layer.push_width * layer.kept_rows_before),
-        kept_per_row_recomputed=int(layer.push_width * read_again),
+        kept_per_row=memory.per_row,
+        kept_before=memory.per_row_before,
+        kept_per_row_recomputed=memory.per_row_recomputed,
         push_maker=push_maker,
         holds_pushed=push_maker == previous != "" and "x" in layer.kept_widths,
-        passing_per_row=int(layer.push_width * layer.passing_rows),
-        kept_per_edge=layer.kept_per_edge,
-        structure_per_edge=layer.structure_per_edge,
+        passing_per_row=PASSING_ROWS * layer.push_width,
+        kept_per_edge=memory.per_edge,
+        structure_per_edge=0 if layer.is_linear else INCIDENCE_EDGE_BYTES,
         structure=layer.aggregation,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,

@@ -7,7 +7,6 @@ call's own. So a ReLU behind a linear map keeps one row and not two, and a sum k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from gnnpipe.capture.stage.linear import is_linear
 from gnnpipe.capture.stage.norm_rows import normalise, squares
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.errors import InputError
+from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address, tensors_in
 
 __all__ = ["Saved", "saved_by_calls"]
 
@@ -57,20 +57,20 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
     # Memory is told apart by its address, so nothing of it may be given back and used again.
     alive: list[Tensor] = []
     given = run.module.state_dict(keep_vars=True).values(), run.sample.edges.values()
-    seen = {_address(t) for several in given for t in several}
+    seen = {storage_address(t) for several in given for t in several}
     shapes = {tuple(sorted(weight.shape)) for weight in run.module.parameters()}
     for call in run.module.graph.nodes:
         if call.op == "output":
             continue
         saved = _make(call, run, values)
         alive += saved
-        for tensor in _tensors(values[call]):
-            owners.setdefault(_address(tensor), call)
+        for tensor in tensors_in(values[call]):
+            owners.setdefault(storage_address(tensor), call)
         beside[call] = _bytes(values[call], torch.bool) if _has_mask(call) else 0
         of_edges[call] = 0
         rows, edges = _sizes(call, run)
         for tensor in saved:
-            address, size = _address(tensor), tensor.untyped_storage().nbytes()
+            address, size = storage_address(tensor), tensor.untyped_storage().nbytes()
             if address in owners:
                 kept.add(owners[address])
             elif tuple(sorted(tensor.shape)) in shapes:
@@ -94,7 +94,7 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
 
 def _bytes(value: Any, dtype: torch.dtype | None = None) -> int:
     """Of a call's value, or of all that it consists of, as if it were of another type."""
-    return sum(t.numel() * (dtype or t.dtype).itemsize for t in _tensors(value))
+    return sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors_in(value))
 
 
 def _sizes(call: fx.Node, run: SampleRun) -> tuple[set[int], set[int]]:
@@ -142,7 +142,7 @@ def _make(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[Ten
         return []
     if call.target in (squares, normalise):
         values[call] = _leaf(run.whole[call], True)
-        return _tensors(values[inputs[0]])
+        return list(tensors_in(values[inputs[0]]))
     if call.op in ("placeholder", "get_attr"):
         # A weight as it is, now a float.
         value = run.call(call, {}) if call.op == "get_attr" else run.whole[call]
@@ -154,29 +154,21 @@ def _make(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[Ten
     if call.target in (aggregate, in_training, of_vertices):
         values[call] = _leaf(run.whole[call], True)
         return []
-    saved: list[Tensor] = []
     given = {source: values[source] for source in inputs}
     arrived: set[int] = set()
     if _edges_of(call) is not None:
         # The rows that it reads come out of the history table, and are counted there.
         rows = {k for k, v in given.items() if _is_rows(v) and k not in run.of_edges}
         given |= {k: _leaf(given[k].clone(), True) for k in rows}
-        arrived = {_address(given[k]) for k in rows}
+        arrived = {storage_address(given[k]) for k in rows}
 
-    def keep(tensor: Tensor) -> Tensor:
-        if _address(tensor) not in arrived:
-            saved.append(tensor)
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     try:
-        # Its dropouts, if any, draw, and nobody must notice.
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), hooks:
+        with recorded_saved_tensors(lambda t: storage_address(t) not in arrived) as saved:
             values[call] = run.call(call, given)
     except InputError:
         # It minds gradients, or writes to what it reads: the guess is that its value is kept.
         values[call] = _leaf(run.whole[call], True)
-        return _tensors(values[call])
+        return list(tensors_in(values[call]))
     return saved
 
 
@@ -187,7 +179,7 @@ def _has_mask(call: fx.Node) -> bool:
 
 def _trains(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> bool:
     """Whether the weights of a linear map are trained."""
-    weights = [t for source in call.all_input_nodes[1:] for t in _tensors(values[source])]
+    weights = [t for source in call.all_input_nodes[1:] for t in tensors_in(values[source])]
     if call.op == "call_module":
         weights = list(run.module.get_submodule(str(call.target)).parameters())
     return any(weight.requires_grad for weight in weights)
@@ -200,21 +192,3 @@ def _is_rows(value: Any) -> bool:
 def _leaf(value: Any, requires_grad: bool) -> Any:
     """A value that comes to a step from outside."""
     return value.float().detach().requires_grad_(requires_grad) if _is_rows(value) else value
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return list(_walk(value))
-
-
-def _walk(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _walk(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _walk(one)
