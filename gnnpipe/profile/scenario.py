@@ -286,10 +286,11 @@ def memory_of_shape(
         is_exact=is_exact,
         extra_weights=(probes > 0) + (config.kept_epoch == "best"),
     )
-    return [
-        estimate_memory(plan, model, stage, sizes, settings).total
-        for stage in range(plan.num_stages)
+    estimates = [
+        estimate_memory(plan, model, stage, sizes, settings) for stage in range(plan.num_stages)
     ]
+    # A rank is built in the memory of its host, which holds the whole graph.
+    return [estimate.total - estimate.setup for estimate in estimates]
 
 
 def _halo(config: TrainConfig, shape: GraphShape) -> float:
