@@ -45,7 +45,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     from gnnpipe.run.metrics_csv import measure_staleness
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import build_rank
-    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import evaluate, train_epoch
 
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     exact_epochs, walked_exactly = ExactEpochs(prepared), 0
     for epoch in range(config.epochs):
         start = time.perf_counter()
-        order = chunk_order(prepared.config, epoch)
+        order = prepared.chunk_order(epoch)
         program = exact_epochs.begin(epoch, executor.grad_clip)
         loss = train_epoch(rank_runtime, mesh, program, order, epoch)
         exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from gnnpipe.plan import Plan, Transfer  # noqa: E402
+from gnnpipe.plan import Plan, StagePlan, Transfer  # noqa: E402
 from gnnpipe.planner.uniform import split_evenly  # noqa: E402
 
 LOGS = ROOT.parent / "shared" / "gnnpipe_measured.csv"
@@ -124,7 +124,11 @@ class LoggedCosts:
         stages = range(self.stages)
         links = tuple(Transfer(a, b, {"x": self.data.hidden}) for a, b in pairwise(stages))
         steps = tuple(self.steps)
-        return Plan(self.runs, steps, self.shards, self.chunks, "fill-drain", links)
+        stages = tuple(
+            StagePlan.even(tuple(range(*run)), n, range(s * self.shards, (s + 1) * self.shards))
+            for s, (run, n) in enumerate(zip(self.runs, steps, strict=True))
+        )
+        return Plan(stages, self.chunks, "fill-drain", links)
 
     def begin_s(self, stage: int, shard: int) -> float:
         return 0.0

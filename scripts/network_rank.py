@@ -34,7 +34,7 @@ def main() -> None:
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
     from gnnpipe.setup.build import build_rank
-    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
 
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def main() -> None:
         print("ready", file=answers, flush=True)
         times, shares = [], []
         for epoch, _ in enumerate(sys.stdin):
-            order = chunk_order(prepared.config, epoch)
+            order = prepared.chunk_order(epoch)
             start = time.perf_counter()
             train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
             times.append(time.perf_counter() - start)

@@ -76,7 +76,7 @@ def ours(
     from gnnpipe import TrainConfig
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import build_rank
-    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
 
     config = TrainConfig(
@@ -99,7 +99,7 @@ def ours(
 
     def epoch() -> None:
         number = next(count)
-        order = chunk_order(prepared.config, number)
+        order = prepared.chunk_order(number)
         train_epoch(rank_runtime, mesh, prepared.program_of(number), order, number)
 
     return epoch, rank_runtime

@@ -28,7 +28,7 @@ from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.runtime.history.base import Drift  # noqa: E402
 from gnnpipe.runtime.staleness.forecast import Forecaster  # noqa: E402
 from gnnpipe.setup.build import build_rank  # noqa: E402
-from gnnpipe.setup.prepare import chunk_order, prepare  # noqa: E402
+from gnnpipe.setup.prepare import prepare  # noqa: E402
 from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "staleness_cost.md"
@@ -83,7 +83,7 @@ def main() -> None:
         for epoch in range(EPOCHS + 2):
             spent.update(drift=0.0, forecast=0.0)
             start = time.perf_counter()
-            order = chunk_order(prepared.config, epoch)
+            order = prepared.chunk_order(epoch)
             train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
             measure(prepared, rank_runtime, mesh, order, epoch)
             if epoch >= 2:

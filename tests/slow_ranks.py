@@ -37,7 +37,7 @@ def slow_rank(shape, slow, staleness="none"):
         stages=stages, shards=shards, chunks=chunks, layers=4, staleness=staleness, eval_every=0
     )
     try:
-        result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
+        result = Trainer(config, graph=small_graph(), world=mesh).fit()
     finally:
         Stage.forward, stage._backward = forward, backward
     return result.time_shares, [row.epoch_time_s for row in result.history]

@@ -4,11 +4,20 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from gnnpipe.plan import Plan, Transfer
+from gnnpipe.plan import Plan, StagePlan, Transfer
+
+
+def plan_of_runs(runs, steps, shards, chunks, schedule, transfers):
+    """A plan whose stages are runs of ops (first, one past the last) on equal ranks."""
+    stages = tuple(
+        StagePlan.even(tuple(range(*run)), count, range(s * shards, (s + 1) * shards))
+        for s, (run, count) in enumerate(zip(runs, steps, strict=True))
+    )
+    return Plan(stages, chunks, schedule, tuple(transfers))
 
 
 def chain(stages, chunks, schedule="fill-drain", layers_each=2, shards=1):
-    return Plan(
+    return plan_of_runs(
         tuple((s * layers_each, (s + 1) * layers_each) for s in range(stages)),
         (layers_each + 1,) * stages,
         shards,
@@ -31,6 +40,6 @@ def plans(draw):
     schedule = draw(st.sampled_from(["fill-drain", "layer-sync"]))
     stages = tuple(pairwise(bounds))
     steps = tuple(draw(st.integers(1, 4)) for _ in stages)
-    return Plan(
+    return plan_of_runs(
         stages, steps, draw(st.integers(1, 3)), draw(st.integers(1, 6)), schedule, tuple(transfers)
     )

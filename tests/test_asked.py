@@ -24,7 +24,7 @@ from gnnpipe.setup import loss_rows as loss_rows_module
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.memory_estimate import memory_by_rank
-from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 from gnnpipe.verify.verify import verify
 
@@ -88,7 +88,7 @@ def trained(name, graph, epochs=3, **settings):
     prepared = prepare(config, mesh, graph, own(name))
     rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), prepared.chunk_order(e), e)
         for e in range(epochs)
     ]
     weights = torch.cat([p.detach().flatten() for p in prepared.model.module.parameters()])
@@ -213,7 +213,7 @@ def test_no_other_row_is_made(name, chunks, monkeypatch):
     matmul, settings = RowCSR.matmul, {"chunks": chunks, "staleness": "none"}
     *_, prepared, rank_runtime = trained(name, graph, epochs=1, **settings)
     stage = rank_runtime.executor.stage
-    last = prepared.model.stage_module(0, prepared.plan.num_ops).rounds[-1][0].name
+    last = prepared.model.stage_module(range(prepared.plan.num_ops)).rounds[-1][0].name
     operator = stage.histories[last].operator
 
     def watched(self, dense, start=0, stop=None):
@@ -303,7 +303,7 @@ def test_who_is_asked_for_few_rows_takes_no_single_one(name):
     a step of which few rows are asked chooses them, and cannot choose of one that stands for all.
     """
     prepared = prepare(quick_config(), Mesh.alone(), sparse_graph(), NETS[name]().double())
-    cut = Cut(prepared.model.recording, range(*prepared.plan.stages[-1]))
+    cut = Cut(prepared.model.recording, prepared.plan.stages[-1].ops)
     chooses = _may_choose(cut, cut.num_steps - 1)
     assert not any(_may_choose(cut, step) for step in range(cut.num_steps - 1))
     assert chooses or not prepared.loss_rows.ops
@@ -316,9 +316,9 @@ def test_ops_of_the_last_stage_alone():
     model, n = prepared.model_graph, 120
     counts = LossRows(30, 90)
     for first in range(3):
-        assert choose_loss_rows(model, (first, 3), counts, n).ops == {"gcnii2"}
-    assert choose_loss_rows(model, (0, 3), counts, n, {"gcnii2"}) == ALL_ROWS
-    assert choose_loss_rows(model, (0, 3), LossRows(91, 90), n) == ALL_ROWS
+        assert choose_loss_rows(model, range(first, 3), counts, n).ops == {"gcnii2"}
+    assert choose_loss_rows(model, range(3), counts, n, {"gcnii2"}) == ALL_ROWS
+    assert choose_loss_rows(model, range(3), LossRows(91, 90), n) == ALL_ROWS
 
 
 def test_transpose_of_some_rows():
@@ -371,7 +371,7 @@ def test_counted_by_memory_and_predictions(shards, monkeypatch):
 
 def test_depths_are_steps():
     model = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph()).model_graph
-    assert model.depths(0, 3) == [1, 2, 3]
-    assert model.depths(1, 3) == [1, 2]
-    sides = [[part.side for part in one] for one in step_parts(model, 1, 3)]
+    assert model.depths(range(3)) == [1, 2, 3]
+    assert model.depths(range(1, 3)) == [1, 2]
+    sides = [[part.side for part in one] for one in step_parts(model, range(1, 3))]
     assert sides == [["before"], ["after", "before"], ["after"]]

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 from helpers import quick_config, run_ranks, small_graph
+from stage_dags import plan_of_runs
 
 from gnnpipe import Trainer
-from gnnpipe.plan import Plan, buckets, gradient_buckets, gradient_steps
+from gnnpipe.plan import buckets, gradient_buckets, gradient_steps
 from gnnpipe.plan.model_graph import ModelGraph, Op
 from gnnpipe.runtime.comm.mesh import Mesh
 
@@ -30,15 +31,16 @@ def stack(*weights):
 
 def test_a_weight_is_whole_behind_the_first_step_that_uses_it():
     model = stack(("a",), ("b",), ("b", "c"), ("d",))
-    assert gradient_steps(model, 0, 4) == {"a": 0, "b": 1, "c": 2, "d": 3}
-    assert gradient_steps(model, 1, 3) == {"b": 0, "c": 1}
+    assert gradient_steps(model, range(4)) == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert gradient_steps(model, range(1, 3)) == {"b": 0, "c": 1}
 
 
 def plan_of(model, shards, *cuts):
     bounds = [0, *cuts, model.num_ops]
     runs = tuple(pairwise(bounds))
-    steps = tuple(model.num_steps(*run) for run in runs)
-    return Plan(runs, steps, shards, 1, "fill-drain", model.transfers(runs))
+    ops = [range(*run) for run in runs]
+    steps = [model.num_steps(own) for own in ops]
+    return plan_of_runs(runs, steps, shards, 1, "fill-drain", model.transfers(ops))
 
 
 def test_buckets_are_filled_from_the_last_step_on(monkeypatch):
@@ -68,7 +70,7 @@ def losses_of(shapes, bucket_bytes):
                 staleness=staleness,
                 epochs=4,
             )
-            trainer = Trainer(config, graph=small_graph(), mesh=mesh)
+            trainer = Trainer(config, graph=small_graph(), world=mesh)
             result = trainer.fit()
             actions = trainer._setup()[1].program.stages[-1]
             sums = sum(a.kind == "REDUCE_GRAD" for a in actions)

@@ -26,7 +26,7 @@ def losses_of(shape, comm_dtype, staleness="auto"):
             comm_dtype=comm_dtype,
             staleness=staleness,
         )
-        result = Trainer(config, graph=small_graph(), mesh=mesh).fit()
+        result = Trainer(config, graph=small_graph(), world=mesh).fit()
         assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
         found[model] = [row.loss for row in result.history], result.comm_bytes_per_epoch
     return found

@@ -11,7 +11,7 @@ from gnnpipe.ops.spmm import KERNELS
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import build_rank
-from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import train_epoch
 
 GPU = "cuda"
@@ -70,7 +70,7 @@ def test_epochs_of_one_chunk_are_recorded(model, settings, wanted):
     prepared = prepare(config, mesh, small_graph())
     rank_runtime = build_rank(prepared, mesh)
     for epoch in range(6):
-        order = chunk_order(prepared.config, epoch)
+        order = prepared.chunk_order(epoch)
         train_epoch(rank_runtime, mesh, prepared.program_of(epoch), order, epoch)
     assert getattr(rank_runtime.executor, "is_recorded", None) == wanted
 

@@ -32,11 +32,10 @@ def prepared_of(model, chunks, stages=1, **settings):
 
 def counted(prepared, stage=0):
     plan, model = prepared.plan, prepared.model_graph
-    first, last = plan.stages[stage]
-    ops = model.ops[first:last]
+    ops = model.select(plan.stages[stage].ops)
     pushing = [op for op in ops if not op.is_mean and op.name not in prepared.precomputed]
     rows = {"": N}
-    depths, row_bytes = model.depths(first, last), prepared.row_dtype.itemsize
+    depths, row_bytes = model.depths(plan.stages[stage].ops), prepared.row_dtype.itemsize
     return evaluation_bytes(
         StageTables(plan, ops, depths, stage, pushing, rows, rows, 4, row_bytes)
     )

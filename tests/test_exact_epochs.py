@@ -266,7 +266,7 @@ def test_what_counts_as_a_jump():
     program, exact = (SimpleNamespace(is_exact=is_exact) for is_exact in (False, True))
     techniques = SimpleNamespace(exact_above=2.0)
     prepared = SimpleNamespace(
-        config=SimpleNamespace(staleness_settings=techniques),
+        staleness=techniques,
         exact_program=exact,
         program=program,
         program_of=lambda epoch: exact if epoch == 0 else program,

@@ -13,7 +13,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
     """Loss of each epoch without optimizer steps, and this rank's tables by layer."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.build import build_rank
-    from gnnpipe.setup.prepare import chunk_order, prepare
+    from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
 
     mesh = Mesh.join(stages, shards)
@@ -33,7 +33,7 @@ def frozen_run(model, stages, shards, epochs, **settings):
     rank_runtime = build_rank(prepared, mesh)
     rank_runtime.executor.optimizer = None
     losses = [
-        train_epoch(rank_runtime, mesh, prepared.program, chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program, prepared.chunk_order(e), e)
         for e in range(epochs)
     ]
     stage = rank_runtime.executor.stage

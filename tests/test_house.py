@@ -27,10 +27,8 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/norm_relu.py _backward": "a Triton kernel",
     "ops/triton/norm_relu.py tail_backward": "to be cut",
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
-    "planner/uniform.py plan_uniform": "to be cut",
     "runtime/staleness/forecast.py __init__": "to be cut",
     "setup/build.py build_rank": "to be cut",
-    "setup/prepare.py prepare": "to be cut",
     "train/trainer.py _fit": "to be cut",
 }
 """Functions over the limits, and why."""

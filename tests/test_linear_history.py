@@ -15,7 +15,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
@@ -26,7 +26,7 @@ def trained(epochs=3, **settings):
     prepared = prepare(config, mesh, small_graph(n=120, degree=3))
     rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), prepared.chunk_order(e), e)
         for e in range(epochs)
     ]
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]
@@ -122,7 +122,7 @@ def test_who_shares():
         graph = small_graph(n=120, degree=3)
         known = np.flatnonzero(graph.train_mask)
         few = graph.train_mask & (np.arange(120) < known[len(known) // 3])
-        return shared_of(prepare(config, Mesh.alone(), replace(graph, train_mask=few)))
+        return prepare(config, Mesh.alone(), replace(graph, train_mask=few)).shared_tables
 
     # The last one has a matrix of its own, of the rows asked for.
     assert names() == {"gcn0", "gcn1", "gcn2"}
@@ -142,7 +142,7 @@ def test_every_stage_by_itself():
     runs = [{op.name for op in ops[first:last]} for first, last in prepared.plan.stages]
     assert {len(run) for run in runs} == {1, 2}
     expected = [run - few if len(run - few) > 1 else set() for run in runs]
-    assert shared_of(prepared) == set().union(*expected) != set()
+    assert prepared.shared_tables == set().union(*expected) != set()
 
 
 @pytest.mark.parametrize("staleness", ["auto", "exact"])

@@ -142,7 +142,7 @@ def losses_of(shape, kind):
         )
         # Sparse features are not rounded, so it is the layers' products that differ.
         graph = small_graph(sparse=True)
-        result = Trainer(config, graph=graph, model=module, mesh=mesh).fit()
+        result = Trainer(config, graph=graph, model=module, world=mesh).fit()
         found[model] = [row.loss for row in result.history]
     return found
 

@@ -15,7 +15,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepare import chunk_order, prepare, shared_of
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.tasks.loss import kept_by_loss, labels_of, loss_sum
 from gnnpipe.train.evaluate import train_epoch
 
@@ -45,7 +45,7 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, graph, net)
     rank_runtime = build_rank(prepared, mesh)
-    train_epoch(rank_runtime, mesh, prepared.program_of(0), chunk_order(config, 0), 0)
+    train_epoch(rank_runtime, mesh, prepared.program_of(0), prepared.chunk_order(0), 0)
     monkeypatch.setattr(Stage, "forward", forward)
     # Masks are not for backward, but are written over by the next epoch's and not freed.
     masks = {rows.masks for rows in rank_runtime.executor.stage.rows if rows.masks is not None}
@@ -75,7 +75,7 @@ def in_tables(op, prepared):
     if prepared.config.chunks == 1:
         return 0
     # What was aggregated is where its gradient will be, where a table has both.
-    is_shared = op.name in shared_of(prepared)
+    is_shared = op.name in prepared.shared_tables
     found = is_shared * loss_rows.rows_of(op.name, N) * op.push_width
     # Recomputed, only what is read is kept; and of rows asked for, what is held is a copy.
     is_kept = not recompute or (op.holds_pushed and op.name not in loss_rows.ops)

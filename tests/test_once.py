@@ -25,7 +25,8 @@ from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.verify.verify import verify
 
 CPU = torch.device("cpu")
@@ -241,7 +242,7 @@ def first_losses(shards):
     found = {}
     for name in ("gcn", "sage"):
         given = config(name, shards=shards, dtype="float32", matmul_dtype="bf16")
-        trainer = Trainer(replace(given, dropout=0.0), graph=small_graph(), mesh=mesh)
+        trainer = Trainer(replace(given, dropout=0.0), graph=small_graph(), world=mesh)
         found[name] = trainer.fit().history[0].loss
     return found
 

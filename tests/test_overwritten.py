@@ -13,7 +13,7 @@ from gnnpipe.ops.norm_relu import gcnii_mix
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import build_rank
-from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
 ROWS, WIDTH, CHUNKS, EPOCHS = 7, 5, 5, 3
@@ -73,7 +73,7 @@ def trained(kind, **settings):
     prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
     rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), prepared.chunk_order(e), e)
         for e in range(EPOCHS)
     ]
     weights = [p.detach().clone() for p in prepared.model.module.parameters()]

@@ -17,7 +17,7 @@ from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
 from gnnpipe.setup.build import build_rank
-from gnnpipe.setup.prepare import chunk_order, prepare
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
@@ -77,7 +77,7 @@ def trained(name, epochs=EPOCHS, chunks=CHUNKS, **settings):
     prepared = prepare(config, mesh, small_graph(n=120, degree=3), model)
     rank_runtime = build_rank(prepared, mesh)
     losses = [
-        train_epoch(rank_runtime, mesh, prepared.program_of(e), chunk_order(prepared.config, e), e)
+        train_epoch(rank_runtime, mesh, prepared.program_of(e), prepared.chunk_order(e), e)
         for e in range(epochs)
     ]
     histories = rank_runtime.executor.stage.histories.values()
@@ -133,7 +133,7 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
 def test_who_makes_what_is_pushed(name):
     model = stack(name)
     count = len(STACKS[name])
-    stage_module = model.stage_module(0, count)
+    stage_module = model.stage_module(range(count))
     assert sum(stage_module.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
     # In front of a stage there is nobody in the same one.
     assert model.stage_module(2, count).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)

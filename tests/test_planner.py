@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.planner import GraphCounts
 from gnnpipe.planner.uniform import op_costs, split_evenly
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.memory_estimate import memory_by_rank
@@ -62,7 +63,9 @@ def prepared(**settings):
 @pytest.mark.parametrize(("model", "encoders"), [("gcn", 1), ("sage", 2)])
 def test_costs_count_stored_features_only(model, encoders):
     graph = prepared(model=model).model_graph
-    few, many = (op_costs(graph, {"": 60}, {"": 300}, {"": entries}) for entries in (10, 110))
+    few, many = (
+        op_costs(graph, GraphCounts({"": 60}, {"": 300}, {"": entries})) for entries in (10, 110)
+    )
     assert many[0] - few[0] == 2 * encoders * 8 * 100
     assert many[1:] == few[1:]
     assert few[1] == few[2]
@@ -108,5 +111,5 @@ def test_memory_estimate_counts_pilots_and_kept_weights():
         for s in ("none", "auto")
     ]
     first = prepared(model="gcn", chunks=4, staleness="auto", stages=2)
-    widths = [op.push_width for op in first.model_graph.ops[: first.plan.stages[0][1]]]
+    widths = [op.push_width for op in first.model_graph.select(first.plan.stages[0].ops)]
     assert cut[1].history == cut[0].history + 2 * len(first.probes) * sum(widths) * 4

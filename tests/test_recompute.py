@@ -27,7 +27,7 @@ def losses_and_weights(shape, model, recompute, mesh=None, **more):
         recompute=recompute,
         **more,
     )
-    trainer = Trainer(config, graph=small_graph(sparse=True), mesh=mesh)
+    trainer = Trainer(config, graph=small_graph(sparse=True), world=mesh)
     result = trainer.fit()
     return [row.loss for row in result.history], trainer.model.state_dict()
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import quick_config, run_ranks, small_graph
+from stage_dags import plan_of_runs
 
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.perf import read_trace
 from gnnpipe.plan import Plan
-from gnnpipe.setup.prepare import chunk_order
+from gnnpipe.setup.prepared import chunk_order
 from gnnpipe.train.evaluate import Scores
 
 RESULT_KEYS = {
@@ -171,17 +172,17 @@ def test_every_rank_ends_with_all_weights():
 
 
 def test_techniques_follow_the_preset_unless_set_one_by_one():
-    auto = TrainConfig(chunks=4).staleness_settings
+    auto = TrainConfig(chunks=4).staleness_settings_for(4)
     assert (auto.probes_per_column, auto.exact_epochs, auto.snapshot_every) == (16, 1, 1)
-    paper = TrainConfig(chunks=4, staleness="paper").staleness_settings
+    paper = TrainConfig(chunks=4, staleness="paper").staleness_settings_for(4)
     assert paper.probes_per_column == 0
-    short = TrainConfig(chunks=4, epochs=3, exact_epochs=3).staleness_settings
+    short = TrainConfig(chunks=4, epochs=3, exact_epochs=3).staleness_settings_for(4)
     assert short.is_exact, "a run of exact epochs alone is an exact run"
     assert not short.probes_per_column
     assert (paper.shuffle_chunks, paper.snapshot_every, paper.scale_live_gradients) == (True, 23, 2)
-    none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).staleness_settings
+    none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).staleness_settings_for(4)
     assert (none.shuffle_chunks, none.snapshot_every, none.scale_live_gradients) == (False, 5, 1)
-    assert TrainConfig(chunks=1).staleness_settings.snapshot_every == 1
+    assert TrainConfig(chunks=4).staleness_settings_for(1).snapshot_every == 1
 
 
 def test_evaluation_drops_nothing_and_training_drops_anew_every_epoch():
@@ -198,12 +199,11 @@ def test_evaluation_drops_nothing_and_training_drops_anew_every_epoch():
 
 
 def test_chunks_are_walked_in_a_new_order_every_epoch():
-    config = TrainConfig(chunks=9)
-    orders = [tuple(chunk_order(config, epoch)) for epoch in range(6)]
+    orders = [tuple(chunk_order(9, 0, epoch)) for epoch in range(6)]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(9)) for order in orders)
-    assert orders == [tuple(chunk_order(config, epoch)) for epoch in range(6)]
-    assert tuple(chunk_order(replace(config, staleness="none"), 3)) == tuple(range(9))
+    assert orders == [tuple(chunk_order(9, 0, epoch)) for epoch in range(6)]
+    assert tuple(chunk_order(9, None, 3)) == tuple(range(9))
 
 
 def test_best_epoch_is_the_first_with_the_best_validation_and_time_is_training_alone(monkeypatch):
@@ -250,9 +250,11 @@ def test_parts_of_the_wrong_kind_are_refused():
     trainer.fit()
     with pytest.raises(InputError, match="called before"):
         trainer.fit()
-    two = Plan(((0, 1), (1, 3)), (2, 3), 1, 1, "fill-drain", plan.transfers)
-    with pytest.raises(InputError, match="try --stages 2"):
+    two = plan_of_runs(((0, 1), (1, 3)), (2, 3), 1, 1, "fill-drain", plan.transfers)
+    with pytest.raises(InputError, match="plan: need 2 ranks, not 1"):
         Trainer(config, graph=small_graph(), plan=two).fit()
+    with pytest.raises(InputError, match="plan: is a dict"):
+        Trainer(config, graph=small_graph(), plan={})
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -264,11 +266,11 @@ def test_parts_that_do_not_fit_are_refused():
     plan = Trainer(config, graph=graph).plan
     with pytest.raises(InputError, match="plan: is for 3 layers, not 4"):
         Trainer(TrainConfig(layers=4, out="off"), graph=graph, plan=plan).fit()
-    synced = Trainer(replace(config, chunks=2, staleness="exact"), graph=graph).plan
-    with pytest.raises(InputError, match="try --staleness exact"):
-        Trainer(replace(config, chunks=2), graph=graph, plan=synced).fit()
-    with pytest.raises(InputError, match="--chunks"):
-        Trainer(TrainConfig(layers=3, chunks=2, out="off"), graph=graph, plan=plan).fit()
+    stale = Trainer(replace(config, chunks=2), graph=graph).plan
+    with pytest.raises(InputError, match="--staleness exact allows none"):
+        Trainer(replace(config, chunks=2, staleness="exact"), graph=graph, plan=stale).fit()
+    with pytest.raises(InputError, match="schedule 'zigzag'"):
+        Trainer(config, graph=graph, plan=replace(stale, schedule="zigzag")).fit()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class PairModel(Model):
         self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
         """Of ``decode``: what each dropout drops, the names of its weights, and the numbers that
         autograd keeps of a pair."""
-        whole = inner.stage_module(0, num_ops)
+        whole = inner.stage_module(range(num_ops))
         told = {name for name, _ in whole.named_state()} | set(self.decode_weights)
         state = inner.module.state_dict(keep_vars=True).items()
         self.decode_buffers = tuple(
@@ -79,10 +79,10 @@ class PairModel(Model):
         """The inner model's."""
         return self.inner.module
 
-    def stage_module(self, first: int, last: int) -> StageModule:
+    def stage_module(self, ops: Sequence[int]) -> StageModule:
         """The inner model's ops, and behind them the scores."""
-        inner = self.inner.stage_module(first, min(last, self.num_ops))
-        return PairStageModule(self, inner) if last > self.num_ops else inner
+        inner = self.inner.stage_module([i for i in ops if i < self.num_ops])
+        return PairStageModule(self, inner) if self.num_ops in ops else inner
 
 
 class PairStageModule(StageModule):

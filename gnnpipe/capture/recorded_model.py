@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,9 @@ class RecordedModel(Model):
         """Whether bf16 products apply to some linear map (see ``Model``)."""
         return self.recording.rounds(dense)
 
-    def stage_module(self, first: int, last: int) -> RecordedStageModule:
-        """Ops first..last-1 as a stage runs them."""
-        return RecordedStageModule(self.recording, range(first, last))
+    def stage_module(self, ops: Sequence[int]) -> RecordedStageModule:
+        """These ops as a stage runs them."""
+        return RecordedStageModule(self.recording, ops)
 
 
 def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:

@@ -24,7 +24,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.mean import MeanHistory
 from gnnpipe.setup.build import RankRuntime
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = ["draw_states", "load_tensors", "set_draw_states", "tensors_of"]
 

@@ -93,14 +93,14 @@ def _train(options: argparse.Namespace) -> int:
         trainer.fit()
         trainer.close()
         return ExitCode.DONE
-    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import join_world
     from gnnpipe.train.multi_seed import fit_seeds
 
-    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-    found = fit_seeds(config, options.seeds, mesh=mesh)
-    if mesh.rank == 0 and not config.quiet:
+    world = join_world(config)
+    found = fit_seeds(config, options.seeds, world=world)
+    if world.rank == 0 and not config.quiet:
         print("\n".join(found.lines()), flush=True)
-    mesh.leave()
+    world.leave()
     return ExitCode.DONE
 
 
@@ -120,11 +120,12 @@ def _verify(options: argparse.Namespace) -> int:
     check_verifiable(config)
     from gnnpipe.run.summary import head_lines
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.setup.prepare import join_world, prepare
     from gnnpipe.verify.verify import TOLERANCE, verdict, verify
 
-    mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-    prepared = prepare(config, mesh)
+    world = join_world(config)
+    prepared = prepare(config, world)
+    mesh = Mesh.of(world, prepared.plan.placement)
     found = verify(prepared, mesh, config.epochs)
     tolerance = options.tolerance or TOLERANCE[config.dtype]
     if mesh.rank == 0:

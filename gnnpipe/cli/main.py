@@ -82,7 +82,7 @@ def _report_fault(error: BaseException) -> None:
 
 def _leave_connections_open() -> None:
     """Skip the wait for the other ranks at exit: after a fault a message may never arrive."""
-    mesh = sys.modules.get("gnnpipe.runtime.comm.mesh")
+    mesh = sys.modules.get("gnnpipe.runtime.comm.world")
     if mesh is not None:
         mesh.stay_at_exit()
 

@@ -126,6 +126,11 @@ class Settings:
         choices=("last", "best"),
     )
 
+    plan: str = _shape(
+        "uniform",
+        "planner that places the model on ranks: uniform (equal stages of consecutive layers, by "
+        "--stages, --shards and --chunks), or the path of a plan.json, as a run writes it",
+    )
     stages: int = _shape(1, "number of pipeline stages S that the layers are divided into", low=1)
     shards: int = _shape(1, "number of shards G: ranks that share the vertices of a stage", low=1)
     chunks: int = _shape(
@@ -253,15 +258,9 @@ class Settings:
         """The epoch whose weights are kept: 'last' or 'best'."""
         return self.keep_weights or ("best" if self.patience else "last")
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks: S * G."""
-        return self.stages * self.shards
-
-    @property
-    def staleness_settings(self) -> StalenessSettings:
-        """The preset ``staleness``, overridden by the fields that are set."""
-        if self.chunks == 1:
+    def staleness_settings_for(self, chunks: int) -> StalenessSettings:
+        """The preset ``staleness``, overridden by the fields that are set, for K ``chunks``."""
+        if chunks == 1:
             return PRESETS["none"]  # nothing is stale
         names = [f.name for f in dataclasses.fields(StalenessSettings) if f.name != "is_exact"]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -9,7 +9,13 @@ from gnnpipe.config.fields import flag
 from gnnpipe.config.settings import Settings
 from gnnpipe.errors import InputError
 
-__all__ = ["check_combinations", "check_stages", "check_verifiable", "parse_split"]
+__all__ = [
+    "check_combinations",
+    "check_stages",
+    "check_staleness",
+    "check_verifiable",
+    "parse_split",
+]
 
 
 def parse_split(split: str) -> tuple[float, float, float] | None:
@@ -30,7 +36,8 @@ def check_combinations(config: Settings) -> None:
     _check_model(config)
     _check_epochs(config)
     _check_checkpoints(config)
-    _check_staleness(config)
+    check_staleness(config, config.chunks)
+    _check_plan(config)
     if config.profile and not config.predict:
         raise InputError(
             f"--profile {config.profile!r}: not used with --no-predict; leave one of the two out"
@@ -131,8 +138,9 @@ UNUSED_IN_EXACT = {
 """Settings that have no effect in an exact run, and the value that says the same."""
 
 
-def _check_staleness(config: Settings) -> None:
-    is_exact = config.staleness == "exact" and config.chunks > 1
+def check_staleness(config: Settings, chunks: int) -> None:
+    """``InputError`` if the settings of stale rows contradict each other with K ``chunks``."""
+    is_exact = config.staleness == "exact" and chunks > 1
     for name, neutral in UNUSED_IN_EXACT.items() if is_exact else ():
         value = getattr(config, name)
         if value not in (None, neutral):
@@ -142,11 +150,21 @@ def _check_staleness(config: Settings) -> None:
                 f"{word} {value}: has no effect with --staleness exact, where nothing is stale; "
                 f"leave one of the two out, or try {off}"
             )
-    found = config.staleness_settings
+    found = config.staleness_settings_for(chunks)
     if found.probes_per_column and found.snapshot_every > 1:
         name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
         hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"
         raise InputError(
             f"{flag(name)} {getattr(config, name)}: a forecast starts from the embeddings of the "
             f"previous epoch, not from a snapshot; leave it out, or try {hint}"
+        )
+
+
+def _check_plan(config: Settings) -> None:
+    shape = {"stages": config.stages, "shards": config.shards, "chunks": config.chunks}
+    given = [f"{flag(name)} {value}" for name, value in shape.items() if value > 1]
+    if config.plan != "uniform" and given:
+        raise InputError(
+            f"{', '.join(given)}: no effect with --plan {config.plan!r}, whose file gives the "
+            "shape; leave one of the two out"
         )

@@ -70,9 +70,9 @@ class GNN(nn.Module, Model):
         """The layers in order, typed."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def stage_module(self, first: int, last: int) -> LayerStageModule:
-        """Layers first..last-1."""
-        return LayerStageModule(self.stack()[first:last])
+    def stage_module(self, ops: Sequence[int]) -> LayerStageModule:
+        """These layers, which must follow one another."""
+        return LayerStageModule(self.stack()[ops[0] : ops[-1] + 1])
 
 
 def _check(layers: Sequence[Layer]) -> None:

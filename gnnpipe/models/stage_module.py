@@ -193,5 +193,5 @@ class Model(ABC):
             own[name].copy_(value)
 
     @abstractmethod
-    def stage_module(self, first: int, last: int) -> StageModule:
-        """Ops first..last-1 as a stage runs them; the weights stay the model's own."""
+    def stage_module(self, ops: Sequence[int]) -> StageModule:
+        """These ops, ascending, as a stage runs them; the weights stay the model's own."""

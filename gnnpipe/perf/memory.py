@@ -146,13 +146,13 @@ class _RankMemory:
 
     @cached_property
     def ops(self) -> Sequence[Op]:
-        first, last = self.plan.stages[self.stage]
-        return self.model.ops[first:last]
+        own = self.plan.stages[self.stage].ops
+        return self.model.select(own)
 
     @cached_property
     def depths(self) -> dict[str, int]:
         """By op the step that ends it."""
-        steps = self.model.depths(*self.plan.stages[self.stage])
+        steps = self.model.depths(self.plan.stages[self.stage].ops)
         return dict(zip((op.name for op in self.ops), steps, strict=True))
 
     @cached_property

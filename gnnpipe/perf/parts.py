@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,15 +25,15 @@ class Part:
 
 
 def step_parts(
-    model: ModelGraph, first: int, last: int, precomputed: Collection[str] = ()
+    model: ModelGraph, ops: Sequence[int], precomputed: Collection[str] = ()
 ) -> list[list[Part]]:
-    """Parts by step of a stage with ops first..last-1; an op without a push is all 'after'.
+    """Parts by step of a stage of ``ops``; an op without a push is all 'after'.
 
     ``precomputed``: ops whose aggregation is precomputed; they push nothing, and both parts lie in
     the step after their aggregation.
     """
-    steps: list[list[Part]] = [[] for _ in range(model.num_steps(first, last))]
-    for i, depth in enumerate(model.depths(first, last), first):
+    steps: list[list[Part]] = [[] for _ in range(model.num_steps(ops))]
+    for i, depth in zip(ops, model.depths(ops), strict=True):
         op = model.ops[i]
         if op.aggregates:
             steps[depth - (op.name not in precomputed)].append(Part(i, "before"))

@@ -53,7 +53,7 @@ class ProfiledCosts:
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
         self._ops = [self._times_of(op) for op in model.ops]
-        self._parts = [step_parts(model, *stage, sizes.precomputed) for stage in plan.stages]
+        self._parts = [step_parts(model, stage.ops, sizes.precomputed) for stage in plan.stages]
         self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -239,7 +239,7 @@ class ProfiledCosts:
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         """Weights of the stage whose gradients are complete after these steps."""
-        complete = op_gradient_steps(self.model, *self.plan.stages[stage])
+        complete = op_gradient_steps(self.model, self.plan.stages[stage].ops)
         ops = zip(self._stage_ops(stage), complete, strict=True)
         numbers = sum(op.num_parameters for op, step in ops if step in range(*steps))
         return numbers * self._number_bytes
@@ -266,11 +266,9 @@ class ProfiledCosts:
         return self._link("gradient_sum").time_s(size_bytes, 2 * (shards - 1))
 
     def _slowest_pair_s(self, cluster: Cluster, stage: int, size_bytes: float) -> float:
-        shards = self.plan.shards
         if not cluster.pairs:
             return _transfer_s(cluster.link, size_bytes)
-        ranks = range(stage * shards, (stage + 1) * shards)
-        pairs = combinations(ranks, 2)
+        pairs = combinations(self.plan.stages[stage].ranks, 2)
         return max(_transfer_s(cluster.between(*pair), size_bytes) for pair in pairs)
 
     def sync_s(self) -> float:
@@ -280,7 +278,7 @@ class ProfiledCosts:
             latency_s = max(link.latency_s for link in links)
         else:
             latency_s = (self._profile.message or self._link("exchange")).latency_s
-        return 2 * math.ceil(math.log2(self.plan.world_size)) * latency_s
+        return 2 * math.ceil(math.log2(self.plan.num_ranks)) * latency_s
 
     def link(self, source: int, target: int) -> str:
         """A link for every pair of ranks and direction."""
@@ -290,13 +288,11 @@ class ProfiledCosts:
         """A link for every stage."""
         return f"shards of stage {stage}"
 
-    def _stage_ops(self, stage: int) -> tuple[Op, ...]:
-        first, last = self.plan.stages[stage]
-        return self.model.ops[first:last]
+    def _stage_ops(self, stage: int) -> list[Op]:
+        return self.model.select(self.plan.stages[stage].ops)
 
     def _stage_times(self, stage: int) -> list[tuple[Op, OpTimes]]:
-        first, last = self.plan.stages[stage]
-        return list(zip(self.model.ops[first:last], self._ops[first:last], strict=True))
+        return [(self.model.ops[i], self._ops[i]) for i in self.plan.stages[stage].ops]
 
 
 def _transfer_s(link: Link, size_bytes: float) -> float:

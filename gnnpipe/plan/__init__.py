@@ -3,14 +3,17 @@
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
-from gnnpipe.plan.plan import Plan, Transfer
+from gnnpipe.plan.placement import Placement
+from gnnpipe.plan.plan import Plan, StagePlan, Transfer
 
 __all__ = [
     "ALL_ROWS",
     "LossRows",
     "ModelGraph",
     "Op",
+    "Placement",
     "Plan",
+    "StagePlan",
     "Transfer",
     "choose_loss_rows",
     "gradient_buckets",

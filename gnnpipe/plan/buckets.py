@@ -7,6 +7,8 @@ S-SGD model of Shi et al., arXiv 1805.03812). Small buckets leave early, and eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gnnpipe.plan.model_graph import ModelGraph
 from gnnpipe.plan.plan import Plan
 
@@ -17,14 +19,14 @@ BUCKET_BYTES = 1 << 18
 that go up and down (docs/adr/0021)."""
 
 
-def gradient_steps(model: ModelGraph, first: int, last: int) -> dict[str, int]:
-    """Of a stage of ops first..last-1, by weight: the step behind whose backward it is whole.
+def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
+    """The step after whose backward each weight's gradient is complete, in a stage of ``ops``.
 
     Backward walks the steps from the last to the first; a weight that several calls share is whole
     behind the first step that uses it.
     """
     found: dict[str, int] = {}
-    for op, depth in zip(model.ops[first:last], model.depths(first, last), strict=True):
+    for op, depth in zip(model.select(ops), model.depths(ops), strict=True):
         # In front of its push it may have weights, too.
         step = depth - op.aggregates
         for name in op.weights:
@@ -36,20 +38,20 @@ def gradient_buckets(model: ModelGraph, plan: Plan, number_bytes: int) -> list[t
     """By stage, the steps that its buckets begin with, ascending from 0; one where G is 1."""
     if plan.shards == 1:
         return [(0,)] * plan.num_stages
-    return [_of_stage(model, run, number_bytes, plan.shards) for run in plan.stages]
+    return [_of_stage(model, stage.ops, number_bytes, plan.shards) for stage in plan.stages]
 
 
-def op_gradient_steps(model: ModelGraph, first: int, last: int) -> list[int]:
-    """By op of the stage: the step behind whose backward its weights are whole."""
-    steps = gradient_steps(model, first, last)
-    return [min((steps[name] for name in op.weights), default=0) for op in model.ops[first:last]]
+def op_gradient_steps(model: ModelGraph, ops: Sequence[int]) -> list[int]:
+    """The step after whose backward the gradients of each op's weights are complete."""
+    steps = gradient_steps(model, ops)
+    return [min((steps[name] for name in op.weights), default=0) for op in model.select(ops)]
 
 
 def _of_stage(
-    model: ModelGraph, run: tuple[int, int], number_bytes: int, shards: int
+    model: ModelGraph, ops: Sequence[int], number_bytes: int, shards: int
 ) -> tuple[int, ...]:
-    sizes = [0] * model.num_steps(*run)
-    for op, step in zip(model.ops[slice(*run)], op_gradient_steps(model, *run), strict=True):
+    sizes = [0] * model.num_steps(ops)
+    for op, step in zip(model.select(ops), op_gradient_steps(model, ops), strict=True):
         sizes[step] += op.num_parameters * number_bytes
     begins, size = [], 0
     for step in reversed(range(1, len(sizes))):

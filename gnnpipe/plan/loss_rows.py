@@ -8,7 +8,7 @@ Evaluation computes all rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from gnnpipe.plan.model_graph import ModelGraph, Op
@@ -48,7 +48,7 @@ ALL_ROWS = LossRows(0, 0)
 
 def choose_loss_rows(
     model: ModelGraph,
-    last_stage: tuple[int, int],
+    last_stage: Sequence[int],
     counts: LossRows,
     num_vertices: int,
     precomputed: Collection[str] = (),
@@ -59,10 +59,9 @@ def choose_loss_rows(
     epochs (``plan.precomputed_aggregations``). ``--recompute`` does not matter, so that runs with
     and without it agree to the bit.
     """
-    first, last = last_stage
-    depths = model.depths(first, last)
+    depths = model.depths(last_stage)
     last_depth = max(depths, default=0)
-    stage_ops = model.ops[first:last]
+    stage_ops = model.select(last_stage)
     last_ops = [op for op, depth in zip(stage_ops, depths, strict=True) if depth == last_depth]
     if last_depth == 0 or counts.rows > MAX_SHARE * num_vertices:
         return ALL_ROWS

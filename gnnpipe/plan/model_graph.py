@@ -50,9 +50,9 @@ def shared_tables(
     if plan.chunks == 1 or rounds_rows:
         return frozenset()
     found: set[str] = set()
-    for first, last in plan.stages:
+    for stage in plan.stages:
         alike = defaultdict(list)
-        for op in model.ops[first:last]:
+        for op in model.select(stage.ops):
             if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
                 alike[op.structure, op.name in loss_rows].append(op.name)
         for names in alike.values():
@@ -215,31 +215,35 @@ class ModelGraph:
                     change[last[value] + 1] -= width
         return list(accumulate(change[:-1]))
 
-    def depths(self, first: int, last: int) -> list[int]:
-        """By op of a stage of ops first..last-1 the step that ends it.
+    def select(self, ops: Sequence[int]) -> list[Op]:
+        """The ops of these indices."""
+        return [self.ops[i] for i in ops]
+
+    def depths(self, ops: Sequence[int]) -> list[int]:
+        """The step that ends each op of a stage of these ``ops``.
 
         That is the longest chain of aggregations up to it; an aggregation itself begins one step
         before.
         """
         reached: dict[str, int] = {}
         found = []
-        for op in self.ops[first:last]:
+        for op in self.select(ops):
             depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
             reached |= dict.fromkeys(op.outputs, depth)
             found.append(depth)
         return found
 
-    def num_steps(self, first: int, last: int) -> int:
-        """Steps of a stage of ops first..last-1: its longest chain of aggregations, and one."""
-        return max(self.depths(first, last), default=0) + 1
+    def num_steps(self, ops: Sequence[int]) -> int:
+        """Steps of a stage of these ops: its longest chain of aggregations, and one."""
+        return max(self.depths(ops), default=0) + 1
 
-    def transfers(self, stages: Sequence[tuple[int, int]]) -> tuple[Transfer, ...]:
+    def transfers(self, stages: Sequence[Sequence[int]]) -> tuple[Transfer, ...]:
         """What the stages must send each other: every value once to every stage that reads it."""
         source: dict[str, tuple[int, int]] = {}
         types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}
-        for stage, (first, last) in enumerate(stages):
-            for op in self.ops[first:last]:
+        for stage, ops in enumerate(stages):
+            for op in self.select(ops):
                 for value in op.inputs:
                     maker, width = source[value]
                     if maker != stage:

@@ -1,61 +1,104 @@
-"""The plan: which ops form which stage, how many shards and chunks, in which order.
+"""The plan: which ops form which stage, on which ranks, in how many chunks and in which order.
 
-Planners write one and the runtime reads one; nothing else passes between them. A plan is plain data
-and survives JSON, so a run can be repeated from the file in its folder.
+A planner writes a plan and the runtime reads it; nothing else passes between them. A plan is plain
+data and survives JSON, so a run can be repeated from the ``plan.json`` in its folder.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gnnpipe.errors import InputError
+from gnnpipe.plan.placement import Placement
 
-__all__ = ["Plan", "Transfer"]
+__all__ = ["Plan", "StagePlan", "Transfer"]
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Values that ``source`` sends to ``target`` for every chunk; their gradients come back."""
+    """Values that stage ``source`` sends to stage ``target`` for every chunk; gradients return."""
 
     source: int
     target: int
     widths: Mapping[str, int]
+    """Columns of each value, by name."""
     types: Mapping[str, str] = field(default_factory=dict)
-    """The type of the vertices of each value, where there are several types."""
+    """The vertex type of each value, in a graph of several types."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its ops, and the ranks that share its rows."""
+
+    ops: tuple[int, ...]
+    """Indices of its ops in ``ModelGraph.ops``, ascending."""
+    num_steps: int
+    """Its steps (see ``schedule.program``)."""
+    ranks: tuple[int, ...]
+    """Its ranks, by shard."""
+    shares: tuple[float, ...]
+    """The part of the rows of each shard; they sum to 1."""
+
+    @property
+    def num_shards(self) -> int:
+        """G of this stage."""
+        return len(self.ranks)
+
+    @classmethod
+    def even(cls, ops: tuple[int, ...], num_steps: int, ranks: range) -> StagePlan:
+        """A stage whose ranks have equal shares."""
+        return cls(ops, num_steps, tuple(ranks), (1 / len(ranks),) * len(ranks))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """S stages x G shards x K chunks of a model; the mesh has S * G ranks."""
+    """S stages, each on its own ranks, and K chunks of a model."""
 
-    stages: tuple[tuple[int, int], ...]
-    """Per stage its ops as (first, one past the last)."""
-    steps: tuple[int, ...]
-    """Per stage the number of its steps (see ``schedule.program``)."""
-    shards: int
+    stages: tuple[StagePlan, ...]
+    """In an order in which every value is made before it is read."""
     chunks: int
     schedule: str
     """Name of the schedule (see ``schedule.schedules``)."""
     transfers: tuple[Transfer, ...]
 
     def __post_init__(self) -> None:
-        if not self.stages or self.stages[0][0] != 0:
-            raise InputError("plan: the first stage must begin with op 0")
-        for (first, last), following in zip(self.stages, (*self.stages[1:], None), strict=True):
-            if first >= last or (following is not None and following[0] != last):
-                raise InputError(f"plan: stages {list(self.stages)} do not tile the ops")
-        if len(self.steps) != len(self.stages) or min(self.steps) < 1:
-            raise InputError(f"plan: steps {list(self.steps)} do not fit {len(self.stages)} stages")
-        if self.shards < 1 or self.chunks < 1:
-            raise InputError("plan: shards and chunks must be at least 1")
+        self._check_ops()
+        self._check_ranks()
+        if self.chunks < 1:
+            raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
         for t in self.transfers:
             if not 0 <= t.source < t.target < self.num_stages:
                 raise InputError(f"plan: transfer {t.source} to {t.target} is not between stages")
+
+    def _check_ops(self) -> None:
+        if not self.stages or not all(stage.ops for stage in self.stages):
+            raise InputError("plan: every stage must have at least one op")
+        if sorted(op for stage in self.stages for op in stage.ops) != list(range(self.num_ops)):
+            raise InputError("plan: every op must be in exactly one stage")
+        for i, stage in enumerate(self.stages):
+            if list(stage.ops) != sorted(stage.ops):
+                raise InputError(f"plan: the ops of stage {i} must ascend")
+            if stage.num_steps < 1:
+                raise InputError(f"plan: stage {i} has {stage.num_steps} steps; needs at least 1")
+
+    def _check_ranks(self) -> None:
+        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        if ranks != list(range(len(ranks))) or not all(stage.ranks for stage in self.stages):
+            raise InputError("plan: every rank from 0 must be in exactly one stage, none empty")
+        for i, stage in enumerate(self.stages):
+            shares = stage.shares
+            is_whole = len(shares) == len(stage.ranks) and math.isclose(sum(shares), 1)
+            if not is_whole or min(shares) <= 0:
+                raise InputError(
+                    f"plan: the shares of stage {i} are {list(shares)}; give each of its "
+                    f"{len(stage.ranks)} ranks one above 0, 1 in sum"
+                )
 
     @property
     def num_stages(self) -> int:
@@ -65,19 +108,39 @@ class Plan:
     @property
     def num_ops(self) -> int:
         """Ops of the model."""
-        return self.stages[-1][1]
+        return sum(len(stage.ops) for stage in self.stages)
 
     @property
-    def world_size(self) -> int:
-        """Ranks: S * G."""
-        return self.num_stages * self.shards
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which shard of which stage."""
+        return Placement(tuple(stage.ranks for stage in self.stages))
+
+    @property
+    def shards(self) -> int:
+        """G, the ranks of one stage; stages of different numbers of ranks do not run yet."""
+        return self.stages[0].num_shards
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the rows of each shard, the same in every stage."""
+        return self.stages[0].shares
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of every stage."""
+        return tuple(stage.num_steps for stage in self.stages)
 
     def sends(self, stage: int) -> list[Transfer]:
-        """What ``stage`` sends forward."""
+        """The transfers that ``stage`` sends forward."""
         return [t for t in self.transfers if t.source == stage]
 
     def receives(self, stage: int) -> list[Transfer]:
-        """What ``stage`` gets from earlier stages."""
+        """The transfers that ``stage`` receives from earlier stages."""
         return [t for t in self.transfers if t.target == stage]
 
     def to_json(self) -> str:
@@ -91,24 +154,37 @@ class Plan:
             data: dict[str, Any] = dict(json.loads(text))
             if data.pop("version") != VERSION:
                 raise InputError(f"{source}: written by another version; expected {VERSION}")
-            data["stages"] = tuple((_whole(a), _whole(b)) for a, b in data["stages"])
-            data["steps"] = tuple(map(_whole, data["steps"]))
-            data["shards"], data["chunks"] = _whole(data["shards"]), _whole(data["chunks"])
-            data["transfers"] = tuple(
-                Transfer(
-                    _whole(t["source"]),
-                    _whole(t["target"]),
-                    {str(k): _whole(v) for k, v in t["widths"].items()},
-                    {str(k): str(v) for k, v in t["types"].items()},
-                )
-                for t in data["transfers"]
-            )
+            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
+            data["chunks"] = _whole(data["chunks"])
+            data["transfers"] = tuple(_transfer(t) for t in data["transfers"])
+            if not isinstance(data["schedule"], str):
+                raise TypeError(f"schedule {data['schedule']!r} is not a name")
             return cls(**data)
         except InputError as error:
             raise InputError(f"{error}; try the plan.json of a run, or no plan") from None
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise InputError(f"{source}: not a plan ({why}); try the plan.json of a run") from None
+
+
+def _stage(data: Any) -> StagePlan:
+    values = dict(data)
+    return StagePlan(
+        tuple(map(_whole, values.pop("ops"))),
+        _whole(values.pop("num_steps")),
+        tuple(map(_whole, values.pop("ranks"))),
+        tuple(float(share) for share in values.pop("shares")),
+        **values,
+    )
+
+
+def _transfer(data: Any) -> Transfer:
+    return Transfer(
+        _whole(data["source"]),
+        _whole(data["target"]),
+        {str(k): _whole(v) for k, v in data["widths"].items()},
+        {str(k): str(v) for k, v in data["types"].items()},
+    )
 
 
 def _whole(value: Any) -> int:

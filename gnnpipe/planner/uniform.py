@@ -1,4 +1,4 @@
-"""The plan for equal devices: runs of consecutive ops, split so that the slowest is least.
+"""Plans for equal devices: runs of consecutive ops, so that the slowest stage takes least.
 
 The cost of an op is told in floating-point operations: those of its dense products, of the encoder
 by the entries of the features, and what reading a neighbour's number and passing over a row's take
@@ -12,43 +12,36 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Op, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
+from gnnpipe.planner.request import PLANNERS, GraphCounts, PlanRequest, Shape
+from gnnpipe.schedule import EXACT_SCHEDULE
 
-__all__ = ["op_costs", "plan_uniform", "split_evenly"]
+__all__ = ["UniformPlanner", "op_costs", "split_evenly"]
 
 
-def op_costs(
-    model: ModelGraph,
-    num_vertices: Mapping[str, int],
-    num_edges: Mapping[str, int],
-    feature_entries: Mapping[str, int],
-    loss_rows: LossRows = ALL_ROWS,
-) -> list[float]:
-    """What each op takes, in floating-point operations of a dense product.
+def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
+    """The work of each op, in floating-point operations of a dense product.
 
-    By the type of the vertices, '' if there is but one: how many there are, how many edges lead
-    into them (of all relations, a bound where there are several; or how many pairs are scored), and
-    the stored features. ``loss_rows``: of the whole graph.
+    Edges count for the type of the vertices that they lead into, of all relations together (an
+    upper bound in a graph of several relations).
     """
     return [
-        _cost(op, num_vertices, num_edges, loss_rows)
-        + float(op.flops_per_feature * feature_entries.get(op.vertex_type, 0))
+        _cost(op, graph)
+        + float(op.flops_per_feature * graph.feature_entries.get(op.vertex_type, 0))
         for op in model.ops
     ]
 
 
-def _cost(
-    op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int], loss_rows: LossRows
-) -> float:
-    """Without its features."""
-    made = loss_rows.rows_of(op.name, num_vertices[op.vertex_type])
-    scored = num_edges[op.pushed_type] if op.over_pairs else made
-    read = loss_rows.edges if op.name in loss_rows.ops else _read(op, num_vertices, num_edges)
+def _cost(op: Op, graph: GraphCounts) -> float:
+    """The work of an op without that of its features."""
+    made = graph.loss_rows.rows_of(op.name, graph.num_vertices[op.vertex_type])
+    scored = graph.num_edges[op.pushed_type] if op.over_pairs else made
+    read = graph.loss_rows.edges if op.name in graph.loss_rows.ops else _read(op, graph)
     return float(
         op.flops_per_row * scored
         + EDGE_FLOPS * op.push_width * read
@@ -56,11 +49,11 @@ def _cost(
     )
 
 
-def _read(op: Op, num_vertices: Mapping[str, int], num_edges: Mapping[str, int]) -> int:
-    """Rows that an op reads, each as often as it is read."""
+def _read(op: Op, graph: GraphCounts) -> int:
+    """Rows that an op reads, each counted as often as it is read."""
     if op.is_mean:
-        return num_vertices[op.vertex_type]
-    return num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
+        return graph.num_vertices[op.vertex_type]
+    return graph.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
 
 
 def split_evenly(
@@ -142,38 +135,37 @@ def _shared(model: ModelGraph) -> str:
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: " if names else ""
 
 
-def plan_uniform(
-    model: ModelGraph,
-    *,
-    stages: int,
-    shards: int,
-    chunks: int,
-    exact: bool,
-    num_vertices: Mapping[str, int],
-    num_edges: Mapping[str, int],
-    feature_entries: Mapping[str, int],
-    loss_rows: LossRows = ALL_ROWS,
-) -> Plan:
-    """S x G x K for equal devices; ``exact`` asks for the order that reads nothing stale.
+class UniformPlanner:
+    """Stages of consecutive ops on equal devices, balanced by estimated work."""
 
-    The counts are those of ``op_costs``. ``InputError`` if the model cannot be cut into so many
-    stages.
-    """
-    cuts = model.cuts
-    if stages > len(cuts) + 1:
-        raise InputError(
-            f"--stages {stages}: {model.name} can be cut in {len(cuts)} places ({_shared(model)}"
-            "weights that several calls share must stay on one stage); "
-            f"try --stages {len(cuts) + 1} or more --shards"
+    def num_ranks(self, shape: Shape) -> int:
+        """S * G."""
+        return shape.stages * shape.shards
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """S stages of G ranks each; ``InputError`` if the model cannot be cut into S stages."""
+        model, shape = request.model, request.shape
+        cuts = model.cuts
+        if shape.stages > len(cuts) + 1:
+            raise InputError(
+                f"--stages {shape.stages}: {model.name} can be cut in {len(cuts)} places "
+                f"({_shared(model)}weights that several calls share must stay on one stage); "
+                f"try --stages {len(cuts) + 1} or more --shards"
+            )
+        crossing = model.crossing()
+        costs = op_costs(model, request.graph)
+        runs = split_evenly(costs, shape.stages, cuts, [crossing[cut] for cut in cuts])
+        ops = [tuple(range(*run)) for run in runs]
+        ranks = [range(s * shape.shards, (s + 1) * shape.shards) for s in range(shape.stages)]
+        return Plan(
+            tuple(
+                StagePlan.even(own, model.num_steps(own), of)
+                for own, of in zip(ops, ranks, strict=True)
+            ),
+            shape.chunks,
+            EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",
+            model.transfers(ops),
         )
-    costs = op_costs(model, num_vertices, num_edges, feature_entries, loss_rows)
-    crossing = model.crossing()
-    runs = split_evenly(costs, stages, cuts, [crossing[cut] for cut in cuts])
-    return Plan(
-        stages=runs,
-        steps=tuple(model.num_steps(*run) for run in runs),
-        shards=shards,
-        chunks=chunks,
-        schedule="layer-sync" if exact and chunks > 1 else "fill-drain",
-        transfers=model.transfers(runs),
-    )
+
+
+PLANNERS.add("uniform", UniformPlanner())

@@ -20,8 +20,9 @@ from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profile.links import most_ranks_per_machine
 from gnnpipe.profile.profile import take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = [
     "Prediction",
@@ -98,10 +99,10 @@ class Predictor:
         found: Prediction | None = None
         if self._costs is not None:
             if order is None:
-                order = chunk_order(prepared.config, prepared.config.epochs - 1)
+                order = prepared.chunk_order(prepared.config.epochs - 1)
             timeline = simulate(program_tasks(prepared.program, self._costs, order))
             epochs = simulated_epochs(timeline, plan.shards)
-            links = [self._link_bytes_per_s] * plan.world_size
+            links = [self._link_bytes_per_s] * plan.num_ranks
             found = Prediction(
                 timeline.makespan_s,
                 time_shares(epochs, plan.shards, links),
@@ -114,15 +115,15 @@ class Predictor:
         return shared if found is None else found
 
 
-def _on_rank_0(mesh: Mesh, work: Callable[[], T]) -> T | None:
+def _on_rank_0(world: World, work: Callable[[], T]) -> T | None:
     """The result of ``work`` on rank 0, None elsewhere; its ``InputError`` on every rank."""
     found, error = None, None
-    if mesh.rank == 0:
+    if world.rank == 0:
         try:
             found = work()
         except InputError as fault:
             error = str(fault)
-    error = mesh.share(error)
+    error = world.share(error)
     if error is not None:
         raise InputError(error)
     return found
@@ -139,10 +140,10 @@ def read_profile(path: str) -> Profile:
     return Profile.from_json(text, f"--profile {path!r}")
 
 
-def check_profile_file(config: TrainConfig, mesh: Mesh) -> None:
+def check_profile_file(config: TrainConfig, world: World) -> None:
     """``InputError`` on every rank if the config's profile cannot be read."""
     if config.predict and config.profile:
-        _on_rank_0(mesh, lambda: read_profile(config.profile))
+        _on_rank_0(world, lambda: read_profile(config.profile))
 
 
 def run_costs(
@@ -164,7 +165,7 @@ def run_costs(
         sizes or chunk_sizes(prepared),
         number_bytes=prepared.dtype.itemsize,
         row_bytes=prepared.row_dtype.itemsize,
-        ranks_at_once=min(ranks_per_machine, prepared.plan.world_size),
+        ranks_at_once=min(ranks_per_machine, prepared.plan.num_ranks),
         cluster=cluster,
     )
 

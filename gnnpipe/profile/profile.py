@@ -44,7 +44,9 @@ from gnnpipe.profile.steps import (
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = [
     "data_sheet_profile",
@@ -239,7 +241,7 @@ def _compute_times(
         mesh.gather(None)  # All ranks start at once.
         if ranks > 1 or mesh.rank == 0:
             try:
-                alone = Mesh(1, 1, 0, mesh.device, None, None)
+                alone = World(0, 1, mesh.device)
                 prepared = prepare(replace(run, chunks=chunks), alone, graph, copy.deepcopy(model))
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
                 samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)

@@ -20,7 +20,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomputed_aggregations
-from gnnpipe.planner import plan_uniform
+from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import Program, training_program, with_forecast
@@ -28,7 +28,8 @@ from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepare import shape_of
+from gnnpipe.setup.prepared import Prepared, chunk_order
 
 __all__ = [
     "GraphShape",
@@ -196,7 +197,7 @@ def scenario_of(prepared: Prepared) -> Scenario:
         prepared.plan,
         prepared.model_graph,
         prepared.program,
-        chunk_order(config, prepared.exact_epochs),
+        prepared.chunk_order(prepared.exact_epochs),
         chunk_sizes(prepared),
         prepared.volume,
         [m.total for m in memory_by_rank(prepared)],
@@ -212,6 +213,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     shards, chunks = config.shards, config.chunks
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
+    staleness = config.staleness_settings_for(plan.chunks)
     program = training_program(plan, gradient_buckets(model, plan, number_dtype(config).itemsize))
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
     probes = _probes(config, shape, model, program.is_exact)
@@ -245,7 +247,9 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         plan,
         model,
         with_forecast(plan, program) if probes else program,
-        chunk_order(config, config.staleness_settings.exact_epochs),
+        chunk_order(
+            plan.chunks, config.seed if staleness.shuffle_chunks else None, staleness.exact_epochs
+        ),
         sizes,
         volume,
         memory,
@@ -281,6 +285,7 @@ def memory_of_shape(
     )
     settings = memory_settings(
         config,
+        plan.chunks,
         has_sparse_features=shape.stored > 0,
         is_symmetric=True,
         is_exact=is_exact,
@@ -301,7 +306,8 @@ def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, is_exact:
     if is_exact:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
-    return min(config.staleness_settings.probes_per_column * (widest + 1), shape.vertices)
+    each = config.staleness_settings_for(config.chunks).probes_per_column
+    return min(each * (widest + 1), shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
@@ -311,16 +317,12 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
             f"--chunks {chunks}: with --shards {shards} more pieces than the {shape.vertices:,} "
             "vertices; try fewer"
         )
-    return plan_uniform(
-        model,
-        stages=config.stages,
-        shards=shards,
-        chunks=chunks,
-        exact=config.staleness_settings.is_exact,
-        num_vertices={"": shape.vertices},
-        num_edges={"": shape.edges},
-        feature_entries={"": shape.stored or shape.vertices * shape.features},
+    counts = GraphCounts(
+        {"": shape.vertices},
+        {"": shape.edges},
+        {"": shape.stored or shape.vertices * shape.features},
     )
+    return planner_named(config.plan).plan(PlanRequest(model, counts, shape_of(config)))
 
 
 def _divided(total: int, shards: int, chunks: int) -> np.ndarray:

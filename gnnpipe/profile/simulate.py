@@ -30,9 +30,9 @@ from gnnpipe.profile.scenario import (
     scenario_of,
     scenario_of_shape,
 )
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype
-from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.prepare import prepare, ranks_of
 
 __all__ = ["Simulation", "simulate_command", "simulated"]
 
@@ -158,7 +158,7 @@ def simulated(
 
     ``InputError`` if the plan does not fit the cluster; it names the nearest shape that does.
     """
-    ranks = config.world_size
+    ranks = ranks_of(config)
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
             f"--stages {config.stages} --shards {config.shards}: need {ranks} devices, and the "
@@ -178,7 +178,7 @@ def simulated(
         config = replace(config, kernel=profile.kernel)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
-    epochs = simulated_epochs(timeline, config.shards)
+    epochs = simulated_epochs(timeline, scenario.plan.shards)
     link = profile.message if cluster is None else cluster.link
     bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
@@ -189,13 +189,13 @@ def simulated(
         changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
     name = task_group if ranks > SHOWN_RANKS else task_place
     return Simulation(
-        stages=config.stages,
-        shards=config.shards,
+        stages=scenario.plan.num_stages,
+        shards=scenario.plan.shards,
         chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
         predicted_epoch_time_s=timeline.makespan_s,
-        predicted_time_shares=time_shares(epochs, config.shards, [bytes_per_s] * ranks),
+        predicted_time_shares=time_shares(epochs, scenario.plan.shards, [bytes_per_s] * ranks),
         memory_bytes=scenario.memory_bytes,
         device_memory_bytes=device_bytes[:ranks],
         comm_bytes_per_epoch=scenario.volume.to_dict(),
@@ -208,14 +208,14 @@ def simulated(
 def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
     if shape is not None:
         return scenario_of_shape(config, shape)
-    return scenario_of(prepare(config, Mesh.alone()))
+    return scenario_of(prepare(config, World.alone()))
 
 
 def _costs(
     scenario: Scenario, config: TrainConfig, profile: Profile, cluster: Cluster | None
 ) -> ProfiledCosts:
     # As many ranks share a machine as in the profile.
-    ranks_per_machine = min(max(times.ranks for times in profile.compute), config.world_size)
+    ranks_per_machine = min(max(times.ranks for times in profile.compute), scenario.plan.num_ranks)
     check_profile(config, profile, ranks_per_machine, scenario.has_forecasts)
     return ProfiledCosts(
         profile,

@@ -22,7 +22,7 @@ from gnnpipe.perf import ChunkSizes, EpochSpans
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.plan import gradient_buckets
+from gnnpipe.plan import StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
@@ -37,7 +37,7 @@ from gnnpipe.schedule import (
 )
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = [
     "BEGIN",
@@ -85,7 +85,8 @@ def measure_steps(prepared: Prepared, device: torch.device, has_cores: bool = Tr
     for cuts in dict.fromkeys([(), prepared.model_graph.cuts]):
         cut = _with_cuts(prepared, cuts)
         stages, sizes = cut.plan.num_stages, chunk_sizes(cut)
-        meshes = [Mesh(stages, 1, stage, device, None, None) for stage in range(stages)]
+        placement = cut.plan.placement
+        meshes = [Mesh(stage, stages, device, placement=placement) for stage in range(stages)]
         epochs: list[Mapping[StepKey, float]] = []
         with measured_epochs(cut, meshes, has_cores) as run_epoch:
             start_s = time.perf_counter()
@@ -105,19 +106,18 @@ def measure_steps(prepared: Prepared, device: torch.device, has_cores: bool = Tr
 def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
     """The same run with the model cut into stages at these ops."""
     model = prepared.model_graph
-    stages = tuple(pairwise((0, *cuts, model.num_ops)))
-    plan = replace(
-        prepared.plan,
-        stages=stages,
-        steps=tuple(model.num_steps(*stage) for stage in stages),
-        transfers=model.transfers(stages),
-    )
+    ops = [tuple(range(*run)) for run in pairwise((0, *cuts, model.num_ops))]
+    stages = [
+        StagePlan.even(own, model.num_steps(own), range(i, i + 1)) for i, own in enumerate(ops)
+    ]
+    plan = replace(prepared.plan, stages=tuple(stages), transfers=model.transfers(ops))
     buckets = gradient_buckets(model, plan, prepared.dtype.itemsize)
     program = training_program(plan, buckets)
     exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
     if len(prepared.probes):
         program, exact = with_forecast(plan, program), with_forecast(plan, exact)
-    return replace(prepared, plan=plan, program=program, exact_program=exact)
+    programs = replace(prepared.programs, usual=program, exact=exact)
+    return replace(prepared, plan=plan, programs=programs)
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def work_of(
 ) -> Mapping[Hashable, Work]:
     """Work of a shard in a measured step, by part: (kind of op, part), BEGIN or UPDATE."""
     what, stage, chunk, step = key
-    model, (first, last) = prepared.model_graph, prepared.plan.stages[stage]
-    ops = model.ops[first:last]
+    model, indices = prepared.model_graph, prepared.plan.stages[stage].ops
+    ops = model.select(indices)
     if what == UPDATE:
         return {UPDATE: Work(sum(op.num_parameters for op in ops), times=len(ops))}
     if what == BEGIN:
@@ -272,7 +272,7 @@ def work_of(
     else:
         found = [
             (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
-            for p in step_parts(model, first, last, sizes.precomputed)[step]
+            for p in step_parts(model, indices, sizes.precomputed)[step]
         ]
         # The last chunk backward also completes the gradients of all chunks' features.
         if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):
@@ -287,7 +287,7 @@ def work_of(
 
 def _walk_order(prepared: Prepared) -> Sequence[int]:
     """The order of the chunks in every measured epoch."""
-    return chunk_order(prepared.config, prepared.exact_epochs)
+    return prepared.chunk_order(prepared.exact_epochs)
 
 
 def boundary_time_per_number_s(device: torch.device) -> float:

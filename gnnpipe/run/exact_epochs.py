@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.schedule import CheckedProgram
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = ["LONGEST", "ExactEpochs"]
 
@@ -72,7 +72,7 @@ class ExactEpochs:
     def _factor(self) -> float:
         """0: nothing is done."""
         exact = self._prepared.program.is_exact
-        return 0.0 if exact else self._prepared.config.staleness_settings.exact_above
+        return 0.0 if exact else self._prepared.staleness.exact_above
 
     @property
     def _usual(self) -> float:

@@ -35,7 +35,7 @@ from gnnpipe.files import how_to_write, seed_runs
 from gnnpipe.plan import Plan
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.resume import note_launch
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 
 __all__ = ["RunFolder", "claim_folder", "plain", "run_path", "versions"]
 
@@ -210,7 +210,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def claim_folder(
-    config: TrainConfig, mesh: Mesh, resumed: Path | None = None
+    config: TrainConfig, world: World, resumed: Path | None = None
 ) -> tuple[RunFolder | None, Path | None]:
     """Return the checked run folder on rank 0, and its path on every rank.
 
@@ -218,14 +218,14 @@ def claim_folder(
     ``InputError`` of rank 0 is raised on every rank.
     """
     folder, error = None, None
-    if mesh.rank == 0 and config.out != "off":
+    if world.rank == 0 and config.out != "off":
         try:
             path = run_path(config)
             is_resumed = resumed is not None and path.resolve() == resumed.resolve()
             folder = RunFolder(path, is_resumed)
         except InputError as fault:
             error = str(fault)
-    failed, path = mesh.share((error, folder.path if folder else None))
+    failed, path = world.share((error, folder.path if folder else None))
     if failed:
         raise InputError(failed)
     return folder, path

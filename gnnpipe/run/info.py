@@ -10,8 +10,9 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import MemoryEstimate
 from gnnpipe.plan import Plan
+from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import info_lines
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.tasks.loss import LossFn
@@ -44,7 +45,9 @@ def info(
 
     The arguments are those of ``Trainer``, and so are the errors.
     """
-    prepared = prepare(config, Mesh.alone(), graph, model, plan, loss_fn)
+    prepared = prepare(
+        config, World.alone(), graph, model, GivenPlan(plan) if plan else None, loss_fn
+    )
     memory = memory_by_rank(prepared)
     text = "\n".join(info_lines(prepared, memory))
     return Info(memory, prepared.volume.total, text)

@@ -12,7 +12,7 @@ from typing import Any
 from gnnpipe.graph.quality import stale_share
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
 __all__ = ["EpochRow", "Staleness", "measure_staleness", "rows_of"]

@@ -20,7 +20,7 @@ from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.memory_estimate import memory_of_rank
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
 __all__ = ["RunResult", "TrainingRecord", "gather_result"]
@@ -182,8 +182,8 @@ def gather_result(
         model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
-        stages=config.stages,
-        shards=config.shards,
+        stages=prepared.plan.num_stages,
+        shards=prepared.plan.shards,
         chunks=prepared.quality.chunks,
         world_size=mesh.world_size,
         epochs=len(rows),
@@ -207,7 +207,7 @@ def gather_result(
         missed=list(record.last_staleness.missed),
         comm_bytes_per_epoch=record.comm_bytes(),
         comm_bytes_closed_form=prepared.volume_of(record.is_exact[-1]).to_dict(),
-        time_shares=time_shares(spans, config.shards, links) if spans else [],
+        time_shares=time_shares(spans, prepared.plan.shards, links) if spans else [],
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
@@ -216,7 +216,7 @@ def gather_result(
         cut=prepared.quality,
         versions=versions(),
         history=list(rows),
-        timeline=measured_spans(spans, config.shards) if spans else (),
+        timeline=measured_spans(spans, prepared.plan.shards) if spans else (),
         predicted_timeline=predicted.timeline if predicted else (),
         path=path,
     )

@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.metrics_csv import EpochRow, rows_of
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.runtime.executor import CommBytes
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 NOTE = ".launch.json"
 
 
-def restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
+def restarted(config: TrainConfig, world: World) -> Path | None:
     """Return the run folder, on every rank, if torchrun has restarted this run; else ``None``."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and not config.out:
@@ -55,7 +55,7 @@ def restarted(config: TrainConfig, mesh: Mesh) -> Path | None:
     is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and config.out != "off"
     path = Path(config.out)
     is_ours = is_again and (path / "config.toml").exists() and _noted(path)[0] == _launch()
-    return path if mesh.share(is_ours) else None
+    return path if world.share(is_ours) else None
 
 
 def note_launch(run: Path) -> None:
@@ -190,14 +190,11 @@ class Start:
                     "--resume"
                 )
 
-    def refilling(self, config: TrainConfig) -> TrainConfig:
-        """Return ``config``, with an exact epoch first if history tables are missing."""
+    @property
+    def refill_epochs(self) -> int:
+        """Epochs that must be exact, to fill history tables that the checkpoint does not store."""
         has_tables = any(n.startswith(("rows/", "mean/")) for n in self.stored.tensors)
-        if has_tables or config.chunks == 1 or config.staleness_settings.is_exact:
-            return config
-        return replace(
-            config, exact_epochs=max(config.staleness_settings.exact_epochs, self.epoch + 1)
-        )
+        return 0 if has_tables else self.epoch + 1
 
 
 def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
@@ -228,13 +225,13 @@ def patience_is_out(
     return rows[-1].epoch - best[0] >= config.patience
 
 
-def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> FoundStart:
+def find_start(run: Path, config: TrainConfig, world: World, needs_one: bool) -> FoundStart:
     """Return the state in the newest complete checkpoint, on every rank, and a message.
 
     ``needs_one``: raise ``InputError`` if there is none, or if the run has ended.
     """
     start, text, error = None, "", ""
-    if mesh.rank == 0:
+    if world.rank == 0:
         start, faults = _newest_start(run)
         text = "".join(f"damaged checkpoint: {fault}\n" for fault in faults)
         if start is None:
@@ -243,7 +240,7 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
             text += f"resuming from {start.stored.path}"
         if needs_one:
             error = _reason_against(run, config, start, faults)
-    error, path = mesh.share((error, start.stored.path if start else None))
+    error, path = world.share((error, start.stored.path if start else None))
     if error:
         raise InputError(f"--resume {str(run)!r}: {error}")
     if path is None:
@@ -255,7 +252,7 @@ def find_start(run: Path, config: TrainConfig, mesh: Mesh, needs_one: bool) -> F
             start = _start(StoredCheckpoint(path, verifies=False))
         except InputError as found:
             fault = InputError(f"{found}; --out must be a folder that all ranks can read")
-    mesh.agree(fault)
+    world.agree(fault)
     assert start is not None
     return start, text
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gnnpipe.config import TrainConfig
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
 from gnnpipe.run.result import RunResult
 from gnnpipe.setup.inputs import rounding_lines
 from gnnpipe.setup.memory_estimate import partition_memory_bytes
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import REGRESSION
 
 __all__ = ["head_lines", "info_lines", "result_lines", "score"]
@@ -46,7 +45,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} parameters",
         f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
-        f"{_count(plan.chunks, 'chunk')} on {_count(plan.world_size, 'rank')}, "
+        f"{_count(plan.chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.program.reads_text()}",
     ]
     if prepared.loss_rows.ops:
@@ -58,12 +57,12 @@ def head_lines(prepared: Prepared) -> list[str]:
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()
     if plan.chunks > 1 and not prepared.program.is_exact:
-        lines += _staleness_settings_lines(config, len(prepared.probes))
+        lines += _staleness_lines(prepared)
     return lines
 
 
-def _staleness_settings_lines(config: TrainConfig, num_probes: int) -> list[str]:
-    settings = config.staleness_settings
+def _staleness_lines(prepared: Prepared) -> list[str]:
+    config, settings, num_probes = prepared.config, prepared.staleness, len(prepared.probes)
     parts = [f"chunks {'shuffled' if settings.shuffle_chunks else 'in fixed order'}"]
     if settings.snapshot_every > 1:
         parts.append(f"snapshot every {settings.snapshot_every} epochs")
@@ -152,17 +151,28 @@ def _span(by_layer: Sequence[float]) -> str:
     return f"{low:.1%}" if low == high else f"{low:.1%} to {high:.1%}"
 
 
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as runs.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5-5'
+    """
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
 def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:
     """Return the output of ``gnnpipe info``; ``memory``: the estimate of every rank."""
     lines = head_lines(prepared)
     lines.append(f"memory per rank, estimated ({ON_TOP}):")
     for rank, m in enumerate(memory):
-        first, last = prepared.plan.stages[rank // prepared.plan.shards]
+        ops = prepared.plan.stages[prepared.plan.placement.stage(rank)].ops
         # The op that scores pairs is not counted as a layer.
-        shown = last - 1 - prepared.model_graph.ops[last - 1].over_pairs
-        ops = f"{prepared.model_graph.unit}s {first}-{shown}"
+        shown = [i for i in ops if not prepared.model_graph.ops[i].over_pairs]
+        names = f"{prepared.model_graph.unit}s {_ranges(shown)}"
         lines.append(
-            f"  rank {rank} ({ops}): {human_bytes(m.total)} = structure "
+            f"  rank {rank} ({names}): {human_bytes(m.total)} = structure "
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
             f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
             f"{human_bytes(m.weights)}"

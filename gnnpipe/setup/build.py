@@ -37,7 +37,7 @@ from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.schedule import CheckedProgram, evaluation_program
 from gnnpipe.setup.memory_check import check_memory
-from gnnpipe.setup.prepare import Prepared, shared_of
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
 
 __all__ = ["ChunkRows", "LossRowsPart", "RankRuntime", "build_rank", "loss_rows_part"]
@@ -184,8 +184,8 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     mesh.recorder.clear()
     whole = shard_layout(graph, prepared.chunking, mesh.shard)
     layouts = table_layouts(graph, prepared.chunking, whole)
-    first, last = prepared.plan.stages[mesh.stage]
-    stage_module = prepared.model.stage_module(first, last)
+    ops = prepared.plan.stages[mesh.stage].ops
+    stage_module = prepared.model.stage_module(ops)
     stage_module.to(mesh.device)
     kernel = _kernel(prepared, layouts, mesh)
     structures: dict[tuple[str, str, str], LinearOperator | Blocks | Everyone] = {}
@@ -195,7 +195,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
     loss_rows = loss_rows_part(prepared, stage_module, layouts, structures, mesh.device)
-    shared = shared_of(prepared)
+    shared = prepared.shared_tables
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = (training if is_training else evaluation)[aggregation.pushed_type]
@@ -205,7 +205,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         is_shared = is_training and aggregation.name in shared
         return open_history(spec, aggregation.width, structure, is_shared)
 
-    reads_features = any(op.reads_features for op in prepared.model_graph.ops[first:last])
+    reads_features = any(op.reads_features for op in prepared.model_graph.select(ops))
     precomputed = _precomputed(prepared, stage_module, structures, mesh.device)
     stage_module.begin_aggregated(precomputed.keys())
     rows = ChunkRows(prepared, reads_features and stage_module.needs_features, mesh.device)
@@ -256,7 +256,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         weight_decay=config.weight_decay,
         fused=mesh.device.type == "cuda",
     )
-    steps = gradient_steps(prepared.model_graph, first, last)
+    steps = gradient_steps(prepared.model_graph, ops)
     trained = [
         (p, steps.get(name, 0)) for name, p in stage_module.named_parameters() if p.requires_grad
     ]
@@ -319,7 +319,7 @@ def _history_specs(
     prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh
 ) -> dict[str, HistorySpec]:
     """What the tables of each type have in common, for training."""
-    staleness = prepared.config.staleness_settings
+    staleness = prepared.staleness
     is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
     if not prepared.program.is_exact:
         is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
@@ -344,7 +344,7 @@ def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) 
     if name == "auto":
         return default_kernel(mesh.device)
     if name == "measured":
-        whole = prepared.model.stage_module(0, prepared.plan.num_ops)
+        whole = prepared.model.stage_module(range(prepared.plan.num_ops))
         linear = [a for a in whole.aggregations if a.is_linear]
         name = "embedding-bag"
         if linear and mesh.rank == 0:

@@ -14,7 +14,7 @@ from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
-from gnnpipe.setup.prepare import Prepared, shared_of
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = ["chunk_sizes"]
 
@@ -62,7 +62,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
         loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
         loss_row_source_edges=_pulled(prepared, loss_rows),
-        shared=shared_of(prepared),
+        shared=prepared.shared_tables,
         stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
 

@@ -22,7 +22,7 @@ from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.tasks.loss import has_both, validation_labels
 
 __all__ = [
@@ -38,15 +38,11 @@ __all__ = [
 ]
 
 
-def check_parts(
-    config: TrainConfig, graph: Graph | None, model: nn.Module | None, plan: Plan | None = None
-) -> None:
-    """What can be told without reading anything."""
+def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
+    """``InputError`` for what is wrong with the parts, as far as no file has to be read."""
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan: is a {type(plan).__name__}; try Plan.from_json(text)")
     PARTITIONERS[config.partitioner]
     check_cache_dir(config.cache_dir)
     if model is None:
@@ -121,7 +117,7 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
 
 
 def choose_model(
-    model: nn.Module | None, config: TrainConfig, graph: Graph, mesh: Mesh, dtype: torch.dtype
+    model: nn.Module | None, config: TrainConfig, graph: Graph, world: World, dtype: torch.dtype
 ) -> Model:
     """The model of the config, or the one given; with the same weights on every rank."""
     if graph.types is not None and (model is None or isinstance(model, GNN)):
@@ -132,7 +128,7 @@ def choose_model(
     if model is None:
         spec = _spec(config, graph)
         check_weights(config, spec)
-        if mesh.rank == 0:
+        if world.rank == 0:
             _warn_of_unread(config)
         built = GNN.build(config.model, spec, config.seed, dtype)
         return _scored(built, config.layers, config.hidden, graph)
@@ -143,7 +139,7 @@ def choose_model(
         return _scored(model, config.layers, width, graph)
     error: InputError | None = None
     chosen: Model | None = None
-    _warn_of_other_type(model, dtype, mesh)
+    _warn_of_other_type(model, dtype, world)
     # Before it is recorded: this makes new buffers, which the recording must share.
     model.to(dtype).train()
     try:
@@ -158,20 +154,20 @@ def choose_model(
         chosen = _scored(found, len(found.recording.ops), width, graph)
     except InputError as fault:
         error = fault
-    mesh.agree(error)
+    world.agree(error)
     assert chosen is not None
-    if len(set(mesh.gather(digest))) > 1:
+    if len(set(world.gather(digest))) > 1:
         raise InputError("model: its forward is another on every rank; build it in the same way")
-    if mesh.world_size > 1:
-        model.load_state_dict(mesh.share(model.state_dict()))
+    if world.world_size > 1:
+        model.load_state_dict(world.share(model.state_dict()))
     return chosen
 
 
-def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, mesh: Mesh) -> None:
+def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> None:
     """Weights that somebody chose a type for, and ``--dtype`` is another."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     other = kinds - {dtype, torch.get_default_dtype()}
-    if other and mesh.rank == 0:
+    if other and world.rank == 0:
         found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in other))
         warnings.warn(
             f"model: has weights in {found}, trained in --dtype {str(dtype).removeprefix('torch.')}"
@@ -186,12 +182,12 @@ def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
     return model if graph.pairs is None else PairModel(model, num_ops, width)
 
 
-def without_unread(graph: Graph, model: Model, mesh: Mesh) -> Graph:
+def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     """The graph without what its edges carry and the model does not read, which is told once."""
     relations = {"edge_type"} if graph.types is not None else set()
     unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
     found = graph.reduced_to(model.edge_inputs)
-    if unread and mesh.rank == 0:
+    if unread and world.rank == 0:
         how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
         merged = graph.num_edges - found.num_edges
         counted = f", and {merged} parallel edges count once with the first" if merged else ""
@@ -217,18 +213,20 @@ def _rounds(model: Model, graph: Graph) -> bool:
     return model.rounds([t for t in types if not sp.issparse(graph.features(t))])
 
 
-def warn_of_vain_rounding(config: TrainConfig, model: Model, graph: Graph, mesh: Mesh) -> None:
+def warn_of_vain_rounding(
+    config: TrainConfig, plan: Plan, model: Model, graph: Graph, world: World
+) -> None:
     """Where nothing is rounded, or a chunk's products are no faster for it, tried on rank 0."""
-    if config.matmul_dtype != "bf16" or mesh.rank:
+    if config.matmul_dtype != "bf16" or world.rank:
         return
-    rows = max(1, graph.num_vertices // (config.chunks * config.shards))
+    rows = max(1, graph.num_vertices // (plan.chunks * plan.shards))
     found = ""
     if not _rounds(model, graph):
         found = (
             f"{model.name} has no linear map of rows that it rounds here (maps of sparse features, "
             "inside of convolutions that run as they are, and the last keep --dtype); leave it out"
         )
-    elif not is_worth_rounding(mesh.device, rows, config.hidden):
+    elif not is_worth_rounding(world.device, rows, config.hidden):
         found = (
             f"no faster here than float32, for {rows} rows of {config.hidden}; leave it out, or "
             "see the guide"

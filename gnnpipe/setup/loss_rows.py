@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def find_loss_rows(
     model: ModelGraph,
     graph: Graph,
     mask: BoolArray,
-    last_stage: tuple[int, int],
+    last_stage: Sequence[int],
     precomputed: Collection[str] = (),
 ) -> LossRows:
     """Returns the loss rows of the whole graph; all rows for several vertex types and for links.

@@ -17,7 +17,7 @@ from gnnpipe.perf.memory import human_bytes
 from gnnpipe.runtime.comm.launch import launched_local_rank
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.memory_estimate import least_memory_bytes
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 
 __all__ = ["check_memory"]
 

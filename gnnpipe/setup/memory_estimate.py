@@ -19,7 +19,7 @@ from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_me
 from gnnpipe.perf.memory import partition_bytes
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
-from gnnpipe.setup.prepare import Prepared
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
 __all__ = [
@@ -90,6 +90,7 @@ def partition_memory_bytes(prepared: Prepared) -> int:
 
 def memory_settings(
     config: TrainConfig,
+    chunks: int,
     *,
     has_sparse_features: bool,
     is_symmetric: bool,
@@ -100,7 +101,7 @@ def memory_settings(
     return MemorySettings(
         sparse_features=has_sparse_features,
         symmetric=is_symmetric,
-        snapshot=config.staleness_settings.snapshot_every > 1,
+        snapshot=config.staleness_settings_for(chunks).snapshot_every > 1,
         recompute=config.recompute,
         is_exact=is_exact,
         number_bytes=number_dtype(config).itemsize,
@@ -114,6 +115,7 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
     features = [graph.x] if graph.types is None else list(graph.types.features.values())
     return memory_settings(
         config,
+        prepared.plan.chunks,
         has_sparse_features=any(isinstance(x, sp.csr_array) for x in features),
         is_symmetric=_symmetric(prepared),
         is_exact=prepared.program.is_exact,
@@ -181,7 +183,7 @@ def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
 
 def _symmetric(prepared: Prepared) -> bool:
     """Whether A equals its transpose everywhere, so that one copy serves both."""
-    whole = prepared.model.stage_module(0, prepared.plan.num_ops)
+    whole = prepared.model.stage_module(range(prepared.plan.num_ops))
     kinds = {a.structure for a in whole.aggregations} - {PAIRS}
     return kinds <= {"gcn", "gcn-improved", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (
         prepared.graph.is_symmetric

@@ -1,46 +1,35 @@
-"""From a config to every decision: graph, chunks, model, plan, program, closed forms.
+"""Setting up a run, one way: inputs -> model -> plan -> partition -> programs.
 
-All of it is checked here, before anything large is allocated; ``gnnpipe info`` stops at this point,
-and ``build_rank`` goes on.
+Nothing large is allocated here but the graph and the model; ``gnnpipe info`` stops at this point,
+and ``setup.build`` goes on. No step changes the config or what an earlier step decided.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import scipy.sparse as sp
-import torch
 from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.validation import check_staleness
 from gnnpipe.data.load import load_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
+from gnnpipe.graph.quality import chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
-from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
-from gnnpipe.perf import CommVolume, closed_form_volume, probe_rows_bytes
-from gnnpipe.plan import (
-    LossRows,
-    ModelGraph,
-    Plan,
-    gradient_buckets,
-    precomputed_aggregations,
-    shared_tables,
-)
-from gnnpipe.planner import plan_uniform
-from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
+from gnnpipe.perf import closed_form_volume, probe_rows_bytes
+from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
+from gnnpipe.planner import GraphCounts, Planner, PlanRequest, Shape, planner_named
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.schedule import EXACT_SCHEDULE, training_program, with_forecast
 from gnnpipe.setup.inputs import (
     check_parts,
     check_validation,
@@ -49,157 +38,104 @@ from gnnpipe.setup.inputs import (
     row_dtype,
     without_unread,
 )
-from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
+from gnnpipe.setup.loss_rows import find_loss_rows
 from gnnpipe.setup.model_graph import describe
+from gnnpipe.setup.prepared import Inputs, Prepared, Programs
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
 
-__all__ = ["Prepared", "agreed_digest", "chunk_order", "prepare", "shared_of"]
+__all__ = ["join_world", "prepare", "ranks_of", "shape_of"]
 
-
-_SAMPLED = 10_000
-"""Rows of features that are looked at."""
-
-
-def agreed_digest(graph: Graph, mesh: Mesh) -> str:
-    """A short digest of the graph, of whose features a sample is looked at.
-
-    ``InputError`` if the ranks have made different graphs.
-    """
-    digest = _digest(graph)
-    if len(set(mesh.gather(digest))) > 1:
-        raise InputError(
-            "graph: is another on every rank; make it in the same way, and seed what draws "
-            "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
-        )
-    return digest
-
-
-def _digest(graph: Graph) -> str:
-    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
-    arrays += [graph.test_mask, *graph.edge_data.values()]
-    if graph.pairs is not None:
-        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
-    for name in graph.row_types if graph.types is None else graph.types.features:
-        x = graph.features(name)
-        rows = x[:: max(1, graph.num_vertices // _SAMPLED)]
-        arrays.append(rows.data if sp.issparse(rows) else rows)
-    found = 0
-    for array in arrays:
-        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
-    return f"{found:08x}"
-
-
-def shared_of(prepared: Prepared) -> frozenset[str]:
-    """Names of their ops (see ``plan.shared_tables``)."""
-    return shared_tables(
-        prepared.model_graph,
-        prepared.plan,
-        prepared.precomputed,
-        prepared.loss_rows.ops,
-        prepared.row_dtype != prepared.dtype,
-        prepared.program.is_exact,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """All that is decided before anything is allocated; the same on every rank."""
-
-    config: TrainConfig
-    graph: Graph
-    """In the order of ``chunking``."""
-    chunking: Chunking
-    quality: CutQuality
-    model: Model
-    model_graph: ModelGraph
-    plan: Plan
-    program: CheckedProgram
-    exact_program: CheckedProgram
-    """Of the epochs that are walked layer by layer."""
-    volume: CommVolume
-    """Bytes of an epoch with a forecast, if there are any."""
-    recall_bytes: int
-    """Of its pilot rows, those that pass with the weights of the last epoch."""
-    probes: npt.NDArray[np.int64]
-    """[P] rows that forecast the stale ones, ascending; none where nothing is forecast."""
-    chunk_edges: sp.coo_array | None
-    """[K, K] edges by (reading chunk, chunk read); none where nothing is stale."""
-    metric: str
-    """What is reported beside accuracy; never 'auto'."""
-    digest: str
-    """Of the graph as it was given: a run goes on with the same one only."""
-    loss_fn: LossFn | None = None
-    """The user's own; none: cross entropy, of classes or of labels."""
-
-    def program_of(self, epoch: int) -> CheckedProgram:
-        """What an epoch (from 0) runs, unless the gradients have jumped (see ``ExactEpochs``)."""
-        return self.exact_program if epoch < self.exact_epochs else self.program
-
-    def volume_of(self, is_exact: bool) -> CommVolume:
-        """Bytes of an epoch: an exact one forecasts nothing, and recalls for those that do."""
-        return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
-
-    def program_text(self) -> str:
-        """Every program of the run, for a person."""
-        when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
-        if self.config.staleness_settings.exact_above and not self.program.is_exact:
-            when.append("those behind a jump of the gradients")
-        exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
-        return exact + self.program.text()
-
-    @property
-    def exact_epochs(self) -> int:
-        """Epochs at the start without stale reads, where others have them."""
-        return 0 if self.program.is_exact else self.config.staleness_settings.exact_epochs
-
-    @property
-    def precomputed(self) -> frozenset[str]:
-        """Aggregations that are made once for all epochs."""
-        return precomputed_aggregations(
-            self.model_graph, self.plan, self.row_dtype != self.dtype, self.program.is_exact
-        )
-
-    @cached_property
-    def loss_rows(self) -> LossRows:
-        """What the loss asks for of the whole graph."""
-        return find_loss_rows(
-            self.model_graph, self.graph, self.loss_row_mask, self.plan.stages[-1], self.precomputed
-        )
-
-    @cached_property
-    def loss_row_mask(self) -> npt.NDArray[np.bool_]:
-        """[N], the rows that are."""
-        return loss_row_mask(self.graph, self.chunking)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number type of weights and rows."""
-        return number_dtype(self.config)
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """Number type of rows on the wire and in the tables."""
-        return row_dtype(self.config)
+_SAMPLED_ROWS = 10_000
+"""Feature rows that the digest of a graph reads."""
 
 
 def prepare(
     config: TrainConfig,
-    mesh: Mesh,
+    world: World,
     graph: Graph | None = None,
     model: nn.Module | None = None,
-    plan: Plan | None = None,
+    planner: Planner | None = None,
     loss_fn: LossFn | None = None,
+    refill_epochs: int = 0,
 ) -> Prepared:
-    """Read, cut, plan and prove. ``InputError`` on every rank if any rank has one.
+    """Decide everything about a run; ``InputError`` on every rank if any rank has one.
 
-    Rank 0 alone cuts the graph and tells the others.
+    ``planner``: in the place of the one that ``config.plan`` names. ``refill_epochs``: exact epochs
+    at the start, whatever the config says, to fill tables that a checkpoint did not store.
     """
-    check_parts(config, graph, model, plan)
+    check_parts(config, graph, model)
+    planner = planner or planner_named(config.plan)
+    inputs = _read_inputs(config, world, graph, model, loss_fn)
+    model_graph = describe(inputs.model, inputs.graph)
+    counts = _graph_counts(model_graph, inputs.graph)
+    plan = planner.plan(PlanRequest(model_graph, counts, shape_of(config)))
+    check_staleness(config, plan.chunks)
+    chunking = _partition(config, plan, inputs.graph, world)
+    quality = cut_quality(inputs.graph, chunking)
+    inputs = replace(inputs, graph=renumber(inputs.graph, chunking))
+    programs = _make_programs(config, model_graph, plan, inputs.graph, chunking)
+    is_exact = programs.usual.is_exact
+    if not is_exact and world.rank == 0 and any(op.is_mean for op in model_graph.ops):
+        _warn_of_norms(inputs.model.name)
+    graph = inputs.graph
+    probes = {name: int(rows[programs.probes].sum()) for name, rows in graph.row_types.items()}
+    row_bytes = row_dtype(config).itemsize
+    volume = closed_form_volume(
+        plan,
+        model_graph,
+        num_vertices=graph.vertex_counts,
+        crossings=quality.crossings_by_type,
+        number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_bytes,
+        probes=probes,
+    )
+    return Prepared(
+        config,
+        inputs,
+        model_graph,
+        plan,
+        chunking,
+        quality,
+        programs,
+        volume,
+        recall_bytes=probe_rows_bytes(plan, probes, row_bytes),
+        chunk_edges=None if is_exact else chunk_edges(graph, chunking),
+        refill_epochs=refill_epochs,
+    )
+
+
+def shape_of(config: TrainConfig) -> Shape:
+    """The shape that the flags ask for."""
+    is_exact = config.staleness_settings_for(config.chunks).is_exact
+    return Shape(config.stages, config.shards, config.chunks, is_exact)
+
+
+def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
+    """Ranks that the plan will need, known before anything is read."""
+    return (planner or planner_named(config.plan)).num_ranks(shape_of(config))
+
+
+def join_world(config: TrainConfig, planner: Planner | None = None) -> World:
+    """Meet the other ranks; ``InputError`` if there are more or fewer than the plan needs."""
+    shape = f"--stages {config.stages} --shards {config.shards}"
+    if planner is not None or config.plan != "uniform":
+        shape = "plan"
+    return World.meet(ranks_of(config, planner), config.device, config.timeout_s, shape)
+
+
+def _read_inputs(
+    config: TrainConfig,
+    world: World,
+    graph: Graph | None,
+    model: nn.Module | None,
+    loss_fn: LossFn | None,
+) -> Inputs:
+    """Load the graph, make or record the model, and see that they fit each other."""
     error: InputError | None = None
-    device = "cuda" if config.device == "cuda" else mesh.device.type  # or as `info` is asked for
+    device = "cuda" if config.device == "cuda" else world.device.type  # or as `info` is asked for
     try:
-        if config.kernel not in ("auto", "measured") and device == mesh.device.type:
-            kernel_named(config.kernel, row_dtype(config), mesh.device)  # that it works here
+        if config.kernel not in ("auto", "measured") and device == world.device.type:
+            kernel_named(config.kernel, row_dtype(config), world.device)  # that it works here
         if graph is None:
             graph = load_graph(
                 config.dataset,
@@ -211,157 +147,57 @@ def prepare(
             )
     except InputError as fault:
         error = fault
-    mesh.agree(error)
+    world.agree(error)
     assert graph is not None
-    digest = agreed_digest(graph, mesh)
+    digest = _agreed_digest(graph, world)
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
     dtype = number_dtype(config)
     if loss_fn is not None:
         check_loss(loss_fn, graph, dtype)
-    # Before the cut, which may take long: a model that cannot be used is told of at once.
-    chosen = choose_model(model, config, graph, mesh, dtype)
-    graph = without_unread(graph, chosen, mesh)
-    chunking = _cut(config, graph, mesh)
-    quality = cut_quality(graph, chunking)
-    graph = renumber(graph, chunking)
-    described = describe(chosen, graph)
-    if plan is None:
-        plan = plan_uniform(
-            described,
-            stages=config.stages,
-            shards=config.shards,
-            chunks=config.chunks,
-            exact=config.staleness_settings.is_exact,
-            num_vertices=graph.vertex_counts,
-            num_edges=_num_edges(graph),
-            loss_rows=find_loss_rows(described, graph, graph.train_mask, (0, described.num_ops)),
-            feature_entries={t: _entries(graph, t) for t in graph.vertex_counts},
+    # Before the partition, which may take long: a model that cannot be used is refused at once.
+    chosen = choose_model(model, config, graph, world, dtype)
+    return Inputs(without_unread(graph, chosen, world), chosen, metric, digest, loss_fn)
+
+
+def _agreed_digest(graph: Graph, world: World) -> str:
+    """A short digest of the graph; ``InputError`` if the ranks have different graphs."""
+    digest = _digest(graph)
+    if len(set(world.gather(digest))) > 1:
+        raise InputError(
+            "graph: is another on every rank; make it in the same way, and seed what draws "
+            "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
         )
-    else:
-        _check_plan(plan, config, described)
-    probes = np.empty(0, dtype=np.int64)
-    staleness = config.staleness_settings
-    buckets = gradient_buckets(described, plan, dtype.itemsize)
-    program = training_program(plan, buckets)
-    exact_program = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
-    if staleness.probes_per_column and not program.is_exact:
-        counts = _probes_wanted(described, list(graph.row_types), staleness.probes_per_column)
-        probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
-    if len(probes):
-        program, exact_program = with_forecast(plan, program), with_forecast(plan, exact_program)
-    if not program.is_exact and any(op.is_mean for op in described.ops) and mesh.rank == 0:
-        warnings.warn(
-            f"model: {chosen.name} normalises over all vertices: chunks that come later in the "
-            "walk count with their rows of the last epoch, forecast by --staleness auto; exact "
-            "with --chunks 1 or --staleness exact",
-            UserWarning,
-            stacklevel=2,
-        )
-    edges = None if program.is_exact else chunk_edges(graph, chunking)
-    counts = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
-    volume = closed_form_volume(
-        plan,
-        described,
-        num_vertices=graph.vertex_counts,
-        crossings=quality.crossings_by_type,
-        number_bytes=dtype.itemsize,
-        row_bytes=row_dtype(config).itemsize,
-        probes=counts,
+    return digest
+
+
+def _digest(graph: Graph) -> str:
+    """A checksum of structure, labels and masks, and of a sample of the features."""
+    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
+    arrays += [graph.test_mask, *graph.edge_data.values()]
+    if graph.pairs is not None:
+        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
+    for name in graph.row_types if graph.types is None else graph.types.features:
+        x = graph.features(name)
+        rows = x[:: max(1, graph.num_vertices // _SAMPLED_ROWS)]
+        arrays.append(rows.data if sp.issparse(rows) else rows)
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
+    return f"{found:08x}"
+
+
+def _graph_counts(model: ModelGraph, graph: Graph) -> GraphCounts:
+    """The sizes of the graph that a planner looks at."""
+    num_edges = {t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()}
+    if graph.pairs is not None:
+        num_edges[PAIRS] = graph.pairs.num_pairs
+    return GraphCounts(
+        graph.vertex_counts,
+        num_edges,
+        {t: _entries(graph, t) for t in graph.vertex_counts},
+        find_loss_rows(model, graph, graph.train_mask, range(model.num_ops)),
     )
-    recalled = probe_rows_bytes(plan, counts, row_dtype(config).itemsize)
-    return Prepared(
-        config,
-        graph,
-        chunking,
-        quality,
-        chosen,
-        described,
-        plan,
-        program,
-        exact_program,
-        volume,
-        recalled,
-        probes,
-        edges,
-        metric,
-        digest,
-        loss_fn,
-    )
-
-
-def _probes_wanted(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
-    """By type: ``each`` of every number in a column of the widest map that is fitted to them."""
-    widths = dict.fromkeys(types, 0)
-    forecast = [op for op in model.aggregations if op.is_forecast]
-    for op in forecast:
-        if not op.is_mean:
-            pushing = op.vertex_type if op.over_pairs else op.pushed_type
-            widths[pushing] = max(widths[pushing], op.push_width)
-    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
-
-
-def _num_edges(graph: Graph) -> dict[str, int]:
-    """Edges into the vertices of each type, and pairs."""
-    found = {t: int(graph.degrees[of].sum()) for t, of in graph.row_types.items()}
-    return found if graph.pairs is None else found | {PAIRS: graph.pairs.num_pairs}
-
-
-def _cut(config: TrainConfig, graph: Graph, mesh: Mesh) -> Chunking:
-    chunking, error = None, None
-    try:
-        if mesh.rank == 0:
-            chunking = make_chunking(
-                graph,
-                chunks=config.chunks,
-                shards=config.shards,
-                seed=config.seed,
-                partitioner=config.partitioner,
-                order=config.order,
-                cache_dir=config.cache_dir,
-            )
-    except InputError as fault:
-        error = fault
-    failed = mesh.share(str(error) if error else None)
-    if failed:
-        raise InputError(failed)
-    shared: Chunking = mesh.share(chunking)
-    return shared
-
-
-def _check_plan(plan: Plan, config: TrainConfig, model: ModelGraph) -> None:
-    if plan.num_ops != model.num_ops:
-        raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
-    for name, value in (
-        ("stages", plan.num_stages),
-        ("shards", plan.shards),
-        ("chunks", plan.chunks),
-    ):
-        if value != getattr(config, name):
-            raise InputError(
-                f"plan: has {value} {name}, but --{name} is {getattr(config, name)}; "
-                f"try --{name} {value}"
-            )
-    wrong = [first for first, _ in plan.stages[1:] if first not in model.cuts]
-    if wrong:
-        raise InputError(
-            f"plan: a stage begins with {model.unit} {wrong[0]}, which must stay with the one "
-            f"before it; stages may begin with {', '.join(map(str, model.cuts))}"
-        )
-    transfers = model.transfers(plan.stages)
-    if plan.transfers != transfers:
-        raise InputError(
-            f"plan: its transfers do not carry what the stages read; expected {transfers}"
-        )
-    steps = tuple(model.num_steps(*run) for run in plan.stages)
-    if plan.steps != steps:
-        raise InputError(f"plan: its steps are {plan.steps}; its stages have {steps}")
-    if plan.chunks > 1 and (plan.schedule == "layer-sync") != config.staleness_settings.is_exact:
-        want = "exact" if plan.schedule == "layer-sync" else "auto"
-        raise InputError(
-            f"plan: its schedule {plan.schedule!r} does not go with --staleness "
-            f"{config.staleness}; try --staleness {want}"
-        )
 
 
 def _entries(graph: Graph, vertex_type: str) -> int:
@@ -372,11 +208,63 @@ def _entries(graph: Graph, vertex_type: str) -> int:
     return int(x.nnz) if isinstance(x, sp.csr_array) else int(x.size)
 
 
-def chunk_order(config: TrainConfig, epoch: int) -> Sequence[int]:
-    """The walk of an epoch: ``order[position]`` is a chunk; the same on every stage."""
-    if not config.staleness_settings.shuffle_chunks:
-        return range(config.chunks)
-    order: list[int] = (
-        np.random.default_rng([config.seed, epoch]).permutation(config.chunks).tolist()
+def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> Chunking:
+    """Cut the graph into the plan's chunks and shards; rank 0 does so and shares the result."""
+    chunking, error = None, None
+    try:
+        if world.rank == 0:
+            chunking = make_chunking(
+                graph,
+                chunks=plan.chunks,
+                shards=plan.shards,
+                shares=None if len(set(plan.shares)) == 1 else plan.shares,
+                seed=config.seed,
+                partitioner=config.partitioner,
+                order=config.order,
+                cache_dir=config.cache_dir,
+            )
+    except InputError as fault:
+        error = fault
+    failed = world.share(str(error) if error else None)
+    if failed:
+        raise InputError(failed)
+    shared: Chunking = world.share(chunking)
+    return shared
+
+
+def _make_programs(
+    config: TrainConfig, model: ModelGraph, plan: Plan, graph: Graph, chunking: Chunking
+) -> Programs:
+    """Lower the plan's schedule to programs, and prove them."""
+    buckets = gradient_buckets(model, plan, number_dtype(config).itemsize)
+    usual = training_program(plan, buckets)
+    exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
+    probes = np.empty(0, dtype=np.int64)
+    each = config.staleness_settings_for(plan.chunks).probes_per_column
+    if each and not usual.is_exact:
+        counts = _probes_wanted(model, list(graph.row_types), each)
+        probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
+    if len(probes):
+        usual, exact = with_forecast(plan, usual), with_forecast(plan, exact)
+    return Programs(usual, exact, probes)
+
+
+def _probes_wanted(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
+    """Probe vertices of each type: ``each`` per column of the widest map fitted to the type."""
+    widths = dict.fromkeys(types, 0)
+    forecast = [op for op in model.aggregations if op.is_forecast]
+    for op in forecast:
+        if not op.is_mean:
+            pushing = op.vertex_type if op.over_pairs else op.pushed_type
+            widths[pushing] = max(widths[pushing], op.push_width)
+    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
+
+
+def _warn_of_norms(name: str) -> None:
+    warnings.warn(
+        f"model: {name} normalises over all vertices: chunks that come later in the "
+        "walk count with their rows of the last epoch, forecast by --staleness auto; exact "
+        "with --chunks 1 or --staleness exact",
+        UserWarning,
+        stacklevel=4,
     )
-    return order

@@ -38,7 +38,7 @@ from gnnpipe.run.resume import (
 from gnnpipe.run.signals import Stopping
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
 from gnnpipe.train.evaluate import evaluate, train_epoch
@@ -155,7 +155,7 @@ class Loop:
         """Train one, evaluate where it is due, note it; whether patience has run out."""
         config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
-        order = chunk_order(self.prepared.config, epoch)
+        order = self.prepared.chunk_order(epoch)
         program = self._exact_epochs.begin(epoch, executor.grad_clip)
         loss = train_epoch(self.rank_runtime, mesh, program, order, epoch)
         self._exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)

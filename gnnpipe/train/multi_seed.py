@@ -20,7 +20,8 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
-from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import join_world
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.train.trainer import Trainer
 
@@ -93,7 +94,7 @@ def fit_seeds(
     config: TrainConfig,
     count: int,
     graph: Graph | None = None,
-    mesh: Mesh | None = None,
+    world: World | None = None,
     make_model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFn | None = None,
 ) -> SeedsResult:
@@ -113,7 +114,7 @@ def fit_seeds(
         raise InputError(f"--seeds {count}: must be at least 1")
     if config.seed + count > 2**32:
         raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
-    met = mesh or Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
+    met = world or join_world(config)
     folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
     made: list[nn.Parameter] = []
@@ -134,7 +135,7 @@ def fit_seeds(
                 )
             made += model.parameters()
         run = replace(config, seed=seed, out=out)
-        results.append(Trainer(run, graph=graph, model=model, mesh=met, loss_fn=loss_fn).fit())
+        results.append(Trainer(run, graph=graph, model=model, world=met, loss_fn=loss_fn).fit())
         gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:
@@ -142,7 +143,7 @@ def fit_seeds(
             found.path.mkdir(parents=True, exist_ok=True)
             text = json.dumps(plain(found.to_dict()), indent=1, allow_nan=False)
             (found.path / "summary.json").write_text(text + "\n", encoding="utf-8")
-    if mesh is None:
+    if world is None:
         met.leave()
     return found
 

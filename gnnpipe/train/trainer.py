@@ -23,6 +23,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
+from gnnpipe.planner import GivenPlan
 from gnnpipe.profile.links import receive_bandwidth
 from gnnpipe.profile.predict import Predictor, check_profile_file
 from gnnpipe.run.folder import RunFolder, claim_folder
@@ -34,10 +35,12 @@ from gnnpipe.run.signals import Stopping
 from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
 from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
-from gnnpipe.setup.prepare import Prepared, prepare
+from gnnpipe.setup.prepare import join_world, prepare
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.train.evaluate import Scores, evaluate, results_by_chunk
 from gnnpipe.train.loop import Loop
@@ -60,7 +63,7 @@ class Trainer:
         graph: Graph | None = None,
         model: nn.Module | None = None,
         plan: Plan | None = None,
-        mesh: Mesh | None = None,
+        world: World | None = None,
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
     ) -> None:
@@ -71,7 +74,7 @@ class Trainer:
         and what else describes a model have no meaning then. ``fit`` raises ``InputError`` naming
         the line of ``forward`` that cannot be cut into chunks.
 
-        ``mesh`` if the ranks have met before, for another run of this process. ``loss_fn`` maps
+        ``world`` if the ranks have met before, for another run of this process. ``loss_fn`` maps
         logits [R, C] and labels [R] of some training vertices to the SUM of their losses; it is
         divided by the number of training labels.
 
@@ -79,12 +82,14 @@ class Trainer:
         is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind, or
         a setting cannot be right.
         """
-        check_parts(config, graph, model, plan)
+        check_parts(config, graph, model)
         self.config = config
-        self._graph, self._model, self._plan = graph, model, plan
-        self._mesh, self._loss_fn = mesh, loss_fn
+        self._graph, self._model = graph, model
+        self._planner = None if plan is None else GivenPlan(plan)
+        self._world, self._loss_fn = world, loss_fn
         self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
+        self._mesh: Mesh | None = None
         self._rank_runtime: RankRuntime | None = None
         self._fitted = False
         self._stopping = Stopping(config.time_limit_s)
@@ -99,22 +104,28 @@ class Trainer:
         """Which layers, shards and chunks go where."""
         return self._setup()[1].plan
 
-    def _join(self) -> Mesh:
+    def _join(self) -> World:
         """Meet the other ranks; done once."""
-        if self._mesh is None:
-            config = self.config
-            self._mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
-        return self._mesh
+        if self._world is None:
+            self._world = join_world(self.config, self._planner)
+        return self._world
 
     def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:
-        """Read, cut and plan; done once."""
-        mesh = self._join()
+        """Read, plan and partition; done once."""
+        world = self._join()
         if self._prepared is None:
-            config = self.config if start is None else start.refilling(self.config)
             self._prepared = prepare(
-                config, mesh, self._graph, self._model, self._plan, self._loss_fn
+                self.config,
+                world,
+                self._graph,
+                self._model,
+                self._planner,
+                self._loss_fn,
+                refill_epochs=0 if start is None else start.refill_epochs,
             )
-        return mesh, self._prepared
+            self._mesh = Mesh.of(world, self._prepared.plan.placement)
+        assert self._mesh is not None
+        return self._mesh, self._prepared
 
     def fit(self) -> RunResult:
         """Train for ``epochs`` epochs and write the run's folder (``out="off"`` writes none).
@@ -126,17 +137,17 @@ class Trainer:
         config = self.config
         check_can_fit(self._fitted, self._model)
         self._fitted = True
-        mesh = self._join()
+        world = self._join()
         # The folder first: a run that cannot be written must not read and cut for an hour.
-        again = restarted(config, mesh)
+        again = restarted(config, world)
         if again is not None:
             self._stopping.began(seconds_so_far(again))
         resumed = [run for run in (again, self._resume) if run is not None]
-        folder, path = claim_folder(config, mesh, resumed[0] if resumed else None)
-        log = RankLog(path, mesh.rank)
+        folder, path = claim_folder(config, world, resumed[0] if resumed else None)
+        log = RankLog(path, world.rank)
         try:
-            with mesh.on_own_cores() as cores:
-                return self._fit(mesh, folder, path, resumed, log, cores)
+            with world.on_own_cores() as cores:
+                return self._fit(world, folder, path, resumed, log, cores)
         except InputError:
             raise  # nothing has been touched, and so it shall be
         except StoppedError as error:
@@ -144,9 +155,9 @@ class Trainer:
             raise
         except BaseException as error:
             log.failed(error)
-            if is_lost_peer(error) and mesh.world_size > 1:
+            if is_lost_peer(error) and world.world_size > 1:
                 self._stopping.hear_out()
-                raise lost_rank(error, mesh.rank, path) from error
+                raise lost_rank(error, world.rank, path) from error
             raise
         finally:
             if folder is not None:
@@ -154,7 +165,7 @@ class Trainer:
 
     def _fit(
         self,
-        mesh: Mesh,
+        world: World,
         folder: RunFolder | None,
         path: Path | None,
         resumed: Sequence[Path],
@@ -166,10 +177,10 @@ class Trainer:
         for run in resumed:
             # A run that was gone on with in a new folder, and has none there yet, starts as before.
             if start is None:
-                start, told = find_start(run, config, mesh, run == self._resume)
-        check_profile_file(config, mesh)
-        prepared = self._setup(start)[1]
-        warn_of_vain_rounding(prepared.config, prepared.model, prepared.graph, mesh)
+                start, told = find_start(run, config, world, run == self._resume)
+        check_profile_file(config, world)
+        mesh, prepared = self._setup(start)
+        warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = Progress(
             config.epochs, prepared.metric, is_visible=mesh.rank == 0 and not config.quiet
         )
@@ -282,8 +293,9 @@ class Trainer:
 
     def close(self) -> None:
         """Part from the other ranks; nothing can be trained or evaluated afterwards."""
-        if self._mesh is not None:
-            self._mesh.leave()
+        met = self._mesh or self._world
+        if met is not None:
+            met.leave()
 
     def _ready(self) -> tuple[Mesh, Prepared, RankRuntime]:
         """Everything allocated; done once."""
@@ -297,7 +309,7 @@ class Trainer:
         """The weights of all stages, loaded into the model on every rank."""
         model = prepared.model
         if mesh.world_size > 1:
-            stage_module = model.stage_module(*prepared.plan.stages[mesh.stage])
+            stage_module = model.stage_module(prepared.plan.stages[mesh.stage].ops)
             mine = {name: tensor.detach().cpu() for name, tensor in stage_module.named_state()}
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)

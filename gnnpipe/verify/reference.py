@@ -26,7 +26,7 @@ from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.runtime.staleness.affine_map import RIDGE
 from gnnpipe.schedule import EXACT_SCHEDULE, SCHEDULES
 from gnnpipe.setup.build import ChunkRows
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import labels_of
 
 __all__ = ["Reference", "ReferenceEpoch"]
@@ -46,9 +46,9 @@ class Reference:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
         self.model = copy.deepcopy(prepared.model)
-        self.stage_module = self.model.stage_module(0, prepared.plan.num_ops)
+        self.stage_module = self.model.stage_module(range(prepared.plan.num_ops))
         graph, config, dtype = prepared.graph, prepared.config, prepared.dtype
-        self.staleness_settings = config.staleness_settings
+        self.staleness = prepared.staleness
         self.chosen = graph.table_rows
         chunk = prepared.chunking.chunk_of_row()
         counts = {
@@ -116,11 +116,11 @@ class Reference:
 
         ``is_exact``: nothing stale; by default those at the start. ``longest``: of gradients.
         """
-        every = self.staleness_settings.snapshot_every
+        every = self.staleness.snapshot_every
         if every > 1:
             self.tables = {name: s.clone() for name, s in self.snapshots.items()}
         is_first = epoch < self.prepared.exact_epochs
-        exact = self.staleness_settings.is_exact or (is_first if is_exact is None else is_exact)
+        exact = self.staleness.is_exact or (is_first if is_exact is None else is_exact)
         if not exact and len(self.prepared.probes):
             self._forecast()
         logits = self._forward(epoch, exact)
@@ -225,8 +225,8 @@ class Reference:
 
     def _forward(self, epoch: int, exact: bool) -> dict[int, Tensor]:
         """Logits [C, classes] by chunk."""
-        order = chunk_order(self.prepared.config, epoch)
-        scale = 1.0 if exact else self.staleness_settings.scale_live_gradients
+        order = self.prepared.chunk_order(epoch)
+        scale = 1.0 if exact else self.staleness.scale_live_gradients
         live: dict[str, dict[int, Tensor]] = {name: {} for name in self.tables}
         values: dict[int, Values] = {c: {} for c in order}
         rows = {c: replace(self.rows[c], epoch=epoch, training=True) for c in order}

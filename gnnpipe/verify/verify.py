@@ -27,7 +27,7 @@ from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime, build_rank
-from gnnpipe.setup.prepare import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verify.reference import Reference
 
@@ -126,7 +126,7 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
     exact_epochs, grad_clip = ExactEpochs(prepared), rank_runtime.executor.grad_clip
     found = []
     for epoch in range(epochs):
-        order = chunk_order(prepared.config, epoch)
+        order = prepared.chunk_order(epoch)
         program = exact_epochs.begin(epoch, grad_clip)
         loss = train_epoch(rank_runtime, mesh, program, order, epoch)
         exact_epochs.end(program, grad_clip.norm, rank_runtime.executor.has_stepped)
@@ -155,14 +155,15 @@ def _has_float64(prepared: Prepared) -> bool:
 def _in_float64(prepared: Prepared) -> Prepared:
     model = copy.deepcopy(prepared.model)
     model.module.double()
-    return replace(prepared, config=replace(prepared.config, dtype="float64"), model=model)
+    config = replace(prepared.config, dtype="float64")
+    return replace(prepared, config=config, inputs=replace(prepared.inputs, model=model))
 
 
 class _Kept:
     """This rank's weights and gradients of an epoch by name, as they are just before its step."""
 
     def __init__(self, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh) -> None:
-        stage_module = prepared.model.stage_module(*prepared.plan.stages[mesh.stage])
+        stage_module = prepared.model.stage_module(prepared.plan.stages[mesh.stage].ops)
         self._parameters = dict(stage_module.named_parameters())
         self._weights: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}

@@ -74,7 +74,7 @@ def run_case(model: str, shape: tuple[int, int, int], staleness: str, mesh: Any 
         with warnings.catch_warnings():
             # A BatchNorm over chunks warns; its numbers are what is kept here.
             warnings.simplefilter("ignore", UserWarning)
-            result = Trainer(config, graph=graph, model=module, mesh=mesh).fit()
+            result = Trainer(config, graph=graph, model=module, world=mesh).fit()
         program = ""
         if mesh is None or mesh.rank == 0:
             program = (Path(folder) / "run" / "program.txt").read_text()

@@ -110,7 +110,7 @@ def timeline_of(shape, slow):
     Stage.forward = napping
     config = quick_config(stages=stages, shards=shards, chunks=chunks, layers=4, eval_every=0)
     try:
-        trainer = Trainer(config, graph=small_graph(), mesh=mesh)
+        trainer = Trainer(config, graph=small_graph(), world=mesh)
         result = trainer.fit()
     finally:
         Stage.forward = forward

@@ -290,7 +290,7 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
     assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(plan), costs, order)))
     what = timeline.tasks.what
     # What a rank does in an all-reduce, once all are there, counts as its own work.
-    met_s = 2 * costs.sync_s() if plan.world_size > 1 else 0.0
+    met_s = 2 * costs.sync_s() if plan.num_ranks > 1 else 0.0
     for rank, share in enumerate(shares_of(timeline, plan.shards)):
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
         assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
@@ -372,7 +372,7 @@ def notes_of(shape, bucket_bytes):
     config = quick_config(
         stages=stages, shards=shards, chunks=chunks, layers=4, staleness="none", eval_every=0
     )
-    trainer = Trainer(config, graph=small_graph(), mesh=mesh)
+    trainer = Trainer(config, graph=small_graph(), world=mesh)
     trainer.fit()
     found = mesh.recorder.epochs[-1]
     program = trainer._setup()[1].program

@@ -52,7 +52,7 @@ def both_ways(shapes, module=None, **changes):
                 quick_config(**settings | {"predict": predict} | changes),
                 graph=small_graph(),
                 model=None if module is None else module(),
-                mesh=mesh,
+                world=mesh,
             )
             result = trainer.fit()
             state = {k: v.clone() for k, v in trainer.model.state_dict().items()}

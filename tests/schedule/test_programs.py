@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from stage_dags import chain, plans
+from stage_dags import chain, plan_of_runs, plans
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
@@ -165,9 +165,12 @@ BAD_PLANS = [
     ("{", "not a plan"),
     ("[]", "not a plan"),
     ('{"version": 9}', "another version"),
-    ('{"version": 3, "stages": [[0, 2]]}', "not a plan"),
+    ('{"version": 3, "stages": [[0, 2]]}', "another version"),
+    ('{"version": 4, "stages": [[0, 2]]}', "not a plan"),
     (chain(2, 2).to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
-    (chain(2, 2).to_json().replace('"steps": [\n  3,', '"steps": [\n  0,'), "do not fit"),
+    (chain(2, 2).to_json().replace('"num_steps": 3', '"num_steps": 0'), "0 steps"),
+    (chain(2, 2).to_json().replace("1.0", "0.5"), "shares of stage 0"),
+    (chain(2, 2).to_json().replace('"ranks": [\n    1\n', '"ranks": [\n    0\n'), "every rank"),
     (chain(2, 2).to_json().replace('"source": 0', '"source": 1'), "not between stages"),
 ]
 
@@ -183,9 +186,10 @@ def test_an_unknown_schedule_is_refused():
         training_program(chain(2, 2, "zigzag"))
 
 
-def test_stages_must_tile_the_layers():
-    with pytest.raises(InputError, match="tile"):
-        Plan(((0, 2), (3, 4)), (3, 2), 1, 1, "fill-drain", ())
+def test_every_layer_is_in_exactly_one_stage():
+    for runs in (((0, 2), (3, 4)), ((0, 2), (1, 4))):
+        with pytest.raises(InputError, match="exactly one stage"):
+            plan_of_runs(runs, (3, 2), 1, 1, "fill-drain", ())
 
 
 def test_forecast_comes_first_and_the_tables_move_after_the_send():

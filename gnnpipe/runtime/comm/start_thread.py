@@ -55,7 +55,7 @@ class StartThread:
 
     def __init__(self, has_thread: bool = True) -> None:
         self._has_thread = has_thread
-        self._loss_rows: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, begin: Begin) -> Transfer:
@@ -70,16 +70,16 @@ class StartThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="courier", daemon=True)
             self._thread.start()
-        self._loss_rows.put(transfer)
+        self._queue.put(transfer)
         return transfer
 
     def close(self) -> None:
         """End the thread, once it has started what was asked for."""
         if self._thread is not None:
-            self._loss_rows.put(None)
+            self._queue.put(None)
             self._thread.join()
             self._thread = None
 
     def _carry(self) -> None:
-        while (transfer := self._loss_rows.get()) is not None:
+        while (transfer := self._queue.get()) is not None:
             transfer.begin()

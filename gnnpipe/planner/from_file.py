@@ -1,0 +1,96 @@
+"""Reads a plan that was written before: the plan.json of a run, or one made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gnnpipe.errors import InputError
+from gnnpipe.files import read_text
+from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.planner.request import PLANNERS, Planner, PlanRequest, Shape
+from gnnpipe.schedule import SCHEDULES
+
+__all__ = ["GivenPlan", "check_plan", "planner_named"]
+
+
+@dataclass(frozen=True)
+class GivenPlan:
+    """The planner that returns a plan made elsewhere, if it fits the model."""
+
+    given: Plan
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.given, Plan):
+            raise InputError(f"plan: is a {type(self.given).__name__}; try Plan.from_json(text)")
+
+    @classmethod
+    def read(cls, path: str) -> GivenPlan:
+        """The plan of a JSON file; ``InputError`` if it cannot be read or is no plan."""
+        source = f"--plan {path!r}"
+        try:
+            text = read_text(Path(path))
+        except (OSError, ValueError) as error:
+            names = ", ".join(PLANNERS)
+            raise InputError(
+                f"{source}: cannot be read ({error}); give a plan.json, or a planner: {names}"
+            ) from None
+        return cls(Plan.from_json(text, source))
+
+    def num_ranks(self, shape: Shape) -> int:
+        """Ranks of the plan."""
+        del shape
+        return self.given.num_ranks
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """The given plan, checked against the model."""
+        check_plan(self.given, request.model)
+        may_be_stale = SCHEDULES[self.given.schedule].consistency.max_stale_epochs > 0
+        if request.shape.is_exact and may_be_stale and self.given.chunks > 1:
+            raise InputError(
+                f"plan: its schedule {self.given.schedule!r} reads stale rows, and --staleness "
+                "exact allows none; drop one of the two"
+            )
+        return self.given
+
+
+def planner_named(name: str) -> Planner:
+    """The planner that ``--plan`` names, or the one that reads the file it names."""
+    return PLANNERS[name] if name in set(PLANNERS) else GivenPlan.read(name)
+
+
+def check_plan(plan: Plan, model: ModelGraph) -> None:
+    """``InputError`` if the plan is for another model, or cannot run."""
+    if plan.num_ops != model.num_ops:
+        raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
+    if plan.schedule not in set(SCHEDULES):
+        raise InputError(f"plan: schedule {plan.schedule!r}; one of {', '.join(SCHEDULES)}")
+    if len({stage.shares for stage in plan.stages}) > 1:
+        raise InputError(
+            "plan: its stages have different numbers of ranks or different shares of rows, which "
+            "cannot run yet; give every stage the same"
+        )
+    _check_weights(plan, model)
+    transfers = model.transfers([stage.ops for stage in plan.stages])
+    if plan.transfers != transfers:
+        raise InputError(
+            f"plan: its transfers do not carry what the stages read; expected {transfers}"
+        )
+    steps = tuple(model.num_steps(stage.ops) for stage in plan.stages)
+    if plan.steps != steps:
+        raise InputError(f"plan: its steps are {plan.steps}; its stages have {steps}")
+
+
+def _check_weights(plan: Plan, model: ModelGraph) -> None:
+    """Ops that share a weight are in one stage, and so is scoring of pairs with the op before."""
+    stage_of = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
+    first_use: dict[str, int] = {}
+    for i, op in enumerate(model.ops):
+        tied = [first_use.setdefault(name, i) for name in op.weights]
+        tied += [i - 1] * op.over_pairs
+        apart = [other for other in tied if stage_of[other] != stage_of[i]]
+        if apart:
+            raise InputError(
+                f"plan: {model.unit} {i} must be in the stage of {model.unit} {apart[0]}; stages "
+                f"of consecutive {model.unit}s may begin with {', '.join(map(str, model.cuts))}"
+            )

@@ -1,0 +1,232 @@
+"""The processes of a run, before anybody knows what each of them will do.
+
+A ``World`` carries what setting up needs: agreeing on faults and sharing plain objects. A single
+process needs no process group at all. Together with ``mesh`` this is the only file that makes
+process groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from gnnpipe.errors import InputError
+from gnnpipe.runtime.comm.cpu_affinity import on_own_cores, usable_cores
+from gnnpipe.runtime.comm.launch import (
+    check_meeting,
+    keep_no_record,
+    launched_local_rank,
+    launched_world_size,
+    stay_on_loopback,
+)
+
+__all__ = ["World", "leave_at_exit", "stay_at_exit", "torchrun_line"]
+
+SETUP_TIMEOUT_S = 7200.0
+"""How long ranks wait for one another outside epochs; a rank that dies ends the wait at once."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout_s: float = 120.0
+    """How long ranks wait for one another inside epochs."""
+    control_group: dist.ProcessGroup | None = None
+    """All ranks over gloo, for plain objects; waits long, since reading a graph takes long.
+    ``None`` without other processes (a single rank, or a profile that plays one of several)."""
+    saving_group: dist.ProcessGroup | None = None
+    """All ranks over gloo, for the thread that writes checkpoints."""
+    own_group: dist.ProcessGroup | None = None
+    """The default group, if it was made here and not by the user's own script."""
+
+    @classmethod
+    def meet(
+        cls, num_ranks: int, device: str = "auto", timeout_s: float = 120.0, shape: str = "plan"
+    ) -> World:
+        """Meet the other processes; ``InputError`` if there are not ``num_ranks`` of them.
+
+        ``shape``: the setting that asks for so many, for the message.
+        """
+        found = launched_world_size()
+        if found != num_ranks:
+            raise InputError(
+                f"{shape}: need {_ranks(num_ranks)}, not {found}; make stages x shards {found}, "
+                f"or type: {torchrun_line(num_ranks)}"
+            )
+        if found == 1:
+            return cls(0, 1, _device(device, None), timeout_s)
+        own_group = None
+        has_gpus = device != "cpu" and torch.cuda.is_available()
+        if not has_gpus:
+            keep_no_record()
+        if not dist.is_initialized():
+            check_meeting()
+            stay_on_loopback()
+            backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+            _init_process_group(backend, timedelta(seconds=timeout_s))
+            own_group = dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
+        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
+        groups = control, saving, own_group
+        world = cls(dist.get_rank(), found, torch.device("cpu"), timeout_s, *groups)
+        atexit.register(leave_at_exit, world)
+        try:
+            place, fault = _device(device, launched_local_rank()), None
+        except InputError as error:
+            place, fault = world.device, error
+        world.agree(fault)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        return cls(world.rank, found, place, timeout_s, *groups)
+
+    @classmethod
+    def alone(cls) -> World:
+        """One process on the CPU that talks to nobody; for reports about any shape."""
+        return cls(0, 1, torch.device("cpu"))
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element by element over all ranks, in float64."""
+        if self.control_group is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return list(total.tolist())
+
+    def gather(self, thing: Any) -> list[Any]:
+        """A small picklable object of every rank, by rank, on every rank."""
+        if self.control_group is None:
+            return [thing]
+        things: list[Any] = [None] * self.world_size
+        dist.all_gather_object(things, thing, group=self.control_group)
+        return things
+
+    def collect(self, thing: Any) -> list[Any]:
+        """A picklable object of every rank, by rank, on rank 0; an empty list elsewhere."""
+        if self.control_group is None:
+            return [thing]
+        things: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(thing, things, dst=0, group=self.control_group)
+        return things or []
+
+    def share(self, thing: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        if self.control_group is None:
+            return thing
+        box = [thing if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        return box[0]
+
+    def agree(self, error: InputError | None) -> None:
+        """Raise the first rank's ``InputError`` on every rank, if any rank has one.
+
+        Without this, a rank with a missing file would leave the others waiting for it.
+        """
+        faults = [(r, e) for r, e in enumerate(self.gather(str(error) if error else None)) if e]
+        if not faults:
+            return
+        rank, text = faults[0]
+        everywhere = len(faults) == self.world_size
+        raise InputError(text if everywhere else f"rank {rank}: {text}")
+
+    def leave(self) -> None:
+        """Close this run's process groups in good order; the user's own group remains."""
+        if self.own_group is not None and self.own_group is dist.group.WORLD:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def on_own_cores(self) -> Iterator[frozenset[int]]:
+        """Keep ranks on CPUs to cores of their own inside the block (every rank must enter).
+
+        Yields the cores that the process had before. Ranks whose process group the user's own
+        script made stay where they are.
+        """
+        if self.own_group is None or self.device.type != "cpu":
+            yield usable_cores()
+            return
+        with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
+            yield before
+
+
+def stay_at_exit() -> None:
+    """Keep process groups open at exit, in a process that ends by a fault that it caught."""
+    atexit.unregister(leave_at_exit)
+
+
+def leave_at_exit(world: World) -> None:
+    """Close the groups when the process ends, unless it ends by an uncaught fault of its own.
+
+    Connections that outlive the interpreter may abort the process after its work is done. After a
+    fault a message may be under way, and closing would wait for it. An ``InputError`` is raised on
+    every rank, so nothing is under way.
+    """
+    fault = getattr(sys, "last_value", None)  # an exception that nobody caught
+    if fault is None or isinstance(fault, InputError):
+        world.leave()
+        # A caught error may keep groups alive in a cycle with the frames of its traceback.
+        gc.collect()
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    """Make the default group, under a name that no earlier group of these ranks had.
+
+    torchrun's store outlives a group: under the same name the ranks of a second group would find
+    the addresses of the first.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    times = store.add(f"gnnpipe/{rank}", 1)
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        store=PrefixStore(f"gnnpipe/group-{times}", store),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def torchrun_line(world_size: int) -> str:
+    """The command that starts the current command line on ``world_size`` ranks of this machine."""
+    script, arguments = Path(sys.argv[0]), " ".join(sys.argv[1:])
+    ours = script.name == "gnnpipe" or script.parent.name == "gnnpipe"
+    if world_size == 1:
+        return f"gnnpipe {arguments}" if ours else f"python {script} {arguments}".rstrip()
+    program = "-m gnnpipe" if ours else str(script)
+    return f"torchrun --nproc-per-node {world_size} {program} {arguments}".rstrip()
+
+
+def _device(name: str, local_rank: int | None) -> torch.device:
+    """The device of this rank: its own GPU if there is one, else the CPU.
+
+    The GPU is chosen by the rank's number on this machine; a process that no launcher started takes
+    torch's current GPU.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU; try --device cpu")
+    if (local_rank or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: rank {local_rank} has no GPU of its own "
+            f"({torch.cuda.device_count()} here); start one rank per GPU or try --device cpu"
+        )
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # memory queries do not always do this
+    return torch.device("cuda", torch.cuda.current_device() if local_rank is None else local_rank)

@@ -1,0 +1,197 @@
+"""The outcome of setting up: everything that is decided before anything large is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+import torch
+
+from gnnpipe.config import StalenessSettings, TrainConfig
+from gnnpipe.graph.chunking import Chunking
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.quality import CutQuality
+from gnnpipe.models import Model
+from gnnpipe.perf import CommVolume
+from gnnpipe.plan import LossRows, ModelGraph, Plan, precomputed_aggregations, shared_tables
+from gnnpipe.schedule import CheckedProgram
+from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
+from gnnpipe.tasks.loss import LossFn
+
+__all__ = ["Inputs", "Prepared", "Programs", "chunk_order"]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The graph, the model and the task of a run, as given."""
+
+    graph: Graph
+    """In the order of ``Prepared.chunking`` once the graph is partitioned."""
+    model: Model
+    metric: str
+    """The metric reported beside accuracy; never 'auto'."""
+    digest: str
+    """Of the graph as it was given: a run is resumed with the same graph only."""
+    loss_fn: LossFn | None = None
+    """The user's own loss; ``None``: cross entropy, of classes or of labels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a run, checked."""
+
+    usual: CheckedProgram
+    exact: CheckedProgram
+    """The program of epochs without stale reads, in a run whose other epochs have some."""
+    probes: npt.NDArray[np.int64]
+    """[P] probe rows, ascending, from which the stale rows are forecast; empty: no forecast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """All decisions of a run; the same on every rank."""
+
+    config: TrainConfig
+    inputs: Inputs
+    model_graph: ModelGraph
+    plan: Plan
+    chunking: Chunking
+    quality: CutQuality
+    programs: Programs
+    volume: CommVolume
+    """Bytes of an epoch, with its forecast if it has one."""
+    recall_bytes: int
+    """Bytes of the probe rows that pass with the weights of the last epoch."""
+    chunk_edges: sp.coo_array | None
+    """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
+    refill_epochs: int = 0
+    """Epochs at the start that are exact to fill tables that a checkpoint did not store."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph in the order of ``chunking``."""
+        return self.inputs.graph
+
+    @property
+    def model(self) -> Model:
+        """The whole model."""
+        return self.inputs.model
+
+    @property
+    def metric(self) -> str:
+        """See ``Inputs``."""
+        return self.inputs.metric
+
+    @property
+    def digest(self) -> str:
+        """See ``Inputs``."""
+        return self.inputs.digest
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """See ``Inputs``."""
+        return self.inputs.loss_fn
+
+    @property
+    def program(self) -> CheckedProgram:
+        """The program of usual epochs."""
+        return self.programs.usual
+
+    @property
+    def exact_program(self) -> CheckedProgram:
+        """The program of epochs without stale reads."""
+        return self.programs.exact
+
+    @property
+    def probes(self) -> npt.NDArray[np.int64]:
+        """See ``Programs``."""
+        return self.programs.probes
+
+    @cached_property
+    def staleness(self) -> StalenessSettings:
+        """Settings of stale rows for the plan's number of chunks."""
+        return self.config.staleness_settings_for(self.plan.chunks)
+
+    @property
+    def exact_epochs(self) -> int:
+        """Epochs at the start without stale reads, in a run whose other epochs have some."""
+        return 0 if self.program.is_exact else max(self.staleness.exact_epochs, self.refill_epochs)
+
+    def program_of(self, epoch: int) -> CheckedProgram:
+        """The program of an epoch (from 0), unless gradients have jumped (see ``ExactEpochs``)."""
+        return self.exact_program if epoch < self.exact_epochs else self.program
+
+    def volume_of(self, is_exact: bool) -> CommVolume:
+        """Bytes of an epoch; an exact epoch only recalls, for the forecast of later ones."""
+        return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
+
+    def chunk_order(self, epoch: int) -> Sequence[int]:
+        """The order of the chunks in an epoch: ``order[position]`` is a chunk, on every stage."""
+        seed = self.config.seed if self.staleness.shuffle_chunks else None
+        return chunk_order(self.plan.chunks, seed, epoch)
+
+    def program_text(self) -> str:
+        """Every program of the run, for a person."""
+        when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
+        if self.staleness.exact_above and not self.program.is_exact:
+            when.append("those behind a jump of the gradients")
+        exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
+        return exact + self.program.text()
+
+    @property
+    def precomputed(self) -> frozenset[str]:
+        """Aggregations of features, computed once for all epochs."""
+        return precomputed_aggregations(
+            self.model_graph, self.plan, self.row_dtype != self.dtype, self.program.is_exact
+        )
+
+    @property
+    def shared_tables(self) -> frozenset[str]:
+        """Aggregations whose result and gradient share a table."""
+        return shared_tables(
+            self.model_graph,
+            self.plan,
+            self.precomputed,
+            self.loss_rows.ops,
+            self.row_dtype != self.dtype,
+            self.program.is_exact,
+        )
+
+    @cached_property
+    def loss_rows(self) -> LossRows:
+        """Rows that the last aggregation computes in training, of the whole graph."""
+        return find_loss_rows(
+            self.model_graph,
+            self.graph,
+            self.loss_row_mask,
+            self.plan.stages[-1].ops,
+            self.precomputed,
+        )
+
+    @cached_property
+    def loss_row_mask(self) -> npt.NDArray[np.bool_]:
+        """[N], whether a row is one of ``loss_rows``."""
+        return loss_row_mask(self.graph, self.chunking)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number type of weights and rows."""
+        return number_dtype(self.config)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Number type of rows on the wire and in the tables."""
+        return row_dtype(self.config)
+
+
+def chunk_order(chunks: int, seed: int | None, epoch: int) -> Sequence[int]:
+    """A permutation of the chunks, drawn for the epoch; ascending without a ``seed``."""
+    if seed is None:
+        return range(chunks)
+    order: list[int] = np.random.default_rng([seed, epoch]).permutation(chunks).tolist()
+    return order
