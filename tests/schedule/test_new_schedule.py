@@ -8,6 +8,7 @@ from stage_dags import chain
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan import Plan
+from gnnpipe.planner import GivenPlan
 from gnnpipe.schedule import SCHEDULES, Action, Consistency, Schedule, check, training_program
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.schedule.program import ActionKind
@@ -72,7 +73,7 @@ def largest_difference(stages, shards, staleness):
     )
     plan = prepare(config, mesh, small_graph()).plan
     plan = Plan.from_json(replace(plan, schedule="two-sweeps").to_json())
-    prepared = prepare(config, mesh, small_graph(), plan=plan)
+    prepared = prepare(config, mesh, small_graph(), planner=GivenPlan(plan))
     assert "0F2" in prepared.program.text().split("F1")[0]
     return max(c.largest for c in verify(prepared, mesh, 4))
 
