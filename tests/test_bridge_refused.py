@@ -285,7 +285,7 @@ class Dead(nn.Module):
 
 
 def test_statistics_that_do_not_move_are_told():
-    with pytest.warns(UserWarning, match="norm gives in one of its calls is read by nobody"):
+    with pytest.warns(UserWarning, match="norm has a call whose result is never used"):
         Trainer(quick_config(), graph=small_graph(), model=Dead()).fit()
 
 

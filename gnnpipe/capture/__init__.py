@@ -1,9 +1,18 @@
-"""The bridge: takes a user's unmodified ``torch_geometric`` model and makes a ``Model`` of it.
+"""Turns a user's unmodified ``torch_geometric`` model into a ``Model`` that runs chunk by chunk.
 
-``trace`` records the model's forward as a graph of calls, with every convolution that can be
-lowered (``rules``) already taken apart; ``probe`` finds out on a small sample what each call does
-to rows, and that the recording computes what the model computes; ``recording`` answers
-questions about the calls; ``stage`` cuts them into the steps of a stage.
+In the order in which ``capture`` uses them:
+
+- ``signature``: arguments that the model's forward takes.
+- ``trace``: records forward with torch.fx. ``rules`` replace the convolutions and normalisations
+  that can be written as products with fixed matrices, means and row-wise work; ``markers`` are the
+  calls that stand for the runtime's work. ``pyg_patches`` makes PyG traceable, ``rewrite`` removes
+  in-place calls, ``vertex_parameters`` finds weights with one row for each vertex.
+- ``trial``: runs the recording on a small random graph, refuses calls that cannot run chunk by
+  chunk, and compares the results with those of the model itself.
+- ``recording``: the recorded calls and queries about them.
+- ``stage``: splits the calls of a stage into steps and generates one function for each step.
+- ``recorded_model``: the ``Model`` made of all this.
+- ``link_decoder``: adds the scoring of vertex pairs to a model, for link prediction.
 """
 
 from gnnpipe.capture.recorded_model import RecordedModel, capture

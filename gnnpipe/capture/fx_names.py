@@ -1,4 +1,4 @@
-"""What is said of recordings throughout the bridge: their inputs' names, and the user's lines."""
+"""Names of a recording's inputs, and source lines of the user for error messages."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ __all__ = [
 ]
 
 FEATURES, EDGES = "x", "edge_index"
-"""Names of the recording's inputs, whatever the model calls them; others are ``EDGE_DATA``."""
+"""Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
 
 BY_HAND = "or declare the layers by hand (docs/guide.md)"
 
 OUT_OF_PLACE = "_out_of_place"
-"""Ends the name of a twin that stands in for a module that would write to its input."""
+"""Suffix of the copy that replaces a module with ``inplace=True``."""
 
 
 def entry(model: nn.Module, graph: Graph) -> str:
-    """The method that is recorded: 'forward', or 'encode' where pairs are learned and it is there.
+    """The method to record: 'encode' for link prediction if the model has it, else 'forward'.
 
-    PyG's models for link prediction, and its ``GAE``, give the final rows by ``encode``.
+    PyG's models for link prediction, and its ``GAE``, return the final rows from ``encode``.
     """
-    encodes = inspect.ismethod(getattr(model, "encode", None))  # And no layer of that name.
+    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
     return "encode" if graph.pairs is not None and encodes else "forward"
 
 
 def called(model: nn.Module, method: str) -> Callable[..., Any]:
-    """What a user calls: the model itself for its forward."""
+    """The model for 'forward' (so that hooks run), else its bound method."""
     found: Callable[..., Any] = model if method == "forward" else getattr(model, method)
     return found
 
 
 def input_name(kind: str, number: int) -> str:
-    """The input for a type of vertices or edges, where there are several: 'x__0'."""
+    """Name of the input for one of several vertex or edge types: 'x__0'."""
     return f"{kind}__{number}"
 
 
 def input_number(call: fx.Node) -> int | None:
-    """The type of vertices or edges that an input is for; none if there is but one."""
+    """The number of an input's vertex or edge type; None if there is only one type."""
     number = str(call.target).partition("__")[2]
     return int(number) if number else None
 
 
 def is_input(call: fx.Node, *kinds: str) -> bool:
-    """Whether a call is an input of the recording of one of these kinds."""
+    """Whether a call is an input of one of these kinds (names without the type's number)."""
     return call.op == "placeholder" and str(call.target).partition("__")[0] in kinds
 
 
 def line_of(call: fx.Node) -> str:
-    """The user's line that made a call: ' (model.py, line 12: x = x.mean(0))'."""
+    """The user's source line of a call: ' (model.py, line 12: x = x.mean(0))'."""
     lines = (call.stack_trace or "").strip().splitlines()
     own = [i for i, text in enumerate(lines) if text.lstrip().startswith("File") and is_own(text)]
     if not own:
@@ -80,7 +80,7 @@ def line_of(call: fx.Node) -> str:
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """What a dotted path leads to: a weight, a buffer, a constant."""
+    """The weight, buffer or constant at a dotted path."""
     found: Any = module
     for part in path.split("."):
         found = getattr(found, part)
@@ -88,17 +88,17 @@ def attribute(module: nn.Module, path: str) -> Any:
 
 
 def dropout_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``F.dropout`` by name, its defaults among them."""
+    """The arguments of a call of ``F.dropout`` by name, with defaults filled in."""
     given = inspect.signature(F.dropout).bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the list of all that would have been right."""
+    """The first line of an error's message; torch lists valid alternatives below it."""
     return str(error).strip().partition("\n")[0]
 
 
 def is_own(text: str) -> bool:
-    """Whether a file, or a line that names one, is the user's."""
+    """Whether a file name, or a line with one, is outside of torch, PyG and gnnpipe."""
     return not any(part in text for part in ("/torch/", "/torch_geometric/", "/gnnpipe/models/"))

@@ -1,9 +1,8 @@
-"""Link prediction: behind a model's last op, one more that scores pairs of vertices.
+"""Link prediction: adds an op behind a model's last one that scores pairs of vertices.
 
-The model gives every vertex its final row; they are pushed into a table of their own, and each
-chunk scores the pairs whose targets it owns, reading the other ends as a layer reads neighbours. So
-all that holds for layers (what is stale, which gradient goes where, what a shard is sent) holds for
-the pairs, and under a layer-by-layer walk the scores are exact. Final rows are d wide; P pairs.
+The model's final rows [N, d] are pushed into a history table. Each chunk scores the pairs whose
+targets it owns and reads the sources from the table, as a layer reads neighbours. So staleness,
+gradients and communication are those of a layer, and the scores are exact layer by layer. P pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gnnpipe.capture.fx_names import first_line
 from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
-from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values
@@ -29,66 +28,67 @@ from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModul
 __all__ = ["PAIR_SCORES", "PairModel", "PairStageModule"]
 
 PAIR_SCORES = "pair_scores"
-"""The op that scores; its table holds the final rows."""
+"""Name of the op that scores pairs; its table holds the final rows."""
 
 
 class PairModel(Model):
-    """A model whose final rows are scored in pairs."""
+    """A model with scores of vertex pairs."""
 
     def __init__(self, inner: Model, num_ops: int, width: int) -> None:
-        """``inner`` has ``num_ops`` ops and gives rows of ``width``.
+        """``inner`` has ``num_ops`` ops and gives rows [N, width].
 
-        Its module's ``decode(z, edge_label_index)`` scores them, if there is one; else the inner
-        product of both ends. ``InputError`` if that does not score each pair by its ends alone.
+        Pairs are scored by the module's ``decode(z, edge_label_index)``, or by the inner product of
+        both ends if the module has no such method. Raises ``InputError`` if a score depends on more
+        than the two ends.
         """
         self.inner, self.num_ops, self.width = inner, num_ops, width
         self.name = inner.name
         decode = _try_out(inner.module, width)
         self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
-        """Of ``decode``: what each dropout drops, the names of its weights, and the numbers that
-        autograd keeps of a pair."""
+        """For ``decode``: kinds of rows of its dropouts, names of its weights, and numbers that
+        autograd keeps for each pair."""
         whole = inner.stage_module(range(num_ops))
         told = {name for name, _ in whole.named_state()} | set(self.decode_weights)
         state = inner.module.state_dict(keep_vars=True).items()
         self.decode_buffers = tuple(
             name for name, v in state if name not in told and not isinstance(v, nn.Parameter)
         )
-        """Names of the buffers that no op reads, so ``decode`` may."""
+        """Names of the buffers that no op reads: ``decode`` may read them."""
 
     @property
     def edge_inputs(self) -> frozenset[str]:
-        """Those of the inner model."""
+        """Edge data that the inner model reads."""
         return self.inner.edge_inputs
 
     def rounds(self, dense: Collection[str]) -> bool:
-        """What the inner model does; the scores are not rounded."""
+        """As the inner model; scores stay in full precision."""
         return self.inner.rounds(dense)
 
     @property
     def size_text(self) -> str:
-        """That of the inner model."""
+        """Size of the inner model and kind of the scores."""
         return f"{self.inner.size_text}, pairs by {'decode' if self.has_decode else 'product'}"
 
     @property
     def has_decode(self) -> bool:
-        """The model itself says how pairs are scored."""
+        """Whether the module has a ``decode`` method."""
         return _has_decode(self.module)
 
     @property
     def module(self) -> nn.Module:
-        """The inner model's."""
+        """The inner model's module."""
         return self.inner.module
 
     def stage_module(self, ops: Sequence[int]) -> StageModule:
-        """The inner model's ops, and behind them the scores."""
+        """The inner model's ops; the last stage also scores the pairs."""
         inner = self.inner.stage_module([i for i in ops if i < self.num_ops])
         return PairStageModule(self, inner) if self.num_ops in ops else inner
 
 
 class PairStageModule(StageModule):
-    """The last stage: its ops of the inner model, then the scores.
+    """The last stage: ops of the inner model, then the scores.
 
-    What leaves it is ``x`` [P_c, 1], the scores of a chunk's pairs, and ``rows`` [C, d].
+    Returns ``x`` [P_c, 1], the scores of a chunk's pairs, and ``rows`` [C, d], the final rows.
     """
 
     def __init__(self, model: PairModel, inner: StageModule) -> None:
@@ -122,19 +122,19 @@ class PairStageModule(StageModule):
         return {}, {"x": scores.reshape(-1, 1), "rows": own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PairStageModule:
-        """The inner piece first: it knows which weights are another stage's, and not copied."""
+        """A copy; the inner stage module comes first, as it shares weights of other stages."""
         inner = copy.deepcopy(self._inner, memo)
         return PairStageModule(copy.deepcopy(self._model, memo), inner)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the inner ops, then those of ``decode``."""
+        """Weights of the inner ops, then of ``decode``."""
         inner = dict(self._inner.named_parameters())
         yield from inner.items()
         own = dict(self._model.module.named_parameters())
         yield from ((name, own[name]) for name in self._model.decode_weights if name not in inner)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and buffers, of the inner ops and of ``decode``."""
+        """Weights and buffers of the inner ops and of ``decode``."""
         state = self._model.module.state_dict(keep_vars=True)
         yield from (
             dict(self._inner.named_state())
@@ -143,45 +143,44 @@ class PairStageModule(StageModule):
         ).items()
 
     def makes_in_place(self, index: int) -> bool:
-        """What the inner piece pushes."""
+        """As the inner stage module; final rows are never made in place."""
         return index < self._inner.num_steps - 1 and self._inner.makes_in_place(index)
 
     def begin_aggregated(self, names: Collection[str]) -> None:
-        """As the inner piece."""
+        """As the inner stage module."""
         self._inner.begin_aggregated(names)
 
     @property
     def needs_features(self) -> bool:
-        """As the inner piece."""
+        """As the inner stage module."""
         return self._inner.needs_features
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """As the inner piece."""
+        """As the inner stage module."""
         self._inner.observe(name, mean, count)
 
     def to(self, device: torch.device) -> None:
-        """Move the inner ops, and the weights and buffers of ``decode``."""
+        """Move weights and buffers of the inner ops and of ``decode``."""
         self._inner.to(device)
         for _, kept in self.named_state():
             kept.data = kept.data.to(device)
 
 
 _SITE = 0x7FFF0000
-"""Of the dropout in ``decode``; behind that of all convolutions."""
+"""Dropout key of ``decode``, above those of all convolutions."""
 
 _AT_ONCE = 1 << 13
-"""Pairs whose rows are gathered at a time: both ends of all pairs may be larger than the model."""
+"""Pairs gathered at a time: rows of all pairs may need more memory than the model."""
 
 
 class _Products(torch.autograd.Function):
-    """Inner products of pairs, keeping neither end's gathered rows for backward."""
+    """Inner products of pairs, without keeping gathered rows for backward."""
 
     @staticmethod
     def forward(ctx: Any, read: Tensor, own: Tensor, source: Tensor, target: Tensor) -> Tensor:
         ctx.save_for_backward(read, own, source, target)
-        stage_modules = zip(_split(source), _split(target), strict=True)
-        found = [(read[s] * own[t]).sum(1) for s, t in stage_modules]
-        return torch.cat(found)
+        pairs = zip(_split(source), _split(target), strict=True)
+        return torch.cat([(read[s] * own[t]).sum(1) for s, t in pairs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -199,14 +198,14 @@ def _split(x: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Decode:
-    """What a sample tells of a model's ``decode``."""
+    """Properties of a model's ``decode``, found on a sample."""
 
     drops: tuple[str, ...] = ()
-    """What each of its dropouts drops."""
+    """Kind of rows of each dropout."""
     weights: tuple[str, ...] = ()
-    """The names of its weights."""
+    """Names of the weights."""
     kept: int = 0
-    """Numbers that autograd keeps of a pair until backward."""
+    """Numbers that autograd keeps for each pair until backward."""
 
 
 def _has_decode(module: nn.Module) -> bool:
@@ -214,7 +213,7 @@ def _has_decode(module: nn.Module) -> bool:
 
 
 def _try_out(module: nn.Module, width: int) -> _Decode:
-    """Run ``decode`` on some rows, and on others; ``InputError`` for what pairs cannot be given."""
+    """Run ``decode`` on samples; raises ``InputError`` if it cannot score chunk by chunk."""
     if not _has_decode(module):
         return _Decode()
     name = f"{type(module).__name__}.decode"
@@ -222,9 +221,9 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
     given = list(inspect.signature(own).parameters.values())
     if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
         raise InputError(f"model: {name} should take (z, edge_label_index) and nothing more")
-    # A copy, in which frozen weights can be asked for, and none is zero.
+    # In the copy all weights have gradients and none is zero.
     tried = copy.deepcopy(module).double().train().requires_grad_(True)
-    stir(tried, names_of_weights(tried, tried))
+    perturb_weights(tried, names_of_weights(tried, tried))
     decode: Any = tried.decode
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -243,7 +242,7 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
     grads = torch.autograd.grad(whole.sum(), [z, *(p for _, p in named)], allow_unused=True)
     if grads[0] is None:
         raise InputError(f"model: {name} gives scores that do not depend on z")
-    # Other rows beside those of the pairs, other pairs, and the mode of an evaluation.
+    # Other rows beside the ends, fewer pairs, and evaluation mode must not change a score.
     others = torch.cat([z.detach()[: _ROWS // 2].flip(0), torch.ones(3, width).double()])
     moved = _ROWS // 2 - 1 - ends[:, 3:]
     with torch.no_grad():
@@ -256,7 +255,7 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
     if not torch.allclose(part, whole[3:], 1e-9, 1e-12):
         raise InputError(
             f"model: {name} does not score each pair by its two ends alone (a norm over all "
-            "pairs or rows?); chunks could not tell what it gives"
+            "pairs or rows?), so that chunks would give other scores"
         )
     if not torch.allclose(still, whole, 1e-9, 1e-12):
         raise InputError(f"model: {name} gives other scores in training, beside its dropout")

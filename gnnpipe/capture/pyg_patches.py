@@ -1,4 +1,4 @@
-"""What of PyG does not see that it is traced, and is told while it is."""
+"""Patches of PyG that hold while a model is traced."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch import fx
 from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import hetero_conv
 
-__all__ = ["escapes_closed"]
+__all__ = ["patched_pyg"]
 
 
 @contextmanager
-def escapes_closed() -> Iterator[None]:
-    """Aggregations define ``__call__`` themselves; HeteroConv asks whether a result is a tuple."""
+def patched_pyg() -> Iterator[None]:
+    """Makes aggregations and HeteroConv traceable.
+
+    ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv branches on
+    whether a result is a tuple, which a traced value does not know.
+    """
     original = pyg.Aggregation.__call__
 
-    def refuse(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def traced_call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, fx.Proxy):
             tracer: Any = x.tracer
             return tracer.call_module(self, self.forward, (x, *args), kwargs)
         return original(self, x, *args, **kwargs)
 
-    pyg.Aggregation.__call__ = refuse
+    pyg.Aggregation.__call__ = traced_call
     grouping, hetero_conv.group = hetero_conv.group, _group
     try:
         yield
@@ -35,7 +39,7 @@ def escapes_closed() -> Iterator[None]:
 
 
 def _group(values: list[Any], how: str | None) -> Any:
-    """What HeteroConv makes of several results: PyG's own asks whether a result is a tuple."""
+    """PyG's ``hetero_conv.group`` without the branch on tuples."""
     if not values:
         return None
     if how is None:

@@ -55,11 +55,11 @@ class RecordedModel(Model):
 
 
 def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:
-    """Record a PyG model that takes (x, edge_index); ``InputError`` says what stands in the way.
+    """Record a PyG model whose forward takes (x, edge_index).
 
-    What the edges of ``graph`` carry is passed to a forward that asks for it by name. Weights and
-    buffers are shared with the recording from here on. ``is_rounded``: linear maps of rows, but for
-    one that gives the logits, are made in bf16 (``models.products``).
+    Edge data of ``graph`` is passed to forward's parameters of the same name. The recorded model
+    shares weights and buffers with ``model``. ``is_rounded``: linear maps are computed in bf16,
+    except the ones that give the logits. Raises ``InputError`` if the model cannot be recorded.
     """
     method = entry(model, graph)
     names = edge_inputs(model, method, graph.edge_data if graph.types is None else {})
@@ -67,7 +67,7 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
         try:
             with torch.no_grad():
-                # Lazy weights take their shape from the first rows they see.
+                # Lazy weights take their shape from the first input.
                 dtype = _dtype(model)
                 carried = {
                     k: v.to(dtype) if v.is_floating_point() else v
@@ -86,7 +86,7 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
 
 
 def _floating(arguments: tuple[Any, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """Features in another number type."""
+    """The model's arguments with features of another dtype."""
     x, edges = arguments
     return {k: v.to(dtype) for k, v in x.items()} if isinstance(x, Mapping) else x.to(dtype), edges
 

@@ -49,13 +49,13 @@ class Recording:
         """``model`` and ``graph_module`` share weights and buffers.
 
         ``ends``: by edge input, the vertex types of sources and targets. ``is_rounded``: linear
-        maps are computed in bf16 (``is_computed_in_bf16``).
+        maps are computed in bf16, except those in ``scoring``.
         """
         self.model, self.graph_module, self.facts = model, graph_module, facts
         self.ends, self.relations, self.is_rounded = ends, relations, is_rounded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        """With weights of its own; the recorded calls are shared."""
+        """A copy with its own weights; the recorded calls are shared."""
         twin = copy.deepcopy(self.model, memo)
         root = nn.Module()
         root.add_module("model", twin)
@@ -65,23 +65,23 @@ class Recording:
                 owner = root.get_submodule(path.rpartition(".")[0])
                 owner.add_module(path.rpartition(".")[2], self.graph_module.get_submodule(path))
             elif call.op == "call_module" and not path.startswith("model."):
-                # A convolution that a rule made; its weights, if any, are the model's.
+                # A convolution made by a rule; it shares weights with the model.
                 made = copy.deepcopy(self.graph_module.get_submodule(path), memo)
                 root.add_module(path, made)
             elif call.op == "get_attr" and not path.startswith("model."):
-                # A tensor that forward itself made, out of nothing but numbers.
+                # A constant tensor made in forward.
                 setattr(root, path, getattr(self.graph_module, path))
         calls = fx.GraphModule(root, self.graph_module.graph)
         return Recording(twin, calls, self.facts, self.ends, self.relations, self.is_rounded)
 
     @property
     def digest(self) -> str:
-        """The same on two ranks if and only if they recorded the same calls."""
+        """Text that is equal on two ranks if and only if they recorded the same calls."""
         return str(self.graph_module.graph) + str(list(self.facts.values()))
 
     @cached_property
     def ops(self) -> list[fx.Node]:
-        """The recorded calls whose values are rows, in order; the last one gives the logits."""
+        """Calls whose values have one row for each vertex, in order; the last gives the logits."""
         return [
             call
             for call in self.graph_module.graph.nodes
@@ -97,7 +97,7 @@ class Recording:
 
     @property
     def edge_inputs(self) -> frozenset[str]:
-        """What it reads of what edges carry, by the field of ``Graph``."""
+        """Fields of ``Graph`` with edge data that the calls read."""
         calls = self.graph_module.graph.nodes
         read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
         names = "".join(str(call.kwargs.get("structure", "")) for call in calls)
@@ -107,7 +107,7 @@ class Recording:
         return frozenset(read)
 
     def is_fixed(self, value: fx.Node) -> bool:
-        """No weight is behind a value: but for dropout it is always the same."""
+        """Whether a value depends on no weight, so that only dropout changes it."""
         return value.op == "placeholder" or value in self._fixed
 
     @cached_property
@@ -120,7 +120,7 @@ class Recording:
 
     @cached_property
     def scoring(self) -> frozenset[fx.Node]:
-        """The linear maps nearest the scores, which are not rounded."""
+        """The last linear maps before the logits, which stay in full precision."""
         found: set[fx.Node] = set()
         seen, waiting = {self.result}, [self.result]
         while waiting:
@@ -136,13 +136,17 @@ class Recording:
         return frozenset(found)
 
     def maps_features(self, call: fx.Node) -> bool:
-        """A linear map of the features themselves, which may be sparse."""
+        """Whether a call is a linear map of the input features, which may be sparse."""
         first = call.args[0] if call.args else None
         is_of_features = isinstance(first, fx.Node) and is_input(first, FEATURES)
         return is_of_features and is_linear(self.graph_module, call)
 
     def rounds(self, dense: Collection[str]) -> bool:
-        """Some linear map but for those nearest the scores, and of sparse features."""
+        """Whether some linear map can be computed in bf16.
+
+        Maps in ``scoring`` and maps of sparse features cannot. ``dense``: vertex types whose
+        features are dense.
+        """
         return any(
             is_linear(self.graph_module, op) and op not in self.scoring
             for op in self.ops
@@ -150,11 +154,11 @@ class Recording:
         )
 
     def aggregates(self, call: fx.Node) -> bool:
-        """The call reads other rows than its own."""
+        """Whether a call reads rows of other vertices."""
         return call.target is aggregate or bool(self.facts[call].form)
 
     def helpers(self, op: fx.Node) -> list[fx.Node]:
-        """Calls that are made anew for an op, in order: they are not ops."""
+        """Calls that are no ops and that an op depends on, in order."""
         found: dict[fx.Node, None] = {}
 
         def visit(call: fx.Node) -> None:
@@ -168,7 +172,7 @@ class Recording:
         return list(found)
 
     def inputs(self, op: fx.Node) -> list[fx.Node]:
-        """Ops that an op reads, also through its helpers, each once."""
+        """Ops that an op reads, directly or through its helpers, each once."""
         found: dict[fx.Node, None] = {}
         for call in (*self.helpers(op), op):
             for source in call.all_input_nodes:
@@ -177,7 +181,7 @@ class Recording:
         return list(found)
 
     def reads_features(self, op: fx.Node) -> bool:
-        """The op, or a helper of it, reads the input features."""
+        """Whether an op or a helper of it reads the input features."""
         return any(
             is_input(source, FEATURES)
             for call in (*self.helpers(op), op)
@@ -186,7 +190,7 @@ class Recording:
 
     @cached_property
     def _first_names(self) -> dict[int, str]:
-        """The name of every weight by its identity; found once, for a deep model has many ops."""
+        """Names of the weights by ``id``; a shared weight has its first name."""
         return {id(p): name for name, p in self.model.named_parameters()}
 
     @cached_property
@@ -204,7 +208,7 @@ class Recording:
         return found
 
     def weights(self, op: fx.Node) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that an op uses, by the user's names; one that has several, by the first."""
+        """The weights that an op uses, with their names in the user's model."""
         first = self._first_names
         for call in (*self.helpers(op), op):
             if call.op == "call_module":
@@ -227,7 +231,7 @@ class Recording:
         return found
 
     def over(self, op: fx.Node) -> tuple[str, str, str]:
-        """What an aggregation is over: structure, type of the rows it reads, type that reads."""
+        """Structure, source vertex type and target vertex type of an aggregation."""
         vertex_type = self.facts[op].vertex_type
         if op.target is not aggregate:
             index = next(source for source in op.all_input_nodes if is_input(source, EDGES))
@@ -235,6 +239,6 @@ class Recording:
             relation = "" if number is None else f"{RELATION}{number}"
             return f"edges{relation}", *self.ends[str(index.target)]
         structure = str(op.kwargs["structure"])
-        if structure.startswith(EVERYONE):  # Over edges, too.
+        if structure.startswith(EVERYONE):  # Also for BY_EDGES.
             return structure, vertex_type, vertex_type
         return structure, *relation_ends(self.relations, structure)

@@ -1,4 +1,4 @@
-"""What is changed in a recording before it is used: dropout, and writing to an input."""
+"""Replaces dropout and in-place calls in a recording."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from gnnpipe.capture.fx_names import OUT_OF_PLACE, dropout_arguments, line_of
 from gnnpipe.capture.markers import drop
 from gnnpipe.errors import InputError
 
-__all__ = ["compare", "make_out_of_place", "replace_dropout"]
+__all__ = ["check_same_calls", "make_out_of_place", "replace_dropout"]
 
 
 def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """``F.dropout`` becomes a mark where it is on; left on in evaluation, it is refused."""
+    """Replace ``F.dropout`` by the marker ``drop``, or by nothing where it is off.
+
+    Raises ``InputError`` for dropout that stays on in evaluation.
+    """
     for module, is_training in ((training, True), (evaluation, False)):
         for call in list(module.graph.nodes):
             if call.target is not F.dropout:
@@ -42,8 +45,8 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
             module.graph.erase_node(call)
 
 
-def compare(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """Both must be the same calls: there is one program for both."""
+def check_same_calls(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
+    """Raises ``InputError`` unless both recordings make the same calls (one program runs both)."""
 
     def shape(call: fx.Node, number: dict[fx.Node, int]) -> tuple[str, ...]:
         def place(source: fx.Node) -> Any:
@@ -70,7 +73,7 @@ def compare(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
 
 
 def _name_inplace(call: fx.Node) -> bool:
-    """Whether a function is told to write to its input; the argument is then given by name."""
+    """Whether a function is called with ``inplace=True``; then its arguments are made keywords."""
     target: Any = call.target
     try:
         given = inspect.signature(target).bind(*call.args, **call.kwargs).arguments
@@ -83,9 +86,9 @@ def _name_inplace(call: fx.Node) -> bool:
 
 
 def make_out_of_place(recording: fx.GraphModule) -> None:
-    """Calls that change their input return a new value instead, and who reads it later reads that.
+    """Replace in-place calls by calls that return a new value, which later readers get.
 
-    Values that enter a step are leaves of its autograd graph, which must not be written to.
+    A value that enters a step is a leaf of the step's autograd graph and must not be modified.
     """
     place = {call: i for i, call in enumerate(recording.graph.nodes)}
     for call in place:

@@ -1,4 +1,4 @@
-"""What a user's forward takes: features, edges, and by name what edges carry."""
+"""Checks the signature of a user's forward: features, edges and, by name, edge data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_
 
 
 def edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[str]:
-    """What edges carry, of ``known``, that forward (or another ``method``) asks for by name.
+    """Names in ``known`` (fields of edge data) that are parameters of a method of the model.
 
-    ``InputError`` unless it takes features, edges and nothing else that is needed.
+    Raises ``InputError`` unless the method takes features, then edges, and has defaults for all
+    other parameters.
     """
-    loss_rows = model
+    owner = model
     if method == "encode" and isinstance(model, pyg.GAE):
-        loss_rows, method = model.encoder, "forward"  # It hands on whatever it is given.
-    parameters = list(inspect.signature(getattr(loss_rows, method)).parameters.values())
-    name = type(loss_rows).__name__
-    # A second argument without a default takes the edges, whatever it is called.
+        owner, method = model.encoder, "forward"  # GAE.encode passes its arguments on.
+    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
+    name = type(owner).__name__
+    # A second argument without a default takes the edges, whatever its name.
     second = parameters[1] if len(parameters) > 1 else None
     if (
         second is None

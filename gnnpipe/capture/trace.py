@@ -1,9 +1,8 @@
-"""Records a PyG model's forward as a graph of calls, without running it on data.
+"""Records a PyG model's forward as a graph of calls with torch.fx, without data.
 
-torch.fx does the tracing. Convolutions are taken apart by their rule (``rules``) or kept whole, and
-whatever else PyG or torch ship as one module is kept whole, too; the user's own modules are walked
-through. Everything that would make the recording compute something else than the model is refused
-with the user's own line.
+Convolutions with a rule (``rules``) are replaced by the rule's calls. Other modules of PyG and
+torch are one call each; the user's own modules are traced through. Code that a recording would
+compute differently from the model is refused with the user's source line.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from gnnpipe.capture.fx_names import (
     is_own,
 )
 from gnnpipe.capture.markers import drop
-from gnnpipe.capture.pyg_patches import escapes_closed
-from gnnpipe.capture.rewrite import compare, make_out_of_place, replace_dropout
+from gnnpipe.capture.pyg_patches import patched_pyg
+from gnnpipe.capture.rewrite import check_same_calls, make_out_of_place, replace_dropout
 from gnnpipe.capture.rules.attention import ATTENTION_RULES
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
 from gnnpipe.capture.rules.edge_conv import EDGE_RULES
@@ -56,8 +55,8 @@ __all__ = ["trace"]
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
 
 
-class _Root(nn.Module):
-    """Calls the model with features, edges and what edges carry; the rest keeps its defaults."""
+class _ModelCall(nn.Module):
+    """Calls the model with features, edges and edge data; other parameters keep their defaults."""
 
     def __init__(self, model: nn.Module, method: str) -> None:
         super().__init__()
@@ -68,11 +67,11 @@ class _Root(nn.Module):
 
 
 def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    """The recording of a method, over the model's own modules under the prefix ``model.``.
+    """Record a method of the model; the model's modules have the prefix ``model.``.
 
-    ``names``: what edges carry and forward is to be given (``edge_inputs``); an input of the
-    recording that nothing reads is left out. If ``graph`` has several types of vertices, forward
-    gets dicts of features and edges. Weights with a row for each vertex are taken for rows.
+    ``names``: edge data that the method takes (``edge_inputs``). If ``graph`` has several vertex
+    types, the method is called with dicts of features and edges. Inputs that no call reads are
+    removed.
     """
     was = {name: module.training for name, module in model.named_modules()}
     try:
@@ -84,7 +83,7 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
         for name, module in model.named_modules():
             module.training = was[name]
     replace_dropout(training, evaluation)
-    compare(training, evaluation)
+    check_same_calls(training, evaluation)
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
     check_vertex_weights(training, vertex_weights(training), graph.vertex_counts)
@@ -92,9 +91,8 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
     training.graph.eliminate_dead_code()
     for path in sorted(observed - _observed(training)):
         warnings.warn(
-            f"model: what {path.removeprefix('model.')} gives in one of its calls is read by "
-            "nobody; its moving statistics are those of its other calls alone, where plain PyG "
-            "counts all",
+            f"model: {path.removeprefix('model.')} has a call whose result is never used; its "
+            "running statistics leave that call out, where plain PyG counts it",
             UserWarning,
             stacklevel=2,
         )
@@ -108,7 +106,7 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
 
 
 def _observed(recording: fx.GraphModule) -> Counter[str]:
-    """How often a module's moving statistics take part, by its path."""
+    """Numbers of aggregations that update a module's running statistics, by its path."""
     marks = (str(call.kwargs.get("observed_by") or "") for call in recording.graph.nodes)
     return Counter(mark.partition(":")[0] for mark in marks if mark)
 
@@ -116,7 +114,7 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 class _Tracer(fx.Tracer):
     record_stack_traces = True
     relation = ""
-    """Behind the name of a structure: the type of the edges of the rule that is being run."""
+    """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
     def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
         super().__init__()
@@ -126,7 +124,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """The recording's inputs, in dicts where there are several types of vertices."""
+        """The recording's inputs, in dicts if there are several vertex types."""
 
         def make(name: str) -> Any:
             return self.create_proxy("placeholder", name, (), {})
@@ -162,11 +160,11 @@ class _Tracer(fx.Tracer):
         return parameter_proxy_cache[path]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whole: convolutions, and what torch and PyG ship but for models of several layers."""
+        """Whether a module is one call: convolutions and modules of torch and PyG, not models."""
         kind = type(m).__module__
         if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge):
             return True
-        # Some of PyG's convolutions are made of others, and pass messages through them alone.
+        # Some modules in torch_geometric.nn.conv only combine convolutions.
         several = ("torch_geometric.nn.models", "torch_geometric.nn.conv")
         if kind.startswith(several) or isinstance(m, pyg.Sequential | pyg.HeteroDictLinear):
             return False
@@ -175,7 +173,7 @@ class _Tracer(fx.Tracer):
         )
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Convolutions by their rule; dropout as a mark; the rest as fx does."""
+        """Record a module's call: by its rule, as dropout, or as ``fx.Tracer`` does."""
         if isinstance(m, nn.Dropout):
             return drop(args[0] if args else kwargs["input"], probability=m.p)
         if type(m) in NORMS and not any(a is not None for a in (*args[1:], *kwargs.values())):
@@ -199,9 +197,9 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def _make(self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
-        """Record the call of a convolution that the rule ``of`` another has made.
+        """Record the call of ``conv``, a convolution made by the rule of the convolution ``of``.
 
-        ``reading``: rows that read, None where they are those that are read.
+        ``read``: rows of source vertices; ``reading``: rows of target vertices, None if the same.
         """
         path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
         name = f"part_{self._made}_of_{path}"
@@ -212,7 +210,7 @@ class _Tracer(fx.Tracer):
         return conv(read if reading is None else (read, reading), edges)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The rule's result, or None where the convolution must run unchanged."""
+        """The result of the convolution's rule, or None if the convolution must run unchanged."""
         given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
         others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
         edges = given.get(EDGES, given.get("adj_t"))
@@ -243,16 +241,16 @@ class _Tracer(fx.Tracer):
 
 
 def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    root, tracer = _Root(model, method), _Tracer(names, graph.types)
+    root, tracer = _ModelCall(model, method), _Tracer(names, graph.types)
     before = _random_state()
     try:
-        with escapes_closed():
+        with patched_pyg():
             recording = fx.GraphModule(root, tracer.trace(root))
             _choose_target(recording, graph.target)
         if _random_state() != before:
             raise InputError(
                 f"model: {type(model).__name__}.forward decides by random numbers what it calls "
-                "(stochastic depth?); a recording holds one decision for ever"
+                "(stochastic depth?); the recording would repeat one decision in every epoch"
             )
         return recording
     except InputError:
@@ -277,7 +275,7 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
 
 
 def _choose_target(recording: fx.GraphModule, target: str) -> None:
-    """Of results by the type of the vertices, that of the type which has labels."""
+    """Make the output the result of the labelled vertex type, if forward returns a dict."""
     output = next(n for n in recording.graph.nodes if n.op == "output")
     result = output.args[0]
     if target and isinstance(result, Mapping):

@@ -1,7 +1,7 @@
-"""Weights that have a row for each vertex: LINKX's first map, an embedding that is learned.
+"""Weights with one row for each vertex: a learned embedding, LINKX's first linear map.
 
-In a recording they are rows like any other, made by a mark of their own. Every rank of a stage
-keeps the whole weight; a chunk takes its vertices' rows of it, and leaves its gradient there.
+The marker ``of_vertices`` makes rows of them. Every rank of a stage keeps the whole weight; a chunk
+reads the rows of its vertices and adds its gradient to them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", 
 def mark_vertex_weights(
     recording: fx.GraphModule, model: nn.Module, counts: Mapping[str, int]
 ) -> None:
-    """A weight of the user's own, or of an ``nn.Embedding``, with a row for each vertex is rows.
+    """Insert ``of_vertices`` behind weights of the user or of ``nn.Embedding`` with N rows.
 
-    ``counts``: of the vertices of each type. Rules mark theirs by themselves.
+    ``counts``: N by vertex type. Rules insert the marker themselves.
     """
     for call in list(recording.graph.nodes):
         if call.op != "get_attr":
@@ -36,7 +36,7 @@ def mark_vertex_weights(
             or len(weight) not in counts.values()
         ):
             continue
-        # The recording has plain modules in the place of those that it only reads a weight of.
+        # In the recording's own module tree the owner may be a plain nn.Module.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
         is_library = type(owner).__module__.startswith(("torch.", "torch_geometric."))
         if is_library and not isinstance(owner, nn.Embedding):
@@ -50,7 +50,7 @@ def mark_vertex_weights(
 
 
 def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
-    """The type that has so many vertices; of several the one whose name is in the path."""
+    """The type with this number of vertices; if several have it, the one named in the path."""
     types = [name for name, found in counts.items() if found == count]
     named = [name for name in types if name in path.split(".")]
     if len(types) > 1 and len(named) != 1:
@@ -64,7 +64,7 @@ def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
 def check_vertex_weights(
     recording: fx.GraphModule, paths: Mapping[str, str], counts: Mapping[str, int]
 ) -> None:
-    """``InputError`` for a weight that has not as many rows as there are vertices."""
+    """Raises ``InputError`` for a weight whose number of rows is not that of the vertices."""
     for path, vertex_type in paths.items():
         found = len(attribute(recording, path))
         if found != counts[vertex_type]:
@@ -75,7 +75,7 @@ def check_vertex_weights(
 
 
 def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
-    """Paths of the weights that have a row for each vertex, and the type of these."""
+    """Vertex types by the paths of all weights with one row for each vertex."""
     marks = (c for c in recording.graph.nodes if c.target is of_vertices)
     return {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
 
@@ -83,9 +83,9 @@ def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
 def cut_vertex_weights(
     module: nn.Module, paths: Mapping[str, str], counts: Mapping[str, int]
 ) -> None:
-    """Leave as many rows of these weights as ``counts`` says of the type of their vertices.
+    """Resize these weights to the numbers of vertices in ``counts``.
 
-    The sample may have more vertices than the graph; rows then repeat.
+    Rows repeat where the sample has more vertices than the graph.
     """
     for path, vertex_type in paths.items():
         owner = module.get_submodule(path.rpartition(".")[0])

@@ -1,1 +1,1 @@
-"""Rules that rewrite PyG modules into ops."""
+"""Rules that replace PyG modules by aggregations and row-wise calls."""

@@ -1,8 +1,8 @@
-"""Attention taken apart where its maps make rows no wider: mapped once, and pushed as that.
+"""Rules that move an attention's linear maps out of the convolution.
 
-Unchanged on a block it would map every row that is read, a vertex's again for each chunk that reads
-it; of wide features each would be pushed and kept whole, sparse ones as dense rows, with a gradient
-that nobody asks for. What is left of it attends over rows that are mapped already.
+Each row is then mapped once, before it is pushed; on a block, the unchanged convolution would map
+the row again for every chunk that reads it, and push wide or sparse features as dense rows. The
+rules apply if the mapped rows are no wider than the input.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAPS: dict[type[nn.Module], tuple[str, ...]] = {
     pyg.GATv2Conv: ("lin_l", "lin_r"),
     pyg.TransformerConv: ("lin_query", "lin_key", "lin_value"),
 }
-"""What rows go through before they are read."""
+"""Linear maps of an attention by name."""
 
 
 class _Columns(nn.Module):
-    """Some columns of rows [n, F]: there a map has been made already."""
+    """Columns first..last-1 of rows [n, F]; replaces a map that was computed before."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -43,31 +43,31 @@ class _Columns(nn.Module):
 
 
 def is_mapped(conv: nn.Module) -> bool:
-    """It is what is left of an attention behind its maps."""
+    """Whether an attention's linear maps were moved out by a rule."""
     return any(
         isinstance(conv._modules.get(name), nn.Identity) for name in _MAPS.get(type(conv), ())
     )
 
 
 def _check(conv: Any, x: Any, made: int) -> None:
-    """``OtherKindError`` where its maps are none of PyG's, or what they have made is wider.
+    """Raises ``OtherKindError`` if a map is not PyG's ``Linear`` or makes rows wider.
 
-    Of two types of vertices either has a map of its own; and what is left has none.
+    ``made``: width of the mapped rows.
     """
     maps = [conv._modules[name] for name in _MAPS[type(conv)]]
     if not all(isinstance(lin, Linear) for lin in maps):
         raise OtherKindError
     given = maps[0].in_channels
-    # As wide as they were, features are better pushed as they are: those are never stale.
+    # Features of the same width are better pushed unmapped, because they are never stale.
     if made > given or (made == given and is_input(x.node, FEATURES)):
         raise OtherKindError
 
 
 def _rest(conv: Any, bias: str | None, **modules: nn.Module | None) -> Any:
-    """The convolution with other modules and without its bias.
+    """A shallow copy of the convolution with other modules and without its bias.
 
-    Its weights for the scores are those of the user's; maps and bias stay where they are. What the
-    user sets on the convolution from here on, it does not see.
+    The copy shares the user's weights for the scores. Attributes set on the original later have no
+    effect on it.
     """
     rest = copy.copy(conv)
     rest._modules = {**conv._modules, **modules}
@@ -76,7 +76,7 @@ def _rest(conv: Any, bias: str | None, **modules: nn.Module | None) -> Any:
 
 
 def _gat(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
-    """``attend(x W) + x W_res + b``, as its ``forward`` has it."""
+    """GATConv: ``attend(x W) + x W_res + b``."""
     if not is_additive(conv):
         raise OtherKindError
     _check(conv, x, conv.heads * conv.out_channels)
@@ -85,7 +85,7 @@ def _gat(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
 
 
 def _gat_v2(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
-    """``attend(x W_l + b_l, x W_r + b_r) + x W_res + b``."""
+    """GATv2Conv: ``attend(x W_l + b_l, x W_r + b_r) + x W_res + b``."""
     if not is_as_shipped(conv):
         raise OtherKindError
     _check(conv, x, conv.heads * conv.out_channels)
@@ -102,7 +102,7 @@ def _plus(conv: Any, out: Any, x: Any) -> Any:
 
 
 def _transformer(conv: Any, x: Any, make: Callable[..., Any]) -> Any:
-    """``attend(x W_query; x W_key, x W_value)``, and its own rows beside it or mixed in."""
+    """TransformerConv: ``attend(x W_query; x W_key, x W_value)`` plus x W_skip, or a gated mean."""
     if not is_as_shipped(conv):
         raise OtherKindError
     width = conv.heads * conv.out_channels
@@ -133,4 +133,4 @@ ATTENTION_RULES: dict[type[nn.Module], Rule] = {
     pyg.GATv2Conv: _gat_v2,
     pyg.TransformerConv: _transformer,
 }
-"""``make`` as in ``EDGE_RULES``; None for rows that read: they are those that are read."""
+"""``make`` as in ``EDGE_RULES``; target rows None: the same as the source rows."""

@@ -1,12 +1,12 @@
-"""How convolutions with fixed edge weights are taken apart: one short rule each.
+"""Rules for convolutions with fixed edge weights, one short function each.
 
-A rule is written as the convolution's own ``forward``, with ``aggregate`` in the place of
-``propagate``. It is run while the model is traced, so what it calls is recorded under the user's
-own names, and the weights stay where they are. ``None``, or ``OtherKindError``, means that this
-instance is another (its reduction, its norm); it then runs unchanged on blocks.
+A rule is the convolution's ``forward`` with ``aggregate`` instead of ``propagate``. It runs while
+the model is traced, so that its calls are recorded and use the convolution's own weights. A rule
+that returns None or raises ``OtherKindError`` does not support the instance's settings; the
+convolution then runs unchanged on blocks.
 
-Where the algebra lets one choose, rows are transformed first if that makes them narrower, and
-aggregated first otherwise: the narrower rows are those that are pushed, sent and kept.
+If A (x W) = (A x) W, the rule aggregates the narrower of x W and x: aggregated rows are stored and
+sent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gnnpipe.graph.operators import RELATION
 __all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
 
 Rule = Callable[..., Any]
-"""(convolution, its arguments by name, edges left out) to its result; ``edge_weight`` is none, or
+"""Maps (convolution, its arguments by name without edges) to its result. ``edge_weight`` is None or
 the recording's input of that name."""
 
 RULES: dict[type[nn.Module], Rule] = {}
 
 
 def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register the rule of a convolution."""
+    """Registers the decorated function as the rule of a class of convolutions."""
 
     def add(rule: Rule) -> Rule:
         RULES[kind] = rule
@@ -43,15 +43,15 @@ def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
 
 
 class OtherKindError(Exception):
-    """This instance is not what its rule is for, and runs unchanged."""
+    """The rule does not support this instance, which then runs unchanged."""
 
 
 TAKES_PAIRS = (pyg.SAGEConv, pyg.GraphConv, pyg.GINConv)
-"""Convolutions whose rule takes rows to read and rows that read: of two types, for instance."""
+"""Convolutions whose rule takes a pair (source rows, target rows)."""
 
 
 def _pair(x: Any) -> tuple[Any, Any]:
-    """Rows to read, and rows that read; the same unless given as a pair."""
+    """(source rows, target rows); the same unless x is a pair."""
     source, target = x if isinstance(x, tuple | list) else (x, x)
     return source, target
 
@@ -61,7 +61,7 @@ def _plus_bias(conv: Any, out: Any) -> Any:
 
 
 def _gcn_structure(conv: Any, edge_weight: Any) -> str:
-    """What ``gcn_norm`` makes of the edges; PyG's loops weigh 1 where edges have no weights."""
+    """Structure for the edges after ``gcn_norm``, which uses 'improved' only with edge weights."""
     if not getattr(conv, "normalize", True):
         return "sum"
     if not conv.add_self_loops:
@@ -79,7 +79,7 @@ def _reduction(conv: Any) -> str:
 
 
 def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = None) -> Any:
-    """``lin(A x)``; or ``A (x W) + b``, if W makes the rows narrower."""
+    """``lin(A x)``, or ``A (x W) + b`` if x W is narrower than x."""
     over = {"structure": structure, "edge_weight": edge_weight}
     if lin.in_channels <= lin.out_channels:
         return lin(aggregate(x, **over))
@@ -143,7 +143,7 @@ def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
 def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
     structure = _gcn_structure(conv, edge_weight)
-    # It keeps the aggregate of the first rows that it sees.
+    # A cached SGConv keeps the aggregate of its first input.
     if conv.cached and not is_input(x.node, FEATURES):
         return None
     for _ in range(conv.K - 1):
@@ -192,7 +192,7 @@ def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 
 @lowers(pyg.MixHopConv)
 def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
-    """``[A^p x W_p]`` side by side, p in ``powers``."""
+    """Concatenation of ``A^p x W_p`` over p in ``powers``."""
     structure = _gcn_structure(conv, edge_weight)
     powers = [int(p) for p in conv.powers]
     outs = {0: conv.lins[0](x)} if 0 in powers else {}
@@ -238,7 +238,7 @@ def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 
 @lowers(pyg.SimpleConv)
 def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
-    """``A x``, with x itself added or beside it."""
+    """``A x``; with combine_root, ``A x + x`` or ``[x, A x]``."""
     structure = _reduction(conv)
     if conv.combine_root == "self_loop":
         return None
@@ -258,7 +258,7 @@ def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 
 @lowers(SparseLinear)
 def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
-    """``A W + b``: LINKX's map of the adjacency itself, W with a row for each vertex."""
+    """``A W + b``: LINKX's map of the adjacency matrix; W has one row for each vertex."""
     rows = of_vertices(conv.weight)
     return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
 
@@ -266,7 +266,7 @@ def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.FastRGCNConv)
 @lowers(pyg.RGCNConv)
 def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
-    """``sum_r A_r (x W_r) + x W_root + b``, while that pushes little more than ``x`` itself."""
+    """``sum_r A_r (x W_r) + x W_root + b``, if all x W_r are at most twice as wide as x."""
     structure, count = _reduction(conv), conv.num_relations
     pushed = count * conv.out_channels
     if edge_type is None or conv.num_blocks is not None or pushed > 2 * conv.in_channels_l:
@@ -278,7 +278,7 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
         )
     out: Any = None
     for r in range(count):
-        # Transformed first: as a linear map of x, which may be sparse features.
+        # The product comes first because x may be sparse features.
         rows = nn.functional.linear(x, weight[r].t())
         part = aggregate(rows, structure=f"{structure}{RELATION}{r}")
         out = part if out is None else out + part
@@ -289,9 +289,9 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
 
 @lowers(pyg.GatedGraphConv)
 def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
-    """``x = GRU(A x W_i, x)``, as often as it has layers."""
+    """``x = GRU(A x W_i, x)`` for each layer i."""
     structure = _reduction(conv)
-    # As wide as the states, from the left; the width of x is known when it runs.
+    # Pads x with zeros to the width of the states.
     x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
     for i in range(conv.num_layers):
         x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure, edge_weight=edge_weight), x)

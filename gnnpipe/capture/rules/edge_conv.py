@@ -1,11 +1,11 @@
-"""EdgeConv with a BatchNorm over edges, taken apart so that no edge of another chunk is needed.
+"""Rule for EdgeConv with a BatchNorm over edges behind the first linear map of its ``nn``.
 
-The first linear map of ``nn([x_i, x_j - x_i])`` splits into a part of either end: on an edge from
-j to i it gives ``a_i + b_j`` with ``a = x (W_1 - W_2) + bias`` and ``b = x W_2``. With m_i the mean
-of b over the edges into i, and q_i that of its square, the means over those edges are ``a + m`` and
-``a a + 2 a m + q``, and the means over all edges follow, each vertex counted by its edges: one
-linear aggregation, row-wise work and means over all vertices. What follows the norm then runs over
-the edges as it stands.
+That map of ``[x_i, x_j - x_i]`` is ``a_i + b_j`` on an edge from j to i, with
+``a = x (W_1 - W_2) + bias`` and ``b = x W_2``. Let m_i and q_i be the means of b and of b b over
+the edges into i. Over these edges, ``a + b`` then has the mean ``a + m`` and its square the mean
+``a a + 2 a m + q``. The statistics of the norm are means of both over all vertices, weighted by
+in-degree. So the rule needs one linear aggregation, row-wise work and means over all vertices; the
+layers behind the norm run unchanged over the edges.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["EDGE_RULES"]
 
 
 class _AfterNorm(pyg.MessagePassing):  # type: ignore[misc]
-    """EdgeConv from behind its norm on: [n, F] reads, [m, F] reading, both normed already."""
+    """The part of EdgeConv behind its norm, for normalised rows [n, F] and [m, F]."""
 
     def __init__(self, rest: nn.Module, aggr: Any) -> None:
         super().__init__(aggr=aggr)
@@ -45,13 +45,16 @@ class _AfterNorm(pyg.MessagePassing):  # type: ignore[misc]
 
 
 def _is_one_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Its forward is that of one of these, and nothing else: it will not be called."""
+    """Whether a module is exactly one of these classes and has no hooks."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type_before_parametrizations(module) in kinds and not hooks
 
 
 def _taken_apart(layers: Any) -> tuple[Any, Any, nn.Module]:
-    """The first linear map, the norm behind it, and the rest; ``OtherKindError`` if it has none."""
+    """(first linear map, BatchNorm behind it, remaining layers) of EdgeConv's ``nn``.
+
+    Raises ``OtherKindError`` for other layers.
+    """
     if _is_one_of(layers, pyg.MLP):
         dropout = [nn.Dropout(p) for p in layers.dropout]
         lins, norms = list(layers.lins), list(layers.norms)
@@ -78,7 +81,7 @@ def _taken_apart(layers: Any) -> tuple[Any, Any, nn.Module]:
 
 
 def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) -> Any:
-    """``max relu(norm(a_i + b_j)) W + ...``, or as its ``nn`` has it behind the norm."""
+    """``aggr rest(norm(a_i + b_j))``, see above."""
     lin, norm, rest = _taken_apart(conv.nn)
     if conv.node_dim != -2 or conv.decomposed_layers != 1:
         raise OtherKindError
@@ -87,7 +90,7 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     of_pair, of_difference = lin.weight[:, : width // 2], lin.weight[:, width // 2 :]
     reading = nn.functional.linear(x, of_pair - of_difference, lin.bias)
     read = nn.functional.linear(x, of_difference)
-    # Centred before anything is squared; what one end loses the other gains, but for staleness.
+    # Centring before squaring avoids cancellation; reading + read stays the same.
     middle = aggregate(read, structure=EVERYONE)
     read, reading = read - middle, reading + middle
 
@@ -95,7 +98,7 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     near, square = torch.chunk(around, 2, dim=1)
 
     def over_edges(rows: Any, what: str) -> Any:
-        """The mean over all edges, of means over those into each vertex."""
+        """The mean over all edges of rows that are means over the edges into each vertex."""
         return aggregate(rows, structure=BY_EDGES, observed_by=path and f"{path}:{what}")
 
     mean = over_edges(reading + near, "mean")
@@ -112,5 +115,5 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
 
 
 EDGE_RULES: dict[type[nn.Module], Rule] = {pyg.EdgeConv: _edge_conv}
-"""Beside what other rules take, ``make`` calls a convolution made by the rule on rows to read and
-rows that read; the recording then has it."""
+"""Rules with one more argument, ``make(convolution, source rows, target rows)``: it records a call
+of a convolution made by the rule."""

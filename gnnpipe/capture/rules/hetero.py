@@ -1,9 +1,7 @@
-"""How convolutions over several types at once are taken apart, relation by relation.
+"""Rules for HANConv and HGTConv, which attend over several relations at once.
 
-PyG's HANConv and HGTConv take dicts of features and edges, and attend over all of them. Their rules
-leave row-wise work, one attention over the edges of each relation, and the way in which a vertex
-puts the relations together, which is row-wise again; HANConv's weight of a relation is a mean over
-all vertices.
+The rules make of them row-wise work, one attention for each relation, and a row-wise combination of
+the relations' results. HANConv's weights of the relations are means over all vertices.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from gnnpipe.graph.operators import EVERYONE
 __all__ = ["HETERO_RULES", "HeteroRule"]
 
 Attend = Callable[[nn.Module, Any, Any, Any], Any]
-"""Calls an attention on (rows to read, rows that read, edges); the recording then has it."""
+"""Records the call of an attention on (source rows, target rows, edges)."""
 
 HeteroRule = Callable[[Any, Mapping[str, Any], Mapping[Any, Any], Attend], dict[str, Any]]
-"""(convolution, features by type, edges by relation, ``Attend``) to its results by type."""
+"""Maps (convolution, features by type, edges by relation, ``Attend``) to results by type."""
 
 
 class _AdditiveAttention(pyg.MessagePassing):  # type: ignore[misc]
-    """GAT's attention, of rows that are transformed already: [n, H D + H] reads, [m, H] reading."""
+    """GAT's attention for mapped rows: sources [n, H D + H] with scores, target scores [m, H]."""
 
     def __init__(self, heads: int, negative_slope: float, dropout: float) -> None:
         super().__init__(aggr="add", node_dim=0)
@@ -55,10 +53,10 @@ class _AdditiveAttention(pyg.MessagePassing):  # type: ignore[misc]
 
 
 class _ProductAttention(pyg.MessagePassing):  # type: ignore[misc]
-    """A transformer's attention: keys and values [n, 2 H D] are read by queries [m, H D].
+    """Dot-product attention of keys and values [n, 2 H D] and queries [m, H D].
 
-    With the result comes the logarithm of what the softmax divided by, so that the results of
-    several relations can be put together as if one softmax had run over all their edges.
+    Returns also the logarithm of each softmax's denominator, with which ``_joined`` combines
+    several relations into one softmax over all their edges.
     """
 
     def __init__(self, heads: int) -> None:
@@ -66,7 +64,7 @@ class _ProductAttention(pyg.MessagePassing):  # type: ignore[misc]
         self.heads = heads
 
     def forward(self, x: tuple[Tensor, Tensor], edge_index: Tensor) -> Tensor:
-        """Rows [m, H D + H]; -inf in the last H of a vertex without neighbours."""
+        """Rows [m, H D + H]; the last H are -inf for a vertex without neighbours."""
         read, reading = x
         count = len(reading)
         source, target = edge_index
@@ -108,7 +106,7 @@ def _han(
 
 
 def _weighed(conv: Any, outs: list[Any]) -> Any:
-    """What the relations gave, by HANConv's semantic attention; none if there is none."""
+    """HANConv's semantic attention over the relations' results; None without relations."""
     if not outs:
         return None
     means = [aggregate(conv.k_lin(out).tanh(), structure=EVERYONE) for out in outs]
@@ -121,7 +119,7 @@ def _weighed(conv: Any, outs: list[Any]) -> Any:
 def _hgt(
     conv: Any, x: Mapping[str, Any], edges: Mapping[Any, Any], attend: Attend
 ) -> dict[str, Any]:
-    """A transformer's attention with one softmax over the edges of all relations into a vertex."""
+    """Dot-product attention with one softmax over the edges of all relations into a vertex."""
     heads, width = conv.heads, conv.out_channels
     split = {
         t: [v[:, i * width : (i + 1) * width] for i in range(3)] for t, v in conv.kqv_lin(x).items()
@@ -151,12 +149,12 @@ def _width(conv: Any, name: str) -> int:
 
 
 def _by_head(rows: Any, weight: Any, heads: int) -> Any:
-    """Rows [n, H D], each head by a matrix of its own, weight [H, D, D]."""
+    """Rows [n, H D] times one matrix for each head, weight [H, D, D]; returns [n, H, D]."""
     return torch.einsum("nhd,hde->nhe", rows.unflatten(1, (heads, -1)), weight)
 
 
 def _joined(outs: list[Any], heads: int) -> Any:
-    """Results of several softmaxes, [m, H D + H] each, as one softmax would have given them."""
+    """Combines results [m, H D + H] of several softmaxes into that of one softmax, [m, H D]."""
     sizes = torch.stack([out[:, -heads:] for out in outs], dim=1)
     largest = sizes.amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     weight = torch.exp(sizes - largest)

@@ -1,8 +1,8 @@
-"""Normalisations over all vertices, taken apart: a mean over all vertices and row-wise work.
+"""Rules for normalisations over all vertices: means over all vertices and row-wise work.
 
-The mean is an aggregation like any other (``runtime.mean_history``): exact with one chunk or walked
-layer by layer, and otherwise partly of the last epoch. A variance is a second one, of the squares
-of what was centred: the mean of the squares alone would cancel where the mean is large.
+The mean is an aggregation (``runtime.mean_history``): exact with one chunk or layer by layer,
+otherwise partly from the last epoch. The variance is the mean of the squared centred rows, because
+``mean(x x) - mean(x)^2`` cancels where the mean is large.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from gnnpipe.capture.markers import aggregate, in_training
 from gnnpipe.capture.stage.norm_rows import normalise, positive, squares
 from gnnpipe.graph.operators import EVERYONE
 
-__all__ = ["NORMS", "move_statistics"]
+__all__ = ["NORMS", "update_running_statistics"]
 
 
 def _mean(x: Any, path: str = "", what: str = "") -> Any:
-    """The mean of x over all vertices, for every row; the module at ``path`` keeps ``what``."""
+    """The mean of x over all vertices, one equal row for each vertex.
+
+    ``what``: running statistic of the module at ``path`` that the mean updates.
+    """
     return aggregate(x, structure=EVERYONE, observed_by=path and f"{path}:{what}")
 
 
@@ -35,7 +38,7 @@ def _affine(module: Any, x: Any) -> Any:
 
 
 def batch_norm(module: Any, x: Any, path: str) -> Any:
-    """Over all vertices in training, with the moving statistics in evaluation."""
+    """BatchNorm: statistics of all vertices in training, running ones in evaluation."""
     if isinstance(module, pyg.BatchNorm):
         module, path = module.module, f"{path}.module"
     if not module.track_running_stats:
@@ -49,7 +52,7 @@ def batch_norm(module: Any, x: Any, path: str) -> Any:
 
 
 def layer_norm(module: Any, x: Any, path: str) -> Any:
-    """PyG's, over all entries of all vertices (mode 'graph')."""
+    """PyG's LayerNorm in mode 'graph': statistics of all entries of all vertices."""
     if module.mode != "graph":
         return None
     centred = x - _mean(x.mean(dim=-1, keepdim=True))
@@ -58,14 +61,14 @@ def layer_norm(module: Any, x: Any, path: str) -> Any:
 
 
 def graph_norm(module: Any, x: Any, path: str) -> Any:
-    """With a share of the mean that is learned."""
+    """GraphNorm: subtracts a learned multiple of the mean."""
     centred = x - _mean(x) * module.mean_scale
     variance = positive(_mean(_square(centred)))
     return module.weight * centred / torch.sqrt(variance + module.eps) + module.bias
 
 
 def pair_norm(module: Any, x: Any, path: str) -> Any:
-    """Centred, then scaled by the mean length or each row by its own."""
+    """PairNorm: centres, then divides by the mean length of the rows, or each row by its own."""
     centred = x - _mean(x)
     if module.scale_individually:
         return module.scale * centred / (module.eps + centred.norm(2, -1, keepdim=True))
@@ -74,7 +77,7 @@ def pair_norm(module: Any, x: Any, path: str) -> Any:
 
 
 def mean_subtraction(module: Any, x: Any, path: str) -> Any:
-    """Centred."""
+    """MeanSubtractionNorm: subtracts the mean."""
     return x - _mean(x)
 
 
@@ -86,14 +89,14 @@ NORMS: dict[type[nn.Module], Callable[[Any, Any, str], Any]] = {
     pyg.PairNorm: pair_norm,
     pyg.MeanSubtractionNorm: mean_subtraction,
 }
-"""(module, x, path of the module) to its result; ``None``: it is row-wise already."""
+"""Maps (module, x, path of the module) to its result, or to None if it is row-wise."""
 
 
 @torch.no_grad()
-def move_statistics(module: nn.Module, what: str, now: Tensor, count: int) -> None:
-    """A BatchNorm's moving 'mean' or 'variance' [F] after an epoch, as torch moves them.
+def update_running_statistics(module: nn.Module, what: str, now: Tensor, count: int) -> None:
+    """Update a BatchNorm's running 'mean' or 'variance' [F] after an epoch, as torch does.
 
-    ``now``: over ``count`` vertices, or edges. The mean comes first.
+    ``now``: statistic of ``count`` vertices or edges. The mean must be updated first.
     """
     assert isinstance(module, nn.BatchNorm1d)
     assert module.running_mean is not None

@@ -1,1 +1,1 @@
-"""Splits a recorded model into the steps of a stage."""
+"""Runs a stage's part of a recording in steps."""

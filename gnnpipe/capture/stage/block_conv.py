@@ -1,9 +1,9 @@
-"""Convolutions that run unchanged, on the block of a chunk: its own rows C, then its halo rows H.
+"""Unchanged PyG convolutions on a chunk's block: own rows C, then halo rows H.
 
-Nothing is known of such a convolution but how it is called. It is given the block in one of two
-forms: as the pair (all rows, own rows), which PyG calls bipartite and which wastes nothing; or, if
-it does not take that, as a graph of C + H vertices of which the own rows are kept. ``probe`` finds
-out which form gives the same rows as the whole graph does.
+A convolution is called in one of two forms. 'pair': with (all rows, own rows), which PyG calls
+bipartite. 'square', for convolutions that do not support pairs: on a graph of C + H vertices, of
+whose results the own rows are kept. ``trial.run`` finds the form that gives the same rows as the
+whole graph.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FORMS = ("pair", "square")
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands in the arguments for the value with this number that was pushed."""
+    """Placeholder in the arguments for a pushed value; -1: the edges."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _EdgeSlot:
-    """Stands for the value with this number that edges carry."""
+    """Placeholder for a value of the edges."""
 
     index: int
 
@@ -47,7 +47,7 @@ _EDGES = _Slot(-1)
 
 
 class BlockConv(nn.Module):
-    """A convolution as the recording calls it, to be run on blocks."""
+    """A recorded call of a convolution, to be run on blocks."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class BlockConv(nn.Module):
         site: int = 0,
         of_edges: Collection[fx.Node] = (),
     ) -> None:
-        """``shapes``: of one row, for every value that has rows; ``drops``: what each dropout of
-        the convolution drops; ``site`` tells it from others; ``of_edges``: values that have a row
-        for each edge. ``TypeError``: not in this form.
+        """``shapes``: shape of one row, by value; ``drops``: kind of rows of each dropout inside
+        the convolution; ``site``: key of the first dropout; ``of_edges``: values with one row for
+        each edge. Raises ``TypeError`` if the call does not have this form.
         """
         super().__init__()
         self.conv, self.form, self.drops, self.site = conv, form, tuple(drops), site
         self.pushed: list[fx.Node] = []
-        """Values whose rows it reads over the edges; they are pushed side by side."""
+        """Values whose rows are read over the edges; they are concatenated and pushed."""
         self.own: fx.Node | None = None
-        """A value that it reads of its own rows alone, if there is one: the second of a pair."""
+        """The second value of a pair, read for the own rows alone."""
         self.carried: list[fx.Node] = []
-        """Values of the edges that it reads."""
+        """Edge values that the convolution reads."""
         args = list(call.args)
         if args and isinstance(args[0], tuple | list):
             if form == "square":
-                raise TypeError("it is given a pair of features")
+                raise TypeError("it is called with a pair of features")
             source, self.own = args[0]
             args[0] = source
 
@@ -97,21 +97,21 @@ class BlockConv(nn.Module):
         self._widths = [_count(shape) for shape in self._shapes]
         given = [one for one in (*args, *call.kwargs.values()) if one is not None]
         self._is_plain = form == "pair" and not self.carried and len(given) == 2
-        """It is called on rows and edges alone."""
+        """Whether the convolution is called on rows and edges alone."""
         if form == "pair" and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
 
     @property
     def width(self) -> int:
-        """Numbers that are pushed for a row."""
+        """Number of pushed columns."""
         return sum(self._widths)
 
     @property
     def kept(self) -> tuple[int, int, int] | None:
-        """Numbers kept of a row beyond what it reads and gives, of an edge, and of a row it reads.
+        """Numbers kept for backward by GAT attention without messages; None for others.
 
-        Of attention without messages: rows attended; a weight for each head (and what was dropped);
-        rows mapped, if it maps them. Of others the sample tells.
+        For each own row (attended row), edge (weight of each head, also before dropout) and row of
+        the block (mapped row).
         """
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
             return None
@@ -122,7 +122,7 @@ class BlockConv(nn.Module):
 
     @property
     def structure_per_edge(self) -> int:
-        """Bytes for an edge beyond its two ends: ``graph.incidence``."""
+        """Bytes for each edge beyond its two ends (``graph.incidence``)."""
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
             return 0
         return 24 if self.conv.add_self_loops else 8
@@ -139,9 +139,9 @@ class BlockConv(nn.Module):
         own: Tensor | None = None,
         carried: Sequence[Any] = (),
     ) -> Tensor:
-        """The own rows' results [C, ...] from the block's rows [C + H, F].
+        """Results [C, ...] for the own rows, from the block's rows [C + H, F].
 
-        ``carried`` [E_c, ...]: the values of the block's edges.
+        ``carried`` [E_c, ...]: values of the block's edges.
         """
         count = block.size[1]
         parts = torch.split(received, self._widths, dim=1)
@@ -166,12 +166,12 @@ class BlockConv(nn.Module):
         return out[:count]
 
 
-# Not within ``forward``: a function that calls itself there would keep the rows of every call until
-# the cycle collector comes by.
+# Not a closure of ``forward``: a recursive closure is a reference cycle, which would keep the rows
+# alive until garbage collection.
 def _filled(
     argument: Any, edge_index: Tensor, values: Sequence[Any], carried: Sequence[Any]
 ) -> Any:
-    """An argument of the recorded call with the block's values in it."""
+    """An argument of the recorded call, with placeholders replaced by the block's values."""
     if isinstance(argument, _Slot):
         return edge_index if argument == _EDGES else values[argument.index]
     if isinstance(argument, _EdgeSlot):

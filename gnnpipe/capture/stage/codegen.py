@@ -1,8 +1,8 @@
-"""One step of a stage as one generated function.
+"""Generates one function for each step of a stage.
 
-It takes the chunk's ``Rows``, the values that were handed on and what was aggregated, and returns
-the rows to push and the values that go on. Inside a stage values keep their shape; between stages,
-and where they are pushed, a row is flat.
+The function takes the chunk's ``Rows``, the values from the step before and the aggregated rows. It
+returns the rows to push and the values for the next step. Values keep their shape inside a stage;
+values sent to other stages and pushed rows are flat, [C, F].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["StepFunction"]
 
 
 class StepFunction:
-    """One step as a function; the stage's modules are its submodules."""
+    """A step's generated function with the names of its arguments and results."""
 
     def __init__(self, cut: Cut, step: int) -> None:
         before = cut.entering if step == 0 else cut.carried(step - 1)
@@ -65,7 +65,7 @@ class StepFunction:
     def __call__(
         self, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """The rows to push, by aggregation, and the values that go on."""
+        """The rows to push, by aggregation, and the values for the next step."""
         given: list[Any] = [rows, *(values[name] for name in self._before)]
         for name in self._arrived:
             given += [received[name].rows, received[name].block]
@@ -77,7 +77,7 @@ class StepFunction:
 
 
 def _may_choose(cut: Cut, step: int) -> bool:
-    """Whether a step may make fewer rows (``plan.loss_rows``), chosen of all that it is handed."""
+    """Whether a step may be computed for the loss rows alone (``plan.loss_rows``)."""
     is_last = step == cut.num_steps - 1
     return is_last and not all(
         is_mean(op) for op in cut.running(step) if cut.recording.aggregates(op)
@@ -85,7 +85,7 @@ def _may_choose(cut: Cut, step: int) -> bool:
 
 
 class _Writer:
-    """Writes a step's function call by call, out of the calls of the whole recording."""
+    """Builds a step's function from the recording's calls."""
 
     def __init__(self, cut: Cut) -> None:
         self._blocks, self._facts = cut.blocks, cut.recording.facts
@@ -97,12 +97,12 @@ class _Writer:
         self._parts: dict[str, fx.Node] = {"": self._rows}
         self._made: dict[fx.Node, fx.Node] = {}
         self._means: dict[fx.Node, fx.Node] = {}
-        """Of values that are the same for all rows the single row; ``_made`` has them as rows."""
+        """Single rows of values that are equal for all rows; ``_made`` has them expanded."""
 
     def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
-        """Values that were handed on; ``flat`` if they come from another stage.
+        """Add the values of the step before; ``flat``: they come from another stage.
 
-        With ``has_means``, of those that are the same for all rows a single one was.
+        ``has_means``: values that are equal for all rows arrive as a single row.
         """
         for value in values:
             held = self._graph.placeholder(value.name)
@@ -112,7 +112,7 @@ class _Writer:
                 self._made[value] = self._shaped(held, value) if flat else held
 
     def arrive(self, ops: list[fx.Node]) -> None:
-        """What was aggregated: for each op its rows and its block."""
+        """Add the aggregated rows and the block of each op."""
         inputs = [
             (
                 self._graph.placeholder(f"{op.name}_rows"),
@@ -127,7 +127,7 @@ class _Writer:
                 self._made[op] = self._arrive(op, found, block)
 
     def make(self, call: fx.Node) -> None:
-        """See to it that the value of a call is there in this step."""
+        """Add a call with its sources, unless its value is there."""
         if call in self._made or call in self._means or call.op == "placeholder":
             return
         if call.op == "get_attr":
@@ -143,7 +143,7 @@ class _Writer:
             self._made[call] = self._copy(call)
 
     def side_by_side(self, values: list[fx.Node]) -> fx.Node:
-        """The rows [C, F] of several values as one."""
+        """The rows of several values, flat and concatenated [C, F]."""
         for value in values:
             self.make(value)
         flat = [self._call(flattened, self._value(value)) for value in values]
@@ -152,7 +152,7 @@ class _Writer:
     def finish(
         self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool, has_means: bool
     ) -> fx.GraphModule:
-        """The function; ``flat`` if its values go to another stage; ``has_means`` as ``take``."""
+        """The function; ``flat``: its values go to another stage; ``has_means``: as in ``take``."""
         handed = [
             self._means[v] if has_means and v in self._means else self._value(v) for v in leaving
         ]
@@ -162,7 +162,7 @@ class _Writer:
         return fx.GraphModule(self._modules, self._graph)
 
     def _rows_of(self, call: fx.Node) -> fx.Node:
-        """The ``Rows`` of the type that a call's value has rows of."""
+        """The ``Rows`` of a call's vertex type."""
         name = self._facts[call].vertex_type
         if name not in self._parts:
             self._parts[name] = self._graph.call_method("part", (self._rows, name))
@@ -205,7 +205,7 @@ class _Writer:
         return made[call]
 
     def _value(self, call: fx.Node) -> fx.Node:
-        """A value that is there already, as rows; features as a dense tensor."""
+        """A value that was added before, as rows; features are made dense."""
         if call.op == "placeholder":
             return self._call(dense_features, self._rows_of(call))
         if call not in self._made:
@@ -213,14 +213,14 @@ class _Writer:
         return self._made[call]
 
     def _copy(self, call: fx.Node) -> fx.Node:
-        """The call itself, with its sources made."""
+        """A copy of a call, with its sources."""
         for source in call.all_input_nodes:
             if source.op != "placeholder":
                 self.make(source)
         if call.op == "call_module":
             self._modules[str(call.target)] = self._graph_module.get_submodule(str(call.target))
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
-        # x itself they take as rows, also if those are all the same.
+        # These take single rows, except for x.
         x = call.args[0] if call.target in (squares, normalise) else None
         takes_means = call.target in (squares, normalise, in_training)
         copied = self._graph.node_copy(
@@ -252,14 +252,14 @@ class _Writer:
         return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
 
     def _is_rounded(self, call: fx.Node) -> bool:
-        """A linear map whose product is made in bf16."""
+        """Whether a call is a linear map to be computed in bf16."""
         recording = self._recording
         if not recording.is_rounded or call in recording.scoring:
             return False
         return is_linear(self._graph_module, call)
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
-        """The same map, its product made in bf16."""
+        """A copy of a linear map, computed in bf16."""
         copied = self._copy(call)
         if call.op == "call_module":
             path = f"{call.target}_rounded"

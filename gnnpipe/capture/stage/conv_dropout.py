@@ -1,8 +1,8 @@
-"""Dropout inside of a convolution that runs unchanged: of attention, mostly.
+"""Dropout inside unchanged convolutions, for example of attention weights.
 
-It is keyed by what is dropped, as all dropout here (``models.dropout``): a row by its vertex, an
-edge by both its ends, so that no shape changes it. What a tensor has a row for is found out on the
-sample, where the number of vertices and that of edges differ.
+Masks are keyed by the vertex of a row or by both ends of an edge (``ops.hashed_dropout``), so that
+they do not depend on chunks and shards. The sample graph has different numbers of vertices and
+edges, which tells what a dropped tensor has rows for.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gnnpipe.ops.hashed_dropout import edge_keys
 __all__ = ["DropoutKinds", "KeyedDropout", "NoDropout"]
 
 ROWS, READ_ROWS, EDGES, EDGES_AND_LOOPS = "rows", "read rows", "edges", "edges and loops"
-"""What dropout is of; of the rows that are read only where they are of another type."""
+"""Kinds of rows that a dropout drops; READ_ROWS: source rows of another vertex type."""
 
 
 class _Dropout(TorchFunctionMode, ABC):
-    """In its reach ``F.dropout`` is what ``drop`` says."""
+    """Context in which ``F.dropout`` calls ``drop``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything else is left alone."""
+        """Replaces ``F.dropout`` alone."""
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
         found = dropout_arguments(args, kwargs or {})
@@ -43,20 +43,20 @@ class _Dropout(TorchFunctionMode, ABC):
 
     @abstractmethod
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """Of ``x`` [R, ...], in training."""
+        """Dropout of ``x`` [R, ...] in training."""
 
 
 class KeyedDropout(_Dropout):
-    """Every mask belongs to edges or rows, not to the call."""
+    """Dropout with masks keyed by vertices or edges."""
 
     def __init__(self, kinds: Sequence[str], block: Block, rows: Rows, site: int) -> None:
-        """``kinds``: of every call in turn; ``site``, and those behind it, tell them apart."""
+        """``kinds``: rows of each call in turn; ``site``: key of the first call, then site + 1."""
         super().__init__()
         self._kinds, self._block, self._rows = iter(kinds), block, rows
         self._sites = itertools.count(site)
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """By the keys of what ``x`` has rows for."""
+        """Dropout with the keys of the vertices or edges of ``x``."""
         kind, site = next(self._kinds), next(self._sites)
         if not self._rows.training:
             return x
@@ -66,7 +66,7 @@ class KeyedDropout(_Dropout):
 
     def _keys(self, kind: str, count: int) -> Tensor:
         keys = self._block.keys
-        assert keys is not None, "nothing of the pilots is dropped"
+        assert keys is not None, "the probe pass has no dropout"
         into = keys if self._block.into_keys is None else self._block.into_keys
         if kind in (ROWS, READ_ROWS):
             return (into if kind == ROWS else keys)[:count]
@@ -78,7 +78,7 @@ class KeyedDropout(_Dropout):
 
 
 class NoDropout(_Dropout):
-    """Every call does nothing."""
+    """Dropout that does nothing."""
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
         """``x`` itself."""
@@ -86,10 +86,10 @@ class NoDropout(_Dropout):
 
 
 class DropoutKinds(_Dropout):
-    """Notes what every call drops, and lets it do nothing."""
+    """Dropout that does nothing and notes the kind of rows of every call."""
 
     def __init__(self, num_read: int, num_rows: int, num_edges: int) -> None:
-        """Vertices that are read, vertices that read (the same, of one type), and edges."""
+        """Numbers of source vertices, target vertices and edges."""
         super().__init__()
         self._names = {
             num_edges + num_read: EDGES_AND_LOOPS,
@@ -101,7 +101,7 @@ class DropoutKinds(_Dropout):
         self.found: list[str] = []
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
-        """``TypeError`` for a tensor that has rows for neither vertices nor edges."""
+        """``x``; raises ``TypeError`` if it has rows for neither vertices nor edges."""
         if len(x) not in self._names:
             raise TypeError(f"its dropout is of {len(x)} rows, neither of vertices nor of edges")
         self.found.append(self._names[len(x)])

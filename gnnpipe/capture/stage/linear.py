@@ -1,4 +1,4 @@
-"""A user's linear maps where they are more than a call: of sparse features, or rounded to bf16."""
+"""Linear maps of sparse features, and linear maps computed in bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
-    """The call is a linear map of one value's rows, as torch or PyG ship it, without hooks."""
+    """Whether a call is ``F.linear`` or a Linear of torch or PyG without hooks."""
     if call.op == "call_module":
         module = recording.get_submodule(str(call.target))
         hooks = any(getattr(module, name) for name in HOOKS)
@@ -40,7 +40,7 @@ class LinearOfFeatures(nn.Module):
 
 
 class RoundedLinear(nn.Module):
-    """The user's linear layer, its product in bf16."""
+    """The user's linear layer, computed in bf16."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -62,5 +62,5 @@ def linear_of_features(
 
 
 def rounded_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, its product in bf16."""
+    """``torch.nn.functional.linear`` computed in bf16."""
     return linear(input, weight, bias, is_rounded=True)

@@ -1,8 +1,8 @@
-"""The row-wise work of a normalisation over all vertices, a block of rows at a time.
+"""Fused row-wise work of normalisations over all vertices (C rows, F columns).
 
-Mean and variance are the same for every row, and reach a step as a single row. Call by call each of
-a dozen steps would make [C, F], and backward as many again; here both ways are one pass over the
-rows, and only x is kept. C rows, F columns.
+Mean and variance are single rows [1, F]. As separate calls, a dozen steps would each allocate
+[C, F] in forward and again in backward; here both directions are one pass over blocks of rows, and
+only x is saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["normalise", "positive", "squares"]
 
 
 def squares(x: Any, mean: Any) -> Any:
-    """``(x - mean)^2`` [C, F]; mean [1, F], or one for each row."""
+    """``(x - mean)^2`` [C, F]; mean [1, F] or [C, F]."""
     if isinstance(x, fx.Proxy):
         return x.tracer.create_proxy("call_function", squares, (x, mean), {})
     if not _is_one_row(x, mean):
@@ -27,9 +27,9 @@ def squares(x: Any, mean: Any) -> Any:
 
 
 def normalise(x: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` [C, F]; or without the last two.
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` [C, F].
 
-    Mean and variance [1, F], or one for each row.
+    Mean and variance are [1, F] or [C, F]; weight and bias [F], or both None.
     """
     if isinstance(x, fx.Proxy):
         given = (x, mean, variance, weight, bias, eps)
@@ -41,12 +41,12 @@ def normalise(x: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: flo
 
 
 def positive(variance: Any) -> Any:
-    """A forecast of the stale part may come out below zero."""
+    """The variance, at least 0; a forecast of the stale part may be negative."""
     return torch.clamp(variance, min=0.0)
 
 
 def _is_one_row(x: Tensor, *given: Tensor) -> bool:
-    """Whether each is a single row beside those of x."""
+    """Whether each tensor is a single row [1, F] for x [C, F]."""
     return x.dim() == 2 and all(one.shape == (1, x.shape[1]) for one in given)
 
 
@@ -100,7 +100,7 @@ class _Normalise(torch.autograd.Function):
             total += part.sum(0)
             with_rows += torch.sub(x[block], row, out=to_x[block]).mul_(part).sum(0)
             torch.mul(part, scale, out=to_x[block])
-        # Below zero the variance stands still.
+        # A negative variance is clamped and has no gradient.
         to_variance = with_rows * scale * root * root * -0.5 * (variance >= 0)
         return (
             to_x,

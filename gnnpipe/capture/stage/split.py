@@ -1,4 +1,4 @@
-"""Which step each op of a stage runs in, and which values pass from step to step."""
+"""Assigns the ops of a stage to steps and finds the values that pass from step to step."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ class Cut:
         return [op for op in self._running[step + 1] if self.recording.aggregates(op)]
 
     def running(self, step: int) -> list[fx.Node]:
-        """Ops whose value is made in a step."""
+        """Ops that are computed in a step."""
         return self._running[step]
 
     def carried(self, step: int) -> list[fx.Node]:
-        """Values handed on from a step to the next; behind the last one, out of the stage."""
+        """Values that pass from a step to the next, or from the last step out of the stage."""
         return self.leaving if step == self.num_steps - 1 else self._carried[step]
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
-        """The values whose rows an aggregation pushes."""
+        """Values whose rows an aggregation pushes."""
         return self.blocks[op].pushed if op in self.blocks else [op.all_input_nodes[0]]
 
     def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
-        """The values that an op reads, and the step in which it does."""
+        """Values that an op reads, each with the step that reads it."""
         if not self.recording.aggregates(op):
             for source in self.recording.inputs(op):
                 yield source, self.depth[op]
@@ -87,7 +87,7 @@ class Cut:
         )
         of_edges = {call for call in op.all_input_nodes if facts[call].of_edges}
         shapes = {call: facts[call].shape for call in op.all_input_nodes if facts[call].is_rows}
-        # Behind the sites of the recorded dropouts, and apart from those of other convolutions.
+        # Distinct from the sites of recorded dropouts and of other convolutions.
         site = (self.recording.ops.index(op) + 1) << 16
         return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
 

@@ -1,4 +1,4 @@
-"""The ops of one stage of a captured model: its steps, its weights and its moving statistics."""
+"""A stage of a recorded model: steps, weights and running statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.rules.norms import move_statistics
+from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.codegen import StepFunction
 from gnnpipe.capture.stage.split import Cut
 from gnnpipe.models.layer import Rows, Values
@@ -40,9 +40,9 @@ class RecordedStageModule(StageModule):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedStageModule:
-        """With weights of its own for its ops; those of other stages are shared.
+        """A copy with its own weights for its ops; weights of other stages are shared.
 
-        The recording is not copied: its calls are linked, and a deep model has thousands.
+        The linked list of calls is shared: copying it recursively would exhaust the stack.
         """
         own = {id(value) for _, value in self.named_state()}
         for value in self._recording.model.state_dict(keep_vars=True).values():
@@ -57,25 +57,25 @@ class RecordedStageModule(StageModule):
         return self._steps[index](values, received, rows)
 
     def begin_aggregated(self, names: Collection[str]) -> None:
-        """What these push are the features themselves: A x is what they receive anyway."""
+        """Nothing to do: these aggregations push the features and receive A x in any case."""
 
     @property
     def needs_features(self) -> bool:
-        """The recorded calls may read them elsewhere."""
+        """True: recorded calls may read the features elsewhere."""
         return True
 
     def to(self, device: torch.device) -> None:
         """Move the weights and buffers of these ops."""
         for kept in self._buffers.values():
-            # In place, as torch moves weights: the user's module and the steps share them.
+            # In place, because the user's module and the steps share the buffers.
             kept.data = kept.data.to(device)
         for step in self._steps:
             step.function.to(device)
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """Move the statistics of a normalisation (see ``StageModule``)."""
+        """Update the running statistics of a normalisation (see ``StageModule``)."""
         if name in self._observers:
-            move_statistics(*self._observers[name], mean, count)
+            update_running_statistics(*self._observers[name], mean, count)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and buffers, by the user's names."""
@@ -83,5 +83,5 @@ class RecordedStageModule(StageModule):
         yield from self._buffers.items()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the user's names."""
+        """Weights, by the user's names."""
         yield from self._weights.items()

@@ -1,4 +1,4 @@
-"""What a step's function calls beside what was recorded: C rows of a chunk."""
+"""Functions that generated steps call for markers and inputs, on the C rows of a chunk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
 
 
 class _RowsOfWeight(torch.autograd.Function):
-    """Rows of a weight, each at most once; torch's own adjoint makes all N rows for every chunk."""
+    """Rows of a weight. The backward of torch would allocate all N rows for every chunk."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
@@ -64,24 +64,24 @@ def _of_vertices(rows: Rows, weight: Tensor) -> Tensor:
 
 
 OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
-"""Marks that must know which rows they work on, and what they do."""
+"""Implementations of the markers that take the chunk's ``Rows`` as first argument."""
 
 
 def first_row(mean: Tensor) -> Tensor:
-    """Of rows that are all the same, [1, ...]."""
+    """The first row, [1, ...], of rows that are all equal."""
     return mean[:1]
 
 
 def for_all(mean: Tensor, rows: Rows) -> Tensor:
-    """A single row [1, ...] seen once for each of the rows."""
+    """A single row [1, ...] expanded to all rows [C, ...]."""
     return mean.expand(len(rows.keys), *mean.shape[1:])
 
 
 def flattened(x: Tensor) -> Tensor:
-    """A row as it is pushed or sent, [C, F]."""
+    """Rows [C, ...] as they are pushed or sent, [C, F]."""
     return x.flatten(1)
 
 
 def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A flat row as the model has it, [C, ...]."""
+    """Rows [C, F] in the shape that the model uses, [C, ...]."""
     return x.reshape(len(x), *shape)

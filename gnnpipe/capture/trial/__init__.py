@@ -1,1 +1,1 @@
-"""Runs a recorded model eagerly and compares."""
+"""Runs a recording on a small graph and compares it with the model."""

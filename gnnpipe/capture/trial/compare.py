@@ -1,4 +1,4 @@
-"""A recording against the model itself, run by plain PyG: results and gradients on the sample."""
+"""Compares a recording with the model itself on the sample: results and gradients."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import BY_HAND, called, first_line
 from gnnpipe.capture.stage.conv_dropout import NoDropout
-from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
 from gnnpipe.errors import InputError
 
-__all__ = ["check_likeness"]
+__all__ = ["check_equals_model"]
 
 
-def check_likeness(
+def check_equals_model(
     model: nn.Module, method: str, call: fx.Node, run: SampleRun, names: Mapping[str, str]
 ) -> None:
-    """The recording gives what the model gives, run by plain PyG, and the same gradients.
+    """Raises ``InputError`` unless recording and model give equal results and gradients.
 
-    ``names``: of the recording's weights in the model, by path.
+    ``names``: names of the recording's weights in the model, by path.
     """
     result: Any = call.args[0]
     sample = run.sample
     plain = copy.deepcopy(model).double().train()
     paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
     cut_vertex_weights(plain, paths, sample.counts)
-    stir(plain, names_of_weights(model, model))
+    perturb_weights(plain, names_of_weights(model, model))
     with torch.enable_grad():
         try:
             with NoDropout():
@@ -51,7 +51,7 @@ def check_likeness(
         for out in (truth, found):
             if out.requires_grad:
                 (out * towards).sum().backward()
-    # Some of PyG's convolutions find their edge weights in float32, whatever the rows are.
+    # Some PyG convolutions compute edge weights in float32 for rows of any dtype.
     if not torch.allclose(truth, found, 1e-6, 1e-6):
         raise InputError(
             f"model: its recording gives other numbers than the model on a sample (by "

@@ -1,10 +1,10 @@
-"""What each recorded call does to rows, found out on a small random graph.
+"""Determines what each recorded call does to rows, on a small random graph.
 
-The recording is run three times: on all rows of the sample, and on either half of them, where an
-aggregation hands each half its rows of the whole. A call that works row by row gives the same rows
-all three times; one that mixes rows, counts them or draws random numbers does not, and is refused
-by name and line. At last the whole is compared with the model itself, run by plain PyG: a recording
-or a rule that is wrong cannot get past this.
+The recording runs three times: on all rows of the sample and on each half of them; aggregations are
+computed on all rows, and each half gets its part. A row-wise call gives the same rows in all runs.
+A call that mixes rows, counts them or draws random numbers does not, and is refused by name and
+line. Finally the result is compared with the model itself, run by plain PyG, which reveals an error
+in a recording or a rule.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import EDGES, FEATURES, input_number, is_input, line_of
 from gnnpipe.capture.markers import aggregate, drop, of_vertices
-from gnnpipe.capture.trial.compare import check_likeness
-from gnnpipe.capture.trial.perturb import names_of_weights, stir
+from gnnpipe.capture.trial.compare import check_equals_model
+from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.capture.trial.rowwise import name_of
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.trial.sample_graph import Sample
@@ -34,56 +34,56 @@ __all__ = ["Facts", "probe"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one recorded call."""
+    """Properties of one recorded call."""
 
     is_rows: bool
-    """Its value has a row for each vertex, of floating numbers: it can be handed on and sent."""
+    """The value has one row of floating-point numbers for each vertex."""
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
     depends: bool
-    """It depends on vertices or edges at all, and not on weights alone."""
+    """The value depends on vertices or edges, not on weights alone."""
     of_edges: bool = False
-    """It has a row for each edge, made of what edges carry; whoever needs it makes it anew."""
+    """The value has one row for each edge; it is computed again where it is needed."""
     form: str = ""
-    """Of a convolution that runs unchanged: 'pair' or 'square' (``blocks``)."""
+    """For an unchanged convolution: 'pair' or 'square' (``stage.block_conv``)."""
     drops: tuple[str, ...] = ()
-    """What each dropout of such a convolution drops."""
+    """For an unchanged convolution: kind of rows of each dropout inside."""
     vertex_type: str = ""
-    """The type of the vertices that it has rows of, '' if there is but one."""
+    """Vertex type of the rows, '' if there is only one."""
     is_saved: bool = field(default=False, repr=False)
-    """Autograd keeps its value until backward, for itself or for others."""
+    """Autograd keeps the value until backward, for this call or another."""
     saved: int = field(default=0, repr=False)
-    """Numbers that autograd keeps of a row beside its value."""
+    """Numbers that autograd keeps for each row beside the value."""
     saved_per_edge: int = field(default=0, repr=False)
-    """And of an edge, of a convolution that runs unchanged."""
+    """Numbers that autograd keeps for each edge of an unchanged convolution."""
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """Number of entries of a row."""
         return torch.Size(self.shape).numel() if self.is_rows else 0
 
 
 def probe(
     model: nn.Module, method: str, recording: fx.GraphModule, sample: Sample
 ) -> dict[fx.Node, Facts]:
-    """What every call does of a model's recorded ``method``.
+    """``Facts`` of every call of a model's recorded ``method``.
 
-    ``InputError`` for what cannot run chunk by chunk.
+    Raises ``InputError`` for calls that cannot run chunk by chunk.
     """
     was_in_inference = torch.is_inference_mode_enabled()
-    # In inference mode nothing would be kept for backward, and nothing counted.
+    # In inference mode autograd would save nothing that could be counted.
     with torch.inference_mode(False), torch.no_grad():
         module = copy.deepcopy(recording).double().train()
         cut_vertex_weights(module, vertex_weights(recording), sample.counts)
         names = names_of_weights(model, recording)
-        stir(module, names)
+        perturb_weights(module, names)
         run = SampleRun(module, sample)
         found: dict[fx.Node, Facts] = {}
         for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
             if call.op == "output":
                 _check_output(call, run)
                 with torch.inference_mode(was_in_inference):
-                    check_likeness(model, method, call, run, names)
+                    check_equals_model(model, method, call, run, names)
                 continue
             sources = [found[source] for source in own.all_input_nodes]
             is_source = call.op == "placeholder" or call.target is of_vertices
@@ -91,8 +91,8 @@ def probe(
             of_edges = _is_of_edges(call, sources)
             if call.target is drop and not depends:
                 raise InputError(
-                    f"model: dropout of a weight{line_of(call)}; only that of vertices has a mask "
-                    "that belongs to what is dropped"
+                    f"model: dropout of a weight{line_of(call)}; only dropout of vertex rows "
+                    "has masks that do not depend on the chunks"
                 )
             vertex_type = _type_of(own, call, found, sample) if depends and not of_edges else ""
             are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
@@ -107,7 +107,7 @@ def probe(
         saved = saved_by_calls(run)
     for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
         if call in saved and found[own].depends:
-            # What is no op belongs to the op that needs it, value and all.
+            # A helper is computed with the op that needs it, so its value counts there.
             is_kept = saved[call].is_kept
             value = saved[call].value if is_kept and not found[own].is_rows else 0
             found[own] = replace(
@@ -120,7 +120,7 @@ def probe(
 
 
 def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: Sample) -> str:
-    """The type of the vertices that a call's value has rows of."""
+    """The vertex type of the rows of a call's value."""
     if call.target is of_vertices:
         return str(call.kwargs["vertex_type"])
     if call.target is aggregate and call.kwargs["structure"] != EVERYONE:
@@ -143,7 +143,10 @@ def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: S
 
 
 def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
-    """Whether its value has a row for each edge; ``InputError`` for what mixes kinds of rows."""
+    """Whether a call's value has one row for each edge.
+
+    Raises ``InputError`` for a call that mixes rows of vertices and edges.
+    """
     if is_input(call, *EDGE_DATA):
         return True
     if not any(s.of_edges for s in sources) or any(

@@ -1,7 +1,6 @@
-"""Moves weights before a model is tried out: one that is zero would hide what it multiplies.
+"""Perturbs weights before a trial run: a factor of zero would hide an error in what it multiplies.
 
-A gate that starts at zero, a last layer that does, the scale of a residual's norm: as initialised
-they make a convolution that reads other vertices' degrees look like one that does not.
+Examples are a gate, a last layer or a norm's scale that is initialised with zero.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-__all__ = ["names_of_weights", "stir"]
+__all__ = ["names_of_weights", "perturb_weights"]
 
 _BY = 0.1
-"""Far above rounding, and so small that what must be positive mostly stays so."""
+"""Far above rounding, and small enough that positive weights mostly stay positive."""
 
 
 def names_of_weights(owner: nn.Module, module: nn.Module) -> dict[str, str]:
-    """By the path of every weight in ``module``, which shares them, its name in ``owner``."""
+    """Names in ``owner`` by path in ``module``, for the weights that both share."""
     names = {id(p): name for name, p in owner.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {path: names[id(p)] for path, p in every if id(p) in names}
 
 
 @torch.no_grad()
-def stir(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Add to every weight [...] a small random number that depends on its name alone.
+def perturb_weights(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Add small random numbers to every weight, seeded by the weight's name.
 
-    ``names``: by path in the module; so a model and its recording are moved alike.
+    ``names``: names by path in the module, so that a model and its recording stay equal.
     """
     for path, weight in module.named_parameters():
         if path in names and weight.is_floating_point():

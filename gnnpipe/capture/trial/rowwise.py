@@ -1,4 +1,4 @@
-"""Whether a recorded call works row by row: what is measured, and what is said if it does not."""
+"""Checks that a recorded call works row by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_rows", "name_of"]
 
 
 def name_of(call: fx.Node) -> str:
-    """What a call calls, as the user has it."""
+    """Name of the function, method or module that is called."""
     target = call.target
     if isinstance(target, str):
         return target.removeprefix("model.")
@@ -22,15 +22,15 @@ def name_of(call: fx.Node) -> str:
 
 
 def check_rows(
-    call: fx.Node, value: Any, stage_modules: list[Any], count: int, of_edges: bool
+    call: fx.Node, value: Any, half_values: list[Any], count: int, of_edges: bool
 ) -> bool:
-    """Each half has its rows of the whole. A count or a shape is seen where it is used.
+    """Raises ``InputError`` unless the values of both halves are the parts of the whole value.
 
-    ``InputError`` otherwise. ``of_edges``: the rows are edges', not vertices'. Returns whether the
-    rows are the first dimension of all that the call gives, as of a stack they are not.
+    Only tensors are compared; a count or a shape matters in the calls that use it. ``of_edges``:
+    rows are edges. Returns whether rows are the first dimension of every tensor.
     """
     one, many = ("edge", "edges") if of_edges else ("vertex", "vertices")
-    halves = [_tensors(stage_module) for stage_module in stage_modules]
+    halves = [_tensors(half) for half in half_values]
     are_first = True
     for index, tensor in enumerate(_tensors(value)):
         places = [d for d, size in enumerate(tensor.shape) if size == count]
@@ -51,7 +51,7 @@ def check_rows(
 
 
 def _fits(whole: Tensor, parts: list[Tensor], place: int) -> bool:
-    """Whether the parts, one behind the other in a dimension, are the whole."""
+    """Whether the parts, concatenated in a dimension, equal the whole."""
     try:
         joined = torch.cat(parts, dim=place)
     except (RuntimeError, IndexError):

@@ -1,4 +1,4 @@
-"""A recording run on the sample: on all rows of it, and on either half of them."""
+"""Runs a recording on the sample: on all rows and on each half of them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ Found = dict[fx.Node, Any]
 
 
 class SampleRun:
-    """The three runs of a recording side by side."""
+    """Values of a recording's calls in three runs."""
 
     def __init__(self, module: fx.GraphModule, sample: Sample) -> None:
         self.module, self.sample = module, sample
         self.whole: Found = {}
         self.parts: tuple[Found, Found] = ({}, {})
         self.of_edges: list[fx.Node] = []
-        """Calls whose values have a row for each edge."""
+        """Calls whose values have one row for each edge."""
         self.types: dict[fx.Node, str] = {}
-        """Of the vertices that a call's value has rows of."""
+        """Vertex types of the rows of the calls' values."""
 
     def make(
         self, call: fx.Node, depends: bool, of_edges: bool, vertex_type: str
     ) -> tuple[bool, str, tuple[str, ...]]:
-        """Find a call's value in all runs.
+        """Compute a call's value in all runs.
 
-        Whether its rows come first; form and dropouts if it is an unchanged convolution.
-        ``of_edges``: it is made of what edges carry.
+        Returns whether rows are the first dimension and, for an unchanged convolution, its form and
+        dropouts (see ``Facts``). ``of_edges``: the value has one row for each edge.
         """
         sample = self.sample
         self.types[call] = vertex_type
@@ -64,22 +64,22 @@ class SampleRun:
             value = self.whole[call.all_input_nodes[0]]
         else:
             value = self.call(call, self.whole)
-            stage_modules = [self.call(call, part) for part in self.parts]
+            halves = [self.call(call, part) for part in self.parts]
             are_first = True
             if depends:
                 count = sample.num_edges if of_edges else sample.counts[vertex_type]
-                are_first = check_rows(call, value, stage_modules, count, of_edges)
-            self._keep(call, value, stage_modules)
+                are_first = check_rows(call, value, halves, count, of_edges)
+            self._keep(call, value, halves)
             return are_first, form, drops
         if is_input(call, EDGES):
             self._keep(call, value, [None, None])
         else:
-            halves = sample.edge_halves if of_edges else sample.halves(vertex_type)
-            self._keep(call, value, [value[half] for half in halves])
+            parts = sample.edge_halves if of_edges else sample.halves(vertex_type)
+            self._keep(call, value, [value[part] for part in parts])
         return True, form, drops
 
     def follow(self, call: fx.Node) -> None:
-        """Find a call's value in the run on all rows alone; unchanged convolutions run whole."""
+        """Compute a call's value on all rows alone, without dropout."""
         if call.op == "placeholder":
             self.whole[call] = self.sample.inputs[str(call.target)]
         elif call.target is aggregate:
@@ -110,13 +110,13 @@ class SampleRun:
         found = matrix @ x.flatten(1)
         return found.reshape(len(found), *x.shape[1:])
 
-    def _keep(self, call: fx.Node, value: Any, stage_modules: list[Any]) -> None:
+    def _keep(self, call: fx.Node, value: Any, halves: list[Any]) -> None:
         self.whole[call] = value
-        for part, stage_module in zip(self.parts, stage_modules, strict=True):
-            part[call] = stage_module
+        for part, half in zip(self.parts, halves, strict=True):
+            part[call] = half
 
     def call(self, call: fx.Node, values: Found) -> Any:
-        """A call's value, of those that it reads."""
+        """A call's value, given the values that it reads."""
         args: Any = fx.node.map_arg(call.args, values.__getitem__)
         kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
         target: Any = call.target
@@ -134,7 +134,7 @@ class SampleRun:
             ) from None
 
     def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:
-        """The result, the form in which blocks give the same rows of it, and its dropouts."""
+        """Result, form and dropouts of an unchanged convolution."""
         is_module = call.op == "call_module"
         conv = self.module.get_submodule(str(call.target)) if is_module else None
         if not isinstance(conv, MessagePassing):
@@ -169,7 +169,7 @@ class SampleRun:
                 )
                 if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
                     return whole, form, tuple(kinds.found)
-                reason = "its rows come out otherwise"
+                reason = "the rows differ"
             except Exception as error:
                 reason = reason or str(error)
         raise InputError(
@@ -185,7 +185,7 @@ class SampleRun:
         whole: Tensor,
         half: int,
     ) -> bool:
-        """Run on one half of the vertices, and on no other rows than those that it reads."""
+        """Whether a block of half of the vertices and the rows that they read gives equal rows."""
         sample, name = self.sample, str(index.target)
         source, target = sample.ends[name]
         halves = sample.halves(target)
@@ -208,7 +208,7 @@ class SampleRun:
 
 def _advice(conv: MessagePassing) -> str:
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
-        return "It sends from target to source: turn the edges round (edge_index.flip(0)) instead"
+        return "It sends from target to source: reverse the edges (edge_index.flip(0)) instead"
     norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and isinstance(conv, pyg.EdgeConv):
         return (
@@ -217,20 +217,19 @@ def _advice(conv: MessagePassing) -> str:
         )
     if norms and not isinstance(conv, pyg.GINConv):
         return (
-            f"It holds a {type(norms[0]).__name__}, whose statistics would be those of what it is "
-            "shown: put the norm behind the convolution, or use LayerNorm inside"
+            f"It holds a {type(norms[0]).__name__}, whose statistics would be those of a chunk: "
+            "put the norm behind the convolution, or use LayerNorm inside"
         )
     if type(conv) in RULES:
         return (
-            "It normalises over the whole graph, and is taken apart for that only with its plain "
-            "settings and with edge_weight as the graph has it: compute the weights "
-            "before the graph is made"
+            "It normalises over the whole graph, which is supported only with its default settings "
+            "and with edge_weight as the graph has it: compute the weights before the graph is made"
         )
     return "It may read degrees or statistics of the whole graph, or draw random numbers"
 
 
 def _places(order: Tensor) -> Tensor:
-    """Where each number stands in ``order``."""
+    """Position of each number in ``order``."""
     found = torch.full((int(order.max()) + 1,), -1)
     found[order] = torch.arange(len(order))
     return found

@@ -1,4 +1,4 @@
-"""A small random graph on which a recording is tried out."""
+"""Makes the small random graph on which a recording is tried out."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["Sample", "make_sample"]
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Its numbers of vertices are no width of the model, so that rows can be told from columns.
+    """A graph whose numbers of vertices n differ from all widths of the model.
 
-    By the type of the vertices, '' if there is but one; n vertices of a type.
+    So rows can be distinguished from columns. Keys are vertex types, '' if there is only one.
     """
 
     x: Mapping[str, Tensor]
-    """[n, F] float64, of the types that have features."""
+    """Features [n, F] float64 of the types that have features."""
     edges: Mapping[str, Tensor]
-    """By the recording's input: [2, E], by target and then by source, numbered within the types."""
+    """Edges [2, E] by input of the recording, sorted by target, then source; ids within types."""
     ends: Mapping[str, tuple[str, str]]
-    """The types of their sources and of their targets."""
+    """Vertex types of sources and targets, by input."""
     graph: Graph
-    """The same edges."""
+    """The same edges as one graph."""
     edge_data: Mapping[str, Tensor]
-    """[E, ...] what the edges carry, by the field of ``Graph``, float64 or int64."""
+    """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
 
     @property
     def arguments(self) -> tuple[Any, Any]:
-        """What the model itself is called with: features and edges, in dicts if they have types."""
+        """Arguments of the model: features and edges, dicts if there are several types."""
         types = self.graph.types
         if types is None:
             return self.x[""], self.edges[EDGES]
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What the recording is called with, by name."""
+        """Arguments of the recording, by name."""
         types = self.graph.types
         if types is None:
             return {FEATURES: self.x[""], **self.edges, **self.edge_data}
@@ -57,31 +57,31 @@ class Sample:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Vertices n."""
+        """Numbers of vertices n."""
         return self.graph.vertex_counts
 
     @property
     def num_edges(self) -> int:
-        """E of all edges together."""
+        """Number of all edges."""
         return self.graph.num_edges
 
     def halves(self, vertex_type: str) -> tuple[slice, slice]:
-        """Two parts of the vertices, of different size."""
+        """Two parts of the vertices, of different sizes."""
         n = self.counts[vertex_type]
         return slice(0, n // 2), slice(n // 2, n)
 
     @property
     def edge_halves(self) -> tuple[slice, slice]:
-        """The edges into either half of vertices of one type."""
+        """Edges into each half of the vertices, for graphs with one vertex type."""
         split = int(self.graph.indptr[self.counts[""] // 2])
         return slice(0, split), slice(split, self.num_edges)
 
 
 def make_sample(model: nn.Module, of: Graph) -> Sample:
-    """For a model to be trained on the graph ``of``, with as many features and like edges.
+    """A sample with the same types, numbers of features and kinds of edge data as the graph ``of``.
 
-    Directed; in every relation vertex 0 is isolated, vertex 1 reads nearly all and nearly all read
-    vertex 2.
+    Directed; in every relation vertex 0 is isolated, vertex 1 has nearly all others as neighbours,
+    and vertex 2 is a neighbour of nearly all others.
     """
     rng = np.random.default_rng(0)
     types = of.types
@@ -130,7 +130,7 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
 
 
 def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[str, int]:
-    """A number of vertices for each type, none of them a width, nor its halves."""
+    """A number of vertices for each type; neither it nor its halves are a width of the model."""
     taken = set(widths) | {size for p in model.parameters() for size in _sizes(p)}
     found = {}
     for name in types:
@@ -158,7 +158,7 @@ def _joined(
     relations: Mapping[str, tuple[str, str]],
     edges: Mapping[str, npt.NDArray[np.int64]],
 ) -> Graph:
-    """All types and relations in one numbering."""
+    """One graph of all vertex types and relations."""
     n = sum(counts.values())
     first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
     source = np.concatenate([edges[k][0] + first[s] for k, (s, _) in relations.items()])
@@ -182,7 +182,7 @@ def _joined(
 
 
 def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """Random rows; where a column holds categories (whole numbers), numbers of its range."""
+    """Random rows; columns of whole numbers (categories) get whole numbers of the same range."""
     found = rng.standard_normal((count, x.shape[1]))
     if isinstance(x, np.ndarray):
         first = np.asarray(x[:_LOOKED_AT], dtype=np.float64)
@@ -194,11 +194,11 @@ def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[
 
 
 _LOOKED_AT = 4096
-"""Rows of the features that tell what a column holds; there may be too many to read them all."""
+"""Rows of the features from which the kind of a column is determined."""
 
 
 def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """As many rows of the same kind: types of the same range, or positive numbers."""
+    """Random edge data of the same kind: types of the same range, or positive numbers."""
     if values.dtype.kind in "iu":
         return rng.integers(0, int(values.max(initial=0)) + 1, count)
     return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
