@@ -12,6 +12,7 @@ sent.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,48 +61,55 @@ def _plus_bias(conv: Any, out: Any) -> Any:
     return out if conv.bias is None else out + conv.bias
 
 
-def _gcn_structure(conv: Any, edge_weight: Any) -> str:
-    """Structure for the edges after ``gcn_norm``, which uses 'improved' only with edge weights."""
+def _gcn(conv: Any, edge_weight: Any) -> Callable[[Any], Any]:
+    """The product with the matrix of ``gcn_norm``, or with A if the convolution does not normalise.
+
+    PyG's 'improved' has an effect with edge weights alone.
+    """
     if not getattr(conv, "normalize", True):
-        return "sum"
-    if not conv.add_self_loops:
-        return "gcn-loopless"
-    is_improved = getattr(conv, "improved", False) and edge_weight is not None
-    return "gcn-improved" if is_improved else "gcn"
+        structure = "sum"
+    elif not conv.add_self_loops:
+        structure = "gcn-loopless"
+    else:
+        is_improved = getattr(conv, "improved", False) and edge_weight is not None
+        structure = "gcn-improved" if is_improved else "gcn"
+    return partial(aggregate, structure=structure, edge_weight=edge_weight)
 
 
-def _reduction(conv: Any) -> str:
-    """'sum' or 'mean'; ``OtherKindError`` if the convolution reduces otherwise."""
-    name = conv.aggr if isinstance(conv.aggr, str) else ""
-    if name not in ("mean", "add", "sum"):
+def _reduction_name(conv: Any) -> str:
+    """'sum' or 'mean'; raises ``OtherKindError`` for other reductions."""
+    names = {"mean": "mean", "add": "sum", "sum": "sum"}
+    if not isinstance(conv.aggr, str) or conv.aggr not in names:
         raise OtherKindError
-    return "mean" if name == "mean" else "sum"
+    return names[conv.aggr]
 
 
-def _linear_of_aggregate(lin: Any, x: Any, structure: str, edge_weight: Any = None) -> Any:
+def _reduction(conv: Any, edge_weight: Any = None) -> Callable[[Any], Any]:
+    """The sum or mean over neighbours, as the convolution reduces."""
+    return partial(aggregate, structure=_reduction_name(conv), edge_weight=edge_weight)
+
+
+def _linear_of_aggregate(lin: Any, x: Any, aggregated: Callable[[Any], Any]) -> Any:
     """``lin(A x)``, or ``A (x W) + b`` if x W is narrower than x."""
-    over = {"structure": structure, "edge_weight": edge_weight}
     if lin.in_channels <= lin.out_channels:
-        return lin(aggregate(x, **over))
-    out = aggregate(nn.functional.linear(x, lin.weight), **over)
-    return out if lin.bias is None else out + lin.bias
+        return lin(aggregated(x))
+    return _plus_bias(lin, aggregated(nn.functional.linear(x, lin.weight)))
 
 
 @lowers(pyg.GCNConv)
 def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A (x W) + b``."""
-    structure = _gcn_structure(conv, edge_weight)
-    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, structure, edge_weight))
+    return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, _gcn(conv, edge_weight)))
 
 
 @lowers(pyg.SAGEConv)
 def sage(conv: Any, x: Any) -> Any:
     """``A x W_l + b + x W_r``."""
-    structure = _reduction(conv)
+    aggregated = _reduction(conv)
     x, own = _pair(x)
     if conv.project:
         x = conv.lin(x).relu()
-    out = _linear_of_aggregate(conv.lin_l, x, structure)
+    out = _linear_of_aggregate(conv.lin_l, x, aggregated)
     if conv.root_weight and own is not None:
         out = out + conv.lin_r(own)
     return nn.functional.normalize(out, p=2.0, dim=-1) if conv.normalize else out
@@ -110,56 +118,57 @@ def sage(conv: Any, x: Any) -> Any:
 @lowers(pyg.GraphConv)
 def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x W + b + x W_root``."""
-    structure = _reduction(conv)
     x, own = _pair(x)
-    out = _linear_of_aggregate(conv.lin_rel, x, structure, edge_weight)
+    out = _linear_of_aggregate(conv.lin_rel, x, _reduction(conv, edge_weight))
     return out if own is None else out + conv.lin_root(own)
 
 
 @lowers(pyg.GINConv)
 def gin(conv: Any, x: Any) -> Any:
     """``nn(A x + (1 + eps) x)``."""
-    structure = _reduction(conv)
     x, own = _pair(x)
-    out = aggregate(x, structure=structure)
+    out = _reduction(conv)(x)
     return conv.nn(out if own is None else out + (1 + conv.eps) * own)
 
 
 @lowers(pyg.GCN2Conv)
 def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
-    structure = _gcn_structure(conv, edge_weight)
-    m = aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
+
+    def mapped(m: Any, weight: Any) -> Any:
+        return torch.lerp(m, nn.functional.linear(m, weight.t()), conv.beta)
+
+    m = _gcn(conv, edge_weight)(x) * (1 - conv.alpha)
     first = conv.alpha * x_0
     if conv.weight2 is None:
-        m = m + first
-        return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta)
-    return torch.lerp(m, nn.functional.linear(m, conv.weight1.t()), conv.beta) + torch.lerp(
-        first, nn.functional.linear(first, conv.weight2.t()), conv.beta
-    )
+        return mapped(m + first, conv.weight1)
+    return mapped(m, conv.weight1) + mapped(first, conv.weight2)
+
+
+def _check_cached(conv: Any, x: Any) -> None:
+    """Raises ``OtherKindError`` if the convolution caches the aggregate of other rows than x."""
+    if conv.cached and not is_input(x.node, FEATURES):
+        raise OtherKindError
 
 
 @lowers(pyg.SGConv)
 def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
-    structure = _gcn_structure(conv, edge_weight)
-    # A cached SGConv keeps the aggregate of its first input.
-    if conv.cached and not is_input(x.node, FEATURES):
-        return None
+    aggregated = _gcn(conv, edge_weight)
+    _check_cached(conv, x)
     for _ in range(conv.K - 1):
-        x = aggregate(x, structure=structure, edge_weight=edge_weight)
-    return _linear_of_aggregate(conv.lin, x, structure, edge_weight) if conv.K else conv.lin(x)
+        x = aggregated(x)
+    return _linear_of_aggregate(conv.lin, x, aggregated) if conv.K else conv.lin(x)
 
 
 @lowers(pyg.SSGConv)
 def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
-    structure = _gcn_structure(conv, edge_weight)
-    if conv.cached and not is_input(x.node, FEATURES):
-        return None
+    aggregated = _gcn(conv, edge_weight)
+    _check_cached(conv, x)
     h = x * conv.alpha
     for _ in range(conv.K):
-        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        x = aggregated(x)
         h = h + (1 - conv.alpha) / conv.K * x
     return conv.lin(h)
 
@@ -167,25 +176,26 @@ def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.APPNP)
 def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """K times ``x = (1 - alpha) A x + alpha h``."""
-    structure = _gcn_structure(conv, edge_weight)
     if conv.dropout > 0 or conv.cached:
         return None
-    h = x
+    aggregated, h = _gcn(conv, edge_weight), x
     for _ in range(conv.K):
-        x = (
-            aggregate(x, structure=structure, edge_weight=edge_weight) * (1 - conv.alpha)
-            + conv.alpha * h
-        )
+        x = aggregated(x) * (1 - conv.alpha) + conv.alpha * h
     return x
+
+
+def _loopless(conv: Any, edge_weight: Any) -> Callable[[Any], Any]:
+    """The product with A without self-loops, normalised if the convolution says so."""
+    structure = "gcn-loopless" if conv.normalize else "sum"
+    return partial(aggregate, structure=structure, edge_weight=edge_weight)
 
 
 @lowers(pyg.TAGConv)
 def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum A^k x W_k + b``, A without loops."""
-    structure = "gcn-loopless" if conv.normalize else "sum"
-    out = conv.lins[0](x)
+    aggregated, out = _loopless(conv, edge_weight), conv.lins[0](x)
     for lin in list(conv.lins)[1:]:
-        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        x = aggregated(x)
         out = out + lin(x)
     return _plus_bias(conv, out)
 
@@ -193,11 +203,10 @@ def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.MixHopConv)
 def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """Concatenation of ``A^p x W_p`` over p in ``powers``."""
-    structure = _gcn_structure(conv, edge_weight)
-    powers = [int(p) for p in conv.powers]
+    aggregated, powers = _gcn(conv, edge_weight), [int(p) for p in conv.powers]
     outs = {0: conv.lins[0](x)} if 0 in powers else {}
     for j in range(1, max(powers) + 1):
-        x = aggregate(x, structure=structure, edge_weight=edge_weight)
+        x = aggregated(x)
         if j in powers:
             outs[j] = conv.lins[j](x)
     return _plus_bias(conv, torch.cat([outs[p] for p in powers], dim=-1))
@@ -206,12 +215,9 @@ def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.LEConv)
 def le(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum (x_j W_1 + b - x_i W_2) + x_i W_3``: A (x W_1 + b) - degree * (x W_2) + x W_3."""
-    degree = aggregate(torch.ones_like(x[:, :1]), structure="sum", edge_weight=edge_weight)
-    return (
-        aggregate(conv.lin1(x), structure="sum", edge_weight=edge_weight)
-        - degree * conv.lin2(x)
-        + conv.lin3(x)
-    )
+    total = partial(aggregate, structure="sum", edge_weight=edge_weight)
+    degree = total(torch.ones_like(x[:, :1]))
+    return total(conv.lin1(x)) - degree * conv.lin2(x) + conv.lin3(x)
 
 
 @lowers(pyg.ClusterGCNConv)
@@ -239,10 +245,9 @@ def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.SimpleConv)
 def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``; with combine_root, ``A x + x`` or ``[x, A x]``."""
-    structure = _reduction(conv)
     if conv.combine_root == "self_loop":
         return None
-    out = aggregate(x, structure=structure, edge_weight=edge_weight)
+    out = _reduction(conv, edge_weight)(x)
     if conv.combine_root is None:
         return out
     return out + x if conv.combine_root == "sum" else torch.cat([x, out], dim=-1)
@@ -251,9 +256,7 @@ def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.LGConv)
 def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, A without loops."""
-    return aggregate(
-        x, structure="gcn-loopless" if conv.normalize else "sum", edge_weight=edge_weight
-    )
+    return _loopless(conv, edge_weight)(x)
 
 
 @lowers(SparseLinear)
@@ -267,7 +270,7 @@ def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.RGCNConv)
 def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
     """``sum_r A_r (x W_r) + x W_root + b``, if all x W_r are at most twice as wide as x."""
-    structure, count = _reduction(conv), conv.num_relations
+    structure, count = _reduction_name(conv), conv.num_relations
     pushed = count * conv.out_channels
     if edge_type is None or conv.num_blocks is not None or pushed > 2 * conv.in_channels_l:
         return None
@@ -290,9 +293,9 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
 @lowers(pyg.GatedGraphConv)
 def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``x = GRU(A x W_i, x)`` for each layer i."""
-    structure = _reduction(conv)
+    aggregated = _reduction(conv, edge_weight)
     # Pads x with zeros to the width of the states.
     x = torch.cat([x, x.new_zeros(x.size(0), conv.out_channels - x.size(-1))], dim=1)
     for i in range(conv.num_layers):
-        x = conv.rnn(aggregate(x @ conv.weight[i], structure=structure, edge_weight=edge_weight), x)
+        x = conv.rnn(aggregated(x @ conv.weight[i]), x)
     return x
