@@ -211,8 +211,8 @@ def page() -> str:
         "# How each convolution runs",
         "",
         f"Every convolution of torch_geometric {version}, captured in a small model and compared "
-        "with plain PyG there. Written by `scripts/conv_table.py`; `tests/test_bridge.py` wants "
-        "the page to be what it writes.",
+        "with plain PyG there. Written by `scripts/conv_table.py`; "
+        "`tests/capture/test_conv_table.py` wants the page to be what it writes.",
         "",
         "*Lowered*: row-wise work and products with a fixed matrix. *Unchanged*: the convolution "
         "itself, on the rows of a chunk and their neighbours. *Without messages*: on those, by "

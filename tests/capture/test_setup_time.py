@@ -28,6 +28,7 @@ def python_calls(make_model, layers):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize(
     "make_model",

@@ -1,0 +1,74 @@
+"""Queries about recorded calls: ops, weights, arguments."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import quick_config, small_graph
+from recorded import plain_losses
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe import Trainer
+from gnnpipe.capture import capture
+from gnnpipe.setup.model_graph import describe
+
+
+class Tied(nn.Module):
+    """One convolution, three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.conv = nn.Linear(7, 3), pyg.GCNConv(3, 3)
+
+    def forward(self, x, edge_index):
+        x = self.encode(x)
+        for _ in range(3):
+            x = self.conv(x, edge_index).relu()
+        return x
+
+
+class TwoNames(Tied):
+    """Two linear layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.conv.lin.weight
+
+    def forward(self, x, edge_index):
+        return self.last(super().forward(x, edge_index).tanh())
+
+
+@pytest.mark.parametrize("kind", [Tied, TwoNames])
+def test_shared_weights_are_one_weight_on_one_stage(kind):
+    torch.manual_seed(0)
+    model, graph = kind(), small_graph()
+    truth = plain_losses(model, graph, 4)
+    described = describe(capture(copy.deepcopy(model), graph), graph)
+    assert described.num_parameters == sum(p.numel() for p in model.parameters())
+    using = [i for i, op in enumerate(described.ops) if "conv.lin.weight" in op.weights]
+    assert len(using) > 1
+    assert not set(described.cuts) & set(range(using[0] + 1, using[-1] + 1))
+    found = Trainer(quick_config(epochs=4), graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+class ByName(nn.Module):
+    """Its calls have no argument but by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = pyg.GCNConv(16, 8), nn.Linear(16, 3)
+
+    def forward(self, x, edge_index):
+        a = self.conv(x=x, edge_index=edge_index)
+        return self.last(input=torch.cat(tensors=[a, F.relu(input=a)], dim=1))
+
+
+def test_arguments_by_name():
+    config = quick_config(epochs=2, chunks=3)
+    graph = small_graph(n=60, features=16, degree=3)
+    assert Trainer(config, graph=graph, model=ByName()).fit().loss > 0
