@@ -61,7 +61,7 @@ class PairModel(Model):
         return self.inner.edge_inputs
 
     def rounds(self, dense: Collection[str]) -> bool:
-        """As the inner model; scores stay in full precision."""
+        """Same as for the inner model; scores stay in full precision."""
         return self.inner.rounds(dense)
 
     @property
@@ -143,20 +143,20 @@ class PairStageModule(StageModule):
         ).items()
 
     def makes_in_place(self, index: int) -> bool:
-        """As the inner stage module; final rows are never made in place."""
+        """Same as for the inner stage module; final rows are never made in place."""
         return index < self._inner.num_steps - 1 and self._inner.makes_in_place(index)
 
     def begin_aggregated(self, names: Collection[str]) -> None:
-        """As the inner stage module."""
+        """Same as for the inner stage module."""
         self._inner.begin_aggregated(names)
 
     @property
     def needs_features(self) -> bool:
-        """As the inner stage module."""
+        """Same as for the inner stage module."""
         return self._inner.needs_features
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """As the inner stage module."""
+        """Same as for the inner stage module."""
         self._inner.observe(name, mean, count)
 
     def to(self, device: torch.device) -> None:
