@@ -232,7 +232,7 @@ def _costs(
 def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
     """The scenario with twice as many chunks, if the graph can be cut so often."""
     config = scenario.config
-    if scenario.plan.chunks != config.chunks or config.chunks == 1:
+    if config.chunks == 1:
         return None
     try:
         return _scenario(replace(config, chunks=2 * config.chunks), shape)
