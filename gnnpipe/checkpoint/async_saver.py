@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from gnnpipe.checkpoint.retention import checkpoint_path, drop_old, sweep
+from gnnpipe.checkpoint.retention import checkpoint_path, drop_old, remove_unfinished
 from gnnpipe.checkpoint.staging import StagedTensors
 from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.checkpoint.writer_process import AsyncWriter
@@ -134,7 +134,7 @@ class Saver:
             self._free_bytes = shutil.disk_usage(self.run).free
             self._error = error
             if self._rank == 0:
-                sweep(self.run)
+                remove_unfinished(self.run)
 
     def wait(self) -> None:
         """Until what was begun is on disk."""

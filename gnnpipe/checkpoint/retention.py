@@ -15,7 +15,14 @@ from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.writer import is_aside
 from gnnpipe.errors import InputError
 
-__all__ = ["again_with", "checkpoint_path", "drop_old", "is_unfinished", "newest_whole", "sweep"]
+__all__ = [
+    "checkpoint_path",
+    "drop_old",
+    "has_unfinished",
+    "newest_whole",
+    "remove_unfinished",
+    "resume_advice",
+]
 
 
 def checkpoint_path(run: Path, epoch: int) -> Path:
@@ -33,10 +40,10 @@ def _all(run: Path) -> list[Path]:
     return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]), reverse=True)]
 
 
-def again_with(run: Path) -> str:
+def resume_advice(run: Path) -> str:
     """What somebody can do whose run has ended early: go on, if there is something to go on from.
 
-    >>> again_with(Path("nowhere"))
+    >>> resume_advice(Path("nowhere"))
     'start again with another --out, or without nowhere (it holds no checkpoint)'
     """
     if found := _all(run):
@@ -71,14 +78,14 @@ def drop_old(run: Path, kept: int, epoch: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def is_unfinished(run: Path) -> bool:
+def has_unfinished(run: Path) -> bool:
     """Whether a checkpoint was begun, and the run ended before it was whole."""
     with contextlib.suppress(OSError):
         return any(is_aside(path) for path in (run / "checkpoints").iterdir())
     return False
 
 
-def sweep(run: Path) -> None:
+def remove_unfinished(run: Path) -> None:
     """Remove what an interrupted write has left."""
     with contextlib.suppress(OSError):
         for path in (run / "checkpoints").iterdir():

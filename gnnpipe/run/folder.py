@@ -28,7 +28,7 @@ import scipy
 import torch
 import torch_geometric
 
-from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.checkpoint.retention import resume_advice
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.files import how_to_write, seed_runs
@@ -110,7 +110,7 @@ class RunFolder:
         except OSError as error:
             raise FailedError(
                 f"--out {str(self.path)!r}: cannot be written any more ({error.strerror}); "
-                f"{how_to_write(error.errno)} and {again_with(self.path)}"
+                f"{how_to_write(error.errno)} and {resume_advice(self.path)}"
             ) from error
 
     def open(self, config: TrainConfig, plan: Plan, program: str) -> None:

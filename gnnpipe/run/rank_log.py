@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.checkpoint.retention import resume_advice
 from gnnpipe.errors import FailedError, LostRankError
 
 __all__ = ["RankError", "RankLog", "is_lost_peer", "lost_rank"]
@@ -70,7 +70,7 @@ def lost_rank(error: BaseException, rank: int, run: Path | None) -> LostRankErro
     """Return the error for the user: what was lost and how the run in ``run`` can be resumed."""
     # gloo's message starts with a source line and adds guesses after the first sentence.
     text = re.sub(r"^\[\S+:\d+\] |\.\s.*|\n.*", "", str(error), flags=re.DOTALL)
-    where = "nothing was written (--out off)" if run is None else again_with(run)
+    where = "nothing was written (--out off)" if run is None else resume_advice(run)
     return LostRankError(f"rank {rank} lost another rank ({text[:120].strip()}); {where}")
 
 

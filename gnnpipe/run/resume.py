@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.checkpoint.reader import StoredCheckpoint
-from gnnpipe.checkpoint.retention import is_unfinished, newest_whole
+from gnnpipe.checkpoint.retention import has_unfinished, newest_whole
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gnnpipe.checkpoint.async_saver import Saver
-from gnnpipe.checkpoint.retention import again_with
+from gnnpipe.checkpoint.retention import resume_advice
 from gnnpipe.checkpoint.state import load_tensors, set_draw_states, tensors_of
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
@@ -221,7 +221,7 @@ class Loop:
         if self.saver is None:
             return "nothing was written (--out off)"
         self.saver.leave()
-        return again_with(self.saver.run)
+        return resume_advice(self.saver.run)
 
     def _wants_checkpoint(self, is_last: bool) -> bool:
         if self.saver is None or self.config.checkpoint_every == 0:
@@ -245,7 +245,7 @@ class Loop:
         raise FailedError(
             f"checkpoint of epoch {self.saver.begun} could not be written to "
             f"{self.saver.run / 'checkpoints'}: {fault}; {last}; {remedy} and "
-            f"{again_with(self.saver.run)}"
+            f"{resume_advice(self.saver.run)}"
         )
 
     def _save(self, is_last: bool) -> None:

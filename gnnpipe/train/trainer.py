@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.checkpoint.async_saver import Saver
-from gnnpipe.checkpoint.retention import sweep
+from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
@@ -212,7 +212,7 @@ class Trainer:
             loop.take(start)
             progress.start_at(start.epoch)
         if folder is not None:
-            sweep(folder.path)
+            remove_unfinished(folder.path)
             folder.open(self._written(prepared), prepared.plan, prepared.program_text())
             if start is not None:
                 folder.rewrite(start.rows)
