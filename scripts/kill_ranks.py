@@ -100,9 +100,7 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument(
-        "--hidden", type=int, default=16, help="from 64 on another process writes checkpoints"
-    )
+    parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=240.0, help="a run may take so long")
     options = parser.parse_args()

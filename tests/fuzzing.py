@@ -38,7 +38,7 @@ from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, Profile
 from gnnpipe.plan import Plan
 from gnnpipe.report.html import page
 from gnnpipe.report.run import read_run
-from gnnpipe.runtime.comm.launch import check_meeting
+from gnnpipe.runtime.comm.launch import check_rendezvous
 
 __all__ = ["TARGETS", "Target", "attempt"]
 
@@ -382,7 +382,7 @@ TARGETS = {
         read_data,
     ),
     "synthetic": Target(SYNTHETIC, parse_synthetic),
-    "environment": Target(ENVIRONMENT, check_meeting),
+    "environment": Target(ENVIRONMENT, check_rendezvous),
     "report": Target(
         st.tuples(st.integers(0, 99), CHANGES), with_run(lambda run: page(read_run(run)))
     ),

@@ -54,7 +54,7 @@ def where(stages):
     """Cores of this process before, while ranks are together, and when they have parted."""
     before = usable_cores()
     mesh = Mesh.join(stages, 1, "cpu")
-    with mesh.on_own_cores() as given:
+    with mesh.on_own_cores():
         own = usable_cores()
         mesh.gather(None)
         threads = {
@@ -62,7 +62,6 @@ def where(stages):
         }
     after = usable_cores()
     mesh.leave()
-    assert given == before
     return before, own, threads, after
 
 
@@ -120,7 +119,7 @@ print(json.dumps([before, within, places()]))
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
 def test_threads_that_were_given_places_stay_there():
     run = subprocess.run(
-        [sys.executable, "-c", BOUND, str(Path(cpu_affinity.__file__).parents[2])],
+        [sys.executable, "-c", BOUND, str(Path(cpu_affinity.__file__).parents[3])],
         env=os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
@@ -157,11 +156,10 @@ def test_threads_that_are_there_already_move():
     thread = threading.Thread(target=waiting)
     thread.start()
     try:
-        with on_own_cores(0, 1, lambda said: [said, said]) as given:
+        with on_own_cores(0, 1, lambda said: [said, said]):
             own = usable_cores()
             is_over.set()
             thread.join()
-        assert given == before
         assert places == [own]
         assert own < before
     finally:

@@ -9,10 +9,7 @@ import threading
 import time
 
 import pytest
-import torch
 
-from gnnpipe.checkpoint.async_saver import Saver
-from gnnpipe.checkpoint.retention import checkpoint_path
 from gnnpipe.files import how_to_write
 from gnnpipe.run.signals import Stopping
 from gnnpipe.tools.collective_check import round_trip
@@ -62,25 +59,6 @@ def test_an_interrupt_while_a_checkpoint_is_written(tmp_path, delay_s):
     newest = max(p.name for p in (run / "checkpoints").iterdir() if p.name.startswith("epoch-"))
     line = f"gnnpipe: interrupted; go on with --resume {run} (the newest checkpoint is {newest})"
     assert told.splitlines() == [line]
-
-
-def test_an_interrupt_while_the_writing_thread_starts(tmp_path, monkeypatch):
-    (tmp_path / "checkpoints").mkdir()
-    saver = Saver(tmp_path, kept=2, group=None, rank=0)
-    start = threading.Thread.start
-
-    def interrupted(self):
-        if self.name == "checkpoint":
-            signal.raise_signal(signal.SIGINT)
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        saver.save(1, {"weight": torch.ones(3)}, {"state.json": "{}"}, is_last=False)
-    saver.leave()
-    assert not saver.has_failed
-    assert checkpoint_path(tmp_path, 1).is_dir()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_interrupt_before_the_first_checkpoint(tmp_path):

@@ -1,1 +1,1 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped, under any shape."""
+"""Checkpoints: everything a run needs to resume to the bit, under any shape."""

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: which is the newest that is whole, and which may go.
+"""The checkpoints of a run on disk: names, the newest complete one, removal of old ones.
 
-They lie in ``checkpoints/epoch-000120`` of the run's folder.
+A run keeps them in folders ``checkpoints/epoch-000120``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gnnpipe.checkpoint.reader import StoredCheckpoint
-from gnnpipe.checkpoint.writer import is_aside
 from gnnpipe.errors import InputError
 
 __all__ = [
@@ -22,31 +21,30 @@ __all__ = [
     "newest_whole",
     "remove_unfinished",
     "resume_advice",
+    "unfinished_path",
 ]
+
+_UNFINISHED = ".unfinished-"
 
 
 def checkpoint_path(run: Path, epoch: int) -> Path:
-    """Where the checkpoint behind an epoch (from 1) lies."""
+    """Return the folder of the checkpoint after an epoch (from 1)."""
     return run / "checkpoints" / f"epoch-{epoch:06d}"
 
 
-def _all(run: Path) -> list[Path]:
-    """Newest first."""
-    try:
-        found = list((run / "checkpoints").iterdir())
-    except OSError:
-        return []
-    named = [(m, p) for p in found if (m := re.fullmatch(r"epoch-(\d{6,12})", p.name))]
-    return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]), reverse=True)]
+def unfinished_path(run: Path, epoch: int) -> Path:
+    """Return the folder that the checkpoint is in until complete."""
+    path = checkpoint_path(run, epoch)
+    return path.with_name(_UNFINISHED + path.name)
 
 
 def resume_advice(run: Path) -> str:
-    """What somebody can do whose run has ended early: go on, if there is something to go on from.
+    """Return how to go on with a run that has ended early.
 
     >>> resume_advice(Path("nowhere"))
     'start again with another --out, or without nowhere (it holds no checkpoint)'
     """
-    if found := _all(run):
+    if found := _newest_first(run):
         return f"go on with --resume {run} (the newest checkpoint is {found[0].name})"
     return f"start again with another --out, or without {run} (it holds no checkpoint)"
 
@@ -54,12 +52,12 @@ def resume_advice(run: Path) -> str:
 def newest_whole(
     run: Path, check: Callable[[StoredCheckpoint], object] = lambda stored: None
 ) -> tuple[StoredCheckpoint | None, list[str]]:
-    """The newest checkpoint that is whole, if there is one; and what is wrong with newer ones.
+    """Return the newest undamaged checkpoint, if any, and the faults of newer ones.
 
-    ``check`` raises ``InputError`` for what is whole and still none of this run.
+    ``check`` raises ``InputError`` for an undamaged checkpoint that does not belong to the run.
     """
     faults: list[str] = []
-    for path in _all(run):
+    for path in _newest_first(run):
         try:
             stored = StoredCheckpoint(path)
             check(stored)
@@ -69,25 +67,36 @@ def newest_whole(
     return None, faults
 
 
-def drop_old(run: Path, kept: int, epoch: int) -> None:
-    """Remove all but the newest ``kept`` up to ``epoch``; what cannot be removed stays.
+def drop_old(run: Path, keep: int, epoch: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints up to ``epoch``, as far as the disk allows.
 
-    What is newer than that was passed over as damaged, and does not count.
+    Newer ones were found damaged at the start, and do not count.
     """
-    for path in [p for p in _all(run) if int(p.name[6:]) <= epoch][kept:]:
+    for path in [p for p in _newest_first(run) if int(p.name[6:]) <= epoch][keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def has_unfinished(run: Path) -> bool:
-    """Whether a checkpoint was begun, and the run ended before it was whole."""
-    with contextlib.suppress(OSError):
-        return any(is_aside(path) for path in (run / "checkpoints").iterdir())
-    return False
+    """Return whether a run ended while a checkpoint was written."""
+    return bool(_unfinished(run))
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what an interrupted write has left."""
+    """Remove what interrupted writes have left."""
+    for path in _unfinished(run):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _newest_first(run: Path) -> list[Path]:
+    named = [(m, p) for p in _entries(run) if (m := re.fullmatch(r"epoch-(\d{6,12})", p.name))]
+    return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]), reverse=True)]
+
+
+def _unfinished(run: Path) -> list[Path]:
+    return [path for path in _entries(run) if path.name.startswith(_UNFINISHED)]
+
+
+def _entries(run: Path) -> list[Path]:
     with contextlib.suppress(OSError):
-        for path in (run / "checkpoints").iterdir():
-            if is_aside(path):
-                shutil.rmtree(path, ignore_errors=True)
+        return list((run / "checkpoints").iterdir())
+    return []

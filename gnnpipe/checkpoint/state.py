@@ -1,9 +1,9 @@
-"""The tensors of a run, by names that hold under every shape.
+"""Collects the tensors of a run for a checkpoint, and restores them under any shape.
 
-Weights and what belongs to them go by their names in the whole model; rows of history tables by
-aggregation, each beside the vertices (numbers of the graph as it was given) that they are of. So
-any number of stages, shards and chunks can take what it needs. A table that is written anew before
-it is read (one chunk, or exact order) is not kept.
+Weights and optimizer moments have their names in the whole model. Rows of history tables are stored
+by aggregation, each rank's rows next to the vertices (numbers in the given graph) that they belong
+to. So runs with any number of stages, shards and chunks find what they need. A table that is
+rewritten before it is read (one chunk, or exact order) is not stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gnnpipe.runtime.history.mean import MeanHistory
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["draw_states", "load_tensors", "set_draw_states", "tensors_of"]
+__all__ = ["generator_states", "load_tensors", "restore_generators", "tensors_of"]
 
 WEIGHT, OPTIMIZER, BEFORE, BEST = "weight", "optimizer", "before", "best"
 VERTICES, ROWS, MEAN, DRAWS = "vertices", "rows", "mean", "draws"
@@ -39,9 +39,14 @@ def tensors_of(
     kept: Mapping[str, Tensor],
     with_tables: bool,
 ) -> dict[str, Tensor]:
-    """What this rank gives to a checkpoint: the tensors that training goes on to change.
+    """Return the tensors that this rank stores in a checkpoint, by name.
 
-    ``kept``: weights of the best epoch, by name; ``with_tables``: the history's, too.
+    Args:
+        prepared: The run.
+        rank_runtime: This rank's part.
+        mesh: The ranks.
+        kept: Weights of the best epoch, by name.
+        with_tables: Whether to store the history tables.
     """
     executor = rank_runtime.executor
     found: dict[str, Tensor] = {}
@@ -65,14 +70,14 @@ def tensors_of(
         found[f"{ROWS}/{name}/{mesh.rank}"] = history.lasting[:own]
         vertices = torch.from_numpy(prepared.chunking.perm[history.layout.own])
         found[f"{VERTICES}/{kind}/{mesh.rank}"] = vertices
-    found[f"{DRAWS}/{mesh.rank}"] = draw_states()
+    found[f"{DRAWS}/{mesh.rank}"] = generator_states()
     return found
 
 
 def load_tensors(
     stored: StoredCheckpoint, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Take what this rank needs of a checkpoint; the weights of its best epoch, by name.
+    """Restore this rank from a checkpoint; return the weights of the best epoch, by name.
 
     Raises ``InputError`` where the checkpoint does not fit the run.
     """
@@ -81,7 +86,7 @@ def load_tensors(
     own = dict(stage_module.named_state())
     _copy(stored, WEIGHT, own)
     if executor.forecaster is not None:
-        # A run that has forecast nothing so far starts from weights that have not moved.
+        # Without a forecast so far, the weights before the first one are the current weights.
         source = BEFORE if _has(stored, BEFORE) else WEIGHT
         _copy(stored, source, dict(executor.forecaster.before.named_state()))
         executor.forecaster.forget()
@@ -92,7 +97,7 @@ def load_tensors(
         start = f"{OPTIMIZER}/{name}/"
         values = stored.read([n for n in names if n.startswith(start)])
         executor.optimizer.state[parameter] = {
-            # As torch has it: counters are on the CPU, unless one kernel is to do it all.
+            # torch keeps step counters on the CPU, except for fused kernels.
             n.removeprefix(start): _like(parameter, v) if v.dim() or is_fused else v
             for n, v in values.items()
         }
@@ -103,7 +108,10 @@ def load_tensors(
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """On its device and, if it is as large, laid out as it is: torch's fused Adam asks for that."""
+    """Return ``value`` on the parameter's device, with its strides if the shapes are equal.
+
+    torch's fused Adam needs moments with the strides of their parameter.
+    """
     if value.shape != parameter.shape:
         return value.to(parameter.device)
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
@@ -112,9 +120,9 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 def _load_histories(
     stored: StoredCheckpoint, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh
 ) -> None:
-    """Fill the tables, halo rows and all, from the rows of whatever ranks there were."""
+    """Fill the history tables, halo rows too, from the rows that any number of ranks stored."""
     if not _has(stored, ROWS) and not _has(stored, MEAN):
-        return  # It was left out, or the run so far had none: the tables stay as they are, zero.
+        return  # stored without tables, or by an exact run: the tables stay zero
     for name, history, kind in _histories(prepared, rank_runtime):
         if isinstance(history, MeanHistory):
             history.settle_at(stored.read([f"{MEAN}/{name}"])[f"{MEAN}/{name}"].to(mesh.device))
@@ -140,12 +148,12 @@ def _load_histories(
             filled += int(chosen.sum())
         if filled != len(vertices):
             raise InputError(
-                f"{stored.path}: of {name!r} only {filled} of {len(vertices)} rows are there"
+                f"{stored.path}: holds only {filled} of {len(vertices)} rows of {name!r}"
             )
 
 
 def _histories(prepared: Prepared, rank_runtime: RankRuntime) -> Iterator[tuple[str, History, str]]:
-    """Those whose rows outlast an epoch: name, history, type of what is pushed."""
+    """Yield the histories whose rows outlast an epoch: name, history, type of the vertices."""
     if prepared.program.is_exact:
         return
     kinds = {op.name: op.pushed_type for op in prepared.model_graph.aggregations}
@@ -178,8 +186,8 @@ def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def draw_states() -> Tensor:
-    """[B] uint8: the state of every generator that a user's own code may draw from."""
+def generator_states() -> Tensor:
+    """Return the states of all global random generators as JSON bytes, [B] uint8."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().tolist(),
@@ -191,8 +199,8 @@ def draw_states() -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8).clone()
 
 
-def set_draw_states(stored: StoredCheckpoint, rank: int, world_size: int) -> None:
-    """Put the generators back, where there are as many ranks as there were."""
+def restore_generators(stored: StoredCheckpoint, rank: int, world_size: int) -> None:
+    """Restore the random generators, if the number of ranks is the same."""
     names = [name for name in stored.tensors if name.startswith(f"{DRAWS}/")]
     if len(names) != world_size:
         return
@@ -206,4 +214,4 @@ def set_draw_states(stored: StoredCheckpoint, rank: int, world_size: int) -> Non
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"{stored.path}: {name!r} is no state of generators ({error})") from None
+        raise InputError(f"{stored.path}: {name!r} holds no generator states ({error})") from None

@@ -270,7 +270,7 @@ def _reason_against(
     """Return why the run cannot be resumed and what to do; '' if it can."""
     if start is None:
         reason = "--checkpoint-every 10 writes them"
-        if is_unfinished(run):
+        if has_unfinished(run):
             reason = "the run ended while the first one was being written"
         reason = faults[0] if faults else reason
         return f"has no complete checkpoint ({reason}); start a new run with another --out"

@@ -1,7 +1,7 @@
-"""The loop over the epochs, from wherever the run stands to its end.
+"""Runs the epochs of a training run: train, evaluate, write metrics and checkpoints.
 
-Whatever makes one rank leave the loop (a signal, a disk that is full, numbers that are none) is
-first told to all, so that all leave it behind the same epoch.
+Ranks agree on every reason to leave the loop (a signal, a full disk, NaN), so that all of them
+leave after the same epoch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gnnpipe.checkpoint.async_saver import Saver
 from gnnpipe.checkpoint.retention import resume_advice
-from gnnpipe.checkpoint.state import load_tensors, set_draw_states, tensors_of
+from gnnpipe.checkpoint.state import load_tensors, restore_generators, tensors_of
+from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
 from gnnpipe.files import how_to_write
@@ -46,24 +47,27 @@ from gnnpipe.train.evaluate import evaluate, train_epoch
 __all__ = ["Loop"]
 
 CHECKPOINT_AFTER_S = 600.0
-"""Between two checkpoints, where no number of epochs is given."""
+"""Seconds from one checkpoint to the next, unless the config gives a number of epochs."""
+
+CHECKPOINT_SHARE = 0.01
+"""Largest share of a run's time for these checkpoints: slow writes are further apart."""
 
 LEAST_LR_FACTOR = 2.0**-5
-"""A run that has been restored more often will not be helped by another time."""
+"""A run that has been restored more often will fail again."""
 
 
 @dataclass(eq=False)
 class Loop:
-    """One run on one rank; ``rows`` and ``best`` are what has come out so far."""
+    """One run on one rank; ``rows`` and ``best`` hold the results so far."""
 
     config: TrainConfig
     mesh: Mesh
     prepared: Prepared
     rank_runtime: RankRuntime
     folder: RunFolder | None
-    """On rank 0, if the run is written."""
-    saver: Saver | None
-    """If the run is written."""
+    """Writer of the run's folder; on rank 0, if the run is written."""
+    path: Path | None
+    """The run's folder; on every rank, if the run is written."""
     progress: Progress
     identity: Mapping[str, Any]
 
@@ -79,6 +83,9 @@ class Loop:
         self._sent_bytes: list[int] = []
         self._learning_rate = LearningRate(executor.optimizer, config)
         self._exact_epochs = ExactEpochs(self.prepared)
+        self._saved_epoch = 0
+        """Epoch of the newest checkpoint that this run can resume from; 0: none."""
+        self._save_time_s = 0.0
         self._saved_at = self._met_at = time.monotonic()
 
     def _no_best(self) -> BestEpoch:
@@ -87,12 +94,12 @@ class Loop:
         return BestEpoch(weights, keeps, self.config.patience, self._is_error)
 
     def take(self, start: Start) -> None:
-        """Stand where a checkpoint left the run."""
+        """Continue from a checkpoint."""
         start.check(self.identity)
         if told := start.recut(cut_of(self.prepared)):
             self.progress.say(told)
         kept = load_tensors(start.stored, self.prepared, self.rank_runtime, self.mesh)
-        set_draw_states(start.stored, self.mesh.rank, self.mesh.world_size)
+        restore_generators(start.stored, self.mesh.rank, self.mesh.world_size)
         self.rows = list(start.rows)
         self.best = self._no_best()
         if start.best is not None and (kept or self.config.kept_epoch == "last"):
@@ -106,16 +113,16 @@ class Loop:
             known = ((), start.was_faulty, False)
         self._exact_epochs = ExactEpochs(self.prepared, *known)
         self._is_over = patience_is_out(self.config, self.rows, start.best)
-        if self.saver is not None and start.stored.path.parents[1] == self.saver.run:
-            self.saver.whole = start.epoch
+        if start.stored.path.parents[1] == self.path:
+            self._saved_epoch = start.epoch
 
     @property
     def sent_bytes(self) -> list[int]:
-        """Of the last epoch, over all ranks, by axis (see ``CommBytes``)."""
+        """Bytes sent in the last epoch, over all ranks, by axis (see ``CommBytes``)."""
         return self._sent_bytes
 
     def _set_learning_rate(self, factor: float) -> None:
-        """As it stands after the epochs that are done: the schedule is walked again."""
+        """Replay the schedule of the learning rate over the epochs so far."""
         optimizer = self.rank_runtime.executor.optimizer
         assert optimizer is not None
         for group in optimizer.param_groups:
@@ -124,13 +131,13 @@ class Loop:
         self._lr_factor = factor
         self._learning_rate = LearningRate(optimizer, self.config)
         with warnings.catch_warnings():
-            # Torch expects a step of the optimizer before one of the schedule.
+            # torch warns where no step of the optimizer comes before one of the schedule.
             warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
             for row in self.rows:
                 self._learning_rate.step(self._score(row))
 
     def _score(self, row: EpochRow) -> float | None:
-        """The validation metric of an epoch that was evaluated; more is better."""
+        """Return the validation metric of an evaluated epoch, larger is better."""
         if row.scores is None:
             return None
         return -row.scores.val_metric if self._is_error else row.scores.val_metric
@@ -138,21 +145,18 @@ class Loop:
     def run(self, stopping: Stopping) -> None:
         """Train up to the last epoch, or until patience runs out.
 
-        Raises ``StoppedError`` when told to stop, ``FailedError`` when a checkpoint cannot be
-        written, ``FloatingPointError`` when loss or gradients are no longer numbers.
+        Raises ``StoppedError`` for a signal or the time limit, ``FailedError`` when a checkpoint
+        cannot be written, ``FloatingPointError`` when loss or gradients are NaN or infinite.
         """
         self._met_at = time.monotonic()
         while len(self.rows) < self.config.epochs and not self._is_over:
             self._is_over = self._epoch(len(self.rows))
             sent = astuple(self.rank_runtime.executor.epoch_bytes)
             self._sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
-            self._meet(stopping, self._is_over)
-        if self.saver is not None:
-            self.saver.wait()
-            self._say_failed(self.mesh.sum([float(self.saver.has_failed)])[0] > 0)
+            self._save_or_stop(stopping, self._is_over)
 
     def _epoch(self, epoch: int) -> bool:
-        """Train one, evaluate where it is due, note it; whether patience has run out."""
+        """Train one epoch and evaluate where due; return whether patience has run out."""
         config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
         order = self.prepared.chunk_order(epoch)
@@ -190,66 +194,49 @@ class Loop:
             )
         return is_over
 
-    def _meet(self, stopping: Stopping, is_over: bool) -> None:
-        """Hear from all ranks whether to stop or to write a checkpoint."""
-        saver = self.saver
+    def _save_or_stop(self, stopping: Stopping, is_over: bool) -> None:
+        """Agree with all ranks on a checkpoint and on whether to stop."""
         is_last = is_over or len(self.rows) == self.config.epochs
         now = time.monotonic()
         time_s, self._met_at = now - self._met_at, now
-        stops, fails, writes = self.mesh.sum(
+        stops, saves = self.mesh.sum(
             [
                 float(stopping.is_due(time_s) and not is_last),
-                float(saver is not None and saver.has_failed),
                 float(self.mesh.rank == 0 and self._wants_checkpoint(is_last)),
             ]
         )
-        self._say_failed(fails > 0)
-        where = "nothing was written (--out off)"
-        if saver is not None:
-            if (stops or writes) and self.rows and saver.begun != len(self.rows):
-                self._save(is_last or stops > 0)
-            if stops:
-                saver.wait()
-                self._say_failed(self.mesh.sum([float(saver.has_failed)])[0] > 0)
-            where = f"go on with --resume {saver.run}"
+        if (stops or saves) and self.rows and self._saved_epoch != len(self.rows):
+            self._save()
         if stops:
             reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
+            where = "nothing was written (--out off)"
+            if self.path is not None:
+                where = f"go on with --resume {self.path}"
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
 
     def interrupted(self) -> str:
-        """What there is to go on from, once a checkpoint that was begun is on disk."""
-        if self.saver is None:
+        """Return how to go on after an interrupt."""
+        if self.path is None:
             return "nothing was written (--out off)"
-        self.saver.leave()
-        return resume_advice(self.saver.run)
+        return resume_advice(self.path)
 
     def _wants_checkpoint(self, is_last: bool) -> bool:
-        if self.saver is None or self.config.checkpoint_every == 0:
+        every = self.config.checkpoint_every
+        if self.path is None or every == 0:
             return False
         if is_last:
-            # Who has written checkpoints can be gone on with, for more epochs.
-            return bool(self.config.checkpoint_every) or max(self.saver.begun, self.saver.whole) > 0
-        if self.config.checkpoint_every:
-            return len(self.rows) % self.config.checkpoint_every == 0
-        return time.monotonic() - self._saved_at > CHECKPOINT_AFTER_S
+            # Runs with checkpoints can be resumed for more epochs.
+            return every is not None or self._saved_epoch > 0
+        if every is not None:
+            return len(self.rows) % every == 0
+        wait_s = max(CHECKPOINT_AFTER_S, self._save_time_s / CHECKPOINT_SHARE)
+        return time.monotonic() - self._saved_at > wait_s
 
-    def _say_failed(self, has_failed: bool) -> None:
-        """End every rank if a checkpoint could not be written."""
-        if not has_failed:
+    def _save(self) -> None:
+        """Write a checkpoint, on every rank; does nothing if the run is not written."""
+        if self.path is None:
             return
-        assert self.saver is not None
-        faults = [found for found in self.mesh.gather(self.saver.fault) if found[0]]
-        fault, remedy = faults[0] if faults else ("unknown", how_to_write(None))
-        whole = self.saver.whole
-        last = f"the last whole one is of epoch {whole}" if whole else "there is none before it"
-        raise FailedError(
-            f"checkpoint of epoch {self.saver.begun} could not be written to "
-            f"{self.saver.run / 'checkpoints'}: {fault}; {last}; {remedy} and "
-            f"{resume_advice(self.saver.run)}"
-        )
-
-    def _save(self, is_last: bool) -> None:
-        assert self.saver is not None
+        start = time.monotonic()
         best = None if self.best.scores is None else (self.best.epoch, self.best.scores)
         texts = {}
         if self.folder is not None:
@@ -266,11 +253,22 @@ class Loop:
         tensors = tensors_of(
             self.prepared, self.rank_runtime, self.mesh, kept, self.config.checkpoint_tables
         )
-        self.saver.save(len(self.rows), tensors, texts, is_last)
-        self._saved_at = time.monotonic()
+        epoch = len(self.rows)
+        try:
+            write_checkpoint(self.path, epoch, tensors, texts, self.config.keep, self.mesh)
+        except OSError as error:
+            last = f"the last whole one is of epoch {self._saved_epoch}"
+            raise FailedError(
+                f"checkpoint of epoch {epoch} could not be written to "
+                f"{self.path / 'checkpoints'}: {error.strerror}; "
+                f"{last if self._saved_epoch else 'there is none before it'}; "
+                f"{how_to_write(error.errno)} and {resume_advice(self.path)}"
+            ) from None
+        self._saved_epoch, self._saved_at = epoch, time.monotonic()
+        self._save_time_s = self._saved_at - start
 
     def _mend(self, epoch: int, loss: float) -> bool:
-        """What ``--on-nan`` asks for, on every rank; whether the epoch is to be trained again."""
+        """Apply ``--on-nan`` on every rank; return whether to train the epoch again."""
         config = self.config
         where = find_fault(self.rank_runtime, self.mesh, epoch, loss)
         if config.on_nan == "skip":
@@ -280,9 +278,8 @@ class Loop:
                 self.rank_runtime.executor.forecaster.forget()
             self.progress.say(f"{where}; its step is skipped")
             return False
-        if config.on_nan == "restore" and self.saver is not None:
-            self.saver.wait()
-            start, _ = find_start(self.saver.run, config, self.mesh, needs_one=False)
+        if config.on_nan == "restore" and self.path is not None:
+            start, _ = find_start(self.path, config, self.mesh, needs_one=False)
             factor = self._lr_factor / 2
             if start is not None and factor >= LEAST_LR_FACTOR:
                 self.take(start)
@@ -294,8 +291,6 @@ class Loop:
                 )
                 return True
             where += "; no checkpoint to go back to" if start is None else "; restored too often"
-        if self.saver is not None:
-            self.saver.wait()
         raise FloatingPointError(
             f"{where}; try a smaller --lr (now {self._learning_rate.value:g}) or --clip-norm 1"
         )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.checkpoint.async_saver import Saver
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
@@ -146,8 +145,8 @@ class Trainer:
         folder, path = claim_folder(config, world, resumed[0] if resumed else None)
         log = RankLog(path, world.rank)
         try:
-            with world.on_own_cores() as cores:
-                return self._fit(world, folder, path, resumed, log, cores)
+            with world.on_own_cores():
+                return self._fit(world, folder, path, resumed, log)
         except InputError:
             raise  # nothing has been touched, and so it shall be
         except StoppedError as error:
@@ -170,7 +169,6 @@ class Trainer:
         path: Path | None,
         resumed: Sequence[Path],
         log: RankLog,
-        cores: Collection[int],
     ) -> RunResult:
         config = self.config
         start, told = None, ""
@@ -195,16 +193,13 @@ class Trainer:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # What a profile leaves in the heap must not count as the graph's.
         rank_runtime = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
-        saver = None
-        if path is not None:
-            saver = Saver(path, config.keep, mesh.saving_group, mesh.rank, cores)
         loop = Loop(
             config,
             mesh,
             prepared,
             rank_runtime,
             folder,
-            saver,
+            path,
             progress,
             identity_of(config, prepared),
         )

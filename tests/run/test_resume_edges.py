@@ -134,9 +134,9 @@ def test_another_model_with_fewer_weights_is_refused(tmp_path):
 def test_a_disk_that_ranks_do_not_share_is_found(tmp_path, monkeypatch):
     real = writer._finish
 
-    def lost(path, aside, parts, texts):
-        (aside / "__0_0.distcp").unlink()
-        real(path, aside, parts, texts)
+    def lost(path, unfinished, checksums, texts):
+        (unfinished / "rank-0.safetensors").unlink()
+        real(path, unfinished, checksums, texts)
 
     monkeypatch.setattr(writer, "_finish", lost)
     with pytest.raises(FailedError, match="--out must be on a disk that all ranks share"):
@@ -233,7 +233,7 @@ def test_a_first_checkpoint_that_was_not_finished_is_told_of(tmp_path):
     out = tmp_path / "run"
     Trainer(config(out, epochs=2, checkpoint_every=2), small_graph()).fit()
     whole = out / "checkpoints" / "epoch-000002"
-    whole.rename(whole.with_name(f".aside-{whole.name}"))
+    whole.rename(whole.with_name(f".unfinished-{whole.name}"))
     with pytest.raises(InputError, match=r"no complete checkpoint \(the run ended while"):
         again(out, epochs=6)
     shutil.rmtree(out / "checkpoints")

@@ -1,11 +1,10 @@
-"""Gives each rank cores of its own.
+"""Binds each rank to CPU cores of its own, as MPI's launchers do.
 
-Ranks wake each other: whoever gets a message is often woken on the core of whoever sent it, and the
-two share that core for milliseconds while another one has nothing to do. On two cores an epoch of
-0.1 s took 10 to 25 % longer so, and never twice the same. MPI's launchers bind ranks for the same
-reason. All cores that the ranks may use are shared out, so that gloo's threads find room where
-there is some; ranks with more threads than cores, and those that somebody else has given cores, are
-left alone.
+Without binding, Linux often wakes a receiver on the core of the sender, and both share this core
+for milliseconds while another core is idle (10 to 25 % of an epoch of 0.1 s, docs/adr/0020). All
+usable cores of a machine are divided among its ranks, so gloo's threads find room where there are
+more cores than ranks. Ranks with more threads than cores, and ranks that were bound from outside,
+stay as they are.
 """
 
 from __future__ import annotations
@@ -22,18 +21,23 @@ __all__ = ["crowding", "on_own_cores", "own_cores", "usable_cores"]
 
 
 def usable_cores() -> frozenset[int]:
-    """Numbers of the cores that this process may use."""
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))  # macOS has none
+    return frozenset(range(os.cpu_count() or 1))  # not on macOS
 
 
 def own_cores(rank: int, threads: int, gather: Callable[[Any], list[Any]]) -> frozenset[int]:
-    """The share of a rank in the cores that it may use, with others of its machine or alone.
+    """Return the cores of a rank: its share of the cores that its machine's ranks may use.
 
-    ``gather`` tells every rank what all say, by rank. Ranks that may use different cores have been
-    given them by somebody, and keep them; so do those whose threads have been given places one by
-    one (``OMP_PROC_BIND``), and those of which one needs more ``threads`` than its share.
+    Ranks keep all their usable cores if they were bound from outside (they may use different cores,
+    or their threads are bound one by one by ``OMP_PROC_BIND``), or if a rank has more ``threads``
+    than a share has cores.
+
+    Args:
+        rank: Number of this rank.
+        threads: Threads that torch uses on this rank.
+        gather: Returns the argument of every rank, by rank.
     """
     mine = machine_key(), usable_cores()
     everyone = gather((mine, threads, len(_by_thread()) <= 1))
@@ -48,9 +52,9 @@ def own_cores(rank: int, threads: int, gather: Callable[[Any], list[Any]]) -> fr
 
 
 def crowding(threads: int, gather: Callable[[Any], list[Any]]) -> float:
-    """Threads of all ranks over cores, where there are most; the same on every rank.
+    """Return the number of threads per core on the most crowded machine, on every rank.
 
-    Above 1 the ranks of a machine wait for each other's turn.
+    Above 1, ranks of a machine wait for each other.
     """
     everyone = gather((machine_key(), usable_cores(), threads))
     found: list[float] = []
@@ -61,40 +65,38 @@ def crowding(threads: int, gather: Callable[[Any], list[Any]]) -> float:
 
 
 @contextmanager
-def on_own_cores(
-    rank: int, threads: int, gather: Callable[[Any], list[Any]]
-) -> Iterator[frozenset[int]]:
-    """Every thread, and what is started, stays on ``own_cores``; gives the cores from before."""
+def on_own_cores(rank: int, threads: int, gather: Callable[[Any], list[Any]]) -> Iterator[None]:
+    """Bind all threads of this process, and those started inside the block, to ``own_cores``."""
     before = usable_cores()
     own = own_cores(rank, threads, gather)
     if own == before:
-        yield before
+        yield
         return
-    _stay_on(own)
+    _bind(own)
     try:
-        yield before
+        yield
     finally:
-        _stay_on(before)
+        _bind(before)
 
 
 def _by_thread() -> set[frozenset[int]]:
-    """The sets of cores that threads of this process may use; empty where nobody says."""
+    """Return the sets of cores that threads of this process may use; empty where not known."""
     found = set()
     for thread in _threads():
-        with contextlib.suppress(OSError):  # It has ended.
+        with contextlib.suppress(OSError):  # the thread has ended
             found.add(frozenset(os.sched_getaffinity(thread)))
     return found
 
 
-def _stay_on(cores: Collection[int]) -> None:
-    """Every thread of this process, and what it starts from now on."""
+def _bind(cores: Collection[int]) -> None:
+    """Bind every thread of this process; threads and processes started later inherit this."""
     for thread in _threads():
-        with contextlib.suppress(OSError):  # It has ended, or may not be moved.
+        with contextlib.suppress(OSError):  # the thread has ended, or may not be moved
             os.sched_setaffinity(thread, cores)
 
 
 def _threads() -> list[int]:
-    """Their numbers; this one's alone (0) without /proc, none where threads cannot be moved."""
+    """Return the thread ids; only this one (0) without /proc, none where none can be bound."""
     if not hasattr(os, "sched_setaffinity"):
         return []
     try:

@@ -1,7 +1,7 @@
-"""What torchrun (or a script in its place) says of this process in the environment, checked.
+"""Reads and validates the environment variables that torchrun sets for each rank.
 
-torch believes these variables, and waits for minutes at an address where nobody is. Left over from
-another job, or set by hand with a slip, they are bad input like any flag.
+torch itself does not validate them, and waits for minutes at a wrong address. Variables left over
+from another job, or set wrongly by hand, raise ``InputError`` as a wrong flag does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from gnnpipe.errors import InputError
 
 __all__ = [
-    "check_meeting",
-    "keep_no_record",
+    "check_rendezvous",
+    "disable_flight_recorder",
     "launched_local_rank",
     "launched_world_size",
-    "stay_on_loopback",
+    "use_loopback",
 ]
 
 MOST_RANKS = 1 << 20
@@ -25,7 +25,7 @@ HINT = "torchrun sets it; unset it to train in one process"
 
 
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that torchrun (or the like) started; 1 without it. ``InputError`` if it is no number.
+    """Return the number of ranks, 1 without torchrun; ``InputError`` if it is not a number.
 
     >>> launched_world_size({}), launched_world_size({"WORLD_SIZE": "4"})
     (1, 4)
@@ -34,12 +34,12 @@ def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Number of this rank among those of its machine; 0 if nobody says."""
+    """Return the number of this rank on its machine, 0 without torchrun."""
     return _whole(environment, "LOCAL_RANK", 0, MOST_RANKS, missing=0)
 
 
-def check_meeting(environment: Mapping[str, str] = os.environ) -> None:
-    """``InputError`` if the variables do not tell where the ranks meet, and which one this is."""
+def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ``InputError`` unless the variables give this rank's number and a known address."""
     _whole(environment, "RANK", 0, launched_world_size(environment) - 1)
     launched_local_rank(environment)
     host = environment.get("MASTER_ADDR", "")
@@ -54,11 +54,11 @@ def check_meeting(environment: Mapping[str, str] = os.environ) -> None:
         ) from None
 
 
-def stay_on_loopback() -> None:
-    """Let gloo listen on the loopback alone if all ranks are on this machine.
+def use_loopback() -> None:
+    """Let gloo listen on the loopback interface only, if all ranks are on this machine.
 
-    Else it listens where the host's name leads to, which may be a network. Whoever sets
-    ``GLOO_SOCKET_IFNAME`` has chosen.
+    By default gloo listens on the interface of the host's name, which may be a public network. A
+    ``GLOO_SOCKET_IFNAME`` in the environment takes precedence.
     """
     all_here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if all_here and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -67,12 +67,12 @@ def stay_on_loopback() -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
-def keep_no_record() -> None:
-    """Let torch not keep a record of the last 2,000 collectives, which nothing here asks for.
+def disable_flight_recorder() -> None:
+    """Switch off torch's flight recorder, which keeps records of the last 2,000 collectives.
 
-    On CPUs, before the first one. The record of each is a few dozen bytes that outlive many epochs;
-    they come to lie between the rows of an epoch, and what was one hole in the heap is two from
-    then on, both too small (docs/adr/0018). Whoever sets one of the two has chosen.
+    The small records outlive many epochs and split free blocks of the heap between large tensors
+    (docs/adr/0018). Call this before the first collective, on CPUs. A buffer size in the
+    environment takes precedence.
     """
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(os.environ):
         os.environ["TORCH_FR_BUFFER_SIZE"] = "0"

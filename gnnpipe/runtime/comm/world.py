@@ -23,13 +23,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import InputError
-from gnnpipe.runtime.comm.cpu_affinity import on_own_cores, usable_cores
+from gnnpipe.runtime.comm.cpu_affinity import on_own_cores
 from gnnpipe.runtime.comm.launch import (
-    check_meeting,
-    keep_no_record,
+    check_rendezvous,
+    disable_flight_recorder,
     launched_local_rank,
     launched_world_size,
-    stay_on_loopback,
+    use_loopback,
 )
 
 __all__ = ["World", "leave_at_exit", "stay_at_exit", "torchrun_line"]
@@ -50,8 +50,6 @@ class World:
     control_group: dist.ProcessGroup | None = None
     """All ranks over gloo, for plain objects; waits long, since reading a graph takes long.
     ``None`` without other processes (a single rank, or a profile that plays one of several)."""
-    saving_group: dist.ProcessGroup | None = None
-    """All ranks over gloo, for the thread that writes checkpoints."""
     own_group: dist.ProcessGroup | None = None
     """The default group, if it was made here and not by the user's own script."""
 
@@ -74,16 +72,15 @@ class World:
         own_group = None
         has_gpus = device != "cpu" and torch.cuda.is_available()
         if not has_gpus:
-            keep_no_record()
+            disable_flight_recorder()
         if not dist.is_initialized():
-            check_meeting()
-            stay_on_loopback()
+            check_rendezvous()
+            use_loopback()
             backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
             _init_process_group(backend, timedelta(seconds=timeout_s))
             own_group = dist.group.WORLD
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
-        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
-        groups = control, saving, own_group
+        groups = control, own_group
         world = cls(dist.get_rank(), found, torch.device("cpu"), timeout_s, *groups)
         atexit.register(leave_at_exit, world)
         try:
@@ -150,17 +147,16 @@ class World:
             dist.destroy_process_group()
 
     @contextmanager
-    def on_own_cores(self) -> Iterator[frozenset[int]]:
+    def on_own_cores(self) -> Iterator[None]:
         """Keep ranks on CPUs to cores of their own inside the block (every rank must enter).
 
-        Yields the cores that the process had before. Ranks whose process group the user's own
-        script made stay where they are.
+        Ranks whose process group the user's own script made stay where they are.
         """
         if self.own_group is None or self.device.type != "cpu":
-            yield usable_cores()
+            yield
             return
-        with on_own_cores(self.rank, torch.get_num_threads(), self.gather) as before:
-            yield before
+        with on_own_cores(self.rank, torch.get_num_threads(), self.gather):
+            yield
 
 
 def stay_at_exit() -> None:
