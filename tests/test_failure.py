@@ -1,7 +1,9 @@
 """A rank that fails, falls silent or sees no numbers ends the run promptly, and says where."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -74,29 +76,18 @@ def begun(process, out, epochs=3):
     return [int(pid) for pid in children]
 
 
-LEAVING_SLOWLY = """
-import os, sys, time
-from gnnpipe.cli.main import main
-end = os._exit
-def end_late(code):
-    time.sleep(1.0)
-    end(code)
-os._exit = end_late
-sys.exit(main(sys.argv[1:]))
-"""
+TORCHRUN_WAITS_S = 30
+"""torchrun's wait from SIGTERM to SIGKILL, which alone ends a stopped process."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
     out = tmp_path / "run"
-    script = tmp_path / "slow.py"
-    script.write_text(LEAVING_SLOWLY)
-    process = launch(out, "--timeout", "32", "--checkpoint-every", "2", script=script)
+    process = launch(out, "--timeout", "32", "--checkpoint-every", "2")
     ranks = begun(process, out)
     os.kill(ranks[1], number)
     start = time.monotonic()
-    said = process.communicate(timeout=60)[0]
-    assert time.monotonic() - start < 30
+    said = process.communicate(timeout=30 + TORCHRUN_WAITS_S)[0]
     assert process.returncode != 0
     if number == signal.SIGSTOP:
         assert "rank 1 has been silent for 4 s" in said
@@ -109,6 +100,41 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
         assert "gnnpipe: rank 0 lost another rank (" in said
         assert f"; go on with --resume {out} (the newest checkpoint is epoch-00" in said
         assert "pair.cc" not in said.replace((out / "logs" / "rank-0.txt").read_text(), "")
+
+
+def test_a_stopped_rank_that_wakes_up_ends_itself(tmp_path):
+    """Without torchrun, nobody else ends the stopped rank."""
+    out = tmp_path / "run"
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = "--dataset karate --hidden 8 --stages 2 --chunks 3 --epochs 100000 --timeout 32"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "gnnpipe", "train", *words.split(), "--out", str(out)],
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        while not (out / "metrics.csv").exists() or len(table(out)) < 3:
+            time.sleep(0.1)
+        ranks[1].send_signal(signal.SIGSTOP)
+        assert "rank 1 has been silent for 4 s" in ranks[0].communicate(timeout=60)[1]
+        assert ranks[0].returncode == 1
+        ranks[1].send_signal(signal.SIGCONT)
+        said = ranks[1].communicate(timeout=60)[1]
+        assert ranks[1].returncode == 1
+        assert "lost another rank" in said or "no word from the other ranks" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_what_gloo_says_of_a_rank_that_is_gone():

@@ -1,21 +1,18 @@
-"""Notices a rank that has fallen silent, and says what every rank was doing.
+"""Detects a silent rank, and tells what every rank was doing.
 
-A process that dies closes its connections, and its peers learn of it at once. One that is stopped,
-or behind a cut network, does not: gloo would wait for as long as a slow epoch may take. So every
-rank tells the store that they met at, once a second, that it is alive and in which action; whoever
-is silent for too long is lost, and so is a rank that cannot reach the store itself.
+A process that dies closes its connections, and gloo reports this to its peers at once. A stopped
+process, or one behind a cut network, closes nothing: gloo would wait as long as a slow epoch may
+take. So every rank writes a sign of life to torch's store once a second, with the current action of
+its program. When a rank is silent for too long, the others end themselves with the reason. torchrun
+then ends the silent rank; a stopped rank that wakes up finds the others gone, and ends as well.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -26,44 +23,34 @@ from gnnpipe.runtime.comm.mesh import Mesh
 __all__ = ["SILENCE_SHARE", "Heartbeat"]
 
 SILENCE_SHARE = 1 / 8
-"""Of the time a rank may wait for another, how long one may be silent: 15 s by default."""
+"""Allowed silence as a share of the time that a rank waits for another: 15 s by default."""
 
 BEAT_S = 1.0
-
-_END_BEHIND = """
-import os, signal, sys, time
-this, other = int(sys.argv[1]), int(sys.argv[2])
-until = time.monotonic() + 10
-try:
-    while time.monotonic() < until:
-        os.kill(this, 0)
-        time.sleep(0.05)
-except OSError:
-    time.sleep(0.2)
-try:
-    os.kill(other, signal.SIGKILL)
-except OSError:
-    pass
-"""
-"""Ends process 2 once nobody knows of process 1 any more (who started it has seen its end)."""
+OVER = "over"
 
 
 class Heartbeat:
-    """Of one rank; a context around the epochs. Without other ranks it does nothing."""
+    """Watches the other ranks inside a ``with`` block; does nothing without other ranks."""
 
     def __init__(
         self, mesh: Mesh, silence_s: float, doing: Callable[[], str], lost: Callable[[str], None]
     ) -> None:
-        """``doing``: what this rank is at, in a word.
+        """Prepare the heartbeat of one rank.
 
-        ``lost`` is called with the reason, then the process is ended from here: its main thread may
-        never wake again.
+        Args:
+            mesh: The ranks.
+            silence_s: Seconds without a sign of life after which a rank is given up.
+            doing: Returns the current action of this rank.
+            lost: Called with the reason before this process ends. The process ends from a thread
+                of the heartbeat, because the main thread may wait in gloo.
         """
         self._mesh, self._silence_s = mesh, silence_s
         self._doing, self._lost = doing, lost
         self._over = threading.Event()
         self._reached_s = 0.0
+        """Time of the last answer of the store."""
         self._seen: dict[int, tuple[str, float]] = {}
+        """Last sign of life of each other rank, and its time."""
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Heartbeat:
@@ -73,8 +60,8 @@ class Heartbeat:
             self._reached_s, self._seen = now, dict.fromkeys(others, ("", now))
             store = dist.distributed_c10d._get_default_store()
             beat = threading.Thread(target=self._beat, args=(store,), name="beat", daemon=True)
-            judge = threading.Thread(target=self._judge, name="watchdog", daemon=True)
-            self._threads = [beat, judge]
+            watch = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self._threads = [beat, watch]
             for thread in self._threads:
                 thread.start()
         return self
@@ -90,72 +77,46 @@ class Heartbeat:
             thread.join(timeout=2 * BEAT_S)
 
     def _beat(self, store: Store) -> None:
-        """Say that this rank lives, hear who else does."""
+        """Write this rank's signs of life and read those of the others."""
         number, is_over = 0, False
         while not is_over:
             is_over = self._over.wait(BEAT_S if number else 0.0)
             number += 1
-            text = "over" if is_over else self._doing()
-            place = f"{number} {_machine()} {os.getpid()} {text}"
             try:
                 if number == 1:
-                    # Every run of these processes has names of its own.
+                    # Keys of their own for every run of these processes.
                     run = store.add(f"beat/{self._mesh.rank}", 1)
-                store.set(f"beat/{run}/{self._mesh.rank}", place)
-                for rank in self._seen:
+                doing = OVER if is_over else self._doing()
+                store.set(f"beat/{run}/{self._mesh.rank}", f"{number} {doing}")
+                for rank, (sign, _) in self._seen.items():
                     if store.check([f"beat/{run}/{rank}"]):
-                        self._hear(rank, store.get(f"beat/{run}/{rank}").decode())
+                        new = store.get(f"beat/{run}/{rank}").decode()
+                        if new != sign:
+                            self._seen[rank] = new, time.monotonic()
                 self._reached_s = time.monotonic()
             except Exception:
-                # The store has gone: its host tells why, or the judge will.
+                # The store's host has ended, and tells the reason; or the watch thread will.
                 return
 
-    def _hear(self, rank: int, told: str) -> None:
-        if self._seen[rank][0] != told:
-            self._seen[rank] = told, time.monotonic()
-
-    def _judge(self) -> None:
+    def _watch(self) -> None:
+        """End this process when another rank, or the store, is silent for too long."""
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
             if now - self._reached_s > self._silence_s:
-                self._lost(
+                self._end(
                     f"no word from the other ranks for {self._silence_s:g} s: is the network cut? "
                     f"Here: {self._doing()}"
                 )
-                os._exit(1)
-            for rank, (told, at) in list(self._seen.items()):
-                if now - at > self._silence_s and not told.endswith(" over"):
-                    self._give_up(rank, told)
+            signs = {rank: sign.partition(" ")[2] for rank, (sign, _) in self._seen.items()}
+            for rank, (_, at) in list(self._seen.items()):
+                if now - at > self._silence_s and signs[rank] != OVER:
+                    last = signs.pop(rank) or "no word so far"
+                    others = "; ".join([self._doing(), *filter(None, signs.values())])
+                    self._end(
+                        f"rank {rank} has been silent for {self._silence_s:g} s (stopped, or its "
+                        f"network cut). Last known: {last}. The others: {others}"
+                    )
 
-    def _give_up(self, rank: int, told: str) -> None:
-        """End a rank of this machine that is silent, so that it cannot come back; then this one."""
-        _, host, pid, doing = (told or "0 ? 0 not a word so far").split(" ", 3)
-        others = [t.split(" ", 3)[3] for r, (t, _) in sorted(self._seen.items()) if r != rank and t]
-        self._lost(
-            f"rank {rank} has been silent for {self._silence_s:g} s (stopped, or its network cut). "
-            f"Last known: {doing}. The others: {'; '.join([self._doing(), *others])}"
-        )
-        # torchrun takes the rank whose end it sees first for the cause: this one, which has told it
-        # the reason. So the silent one is ended by a process that outlives this one.
-        if host == _machine() != "?":
-            with contextlib.suppress(OSError):
-                subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _END_BEHIND, str(os.getpid()), pid],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+    def _end(self, reason: str) -> None:
+        self._lost(reason)
         os._exit(1)
-
-
-def _machine() -> str:
-    """Where a process number means the same process: names of machines may be alike, this is not.
-
-    '?' where there is no such thing; then nobody is ended.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return "?"
