@@ -280,7 +280,7 @@ def test_restore_goes_back_with_half_the_learning_rate(poisoned, tmp_path):
 
 
 def test_restore_needs_checkpoints():
-    with pytest.raises(InputError, match="--on-nan restore: with --out off"):
+    with pytest.raises(InputError, match="--on-nan restore: --out off"):
         config("off", on_nan="restore")
 
 
