@@ -112,7 +112,7 @@ def differences_of_shapes(shapes, names, epochs, parts, **settings):
             graph, model, more = parts(name, mesh.rank, chunks)
             run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings | more)
             prepared = prepare(run, mesh, graph, model)
-            worst = max(verify(prepared, mesh, epochs), key=lambda c: c.largest)
+            worst = max(verify(graph, prepared, mesh, epochs), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
 

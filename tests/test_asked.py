@@ -159,7 +159,7 @@ def uneven_shapes(shapes, names, settings):
             ]
             assert np.count_nonzero(trained) == 1
             assert prepared.loss_rows.ops, name
-            worst = max(verify(prepared, mesh, 3), key=lambda c: c.largest)
+            worst = max(verify(graph, prepared, mesh, 3), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
 
@@ -193,7 +193,7 @@ def test_other_answers(kind):
     config = quick_config(chunks=4, **settings_of("gcnii"))
     prepared = prepare(config, Mesh.alone(), graph, loss_fn=loss)
     assert prepared.loss_rows.ops
-    assert max(one.largest for one in verify(prepared, Mesh.alone(), 3)) < 1e-10
+    assert max(one.largest for one in verify(graph, prepared, Mesh.alone(), 3)) < 1e-10
 
 
 def test_rounded_rows():

@@ -115,7 +115,10 @@ def compare_several(shape, staleness):
 
     mesh = Mesh.join(*shape)
     settings = config(stages=shape[0], shards=shape[1], staleness=staleness, dropout=0.5)
-    return max(c.largest for c in verify(prepare(settings, mesh, several_labels()), mesh, 3))
+    return max(
+        c.largest
+        for c in verify(several_labels(), prepare(settings, mesh, several_labels()), mesh, 3)
+    )
 
 
 def test_several_labels_have_parity(on_four_ranks):
@@ -215,7 +218,7 @@ def test_parity_holds_on_a_schedule():
 
     settings = config(lr_schedule="cosine", warmup_epochs=2, lr=0.1)
     prepared = prepare(settings, Mesh.alone(), small_graph())
-    assert max(c.largest for c in verify(prepared, Mesh.alone(), 6)) < 1e-11
+    assert max(c.largest for c in verify(small_graph(), prepared, Mesh.alone(), 6)) < 1e-11
 
 
 def seeds_of(shape, folder):

@@ -112,7 +112,9 @@ def compare(shapes):
         for name in MODELS:
             settings = config(stages=stages, shards=shards)
             prepared = prepare(settings, mesh, graph(), module_of(name))
-            found.append((max(c.largest for c in verify(prepared, mesh, 4)), name, stages, shards))
+            found.append(
+                (max(c.largest for c in verify(graph(), prepared, mesh, 4)), name, stages, shards)
+            )
             trainer = Trainer(settings, graph=graph(), model=module_of(name), world=mesh)
             result = trainer.fit()
             assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form, name

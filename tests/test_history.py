@@ -47,14 +47,14 @@ def exact_tables(model):
     """The tables of one forward pass over the whole graph, in the graph's own order."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.reference import Reference
+    from gnnpipe.verify.verify import reference_of
 
     config = TrainConfig(
         model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64", cache_dir="off"
     )
-    reference = Reference(prepare(config, Mesh.alone(), small_graph()))
-    loss = reference.train_epoch(0).loss
-    return loss, reference.tables
+    reference = reference_of(small_graph(), prepare(config, Mesh.alone(), small_graph()))
+    loss = reference.train_epoch(0, is_exact=True).loss
+    return loss, reference.walk.tables
 
 
 @pytest.mark.parametrize("model", ["gcnii", "gat"])

@@ -118,7 +118,14 @@ def compare(shapes):
             settings = config(name, stages=stages, chunks=chunks, staleness="exact")
             prepared = prepare(settings, mesh, small_graph(), module_of(name))
             assert len(prepared.precomputed) == ONCE[name]
-            found.append((max(c.largest for c in verify(prepared, mesh, 3)), name, stages, chunks))
+            found.append(
+                (
+                    max(c.largest for c in verify(small_graph(), prepared, mesh, 3)),
+                    name,
+                    stages,
+                    chunks,
+                )
+            )
     return found
 
 
@@ -195,7 +202,7 @@ def test_pairs_are_scored_behind_them(name, chunks):
     module = GraphSAGE(7, 7, 2).double() if name in OWN else None
     prepared = prepare(given, Mesh.alone(), graph, module)
     assert len(prepared.precomputed) == 1
-    assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
+    assert max(c.largest for c in verify(graph, prepared, Mesh.alone(), 3)) <= 1e-11
 
 
 class Bent(GCNLayer):
@@ -234,7 +241,7 @@ def test_layers_of_ones_own_say_what_they_push(kind, count):
     model = GNN([kind(i, spec) for i in range(3)])
     prepared = prepare(config(), Mesh.alone(), small_graph(), model)
     assert len(prepared.precomputed) == count
-    assert max(c.largest for c in verify(prepared, Mesh.alone(), 3)) <= 1e-11
+    assert max(c.largest for c in verify(small_graph(), prepared, Mesh.alone(), 3)) <= 1e-11
 
 
 def first_losses(shards):

@@ -39,8 +39,9 @@ def compare(
                 cache_dir="off",
                 **settings,
             )
-            prepared = prepare(config, mesh, make(**(graph or {})))
-            worst = max(verify(prepared, mesh, epochs), key=lambda c: c.largest)
+            given = make(**(graph or {}))
+            prepared = prepare(config, mesh, given)
+            worst = max(verify(given, prepared, mesh, epochs), key=lambda c: c.largest)
             found.append((worst.largest, f"{model} ({stages},{shards},{chunks}) {worst}"))
     return found
 

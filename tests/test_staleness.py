@@ -47,18 +47,23 @@ def truth(**settings):
     """Per epoch the drift by layer, from the tables of the one-device reference."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.reference import Reference
+    from gnnpipe.verify.verify import reference_of
 
-    reference = Reference(prepare(config(**settings), Mesh.alone(), small_graph()))
-    seen = []
-    walk = reference._forward
-    reference._forward = lambda *words: (
-        seen.append([t.clone() for t in reference.tables.values()]) or walk(*words)
-    )
+    prepared = prepare(config(**settings), Mesh.alone(), small_graph())
+    reference = reference_of(small_graph(), prepared)
+    seen, walk = [], reference.walk._walk
+
+    def noting(epoch):
+        seen.append([t.clone() for t in reference.walk.tables.values()])
+        return walk(epoch)
+
+    reference.walk._walk = noting
     found = []
     for epoch in range(EPOCHS):
-        reference.train_epoch(epoch)
-        pairs = zip(seen[-1], reference.tables.values(), strict=True)
+        reference.train_epoch(epoch, is_exact=epoch < prepared.exact_epochs)
+        tables = reference.walk.tables.values()
+        before = seen[-1] if seen and seen[-1] else [torch.zeros_like(t) for t in tables]
+        pairs = zip(before, tables, strict=True)
         found.append([relative_change(before, now) for before, now in pairs])
     return found
 
@@ -103,24 +108,24 @@ def distance_to_exact(**settings):
     weights, on rows that are no pilots, in the last of some epochs."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.reference import Reference
+    from gnnpipe.verify.verify import reference_of
 
     graph = load_graph("synthetic:planted:n=2000,features=16")
     # A small learning rate: the two runs must be near each other in all but the stale rows.
     run = config(dropout=0.0, epochs=6, lr=0.01, **settings)
     prepared = prepare(run, Mesh.alone(), graph)
-    reference = Reference(prepared)
+    reference = reference_of(graph, prepared)
     for epoch in range(5):
-        reference.train_epoch(epoch)
+        reference.train_epoch(epoch, is_exact=epoch < prepared.exact_epochs)
     if len(prepared.probes):
-        reference._forecast()
-    seen = [t.clone() for t in reference.tables.values()]
+        reference.walk.forecast(5)
+    seen = [t.clone() for t in reference.walk.tables.values()]
     with torch.no_grad():
-        reference._forward(5, exact=True)
+        reference.walk.walk_exact(5)
     others = np.ones(graph.num_vertices, dtype=bool)
-    others[prepared.probes] = False
+    others[prepared.chunking.perm[prepared.probes]] = False
     rows = torch.from_numpy(np.flatnonzero(others))
-    pairs = zip(seen, reference.tables.values(), strict=True)
+    pairs = zip(seen, reference.walk.tables.values(), strict=True)
     return [float((a[rows] - b[rows]).norm() / b[rows].norm()) for a, b in pairs]
 
 

@@ -118,6 +118,7 @@ def _verify(options: argparse.Namespace) -> int:
         raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = config_of(options, VERIFY_DEFAULTS)
     check_verifiable(config)
+    from gnnpipe.data.load import configured_graph
     from gnnpipe.run.summary import head_lines
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import join_world, prepare
@@ -126,7 +127,8 @@ def _verify(options: argparse.Namespace) -> int:
     world = join_world(config)
     prepared = prepare(config, world)
     mesh = Mesh.of(world, prepared.plan.placement)
-    found = verify(prepared, mesh, config.epochs)
+    # Read anew, for the reference shares nothing with the run.
+    found = verify(configured_graph(config), prepared, mesh, config.epochs)
     tolerance = options.tolerance or TOLERANCE[config.dtype]
     if mesh.rank == 0:
         lines = [*head_lines(prepared), *(c.text() for c in found)]

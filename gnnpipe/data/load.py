@@ -5,6 +5,7 @@ PyG is imported only when one of its data sets is loaded, since that takes secon
 
 from __future__ import annotations
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic
 from gnnpipe.data.links import split_links
 from gnnpipe.data.source import SOURCES, DataRequest, add_source
@@ -12,7 +13,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
-__all__ = ["dataset_names", "load_graph"]
+__all__ = ["configured_graph", "dataset_names", "load_graph"]
 
 # The entries of the data sources; a name goes to the topmost source that handles it.
 for _source in (embedded.SOURCE, synthetic.SOURCE, ogb.SOURCE, pyg_datasets.SOURCE, npz.SOURCE)[
@@ -84,3 +85,15 @@ def _hint(dataset: str) -> str:
         return hint
     heads = [name.partition(":")[0] for source in SOURCES for name, _ in source.listing]
     return "known: " + ", ".join(h for h in dict.fromkeys(heads) if not h.startswith("<"))
+
+
+def configured_graph(config: TrainConfig) -> Graph:
+    """The graph that a config names, as ``load_graph`` reads it."""
+    return load_graph(
+        config.dataset,
+        data_dir=config.data_dir,
+        split=config.split,
+        seed=config.seed,
+        symmetrize=config.symmetrize,
+        task=config.task,
+    )

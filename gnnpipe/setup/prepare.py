@@ -17,7 +17,7 @@ from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.validation import check_staleness
-from gnnpipe.data.load import load_graph
+from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
@@ -137,14 +137,7 @@ def _read_inputs(
         if config.kernel not in ("auto", "measured") and device == world.device.type:
             kernel_named(config.kernel, row_dtype(config), world.device)  # that it works here
         if graph is None:
-            graph = load_graph(
-                config.dataset,
-                data_dir=config.data_dir,
-                split=config.split,
-                seed=config.seed,
-                symmetrize=config.symmetrize,
-                task=config.task,
-            )
+            graph = configured_graph(config)
     except InputError as fault:
         error = fault
     world.agree(error)

@@ -24,6 +24,7 @@ __all__ = [
     "regression_score",
     "roc_auc",
     "tally",
+    "target_sums",
 ]
 
 Counts = npt.NDArray[np.float64]
@@ -82,37 +83,47 @@ def f1(counts: Counts, several: bool, average: str) -> float:
     return float(np.mean(each if several or average == "micro" else each[below > 0]))
 
 
-def error_sums(found: Tensor, y: Tensor) -> Tensor:
-    """[T, 5] float64 of numbers [R, T]: how many are known, and the sums of the absolute error, of
-    its square, of y and of y's square.
+def target_sums(y: Tensor) -> Tensor:
+    """[T, 2] float64 of targets y [R, T]: the number of known targets and their sum."""
+    known = ~y.isnan()
+    return torch.stack([known.sum(0).double(), y.double().nan_to_num(0.0).sum(0)], dim=1)
+
+
+def error_sums(found: Tensor, y: Tensor, mean: Tensor) -> Tensor:
+    """[T, 5] float64 of predictions and targets [R, T]: sums over the known targets.
+
+    Their number, the absolute error, the squared error, the squared distance of y from ``mean`` [T]
+    and y squared. The distance is summed because the difference of two large sums of squares has no
+    correct digit where the targets lie far from zero.
     """
     known = ~y.isnan()
     truth = torch.where(known, y, 0).double()
     error = torch.where(known, found.double() - truth, 0)
-    parts = [known.double(), error.abs(), error.square(), truth, truth.square()]
+    distance = torch.where(known, truth - mean.to(truth.device), 0)
+    parts = [known.double(), error.abs(), error.square(), distance.square(), truth.square()]
     return torch.stack([part.sum(0) for part in parts], dim=1)
 
 
 def regression_score(sums: Counts, metric: str) -> float:
-    """'mae', 'rmse' over all numbers, or 'r2', from ``error_sums`` [T, 5].
+    """'mae' or 'rmse' over all targets, or 'r2', from ``error_sums`` [T, 5].
 
-    R2 as scikit-learn's ``r2_score``: the mean over the T numbers; one that never varies counts as
-    0, or as 1 if it is met exactly. NaN if nothing is known.
+    R2 as scikit-learn's ``r2_score``: the mean over the T targets. A target that never varies
+    counts as 1 if every prediction is exact, else as 0. NaN if no target is known.
     """
-    count, absolute, squared, total, square = sums.T
+    count, absolute, squared, spread, square = sums.T
     if not count.any():
         return math.nan
     if metric == "mae":
         return float(absolute.sum() / count.sum())
     if metric == "rmse":
         return float(math.sqrt(squared.sum() / count.sum()))
-    areas = []
-    for n, error, y, yy in zip(count, squared, total, square, strict=True):
+    scores = []
+    for n, error, distance, size in zip(count, squared, spread, square, strict=True):
         if n:
-            spread = yy - y * y / n
-            varies = spread > 1e-12 * yy
-            areas.append(1 - error / spread if varies else float(error == 0))
-    return float(np.mean(areas))
+            # A constant target differs from its own mean by rounding alone.
+            varies = distance > 1e-24 * size
+            scores.append(1 - error / distance if varies else float(error == 0))
+    return float(np.mean(scores))
 
 
 def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:

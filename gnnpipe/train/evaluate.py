@@ -24,6 +24,7 @@ from gnnpipe.tasks.scoring import (
     regression_score,
     roc_auc,
     tally,
+    target_sums,
 )
 
 __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
@@ -56,11 +57,15 @@ def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
     logits = {chunk: values["x"] for chunk, values in results_by_chunk(rank_runtime).items()}
     several = rank_runtime.several_labels
     if rank_runtime.metric in REGRESSION:
-        totals = _sums(rank_runtime, mesh, logits, error_sums, 5)
+        counts = _sums(rank_runtime, mesh, logits, lambda _x, y, _: target_sums(y), 2)
+        means = torch.from_numpy(counts[..., 1] / np.maximum(counts[..., 0], 1.0))
+        totals = _sums(
+            rank_runtime, mesh, logits, lambda x, y, part: error_sums(x, y, means[part]), 5
+        )
         return Scores(
             *[math.nan] * PARTS, *(regression_score(part, rank_runtime.metric) for part in totals)
         )
-    totals = _sums(rank_runtime, mesh, logits, tally, 4)
+    totals = _sums(rank_runtime, mesh, logits, lambda x, y, _: tally(x, y), 4)
     right = [accuracy(part, several) for part in totals]
     if rank_runtime.metric == "accuracy":
         return Scores(*right, *right)
@@ -74,16 +79,17 @@ def _sums(
     rank_runtime: RankRuntime,
     mesh: Mesh,
     logits: dict[int, Tensor],
-    of: Callable[[Tensor, Tensor], Tensor],
+    sums_of: Callable[[Tensor, Tensor, int], Tensor],
     count: int,
 ) -> npt.NDArray[np.float64]:
-    """[3, C, count] over all ranks: what ``of`` gives for every part of the split."""
+    """[3, C, count] ``sums_of(logits, labels, part)`` of each part of the split, over all ranks."""
     width = rank_runtime.num_classes
     sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
     for chunk, found in logits.items():
         for part in range(PARTS):
             chosen = rank_runtime.targets.masks[chunk][part].nonzero().squeeze(1)
-            sums[part] += of(found[chosen], rank_runtime.targets.labels[chunk][chosen]).cpu()
+            labels = rank_runtime.targets.labels[chunk][chosen]
+            sums[part] += sums_of(found[chosen], labels, part).cpu()
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 

@@ -1,37 +1,48 @@
-"""Is a shape the same as one device? Train both from the same seed and compare.
+"""Compares the training of a run with a reference on one device, epoch by epoch.
 
-The distributed run trains as it always does; the references are single autograd graphs on rank 0.
-One trains on its own from the same seed: its loss is compared. The other starts every epoch from
-the run's weights: its gradients are compared, weight by weight, and show the run's own error alone.
-(Adam divides by the gradient's size, so where a gradient is zero up to rounding two free runs step
-apart by as much as the learning rate, in any program.) For the same reason a difference is set
-against the larger of the weight's own gradient norm and a thousandth of the model's typical one.
+The run trains as always; the references are single autograd graphs on rank 0 (``reference``). The
+free reference trains on its own from the same seed, and its loss is compared. The led reference
+starts every epoch from the run's weights, and its gradients are compared weight by weight. (Adam
+divides by the gradient's size: where a gradient is zero up to rounding, two correct free runs step
+apart by the learning rate.) For the same reason a difference is relative to the larger of the
+weight's own gradient norm and a thousandth of the model's typical gradient norm.
 
-In float64 only a fault of the program is left to see, so that is the default of ``gnnpipe verify``.
-In float32 two right programs may differ by more than 1e-5: GCNII with 8 layers on debian is 3e-5
-away from its own float64 gradients, on one device as on many, for ReLUs flip where rows are nearly
-zero. So in float32 a third reference, in float64, tells how far rounding alone takes the second.
+In float64 a difference shows a fault of the program, so float64 is the default of ``gnnpipe
+verify``. In float32 two correct programs may differ by more than 1e-5: GCNII with 8 layers on
+debian is 3e-5 away from its own float64 gradients, for ReLUs flip where rows are nearly zero. A
+third reference, in float64, then measures the rounding of the second.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gnnpipe.capture.link_decoder import PairModel
+from gnnpipe.capture.markers import drop
+from gnnpipe.capture.recorded_model import RecordedModel
 from gnnpipe.config.validation import check_verifiable
+from gnnpipe.graph.graph import Graph
+from gnnpipe.models import GNN, MODELS, Model
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.schedule import ActionKind
 from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verify.reference import Reference
+from gnnpipe.verify.reference_graph import WholeGraph
+from gnnpipe.verify.reference_models import LAYERS, PlainModel, UserModel
+from gnnpipe.verify.reference_walk import ChunkWalk, Cut
+from gnnpipe.verify.stage_model import StageModel
 
-__all__ = ["TOLERANCE", "Comparison", "relative_difference", "verdict", "verify"]
+__all__ = ["TOLERANCE", "Comparison", "reference_of", "relative_difference", "verdict", "verify"]
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 """Largest relative difference that counts as equal, by number type."""
@@ -78,7 +89,8 @@ def relative_difference(
     floor = 1e-3 * (sum(float(t.norm()) ** 2 for t in b.values()) / len(b)) ** 0.5
     found = []
     for name, t in b.items():
-        difference = float((a[name].to(t.dtype) - t).norm())
+        found_grad = a[name].to(t.dtype) if name in a else torch.zeros_like(t)
+        difference = float((found_grad - t).norm())
         if exact is not None and not math.isnan(difference):
             granted = GRANTED * float((t.to(exact[name].dtype) - exact[name]).norm())
             difference = max(difference - granted, 0.0)
@@ -109,16 +121,14 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     return text
 
 
-def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
-    """Train both for some epochs; the comparisons, on every rank.
+def verify(graph: Graph, prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
+    """Trains a run and its references for some epochs; the comparisons, on every rank.
 
-    ``InputError`` where the run rounds to bf16.
+    ``graph``: the one that was prepared, as it was given. Raises ``InputError`` where the run
+    rounds to bf16.
     """
     check_verifiable(prepared.config)
-    speaks = mesh.rank == 0
-    free = Reference(prepared) if speaks else None
-    led = Reference(prepared) if speaks else None
-    exact = Reference(_in_float64(prepared)) if speaks and _has_float64(prepared) else None
+    references = _References(graph, prepared) if mesh.rank == 0 else None
     rank_runtime = build_rank(prepared, mesh)
     kept = _Kept(prepared, rank_runtime, mesh)
     assert rank_runtime.executor.optimizer is not None
@@ -130,21 +140,91 @@ def verify(prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
         program = exact_epochs.begin(epoch, grad_clip)
         loss = train_epoch(rank_runtime, mesh, program, order, epoch)
         exact_epochs.end(program, grad_clip.norm, rank_runtime.executor.has_stepped)
-        walk = epoch, program.is_exact, grad_clip.longest
         learning_rate.step(None)
         weights, grads = kept.gather(mesh)
-        if free is not None and led is not None:
-            led.take(weights)
-            rounding = None
-            if exact is not None:
-                exact.take(weights)
-                rounding = exact.train_epoch(*walk).grads
-            worst, name = relative_difference(grads, led.train_epoch(*walk).grads, rounding)
-            truth = free.train_epoch(*walk).loss
-            apart = _apart(abs(loss - truth), abs(truth))
-            found.append(Comparison(epoch, apart, worst, name, program.is_exact))
+        if references is not None:
+            is_exact = program.is_exact
+            walk = epoch, is_exact, grad_clip.longest
+            found.append(references.compare(walk, loss, weights, grads))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons
+
+
+class _References:
+    """The free and the led reference, and in float32 the one that measures rounding."""
+
+    def __init__(self, graph: Graph, prepared: Prepared) -> None:
+        self._free = reference_of(graph, prepared)
+        self._led = reference_of(graph, prepared)
+        in_float64 = _in_float64(prepared) if _has_float64(prepared) else None
+        self._float64 = None if in_float64 is None else reference_of(graph, in_float64)
+
+    def compare(
+        self,
+        walk: tuple[int, bool, float],
+        loss: float,
+        weights: dict[str, Tensor],
+        grads: dict[str, Tensor],
+    ) -> Comparison:
+        """Trains the epoch of ``walk`` (number, is exact, largest norm) from the run's weights."""
+        self._led.take(weights)
+        rounded = None
+        if self._float64 is not None:
+            self._float64.take(weights)
+            rounded = self._float64.train_epoch(*walk).grads
+        worst, name = relative_difference(grads, self._led.train_epoch(*walk).grads, rounded)
+        truth = self._free.train_epoch(*walk).loss
+        return Comparison(walk[0], _apart(abs(loss - truth), abs(truth)), worst, name, walk[1])
+
+
+def reference_of(graph: Graph, prepared: Prepared) -> Reference:
+    """The reference of a prepared run on ``graph`` as it was given."""
+    config, model, dtype = prepared.config, prepared.model, prepared.dtype
+    whole = WholeGraph.read(graph, model.edge_inputs, dtype)
+    chunk = np.empty(graph.num_vertices, dtype=np.int64)
+    chunk[prepared.chunking.perm] = prepared.chunking.chunk_of_row()
+    if whole.pairs is not None:
+        output_chunk = chunk[whole.pairs[1].numpy()]
+    else:
+        output_chunk = chunk[graph.row_types[graph.target]]
+    probes = prepared.chunking.perm[prepared.probes]
+    forward = [a for a in prepared.program.stages[0] if a.kind is ActionKind.FORWARD]
+    positions = list(dict.fromkeys(a.position for a in forward))
+    cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions)
+    inner = model.inner if isinstance(model, PairModel) else model
+    if isinstance(inner, GNN) and all(type(layer) in _TWINS for layer in inner.stack()):
+        kinds = [_TWINS[type(layer)] for layer in inner.stack()]
+        spec = asdict(inner.stack()[0].spec)
+        plain = PlainModel(whole, kinds, spec, inner.state_dict())
+        return Reference(config, whole, ChunkWalk(plain, cut, config), None, prepared.loss_fn)
+    read = graph.reduced_to(model.edge_inputs)
+    staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
+    user = _user_model(staged, inner, whole, graph)
+    return Reference(config, whole, ChunkWalk(staged, cut, config), user, prepared.loss_fn)
+
+
+_TWINS = {MODELS[name]: name for name in LAYERS}
+"""Layers that the reference has a second time."""
+
+
+def _user_model(
+    staged: StageModel, model: Model, whole: WholeGraph, graph: Graph
+) -> UserModel | None:
+    """The user's module with the weights of ``staged``; None where dropout has no site of its own.
+
+    Dropout inside of convolutions and of several vertex types is keyed as the recording says.
+    """
+    if not isinstance(model, RecordedModel):
+        return None
+    drops = [
+        (int(call.kwargs["site"]), float(call.kwargs["probability"]))
+        for call in model.recording.graph_module.graph.nodes
+        if call.target is drop and call.kwargs["probability"]
+    ]
+    if drops and graph.types is not None:
+        return None
+    user = UserModel(staged.module, whole, graph.target, [site for site, _ in drops])
+    return user if user.dropouts() == [probability for _, probability in drops] else None
 
 
 def _has_float64(prepared: Prepared) -> bool:

@@ -9,7 +9,7 @@ from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.graph.operators import LinearOperator, weighted_rows
-from gnnpipe.graph.stale_rows import StaleRows
+from gnnpipe.graph.stale_rows import StaleRows, choose_drift_rows, choose_probe_vertices
 
 CHUNKS, SHARDS = 5, 2
 
@@ -56,3 +56,46 @@ def test_rows_that_always_count():
     assert StaleRows(structure, layout, always).in_order(
         [0], np.zeros((1, 1), dtype=bool)
     ).tolist() == [3, 7]
+
+
+def samples(graph, chunks, shards, partitioner):
+    """Probe vertices and vertices of the drift, by their numbers in the graph as it was given."""
+    chunking = make_chunking(
+        graph, chunks=chunks, shards=shards, partitioner=partitioner, seed=0, cache_dir="off"
+    )
+    types = {"": np.ones(graph.num_vertices, dtype=bool)}
+    rows = (
+        choose_probe_vertices(chunking, {"": 40}, types, seed=3),
+        choose_drift_rows(chunking, seed=3),
+    )
+    assert all(np.all(np.diff(found) > 0) for found in rows)
+    return [np.sort(chunking.perm[found]).tolist() for found in rows]
+
+
+def test_samples_do_not_depend_on_the_partition():
+    graph = load_graph("synthetic:rmat:n=1200,degree=6,features=4")
+    probes, drift = samples(graph, 1, 1, "range")
+    assert (len(probes), len(drift)) == (40, 256)
+    for cut in ((5, 1, "random"), (3, 2, "random"), (4, 1, "range"), (6, 1, "metis")):
+        assert samples(graph, *cut) == [probes, drift]
+    for found in (probes, drift):
+        # Drawn from the whole graph, and not in a run.
+        assert found[0] < 120
+        assert found[-1] >= 1080
+        assert max(np.diff(found)) > 1
+
+
+def test_probe_vertices_of_every_type_do_not_depend_on_the_partition():
+    graph = load_graph("synthetic:rmat:n=300,degree=6,features=4")
+    is_first = np.arange(300) % 3 == 0
+    found = []
+    for partitioner in ("range", "random"):
+        chunking = make_chunking(
+            graph, chunks=4, shards=1, partitioner=partitioner, seed=0, cache_dir="off"
+        )
+        by_row = is_first[chunking.perm]
+        types = {"a": by_row, "b": ~by_row}
+        rows = choose_probe_vertices(chunking, {"a": 10, "b": 20}, types, seed=3)
+        found.append(np.sort(chunking.perm[rows]).tolist())
+        assert int(by_row[rows].sum()) == 10
+    assert found[0] == found[1]

@@ -75,7 +75,7 @@ def largest_difference(stages, shards, staleness):
     plan = Plan.from_json(replace(plan, schedule="two-sweeps").to_json())
     prepared = prepare(config, mesh, small_graph(), planner=GivenPlan(plan))
     assert "0F2" in prepared.program.text().split("F1")[0]
-    return max(c.largest for c in verify(prepared, mesh, 4))
+    return max(c.largest for c in verify(small_graph(), prepared, mesh, 4))
 
 
 @pytest.mark.parametrize("staleness", ["none", "auto"])

@@ -146,13 +146,13 @@ def beside_the_reference(stages, shards):
     prepared = prepare(config(stages=stages, shards=shards, lr=0.3), mesh, small_graph())
     walked, walk = [], Reference.train_epoch
 
-    def noting(self, epoch, is_exact, longest):
+    def noting(self, epoch, is_exact, max_norm):
         walked.append(is_exact)
-        return walk(self, epoch, is_exact, longest)
+        return walk(self, epoch, is_exact, max_norm)
 
     Reference.train_epoch = noting
     try:
-        found = verify(prepared, mesh, EPOCHS)
+        found = verify(small_graph(), prepared, mesh, EPOCHS)
     finally:
         Reference.train_epoch = walk
     return max(c.largest for c in found), walked[::2]
@@ -252,7 +252,9 @@ def test_behind_a_fault_even_with_other_chunks_and_behind_a_jump_not(tmp_path, m
 
 
 def test_verify_says_which_epochs_were_exact():
-    found = verify(prepare(config(epochs=8), Mesh.alone(), small_graph()), Mesh.alone(), 8)
+    found = verify(
+        small_graph(), prepare(config(epochs=8), Mesh.alone(), small_graph()), Mesh.alone(), 8
+    )
     exact = fit(1, 1, 8)[1]
     assert [c.is_exact for c in found] == exact
     assert ["(exact)" in c.text() for c in found] == exact
@@ -304,6 +306,21 @@ def test_what_counts_as_a_jump():
     assert walked(12) == (exact, 5.0)
     techniques.exact_above = 0.0
     assert walked(12) == (program, math.inf)
+
+
+@pytest.mark.parametrize(("recent", "median"), [(9, 1.0), (10, 4.0), (11, 7.0)])
+def test_the_median_is_that_of_the_last_twenty_epochs(recent, median):
+    program = SimpleNamespace(is_exact=False)
+    prepared = SimpleNamespace(
+        staleness=SimpleNamespace(exact_above=100.0),
+        report=SimpleNamespace(exact=False),
+        program_of=lambda epoch: program,
+    )
+    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
+    for norm in [1.0] * 50 + [7.0] * recent:
+        epochs.end(program, norm, has_stepped=True)
+    epochs.begin(50 + recent, grad_clip)
+    assert grad_clip.longest == 2 * median
 
 
 def test_a_jump_of_one_chunk_changes_nothing(tmp_path):

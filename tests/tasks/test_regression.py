@@ -15,7 +15,7 @@ from torch_geometric.data import Data
 from gnnpipe import Graph, Trainer
 from gnnpipe.data.load import load_graph
 from gnnpipe.errors import InputError
-from gnnpipe.tasks.scoring import error_sums, regression_score
+from gnnpipe.tasks.scoring import error_sums, regression_score, target_sums
 
 
 def graph_of_numbers(targets=3, missing=True, seed=1):
@@ -92,7 +92,7 @@ def test_the_reference_agrees():
 
     mesh = Mesh.join(1, 1)
     prepared = prepare(quick_config(epochs=4, chunks=6, model="sage"), mesh, graph_of_numbers())
-    assert max(c.largest for c in verify(prepared, mesh, 3)) < 1e-10
+    assert max(c.largest for c in verify(graph_of_numbers(), prepared, mesh, 3)) < 1e-10
 
 
 def test_the_best_epoch_has_the_least_error():
@@ -104,11 +104,49 @@ def test_the_best_epoch_has_the_least_error():
     assert result.best_epoch == 1 + errors.index(min(errors))
 
 
+def r2(found, y):
+    """R2 of float32 tensors [R, T], from the sums that every rank adds up."""
+    counts = target_sums(y)
+    return regression_score(error_sums(found, y, counts[:, 1] / counts[:, 0]).numpy(), "r2")
+
+
 def test_a_number_that_never_varies():
-    y = torch.ones(4, 1)
-    assert regression_score(error_sums(torch.ones(4, 1), y).numpy(), "r2") == 1.0
-    assert regression_score(error_sums(torch.zeros(4, 1), y).numpy(), "r2") == 0.0
-    assert math.isnan(regression_score(error_sums(y, y * math.nan).numpy(), "rmse"))
+    y = torch.full((4, 1), 0.1)
+    assert r2(y, y) == 1.0
+    assert r2(torch.zeros(4, 1), y) == 0.0
+    sums = error_sums(y, y * math.nan, torch.zeros(1))
+    assert math.isnan(regression_score(sums.numpy(), "rmse"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, -1e6])
+def test_r2_of_targets_far_from_zero(offset):
+    """Sums of squares of such targets agree in all the digits that float64 has."""
+    generator = torch.Generator().manual_seed(0)
+    y = offset + torch.randn(200, 2, generator=generator).round(decimals=1)
+    y[5, 0] = math.nan
+    found = y.nan_to_num(offset) + 0.5 * torch.randn(200, 2, generator=generator)
+    truth = scores(found.double().numpy(), y.double().numpy(), np.ones(200, dtype=bool), "r2")
+    assert 0.5 < truth < 1
+    assert r2(found, y) == pytest.approx(truth, rel=1e-9)
+
+
+def offset_scores(stages, shards):
+    g = small_graph()
+    y = (1e6 + g.x[:, :1].round(1)).astype(np.float32)
+    run = quick_config(epochs=1, stages=stages, shards=shards, chunks=4, model="gcn", layers=2)
+    trainer = Trainer(run, graph=replace(g, y=y, num_classes=1))
+    result = trainer.fit()
+    mask = torch.from_numpy(g.test_mask)
+    truth = torch.from_numpy(y)[mask].double()
+    error = (trainer.predict()[mask] - truth).square().sum()
+    return result.test_metric, 1 - float(error / (truth - truth.mean()).square().sum())
+
+
+def test_r2_of_a_run_with_targets_far_from_zero():
+    found, truth = offset_scores(1, 1)
+    assert found == pytest.approx(truth, rel=1e-9)
+    for found, truth in run_ranks(offset_scores, 2, 1, 2):
+        assert found == pytest.approx(truth, rel=1e-9)
 
 
 def data(y):

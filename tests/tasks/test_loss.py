@@ -33,7 +33,7 @@ def own_loss(shapes):
             cache_dir="off",
         )
         prepared = prepare(run, mesh, small_graph(), loss_fn=weighted)
-        found += [c.largest for c in verify(prepared, mesh, 3)]
+        found += [c.largest for c in verify(small_graph(), prepared, mesh, 3)]
     return max(found)
 
 

@@ -1,0 +1,71 @@
+"""Dropout of the reference, from the formula of docs/adr/0002-dropout-by-a-hash-of-the-vertex.md.
+
+All arithmetic is on unsigned 32-bit numbers. With ``m(s, h1, h2)`` for the steps
+``s *= 0x85EBCA6B; s ^= s >> h1; s *= 0xC2B2AE35; s ^= s >> h2``, ``mix(s) = m(s, 15, 16)`` and
+g = 0x9E3779B9:
+
+    vertex(v) = mix(mix(v g + 1))                     v < 2^32
+    column(j) = mix(j g + 99)
+    pass      = fold of m(state ^ part, 13, 16) over (seed, epoch, site), from state = g
+    drawn     = mix(mix(vertex(v) ^ pass) ^ column(j))
+
+A drawn number holds four bytes, or two 16-bit numbers (the top bit flipped) if the probability is
+not a multiple of 1/256, for the neighbouring features 4 j, 4 j + 1, ... An entry is kept if its
+number reaches the threshold ``round(probability levels)``, and kept entries are divided by the
+share that is kept.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["drop"]
+
+UInt32 = npt.NDArray[np.uint32]
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+def drop(x: Tensor, probability: float, seed: int, epoch: int, site: int) -> Tensor:
+    """Rows x [N, ...] of all vertices after the dropout at one site of a model."""
+    flat = x.reshape(len(x), -1)
+    kept, share = _kept(*flat.shape, probability, (seed, epoch, site))
+    return (flat * kept.to(x.dtype) / share).reshape(x.shape)
+
+
+@lru_cache(maxsize=32)
+def _kept(
+    num_vertices: int, width: int, probability: float, parts: tuple[int, int, int]
+) -> tuple[Tensor, float]:
+    """Entries [N, width] that are kept, and the share of entries that is kept."""
+    is_bytes = float(probability * 256).is_integer()
+    levels = 256 if is_bytes else 65536
+    threshold = min(max(round(probability * levels), 1), levels - 1)
+    vertices = np.arange(num_vertices, dtype=np.uint32)
+    columns = np.arange(-(-width // (4 if is_bytes else 2)), dtype=np.uint32)
+    rows = _mix(_mix(_mix(vertices * _GOLDEN + np.uint32(1))) ^ _key(parts))
+    drawn = _mix(rows[:, None] ^ _mix(columns * _GOLDEN + np.uint32(99))).astype("<u4")
+    if is_bytes:
+        is_kept = drawn.view(np.uint8) >= threshold
+    else:
+        is_kept = (drawn.view(np.uint16) ^ np.uint16(0x8000)) >= threshold
+    return torch.from_numpy(is_kept[:, :width]), 1.0 - threshold / levels
+
+
+def _mix(state: UInt32, first: int = 15, second: int = 16) -> UInt32:
+    state = state * np.uint32(0x85EBCA6B)
+    state = state ^ (state >> np.uint32(first))
+    state = state * np.uint32(0xC2B2AE35)
+    return state ^ (state >> np.uint32(second))
+
+
+def _key(parts: tuple[int, int, int]) -> UInt32:
+    """[1], the key of one dropout in one epoch."""
+    state = np.array([_GOLDEN], dtype=np.uint32)
+    for part in parts:
+        state = _mix(state ^ np.uint32(part & 0xFFFFFFFF), 13, 16)
+    return state

@@ -1,0 +1,104 @@
+"""Tensors of the whole graph as the reference reads them: straight from ``Graph``, not renumbered.
+
+N vertices, E edges, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.graph import Features, Graph
+
+__all__ = ["WholeGraph"]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeGraph:
+    """Features, edges, answers and split in the order in which the graph was given."""
+
+    num_vertices: int
+    x: dict[str, Tensor]
+    """By vertex type ('' if there is one only), features [N_t, F]."""
+    edges: dict[tuple[str, str, str], Tensor]
+    """By relation (('', '', '') if there is one only), [2, E]: sources and targets, numbered within
+    their types."""
+    edge_data: dict[str, Tensor]
+    """[E, ...] by field of ``Graph``, of a graph with one vertex type."""
+    pairs: Tensor | None
+    """[2, P] of a link prediction, sources and targets."""
+    y: Tensor
+    """Classes [N], labels or numbers [N, T]; of pairs [P, 1], 1 where an edge joins the pair. Of
+    several vertex types: those of the target type."""
+    is_train: Tensor
+    """[N] or [P], which rows of ``y`` are trained on."""
+
+    @classmethod
+    def read(cls, graph: Graph, edge_fields: Collection[str], dtype: torch.dtype) -> WholeGraph:
+        """Reads a graph; of what its edges carry, the model reads ``edge_fields``."""
+        if graph.types is None:
+            x = {"": _dense(graph.x, dtype)}
+            edges, data = _read_edges(graph, edge_fields, dtype)
+            relations = {("", "", ""): edges}
+            is_target = np.ones(graph.num_vertices, dtype=bool)
+        else:
+            x = {name: _dense(found, dtype) for name, found in graph.types.features.items()}
+            relations, data = _read_relations(graph), {}
+            is_target = graph.types.of_vertex == graph.types.names.index(graph.types.target)
+        if graph.pairs is None:
+            pairs, y = None, torch.from_numpy(graph.y[is_target])
+            is_train = torch.from_numpy(graph.train_mask[is_target])
+        else:
+            target = np.repeat(np.arange(graph.num_vertices), np.diff(graph.pairs.indptr))
+            pairs = torch.from_numpy(np.stack([graph.pairs.indices.astype(np.int64), target]))
+            y = torch.from_numpy(graph.pairs.label)[:, None]
+            is_train = torch.from_numpy(graph.pairs.part) == 0
+        y = y.to(dtype) if y.is_floating_point() else y
+        return cls(graph.num_vertices, x, relations, data, pairs, y, is_train)
+
+    @property
+    def features(self) -> Tensor:
+        """[N, F] of a graph with one vertex type."""
+        return self.x[""]
+
+    @property
+    def edge_index(self) -> Tensor:
+        """[2, E] of a graph with one vertex type."""
+        return self.edges["", "", ""]
+
+
+def _dense(x: Features, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(x if isinstance(x, np.ndarray) else x.toarray()).to(dtype)
+
+
+def _read_edges(
+    graph: Graph, fields: Collection[str], dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Edges [2, E] and the fields that are read; parallel edges count once if none is read."""
+    target = np.repeat(np.arange(graph.num_vertices), np.diff(graph.indptr))
+    edges = np.stack([graph.indices.astype(np.int64), target])
+    data = {name: torch.from_numpy(graph.edge_data[name]) for name in fields}
+    if graph.edge_data and not data:
+        edges = np.unique(edges, axis=1)
+    data = {name: v.to(dtype) if v.is_floating_point() else v for name, v in data.items()}
+    return torch.from_numpy(edges), data
+
+
+def _read_relations(graph: Graph) -> dict[tuple[str, str, str], Tensor]:
+    """Edges [2, E] of every relation, numbered within the types of their ends."""
+    assert graph.types is not None
+    assert graph.edge_type is not None
+    number = np.empty(graph.num_vertices, dtype=np.int64)
+    for kind in range(len(graph.types.names)):
+        is_of_kind = graph.types.of_vertex == kind
+        number[is_of_kind] = np.arange(is_of_kind.sum())
+    target = np.repeat(np.arange(graph.num_vertices), np.diff(graph.indptr))
+    ends = number[np.stack([graph.indices.astype(np.int64), target])]
+    return {
+        relation: torch.from_numpy(ends[:, graph.edge_type == place])
+        for place, relation in enumerate(graph.types.relations)
+    }

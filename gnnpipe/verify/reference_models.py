@@ -1,0 +1,364 @@
+"""Models of the reference in plain PyTorch and PyG, on all vertices at once.
+
+The built-in models are written a second time from their formulas, with the same names of weights.
+A user's PyG model is run as it is. A model asks its ``Pass`` which rows an aggregation reads, for
+stale rows are no part of a model. N vertices, E edges, H hidden width, C classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch_geometric.nn import GAE, GATConv
+
+from gnnpipe.verify.reference_dropout import drop
+from gnnpipe.verify.reference_graph import WholeGraph
+
+__all__ = ["LAYERS", "Pass", "PlainModel", "Read", "UserModel", "WholeModel"]
+
+
+Read = Callable[[str, Tensor, str], Tensor]
+"""From the name of an aggregation, the rows [N_t, F] that all vertices of a type push, and the type
+('' if there is only one) to the rows [N_t, F] that readers see."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a model over all vertices."""
+
+    read: Read
+    """Gives the rows that readers see."""
+    is_current: Callable[[str], Tensor]
+    """[N_t], the vertices of a type whose own rows readers see."""
+    seed: int
+    epoch: int
+    is_probe: bool
+    """Whether the pass is one of probe vertices: without dropout, no own row is read."""
+
+    def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
+        """Rows x [N, ...] of all vertices after the dropout at one site of the model."""
+        if self.is_probe or probability == 0.0:
+            return x
+        return drop(x, probability, self.seed, self.epoch, site)
+
+
+class WholeModel(ABC):
+    """A model that is run on all vertices at once."""
+
+    module: nn.Module
+    """Holds the weights, by the names that the run knows."""
+    means: frozenset[str] = frozenset()
+    """Aggregations that are a mean over all vertices or edges."""
+
+    @abstractmethod
+    def outputs(self, now: Pass) -> Tensor:
+        """Logits [N, C] of all vertices (of the target type), or scores [P, 1] of all pairs."""
+
+
+def score_pairs(ends: Tensor, rows: Tensor, read: Tensor) -> Tensor:
+    """Inner products [P, 1] of the targets' own rows and the sources' rows as they are read."""
+    source, target = ends
+    return (read[source] * rows[target]).sum(1, keepdim=True)
+
+
+class _Aggregate:
+    """Aggregations over the whole graph with fixed weights."""
+
+    def __init__(self, graph: WholeGraph) -> None:
+        source, target = graph.edge_index
+        n, dtype = graph.num_vertices, graph.features.dtype
+        loops = torch.arange(n)
+        self.degree = torch.zeros(n, dtype=dtype).index_add(
+            0, target, torch.ones_like(target).to(dtype)
+        )
+        self.edges = graph.edge_index
+        self.edges_with_loops = torch.stack(
+            [torch.cat([source, loops]), torch.cat([target, loops])]
+        )
+        root = (self.degree + 1).rsqrt()
+        self.gcn_weights = (root[self.edges_with_loops[0]] * root[self.edges_with_loops[1]])[
+            :, None
+        ]
+
+    def gcn(self, x: Tensor) -> Tensor:
+        """``D^-1/2 (A + I) D^-1/2 x`` with D the row sums of A + I."""
+        source, target = self.edges_with_loops
+        return torch.zeros_like(x).index_add(0, target, x[source] * self.gcn_weights)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the neighbours; 0 for a vertex without any."""
+        source, target = self.edges
+        return (
+            torch.zeros_like(x).index_add(0, target, x[source]) / self.degree.clamp(min=1)[:, None]
+        )
+
+
+Values = dict[str, Tensor]
+
+
+class PlainLayer(nn.Module):
+    """A built-in layer; ``spec`` has the fields of ``LayerSpec``."""
+
+    kind: str
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.index, self.name = index, f"{self.kind}{index}"
+        self.is_first, self.is_last = index == 0, index == spec["num_layers"] - 1
+        self.spec, self.dropout = spec, float(spec["dropout"])
+        self.hidden: int = spec["hidden"]
+        self.width: int = spec["num_classes"] if self.is_last else self.hidden
+
+    def encoder(self, bias: bool = False) -> nn.Linear:
+        """The linear map of the features."""
+        return nn.Linear(self.spec["num_features"], self.hidden, bias=bias)
+
+    def linear(self, width: int, bias: bool = False) -> nn.Linear:
+        """A linear map from the hidden width."""
+        return nn.Linear(self.hidden, width, bias=bias)
+
+    @abstractmethod
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """The layer's values from those of the layer before; the first reads ``features``."""
+
+
+class GCN(PlainLayer):
+    """``dropout(relu(norm(A x W + b)))``; the last layer ends with ``A x W + b``."""
+
+    kind = "gcn"
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = self.encoder()
+        if not self.is_first or self.is_last:
+            self.lin = self.linear(self.width)
+        self.bias = nn.Parameter(torch.zeros(self.width))
+        if not self.is_last:
+            self.norm = nn.LayerNorm(self.width)
+
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """See ``PlainLayer``."""
+        x = self.encode(values["features"]) if self.is_first else values["x"]
+        x = over.gcn(now.read(self.name, x, ""))
+        x = (self.lin(x) if not self.is_first or self.is_last else x) + self.bias
+        if not self.is_last:
+            x = now.dropout(self.norm(x).relu(), self.dropout, self.index + 1)
+        return {"x": x}
+
+
+class SAGE(PlainLayer):
+    """``dropout(relu(norm(mean(x) W_l + x W_r + b)))``; the last layer has only the sum."""
+
+    kind = "sage"
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode, self.encode_self = self.encoder(), self.encoder()
+        if not self.is_first or self.is_last:
+            self.lin, self.lin_self = self.linear(self.width), self.linear(self.width)
+        self.bias = nn.Parameter(torch.zeros(self.width))
+        if not self.is_last:
+            self.norm = nn.LayerNorm(self.width)
+
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """See ``PlainLayer``."""
+        pushed = own = values["features" if self.is_first else "x"]
+        if self.is_first:
+            pushed, own = self.encode(pushed), self.encode_self(own)
+        x = over.mean(now.read(self.name, pushed, ""))
+        if not self.is_first or self.is_last:
+            x, own = self.lin(x), self.lin_self(own)
+        x = x + own + self.bias
+        if not self.is_last:
+            x = now.dropout(self.norm(x).relu(), self.dropout, self.index + 1)
+        return {"x": x}
+
+
+class GCNII(PlainLayer):
+    """``dropout(relu(norm((1 - beta) m + beta m W)))``.
+
+    ``m = (1 - alpha) A x + alpha h0`` with ``beta = log(theta / (index + 1) + 1)`` and
+    ``h0 = relu(encode(features))``, of which the first x is a dropout.
+    """
+
+    kind = "gcnii"
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = self.encoder(bias=True)
+        self.lin, self.norm = self.linear(self.hidden), nn.LayerNorm(self.hidden)
+        if self.is_last:
+            self.decode = self.linear(self.width, bias=True)
+
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """See ``PlainLayer``."""
+        if self.is_first:
+            h0 = self.encode(values["features"]).relu()
+            values = {"x": now.dropout(h0, self.dropout, 0), "h0": h0}
+        alpha, beta = self.spec["alpha"], math.log(self.spec["theta"] / (self.index + 1) + 1)
+        m = (1 - alpha) * over.gcn(now.read(self.name, values["x"], "")) + alpha * values["h0"]
+        x = self.norm((1 - beta) * m + beta * self.lin(m)).relu()
+        x = now.dropout(x, self.dropout, self.index + 1)
+        return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": values["h0"]}
+
+
+class ResGCN(PlainLayer):
+    """``x + A dropout(relu(norm(x))) W + b``; the last layer ends with norm, ReLU and decoder."""
+
+    kind = "resgcn"
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = self.encoder(bias=True)
+        self.norm, self.lin = nn.LayerNorm(self.hidden), self.linear(self.hidden)
+        self.bias = nn.Parameter(torch.zeros(self.hidden))
+        if self.is_last:
+            self.norm_out = nn.LayerNorm(self.hidden)
+            self.decode = self.linear(self.width, bias=True)
+
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """See ``PlainLayer``."""
+        x = self.encode(values["features"]) if self.is_first else values["x"]
+        site = self.spec["num_layers"] + 1 + self.index
+        pushed = now.dropout(self.norm(x).relu(), self.dropout, site)
+        x = x + self.lin(over.gcn(now.read(self.name, pushed, ""))) + self.bias
+        if not self.is_last:
+            return {"x": x}
+        return {
+            "x": self.decode(now.dropout(self.norm_out(x).relu(), self.dropout, self.index + 1))
+        }
+
+
+class GAT(PlainLayer):
+    """``dropout(elu(GATConv(x W)))``, with a loop at every vertex; the last layer also decodes."""
+
+    kind = "gat"
+
+    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
+        super().__init__(index, spec)
+        if self.is_first:
+            self.encode = self.encoder()
+        else:
+            self.lin = self.linear(self.hidden)
+        heads = spec["heads"]
+        self.conv = GATConv(self.hidden, self.hidden // heads, heads, add_self_loops=False)
+        self.conv.lin = nn.Identity()
+        if self.is_last:
+            self.decode = self.linear(self.width, bias=True)
+
+    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
+        """See ``PlainLayer``."""
+        x = self.encode(values["features"]) if self.is_first else self.lin(values["x"])
+        x = self.conv((now.read(self.name, x, ""), x), over.edges_with_loops)
+        x = now.dropout(F.elu(x), self.dropout, self.index + 1)
+        return {"x": self.decode(x) if self.is_last else x}
+
+
+LAYERS: dict[str, type[PlainLayer]] = {kind.kind: kind for kind in (GCN, SAGE, GCNII, ResGCN, GAT)}
+
+
+class PlainModel(WholeModel):
+    """A stack of built-in layers, of the same kinds and weights as the run's."""
+
+    def __init__(
+        self,
+        graph: WholeGraph,
+        kinds: Sequence[str],
+        spec: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+    ) -> None:
+        """``kinds``: of every layer; ``weights`` by name."""
+        self._layers = [LAYERS[kind](i, spec) for i, kind in enumerate(kinds)]
+        self.module = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
+        self.module.to(graph.features.dtype).load_state_dict(weights)
+        self._graph, self._over = graph, _Aggregate(graph)
+
+    def outputs(self, now: Pass) -> Tensor:
+        """See ``WholeModel``."""
+        values: Values = {"features": self._graph.features}
+        for layer in self._layers:
+            values = layer(values, self._over, now)
+        rows = values["x"]
+        if self._graph.pairs is None:
+            return rows
+        return score_pairs(self._graph.pairs, rows, now.read("pair_scores", rows, "pairs"))
+
+
+class UserModel(WholeModel):
+    """A user's PyG model, called as its user would; for passes in which no row is stale."""
+
+    def __init__(
+        self, module: nn.Module, graph: WholeGraph, target: str, sites: Sequence[int]
+    ) -> None:
+        """``target``: the vertex type with labels; ``sites``: of every dropout, as it is called."""
+        self.module, self._graph, self._target, self._sites = module, graph, target, sites
+
+    def outputs(self, now: Pass) -> Tensor:
+        """See ``WholeModel``."""
+        with _UserDropout(now, self._sites):
+            return self._outputs()
+
+    def dropouts(self) -> list[float]:
+        """Probabilities of the dropouts that drop something, in the order of the calls."""
+        seen = _UserDropout(None, ())
+        with seen, torch.no_grad():
+            self._outputs()
+        return seen.probabilities
+
+    def _outputs(self) -> Tensor:
+        graph, module = self._graph, self.module
+        encode = getattr(module, "encode", None) if graph.pairs is not None else None
+        call: Callable[..., Any] = encode if inspect.ismethod(encode) else module
+        # PyG's GAE hands everything on to its encoder.
+        named: Any = module.encoder if isinstance(module, GAE) else call
+        named = inspect.signature(named.forward if isinstance(named, nn.Module) else named)
+        data = {name: v for name, v in graph.edge_data.items() if name in named.parameters}
+        if "" in graph.x:
+            rows = call(graph.features, graph.edge_index, **data)
+        else:
+            rows = call(dict(graph.x), dict(graph.edges))
+            rows = rows[self._target] if isinstance(rows, Mapping) else rows
+        found: Tensor = rows
+        if graph.pairs is None:
+            return found
+        if inspect.ismethod(decode := getattr(module, "decode", None)):
+            scores: Tensor = decode(found, graph.pairs)
+            return scores.reshape(-1, 1)
+        return score_pairs(graph.pairs, found, found)
+
+
+class _UserDropout(TorchFunctionMode):
+    """Replaces ``F.dropout`` by the dropout of a pass."""
+
+    def __init__(self, now: Pass | None, sites: Sequence[int]) -> None:
+        """``now``: none to note the probabilities and drop nothing."""
+        super().__init__()
+        self._now, self._sites = now, sites
+        self.probabilities: list[float] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Everything but ``F.dropout`` is left alone."""
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        x, probability = given.arguments["input"], float(given.arguments["p"])
+        if not (given.arguments["training"] and probability):
+            return x
+        self.probabilities.append(probability)
+        if self._now is None:
+            return x
+        return self._now.dropout(x, probability, self._sites[len(self.probabilities) - 1])

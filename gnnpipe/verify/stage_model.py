@@ -1,0 +1,124 @@
+"""Model of the reference for what has no twin in plain PyTorch: the run's own steps, unscheduled.
+
+Which rows of a recorded PyG model, or of a user's own layers, lie in a history table is decided by
+the recording and by ``Layer.before``. A pass with stale rows therefore runs their own steps, as one
+stage on all vertices of the graph as it was given. Nothing else of the runtime is shared: rows are
+gathered edge by edge, and autograd finds the gradients. N vertices, F columns.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnpipe.graph.blocks import Block, edge_data_of
+from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.operators import EVERYONE, edges_into, weighted_rows
+from gnnpipe.models import Aggregation, Model, Received, Rows, Values
+from gnnpipe.models.sparse_input_linear import FeatureTable
+from gnnpipe.ops.hashed_dropout import row_keys
+from gnnpipe.verify.reference_models import Pass, WholeModel
+
+__all__ = ["StageModel"]
+
+
+class StageModel(WholeModel):
+    """All ops of a model as one stage, on all vertices at once."""
+
+    def __init__(
+        self, model: Model, num_ops: int, graph: Graph, seed: int, dtype: torch.dtype
+    ) -> None:
+        """``graph`` as it was given, without edge data that the model does not read."""
+        self._model = copy.deepcopy(model)
+        self.module = self._model.module
+        self._stage = self._model.stage_module(range(num_ops))
+        self.means = frozenset(a.name for a in self._stage.aggregations if a.is_mean)
+        self._graph, self._dtype = graph, dtype
+        self._types = {name: torch.from_numpy(of) for name, of in graph.table_rows.items()}
+        keys = row_keys(torch.arange(graph.num_vertices))
+        self._keys = {name: keys[of] for name, of in self._types.items()}
+        self._rows = self._rows_of(graph, seed)
+        self._edge_data = edge_data_of(graph, dtype)
+        every = self._stage.aggregations
+        self._edges = {a.over: self._edges_of(a) for a in every if not a.is_mean}
+
+    def outputs(self, now: Pass) -> Tensor:
+        """See ``WholeModel``."""
+        rows = replace(
+            self._rows, epoch=now.epoch, training=not now.is_probe, is_probe=now.is_probe
+        )
+        values: Values = {}
+        received: dict[str, Received] = {}
+        for step in range(self._stage.num_steps):
+            pushed, values = self._stage.step(step, values, received, rows)
+            is_last = step == self._stage.num_steps - 1
+            received = {
+                a.name: self._received(a, pushed[a.name], now)
+                for a in (() if is_last else self._stage.rounds[step])
+            }
+        return values.get("x", torch.empty(0))
+
+    def _rows_of(self, graph: Graph, seed: int) -> Rows:
+        def rows(name: str, x: Features | None, number: Tensor) -> Rows:
+            table = None if x is None else FeatureTable(x, self._dtype, torch.device("cpu")).rows()
+            return Rows(self._keys[name], table, seed=seed, vertices=number)
+
+        if graph.types is None:
+            return rows("", graph.x, torch.arange(graph.num_vertices))
+        parts = {
+            name: rows(
+                name,
+                graph.types.features.get(name),
+                torch.from_numpy(graph.types.number[graph.row_types[name]]),
+            )
+            for name in graph.types.names
+        }
+        return Rows(self._keys[graph.target], None, seed=seed, parts=parts)
+
+    def _edges_of(self, a: Aggregation) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target and weight of each edge, the ends by their numbers in their types."""
+        types = self._graph.table_rows
+        matrix = weighted_rows(self._graph, a.structure)[types[a.vertex_type]][
+            :, types[a.pushed_type]
+        ]
+        target = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+        return (
+            torch.from_numpy(matrix.indices.astype(np.int64)),
+            torch.from_numpy(target.astype(np.int64)),
+            torch.from_numpy(matrix.data).to(self._dtype)[:, None],
+        )
+
+    def _received(self, a: Aggregation, pushed: Tensor, now: Pass) -> Received:
+        """What all vertices get of an aggregation."""
+        table = now.read(a.name, pushed, a.pushed_type)
+        if a.is_mean:
+            return Received(self._mean(a, table)[None])
+        source, target, weight = self._edges[a.over]
+        count = len(self._keys[a.vertex_type])
+        if a.is_linear:
+            received = table.new_zeros(count, table.shape[1])
+            return Received(received.index_add(0, target, table[source] * weight))
+        keys, into_keys = self._keys[a.pushed_type], None
+        if a.pushed_type == a.vertex_type:
+            # Own rows first, as a block has them; rows that are not current follow.
+            source = torch.where(now.is_current(a.pushed_type)[source], source, source + count)
+            table, keys = torch.cat([pushed, table]), torch.cat([keys, keys])
+        else:
+            into_keys = self._keys[a.vertex_type]
+        nothing = torch.empty(0, dtype=torch.int64)
+        edges, size = torch.stack([source, target]), (len(table), count)
+        data = self._edge_data if a.structure == "edges" else {}
+        block = Block(edges, nothing, nothing.bool()[:, None], size, keys, into_keys, data)
+        return Received(table, block)
+
+    def _mean(self, a: Aggregation, table: Tensor) -> Tensor:
+        """The mean over all vertices, or over all edges into them [F]."""
+        if a.structure == EVERYONE:
+            return table.mean(0)
+        counts = edges_into(self._graph, a.structure)[self._graph.table_rows[a.pushed_type]]
+        weights = torch.from_numpy(counts / max(counts.sum(), 1.0)).to(table.dtype)
+        return weights @ table

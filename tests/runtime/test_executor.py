@@ -1,0 +1,38 @@
+"""What the executor leaves behind an epoch."""
+
+import math
+
+import pytest
+from helpers import quick_config, small_graph
+
+from gnnpipe import Trainer
+from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.run.exact_epochs import ExactEpochs
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gradients_of_a_skipped_step_are_dropped(chunks, monkeypatch):
+    """The epochs after a fault train again: NaN added to their gradients would stop every step."""
+    plain, plain_end = GCNIILayer.before, ExactEpochs.end
+    norms, stepped = [], []
+
+    def before(self, values, rows):
+        pushed, kept = plain(self, values, rows)
+        is_due = rows.training and not rows.is_probe and self.index == 1 and rows.epoch == 2
+        return (pushed * float("nan") if is_due else pushed), kept
+
+    def end(self, program, length, has_stepped):
+        norms.append(length)
+        stepped.append(has_stepped)
+        plain_end(self, program, length, has_stepped)
+
+    monkeypatch.setattr(GCNIILayer, "before", before)
+    monkeypatch.setattr(GCNIILayer, "pushes_x", False)
+    monkeypatch.setattr(ExactEpochs, "end", end)
+    settings = {"model": "gcnii", "layers": 3, "hidden": 8, "dropout": 0.0, "lr": 0.01}
+    run = quick_config(epochs=6, chunks=chunks, on_nan="skip", **settings)
+    losses = [row.loss for row in Trainer(run, small_graph()).fit().history]
+    assert stepped == [epoch != 2 for epoch in range(6)]
+    assert [math.isfinite(norm) for norm in norms] == stepped
+    assert [math.isfinite(loss) for loss in losses] == stepped
+    assert losses[5] < losses[3], "the weights change again"
