@@ -313,7 +313,7 @@ def test_the_median_is_that_of_the_last_twenty_epochs(recent, median):
     program = SimpleNamespace(is_exact=False)
     prepared = SimpleNamespace(
         staleness=SimpleNamespace(exact_above=100.0),
-        report=SimpleNamespace(exact=False),
+        program=program,
         program_of=lambda epoch: program,
     )
     epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)

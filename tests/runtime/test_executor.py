@@ -7,6 +7,7 @@ from helpers import quick_config, small_graph
 
 from gnnpipe import Trainer
 from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.run.exact_epochs import ExactEpochs
 
 
@@ -27,7 +28,7 @@ def test_gradients_of_a_skipped_step_are_dropped(chunks, monkeypatch):
         plain_end(self, program, length, has_stepped)
 
     monkeypatch.setattr(GCNIILayer, "before", before)
-    monkeypatch.setattr(GCNIILayer, "pushes_x", False)
+    monkeypatch.setattr(GCNIILayer, "push_maker", PushMaker.COPY)
     monkeypatch.setattr(ExactEpochs, "end", end)
     settings = {"model": "gcnii", "layers": 3, "hidden": 8, "dropout": 0.0, "lr": 0.01}
     run = quick_config(epochs=6, chunks=chunks, on_nan="skip", **settings)
