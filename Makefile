@@ -1,6 +1,7 @@
-# Two commands for a fresh clone: `make run` trains on the embedded graph, `make test` runs the tests.
+# Two commands for a fresh clone: `make run` trains on the embedded graph, `make test` runs the tests
+# of one process; `make test-all` also runs those that start several processes.
 # Each sets up .venv first if need be (scripts/setup.sh).
-.PHONY: run test check audit setup setup-dev
+.PHONY: run test test-all check audit setup setup-dev
 .DEFAULT_GOAL := run
 # Tests at a time: those of several ranks have some processes each, and often wait for one another,
 # so one more than a small machine has cores.
@@ -10,7 +11,10 @@ run: setup
 	.venv/bin/gnnpipe train $(ARGS)
 
 test: setup-dev
-	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+
+test-all: setup-dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: setup-dev
 	.venv/bin/ruff check .

@@ -120,11 +120,13 @@ def test_rows_are_dropped_once_between_layers_of_any_kinds(kinds, monkeypatch):
         sites.append(site)
         return keyed_mask(*args, site=site, **rest)
 
-    monkeypatch.setattr(layer_module, "keyed_mask", noted)
     graph = small_graph(n=60)
     spec = LayerSpec(graph.num_features, graph.num_classes, 3, 8, dropout=0.5, heads=2)
     model = GNN([MODELS[kind](i, spec) for i, kind in enumerate(kinds)]).double()
-    Trainer(quick_config(epochs=1, layers=3, dropout=0.5), graph=graph, model=model).fit()
+    trainer = Trainer(quick_config(epochs=1, layers=3, dropout=0.5), graph=graph, model=model)
+    assert trainer.plan.num_stages == 1, "set up, which runs the layers on samples"
+    monkeypatch.setattr(layer_module, "keyed_mask", noted)
+    trainer.fit()
     made = [i + 1 for i, kind in enumerate(kinds[:2]) if kind != "resgcn"]
     decoded = [3] * (kinds[2] in ("resgcn", "gat"))
     inside = [4 + i for i, kind in enumerate(kinds) if kind == "resgcn"]
