@@ -101,6 +101,7 @@ def test_chunks_on_one_process(name):
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_recomputed(name):
     assert_all_within(largest_difference([(1, 1, 1), (1, 1, 6)], [name], recompute=True))

@@ -63,6 +63,7 @@ def test_chunks_on_one_process(name, staleness):
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pyg_models.MODELS)
 def test_recomputed(name):
     shapes = [(1, 1, 1), (1, 1, 6)] if name in ON_RANKS else [(1, 1, 6)]
