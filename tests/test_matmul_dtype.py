@@ -253,14 +253,16 @@ def test_a_built_in_model_tells_whether_it_rounds_anything(
         counted.append(is_rounded)
         return real(x, is_rounded)
 
-    for module in ("products", "fused"):
-        monkeypatch.setattr(f"gnnpipe.models.{module}.rounded", note)
+    for module in ("bf16_matmul", "norm_relu"):
+        monkeypatch.setattr(f"gnnpipe.ops.{module}.rounded", note)
     config = quick_config(
         dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=8, epochs=1
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = Trainer(config, graph=small_graph(sparse=sparse))
+        assert trainer.plan.num_stages == 1, "set up, which runs the layers on samples"
+        counted.clear()
         trainer.fit()
     assert any(counted) == is_any
     assert ("no linear map of rows" in " ".join(str(w.message) for w in told)) == (not is_any)

@@ -10,6 +10,7 @@ from helpers import quick_config, small_graph
 
 from gnnpipe import Trainer
 from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.models.layer import PushMaker
 from gnnpipe.run.resume import resumed_config
 
 DRAWS = {
@@ -61,7 +62,7 @@ def test_the_lr_factor_of_a_restored_run_is_kept(tmp_path, monkeypatch):
         return pushed, kept
 
     monkeypatch.setattr(GCNIILayer, "before", before)
-    monkeypatch.setattr(GCNIILayer, "pushes_x", False)
+    monkeypatch.setattr(GCNIILayer, "push_maker", PushMaker.COPY)
     out = str(tmp_path / "run")
     settings = {"model": "gcnii", "layers": 3, "hidden": 8, "lr": 0.04, "checkpoint_every": 2}
     run = quick_config(epochs=8, out=out, on_nan="restore", **settings)
