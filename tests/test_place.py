@@ -136,7 +136,7 @@ def test_who_makes_what_is_pushed(name):
     stage_module = model.stage_module(range(count))
     assert sum(stage_module.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
     # In front of a stage there is nobody in the same one.
-    assert model.stage_module(2, count).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
+    assert model.stage_module(range(2, count)).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
 
 
 def test_backward_finds_rows_that_other_chunks_stood_beside():
