@@ -13,11 +13,11 @@ from torch import nn
 
 from gnnpipe import Trainer
 
-OPEN = pytest.mark.xfail(strict=True, reason="the reference draws another dropout or norm for it")
+OPEN = pytest.mark.xfail(strict=True, reason="differs from the new reference; cause not found")
 COMPARED = [
     pytest.param(n, marks=OPEN) if n in ("zoo", "branches") else n for n in pyg_models.MODELS
 ]
-"""The goldens hold ``branches``, and both are compared with plain PyG below: the run is right."""
+"""The goldens hold ``branches``, and plain PyG is compared step by step with both below."""
 
 
 @pytest.mark.parametrize("name", pyg_models.MODELS)
