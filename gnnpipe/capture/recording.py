@@ -59,11 +59,14 @@ class Recording:
         twin = copy.deepcopy(self.model, memo)
         root = nn.Module()
         root.add_module("model", twin)
+        out_of_place: list[tuple[nn.Module, str]] = []
         for call in self.graph_module.graph.nodes:
             path = str(call.target)
             if call.op == "call_module" and path.endswith(OUT_OF_PLACE):
-                owner = root.get_submodule(path.rpartition(".")[0])
-                owner.add_module(path.rpartition(".")[2], self.graph_module.get_submodule(path))
+                owner_path, _, name = path.rpartition(".")
+                owner = root.get_submodule(owner_path)
+                owner.add_module(name, self.graph_module.get_submodule(path))
+                out_of_place.append((owner, name))
             elif call.op == "call_module" and not path.startswith("model."):
                 # A convolution made by a rule; it shares weights with the model.
                 made = copy.deepcopy(self.graph_module.get_submodule(path), memo)
@@ -72,6 +75,10 @@ class Recording:
                 # A constant tensor made in forward.
                 setattr(root, path, getattr(self.graph_module, path))
         calls = fx.GraphModule(root, self.graph_module.graph)
+        # They belong to the recorded calls alone: a Sequential of the user would call them, too.
+        for owner, name in out_of_place:
+            if hasattr(owner, name):
+                delattr(owner, name)
         return Recording(twin, calls, self.facts, self.ends, self.relations, self.is_rounded)
 
     @property

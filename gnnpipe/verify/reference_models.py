@@ -298,27 +298,40 @@ class PlainModel(WholeModel):
 
 
 class UserModel(WholeModel):
-    """A user's PyG model, called as its user would; for passes in which no row is stale."""
+    """A user's PyG model, called as its user would; for passes in which no row is stale.
+
+    Torch's default number type is that of the features meanwhile: some convolutions of PyG compute
+    degrees in the default type (``ClusterGCNConv``), which would be float32 in a float64 model.
+    """
 
     def __init__(
         self, module: nn.Module, graph: WholeGraph, target: str, sites: Sequence[int]
     ) -> None:
         """``target``: the vertex type with labels; ``sites``: of every dropout, as it is called."""
         self.module, self._graph, self._target, self._sites = module, graph, target, sites
+        self._dtype = next(iter(graph.x.values())).dtype
 
     def outputs(self, now: Pass) -> Tensor:
         """See ``WholeModel``."""
-        with _UserDropout(now, self._sites):
-            return self._outputs()
+        return self._outputs(_UserDropout(now, self._sites))
 
     def dropouts(self) -> list[float]:
         """Probabilities of the dropouts that drop something, in the order of the calls."""
         seen = _UserDropout(None, ())
-        with seen, torch.no_grad():
-            self._outputs()
+        with torch.no_grad():
+            self._outputs(seen)
         return seen.probabilities
 
-    def _outputs(self) -> Tensor:
+    def _outputs(self, dropout: TorchFunctionMode) -> Tensor:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with dropout:
+                return self._called()
+        finally:
+            torch.set_default_dtype(dtype)
+
+    def _called(self) -> Tensor:
         graph, module = self._graph, self.module
         encode = getattr(module, "encode", None) if graph.pairs is not None else None
         call: Callable[..., Any] = encode if inspect.ismethod(encode) else module
