@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 HERE = [
     name
     for name in spmm.KERNELS
-    if name != "triton"  # tests/test_triton.py
+    if name != "triton"  # tests/ops/test_triton.py
     and (name != "torch-sparse" or importlib.util.find_spec("torch_sparse"))
 ]
 
