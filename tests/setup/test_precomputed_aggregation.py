@@ -1,4 +1,4 @@
-"""Aggregated features that are the same in every epoch are made once, where nothing hinders."""
+"""Aggregated features that are the same in every epoch are computed once."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A stack of hand-made layers says what is wrong with it."""
+"""Errors of a stack of layers that does not fit together."""
 
 import pytest
 from torch import nn

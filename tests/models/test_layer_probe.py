@@ -163,7 +163,7 @@ def test_ours_are_not_tried(monkeypatch):
 
 
 def test_the_layer_of_the_guide_runs(capsys):
-    guide = (Path(__file__).resolve().parents[1] / "docs" / "guide.md").read_text()
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text()
     code = guide.partition("### Layers by hand")[2].partition("```python\n")[2].partition("```")[0]
     exec(code, {"__name__": "guide"})
     assert 0.0 < float(capsys.readouterr().out.split()[-1]) <= 1.0

@@ -1,4 +1,4 @@
-"""Training makes no row behind the last aggregation that no label is held against."""
+"""In training the last aggregation computes only the loss rows; results do not change."""
 
 from dataclasses import replace
 
