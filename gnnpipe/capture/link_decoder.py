@@ -60,9 +60,9 @@ class PairModel(Model):
         """Edge data that the inner model reads."""
         return self.inner.edge_inputs
 
-    def rounds(self, dense: Collection[str]) -> bool:
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Same as for the inner model; scores stay in full precision."""
-        return self.inner.rounds(dense)
+        return self.inner.has_bf16_products(dense)
 
     @property
     def size_text(self) -> str:
@@ -142,13 +142,13 @@ class PairStageModule(StageModule):
             | {name: state[name] for name in self._model.decode_buffers}
         ).items()
 
-    def makes_in_place(self, index: int) -> bool:
+    def writes_output_buffer(self, index: int) -> bool:
         """Same as for the inner stage module; final rows are never made in place."""
-        return index < self._inner.num_steps - 1 and self._inner.makes_in_place(index)
+        return index < self._inner.num_steps - 1 and self._inner.writes_output_buffer(index)
 
-    def begin_aggregated(self, names: Collection[str]) -> None:
+    def use_aggregated_features(self, names: Collection[str]) -> None:
         """Same as for the inner stage module."""
-        self._inner.begin_aggregated(names)
+        self._inner.use_aggregated_features(names)
 
     @property
     def needs_features(self) -> bool:

@@ -45,9 +45,9 @@ class RecordedModel(Model):
         ops = self.recording.ops
         return f"{len(ops)} ops, {sum(map(self.recording.aggregates, ops))} aggregations"
 
-    def rounds(self, dense: Collection[str]) -> bool:
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Whether bf16 products apply to some linear map (see ``Model``)."""
-        return self.recording.rounds(dense)
+        return self.recording.has_bf16_products(dense)
 
     def stage_module(self, ops: Sequence[int]) -> RecordedStageModule:
         """These ops as a stage runs them."""

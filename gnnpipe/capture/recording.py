@@ -148,7 +148,7 @@ class Recording:
         is_of_features = isinstance(first, fx.Node) and is_input(first, FEATURES)
         return is_of_features and is_linear(self.graph_module, call)
 
-    def rounds(self, dense: Collection[str]) -> bool:
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Whether some linear map can be computed in bf16.
 
         Maps in ``scoring`` and maps of sparse features cannot. ``dense``: vertex types whose

@@ -50,7 +50,7 @@ class GATLayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
-    def rounds(self) -> bool:
+    def has_bf16_products(self) -> bool:
         """Its map, in the last layer, too: it does not give the scores."""
         return not self.is_first
 

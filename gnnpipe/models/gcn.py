@@ -23,7 +23,7 @@ class GCNLayer(Layer):
     """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "gcn"
-    maps_features = repeats = True
+    maps_features = cuda_graph_safe = True
     push_maker = PushMaker.AFTER
 
     def __init__(self, index: int, spec: LayerSpec) -> None:

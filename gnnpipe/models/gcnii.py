@@ -25,7 +25,7 @@ class GCNIILayer(Layer):
     aggregation = "gcn"
     reads = ("x", "h0")
     reads_settings = ("alpha", "theta")
-    repeats = True
+    cuda_graph_safe = True
     push_maker = PushMaker.AFTER
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -39,7 +39,7 @@ class GCNIILayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
-    def rounds(self) -> bool:
+    def has_bf16_products(self) -> bool:
         """Its own, whatever stands in front and behind."""
         return True
 

@@ -176,16 +176,16 @@ class Layer(nn.Module, ABC):
 
     push_maker: ClassVar[PushMaker] = PushMaker.COPY
     """The method that makes the pushed rows in ``rows.output_buffer``. A subclass that overrides
-    ``before``, ``after`` or ``begin`` must declare it anew."""
+    ``before``, ``after`` or ``from_aggregated_features`` must declare it anew."""
 
-    repeats: ClassVar[bool] = False
+    cuda_graph_safe: ClassVar[bool] = False
     """This very class starts the same kernels in each epoch of training, but for dropout masks,
     which ``rows`` has. A subclass has to say so anew, whatever it changes."""
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_cuda_graph_safe(self) -> bool:
         """Epochs with it can be repeated as one (``runtime.replay``)."""
-        return bool(vars(type(self)).get("repeats", False))
+        return bool(vars(type(self)).get("cuda_graph_safe", False))
 
     def _is_declared_for(self, attribute: str, *methods: str) -> bool:
         """Whether no class overrides one of ``methods`` without declaring ``attribute`` anew."""
@@ -196,8 +196,8 @@ class Layer(nn.Module, ABC):
         return next(c for c in type(self).__mro__ if name in vars(c))
 
     @property
-    def can_begin(self) -> bool:
-        """Its values can be made by ``begin`` as well."""
+    def accepts_aggregated_features(self) -> bool:
+        """Its values can be made by ``from_aggregated_features`` as well."""
         encode = self._modules.get("encode")
         is_map = type(encode) is FeatureLinear and encode.bias is None
         is_declared = self._is_declared_for("maps_features", "before")
@@ -216,19 +216,21 @@ class Layer(nn.Module, ABC):
 
     @property
     def _declared_push_maker(self) -> PushMaker:
-        is_declared = self._is_declared_for("push_maker", "before", "after", "begin")
+        is_declared = self._is_declared_for(
+            "push_maker", "before", "after", "from_aggregated_features"
+        )
         return self.push_maker if is_declared else PushMaker.COPY
 
-    def begin(self, aggregated: Tensor, rows: Rows) -> Values:
+    def from_aggregated_features(self, aggregated: Tensor, rows: Rows) -> Values:
         """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
 
-        In place of ``before``, which is not called; where it ``can_begin``.
+        In place of ``before``, which is not called; where it ``accepts_aggregated_features``.
         """
         encode = self._modules["encode"]
         assert isinstance(encode, FeatureLinear)
-        return self.after(encode.of(aggregated), self.own(rows), rows)
+        return self.after(encode.of(aggregated), self.own_values(rows), rows)
 
-    def own(self, rows: Rows) -> Values:
+    def own_values(self, rows: Rows) -> Values:
         """What the first layer keeps of a row's own features."""
         del rows
         return {}
@@ -242,7 +244,7 @@ class Layer(nn.Module, ABC):
         return rows.mask(width, self.spec.dropout, site=self.index + 1)
 
     @property
-    def rounds(self) -> bool:
+    def has_bf16_products(self) -> bool:
         """It has a product with a weight that ``is_rounded`` is for, beside that of features."""
         return not self.is_first and not self.is_last
 

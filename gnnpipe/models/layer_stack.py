@@ -62,9 +62,9 @@ class GNN(nn.Module, Model):
         """Itself."""
         return self
 
-    def rounds(self, dense: Collection[str]) -> bool:
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Features that are dense, or rows of some layer (see ``Model``)."""
-        return bool(dense) or any(layer.rounds for layer in self.stack())
+        return bool(dense) or any(layer.has_bf16_products for layer in self.stack())
 
     def stack(self) -> list[Layer]:
         """The layers in order, typed."""
@@ -114,7 +114,14 @@ class LayerStageModule(StageModule):
         self.layers = list(layers)
         self._names = [layer_name(layer) for layer in layers]
         self.rounds = [
-            (Aggregation(name, layer.aggregation, layer.push_width, of_features=layer.can_begin),)
+            (
+                Aggregation(
+                    name,
+                    layer.aggregation,
+                    layer.push_width,
+                    of_features=layer.accepts_aggregated_features,
+                ),
+            )
             for name, layer in zip(self._names, layers, strict=True)
         ]
         self._push_makers = [
@@ -123,7 +130,7 @@ class LayerStageModule(StageModule):
         ]
         self._is_aggregated = False
 
-    def begin_aggregated(self, names: Collection[str]) -> None:
+    def use_aggregated_features(self, names: Collection[str]) -> None:
         """See ``StageModule``."""
         self._is_aggregated = self._names[0] in names
 
@@ -142,7 +149,7 @@ class LayerStageModule(StageModule):
                 return {}, values
         elif index == 1 and self._is_aggregated:
             layer, found = self.layers[0], received[self._names[0]]
-            values = layer.begin(found.rows, self._for_after(index, rows))
+            values = layer.from_aggregated_features(found.rows, self._for_after(index, rows))
         else:
             layer, found = self.layers[index - 1], received[self._names[index - 1]]
             read = replace(self._for_after(index, rows), block=found.block)
@@ -157,16 +164,16 @@ class LayerStageModule(StageModule):
 
     def _for_after(self, index: int, rows: Rows) -> Rows:
         """``rows`` for ``after``, without the output buffer that the next ``before`` fills."""
-        if self.makes_in_place(index) and self._push_makers[index] is PushMaker.BEFORE:
+        if self.writes_output_buffer(index) and self._push_makers[index] is PushMaker.BEFORE:
             return replace(rows, output_buffer=None)
         return rows
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_cuda_graph_safe(self) -> bool:
         """See ``StageModule``."""
-        return all(layer.is_repeatable for layer in self.layers)
+        return all(layer.is_cuda_graph_safe for layer in self.layers)
 
-    def makes_in_place(self, index: int) -> bool:
+    def writes_output_buffer(self, index: int) -> bool:
         """See ``StageModule``."""
         return index < len(self.layers) and self._push_makers[index] is not PushMaker.COPY
 

@@ -21,7 +21,7 @@ class ResGCNLayer(Layer):
     """One ResGCN+ layer; the first also encodes the features, the last also decodes to classes."""
 
     aggregation = "gcn"
-    repeats = True
+    cuda_graph_safe = True
     push_maker = PushMaker.BEFORE
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -36,7 +36,7 @@ class ResGCNLayer(Layer):
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
-    def rounds(self) -> bool:
+    def has_bf16_products(self) -> bool:
         """Its own, whatever stands in front and behind."""
         return True
 

@@ -21,7 +21,7 @@ class SAGELayer(Layer):
     """One GraphSAGE layer; all but the last end with LayerNorm, ReLU and dropout."""
 
     aggregation = "mean"
-    maps_features = keeps_features = repeats = True
+    maps_features = keeps_features = cuda_graph_safe = True
     push_maker = PushMaker.AFTER
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
@@ -42,14 +42,14 @@ class SAGELayer(Layer):
         """The row's own part, transformed or not."""
         return {"x": self.spec.hidden}
 
-    def own(self, rows: Rows) -> Values:
+    def own_values(self, rows: Rows) -> Values:
         """Their linear map."""
         return {"x": self.encode_self(rows.features)}
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the rows, keep the row's own part."""
         if self.is_first:
-            return self.encode(rows.features), self.own(rows)
+            return self.encode(rows.features), self.own_values(rows)
         return values["x"], values
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:

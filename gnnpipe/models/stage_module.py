@@ -52,7 +52,7 @@ class Aggregation:
     """Its pushed rows are the features, or a linear map of them."""
 
     @property
-    def over(self) -> tuple[str, str, str]:
+    def structure_key(self) -> tuple[str, str, str]:
         """What tells it from aggregations over something else."""
         return self.structure, self.pushed_type, self.vertex_type
 
@@ -111,7 +111,7 @@ class StageModule(ABC):
         """The weights of these ops, by their names in the whole model."""
 
     @abstractmethod
-    def begin_aggregated(self, names: Collection[str]) -> None:
+    def use_aggregated_features(self, names: Collection[str]) -> None:
         """From now on the features arrive aggregated, by these aggregations ``of_features``.
 
         Nothing is asked of what they push, and ``step`` receives A x for them.
@@ -123,14 +123,14 @@ class StageModule(ABC):
         """They are read in other ways, too, than as they arrive aggregated."""
 
     @property
-    def is_repeatable(self) -> bool:
+    def is_cuda_graph_safe(self) -> bool:
         """In training every epoch starts the same kernels on a GPU, but for dropout masks.
 
         It depends on no number that was computed, and on nothing of Python's that changes.
         """
         return False
 
-    def makes_in_place(self, index: int) -> bool:
+    def writes_output_buffer(self, index: int) -> bool:
         """What step ``index`` pushes is ``rows.output_buffer.rows``, if there is a place.
 
         Only of a step that pushes for one aggregation alone, which is no mean.
@@ -179,7 +179,7 @@ class Model(ABC):
         """What holds the weights."""
 
     @abstractmethod
-    def rounds(self, dense: Collection[str]) -> bool:
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
         """It has products that ``models.products`` rounds, where that is asked for.
 
         ``dense``: the types of vertices whose features are no sparse matrix.

@@ -102,7 +102,7 @@ class Replay(Generic[T]):
 
 
 class CudaGraphExecutor(Executor):
-    """Of a GPU by itself with one chunk, whose piece ``is_repeatable``."""
+    """Of a GPU by itself with one chunk, whose piece ``is_cuda_graph_safe``."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

@@ -224,7 +224,7 @@ class Stage:
 
     def _output_buffer(self, chunk: int, step: int) -> OutputBuffer | None:
         """Where the step can make what it pushes; not again in backward, with ``recompute``."""
-        if not self.stage_module.makes_in_place(step):
+        if not self.stage_module.writes_output_buffer(step):
             return None
         (aggregation,) = self.stage_module.rounds[step]
         if aggregation.name in self._precomputed:

@@ -140,17 +140,17 @@ def loss_rows_part(
     rows, pointer = torch.from_numpy(number).to(device), loss_rows.own_ptr.tolist()
     operators: dict[tuple[str, str, str], LinearOperator] = {}
     for a in reading:
-        whole = structures[a.over]
+        whole = structures[a.structure_key]
         assert isinstance(whole, LinearOperator)
-        if a.over not in operators:
-            operators[a.over] = whole.of_rows(rows, pointer)
+        if a.structure_key not in operators:
+            operators[a.structure_key] = whole.of_rows(rows, pointer)
     places = [
         rows[first:last] - start
         for (first, last), start in zip(pairwise(pointer), layout.own_ptr.tolist(), strict=False)
     ]
     of_chunks = ChunkRows(prepared, False, device).chunks({prepared.graph.target: loss_rows})
     return LossRowsPart(
-        ChunkLossRows(of_chunks, places), {a.name: operators[a.over] for a in reading}
+        ChunkLossRows(of_chunks, places), {a.name: operators[a.structure_key] for a in reading}
     )
 
 
@@ -166,7 +166,7 @@ class RankRuntime:
     """What is to be learned; empty but on the last stage."""
     metric: str
     """What ``evaluate`` gives beside accuracy."""
-    several_labels: bool
+    is_multi_label: bool
     num_classes: int
     """Numbers that are scored for a vertex, or a pair."""
     memory_before_bytes: int
@@ -190,8 +190,8 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     kernel = _kernel(prepared, layouts, mesh)
     structures: dict[tuple[str, str, str], LinearOperator | Blocks | Everyone] = {}
     for a in stage_module.aggregations:
-        if a.over not in structures:
-            structures[a.over] = _structure(a, prepared, layouts, mesh.device, kernel)
+        if a.structure_key not in structures:
+            structures[a.structure_key] = _structure(a, prepared, layouts, mesh.device, kernel)
     training = _history_specs(prepared, layouts, mesh)
     evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
     loss_rows = loss_rows_part(prepared, stage_module, layouts, structures, mesh.device)
@@ -199,7 +199,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
 
     def history(aggregation: Aggregation, is_training: bool) -> History:
         spec = (training if is_training else evaluation)[aggregation.pushed_type]
-        structure = structures[aggregation.over]
+        structure = structures[aggregation.structure_key]
         if is_training:
             structure = loss_rows.operators.get(aggregation.name, structure)
         is_shared = is_training and aggregation.name in shared
@@ -207,7 +207,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
 
     reads_features = any(op.reads_features for op in prepared.model_graph.select(ops))
     precomputed = _precomputed(prepared, stage_module, structures, mesh.device)
-    stage_module.begin_aggregated(precomputed.keys())
+    stage_module.use_aggregated_features(precomputed.keys())
     rows = ChunkRows(prepared, reads_features and stage_module.needs_features, mesh.device)
     target = layouts[graph.target]
     is_last = mesh.stage == mesh.stages - 1
@@ -241,7 +241,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         forecaster = Forecaster(
             stage_module,
             stage.histories,
-            lambda aggregation: structures[aggregation.over],
+            lambda aggregation: structures[aggregation.structure_key],
             places,
             replace(rows.of(whole.own[is_probe[whole.own]]), is_probe=True),
             totals,
@@ -266,7 +266,10 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     # To recompute, masks are made anew in the midst of backward.
     makes_masks = config.recompute and config.dropout > 0
     repeats = (
-        is_alone and stage_module.is_repeatable and prepared.loss_fn is None and not makes_masks
+        is_alone
+        and stage_module.is_cuda_graph_safe
+        and prepared.loss_fn is None
+        and not makes_masks
     )
     executor = (CudaGraphExecutor if repeats else Executor)(
         prepared.plan,
@@ -301,7 +304,9 @@ def _precomputed(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
-    chosen = {a.name: a.over for a in stage_module.aggregations if a.name in prepared.precomputed}
+    chosen = {
+        a.name: a.structure_key for a in stage_module.aggregations if a.name in prepared.precomputed
+    }
     if not chosen:
         return {}
     table = FeatureTable(prepared.graph.x, prepared.dtype, device)

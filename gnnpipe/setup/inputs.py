@@ -210,7 +210,7 @@ def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]
 
 def _rounds(model: Model, graph: Graph) -> bool:
     types = [""] if graph.types is None else list(graph.types.features)
-    return model.rounds([t for t in types if not sp.issparse(graph.features(t))])
+    return model.has_bf16_products([t for t in types if not sp.issparse(graph.features(t))])
 
 
 def warn_of_vain_rounding(

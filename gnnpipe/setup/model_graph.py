@@ -203,7 +203,7 @@ def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMem
         structure=layer.aggregation,
         is_linear=layer.is_linear,
         reads_features=layer.is_first,
-        of_features=is_narrow and layer.can_begin,
+        of_features=is_narrow and layer.accepts_aggregated_features,
         features_kept=graph.num_features if layer.keeps_features else 0,
         # The aggregated row, and what goes by it.
         rows_spared=spared,

@@ -55,7 +55,7 @@ def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:
 def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
     """Exact scores with the current weights, layer by layer, on every rank."""
     logits = {chunk: values["x"] for chunk, values in results_by_chunk(rank_runtime).items()}
-    several = rank_runtime.several_labels
+    several = rank_runtime.is_multi_label
     if rank_runtime.metric in REGRESSION:
         counts = _sums(rank_runtime, mesh, logits, lambda _x, y, _: target_sums(y), 2)
         means = torch.from_numpy(counts[..., 1] / np.maximum(counts[..., 0], 1.0))

@@ -44,7 +44,7 @@ class StageModel(WholeModel):
         self._rows = self._rows_of(graph, seed)
         self._edge_data = edge_data_of(graph, dtype)
         every = self._stage.aggregations
-        self._edges = {a.over: self._edges_of(a) for a in every if not a.is_mean}
+        self._edges = {a.structure_key: self._edges_of(a) for a in every if not a.is_mean}
 
     def outputs(self, now: Pass) -> Tensor:
         """See ``WholeModel``."""
@@ -97,7 +97,7 @@ class StageModel(WholeModel):
         table = now.read(a.name, pushed, a.pushed_type)
         if a.is_mean:
             return Received(self._mean(a, table)[None])
-        source, target, weight = self._edges[a.over]
+        source, target, weight = self._edges[a.structure_key]
         count = len(self._keys[a.vertex_type])
         if a.is_linear:
             received = table.new_zeros(count, table.shape[1])

@@ -119,7 +119,7 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
     # Evaluation makes its rows there, too.
     expected = 0 if "comm_dtype" in settings else PLACES[name] * CHUNKS * (EPOCHS + 1)
     assert sum(made) == expected
-    monkeypatch.setattr(LayerStageModule, "makes_in_place", lambda self, index: False)
+    monkeypatch.setattr(LayerStageModule, "writes_output_buffer", lambda self, index: False)
     made.clear()
     copied = trained(name, **settings)
     assert not any(made)
@@ -134,9 +134,11 @@ def test_who_makes_what_is_pushed(name):
     model = stack(name)
     count = len(STACKS[name])
     stage_module = model.stage_module(range(count))
-    assert sum(stage_module.makes_in_place(i) for i in range(count + 1)) == PLACES[name]
+    assert sum(stage_module.writes_output_buffer(i) for i in range(count + 1)) == PLACES[name]
     # In front of a stage there is nobody in the same one.
-    assert model.stage_module(range(2, count)).makes_in_place(0) == (STACKS[name][2] is ResGCNLayer)
+    assert model.stage_module(range(2, count)).writes_output_buffer(0) == (
+        STACKS[name][2] is ResGCNLayer
+    )
 
 
 def test_backward_finds_rows_that_other_chunks_stood_beside():
@@ -170,8 +172,8 @@ class Breaking(GCNLayer):
 class Beginning(GCNLayer):
     """Where the features are there aggregated, the first layer makes something else of them."""
 
-    def begin(self, aggregated, rows):
-        return {"x": 2 * super().begin(aggregated, rows)["x"]}
+    def from_aggregated_features(self, aggregated, rows):
+        return {"x": 2 * super().from_aggregated_features(aggregated, rows)["x"]}
 
 
 def test_who_breaks_its_word_is_told(monkeypatch):

@@ -119,15 +119,15 @@ def test_who_may_be_repeated():
     spec = LayerSpec(num_features=3, num_classes=2, num_layers=2, hidden=4)
     for name in ("gcn", "sage", "gcnii", "resgcn"):
         kind = MODELS[name]
-        assert kind(1, spec).is_repeatable
+        assert kind(1, spec).is_cuda_graph_safe
 
         class Other(kind):
             def dropout_mask(self, rows, width):
                 return None if rows.epoch < 50 else super().dropout_mask(rows, width)
 
         class SaysSo(Other):
-            repeats = True
+            cuda_graph_safe = True
 
-        assert not Other(1, spec).is_repeatable
-        assert SaysSo(1, spec).is_repeatable
-    assert not MODELS["gat"](1, spec).is_repeatable
+        assert not Other(1, spec).is_cuda_graph_safe
+        assert SaysSo(1, spec).is_cuda_graph_safe
+    assert not MODELS["gat"](1, spec).is_cuda_graph_safe

@@ -56,7 +56,7 @@ class RecordedStageModule(StageModule):
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
 
-    def begin_aggregated(self, names: Collection[str]) -> None:
+    def use_aggregated_features(self, names: Collection[str]) -> None:
         """Nothing to do: these aggregations push the features and receive A x in any case."""
 
     @property

@@ -117,16 +117,16 @@ class Forecaster:
         """By aggregation, where what is recalled lies: the same in every epoch."""
         self._neighbours: dict[Hashable, _Neighbours] = {}
         self._stale: dict[Hashable, StaleRows] = {}
-        self._over = {a.name: a.over for a in stage_module.aggregations}
+        self._over = {a.name: a.structure_key for a in stage_module.aggregations}
         for a in stage_module.aggregations:
-            if a.over in self._neighbours:
+            if a.structure_key in self._neighbours:
                 continue
             structure, history = structures(a), histories[a.name]
-            self._neighbours[a.over] = _Neighbours(structure, probes[a.vertex_type], dtype)
+            self._neighbours[a.structure_key] = _Neighbours(structure, probes[a.vertex_type], dtype)
             if not isinstance(structure, Everyone):
                 # The measured rows, too: drift is what a forecast leaves.
                 measured = None if history.drift is None else history.drift.rows
-                self._stale[a.over] = StaleRows(structure, history.layout, measured)
+                self._stale[a.structure_key] = StaleRows(structure, history.layout, measured)
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -154,7 +154,7 @@ class Forecaster:
             for a in self._pushed(step):
                 rows, read, history = pushed[a.name], None, self.histories[a.name]
                 history.settle()
-                neighbours = self._neighbours[a.over]
+                neighbours = self._neighbours[a.structure_key]
                 if step < self._num_steps - 1:
                     read = neighbours.read(history.table, rows)
                     received[a.name] = neighbours.received(history.table, read, rows)
@@ -191,7 +191,7 @@ class Forecaster:
             received, is_read = {}, step < self._num_steps - 1
             for a in self._pushed(step):
                 rows, was = pushed[a.name], self._recalled.pop(a.name)
-                neighbours, table = self._neighbours[a.over], self.histories[a.name].table
+                neighbours, table = self._neighbours[a.structure_key], self.histories[a.name].table
                 if was.rows is not None:
                     self.maps[a.name] = found = self._fit(was.rows, was.gram, rows, a)
                     if is_read:
