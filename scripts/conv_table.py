@@ -1,4 +1,4 @@
-"""How every convolution of the installed torch_geometric runs here: docs/convolutions.md.
+"""How every convolution of torch_geometric runs here: docs/reference/convolutions.md.
 
 python scripts/conv_table.py            # write the page
 python scripts/conv_table.py --check    # exit code 1 if the page is not what would be written
@@ -31,7 +31,7 @@ from gnnpipe.graph.graph import Graph  # noqa: E402
 from gnnpipe.graph.types import VertexTypes  # noqa: E402
 from gnnpipe.models.gat_attention import is_additive  # noqa: E402
 
-PAGE = ROOT / "docs" / "convolutions.md"
+PAGE = ROOT / "docs" / "reference" / "convolutions.md"
 WIDTH, DIM, TYPES = 8, 2, 3
 NEEDS = {
     **dict.fromkeys(("GINEConv", "GMMConv", "NNConv", "PDNConv"), "edge_attr"),
@@ -91,7 +91,7 @@ NOT_ASKED = {
     "PPFConv": "takes positions and normals; pass them as features and split them in `forward`",
     "MeshCNNConv": "takes the edges of a mesh as its vertices, four neighbours each in order",
 }
-"""Not tried, and why."""
+"""Convolutions that are not tried, and why."""
 
 
 def linear(inside: int, outside: int = WIDTH) -> nn.Module:
@@ -176,7 +176,7 @@ class TypedHost(nn.Module):
 def row(name: str) -> tuple[str, str]:
     """How a convolution runs, and what there is to say of it."""
     if name in NOT_ASKED:
-        return "no", NOT_ASKED[name]
+        return "does not apply", NOT_ASKED[name]
     kind = getattr(convs, name)
     torch.manual_seed(0)
     try:
@@ -193,12 +193,12 @@ def row(name: str) -> tuple[str, str]:
     if name in OF_TYPES:
         how = "lowered, each relation by its own convolution"
         if name != "HeteroConv":
-            how = "relation by relation, each an attention on blocks"
+            how = "relation by relation, each attention on blocks"
         return how, f"{hops} for {len(RELATIONS)} relations"
     if not forms:
         return "lowered", hops
     form = forms.pop()
-    words = {"pair": "as (all rows, own rows)", "square": "on all rows, the own ones kept"}[form]
+    words = {"pair": "called on a pair", "square": "called on the whole block"}[form]
     modules = found.model.modules()
     is_known = form == "pair" and any(map(is_additive, modules))
     return "without messages" if is_known else "unchanged", f"{hops}, {words}"
@@ -208,20 +208,26 @@ def page() -> str:
     """The whole page."""
     version = ".".join(torch_geometric.__version__.split(".")[:2])
     lines = [
-        "# How each convolution runs",
+        "# How each PyG convolution runs",
         "",
-        f"Every convolution of torch_geometric {version}, captured in a small model and compared "
-        "with plain PyG there. Written by `scripts/conv_table.py`; "
-        "`tests/capture/test_conv_table.py` wants the page to be what it writes.",
+        f"This page says for every convolution of torch_geometric {version} whether gnnpipe runs "
+        "it, and how. Each was captured in a small model and compared with plain PyG. "
+        "`scripts/conv_table.py` writes the page.",
         "",
-        "*Lowered*: row-wise work and products with a fixed matrix. *Unchanged*: the convolution "
-        "itself, on the rows of a chunk and their neighbours. *Without messages*: on those, by "
-        "[our own product](adr/0024-attention-without-messages.md) with its weights. "
-        "*Refused*: it would give another "
-        "result chunk by chunk, and says so. Settings matter: SAGEConv with `max`, for example, "
-        "runs unchanged, and with LSTM it is refused, for it pads to the largest degree.",
+        "- *lowered*: row-wise work and sparse products with a fixed matrix.",
+        "- *unchanged*: PyG's own module runs on a block: the rows of a chunk and their "
+        "neighbours. It gets the pair (rows of the block, rows of the chunk), or, where it "
+        "takes no pair, the whole block, of which the rows of the chunk are kept.",
+        "- *without messages*: on a block, by a "
+        "[kernel of gnnpipe](../adr/0024-attention-without-messages.md) that makes no tensor with "
+        "a row for each edge.",
+        "- *refused*: computed chunk by chunk the result would differ; `fit` raises an error.",
+        "- *does not apply*: needs another input or library.",
         "",
-        "| convolution | how | |",
+        "Arguments matter: `SAGEConv` with `max` runs unchanged, and with an LSTM it is refused, "
+        "for it pads to the largest degree.",
+        "",
+        "| convolution | how | notes |",
         "|---|---|---|",
     ]
     for name in sorted(convs.__all__):

@@ -4,10 +4,10 @@ python scripts/fidelity.py run main single      # cells of these tables that are
 python scripts/fidelity.py run main --only amazon_photo gcn --workers 2
 python scripts/fidelity.py report               # docs/benchmarks/fidelity_*.md and plots
 
-For a fixed K and seed the result does not depend on S and G (law 2 of docs/concepts.md, up to
-rounding), so one process with K chunks shows what S ranks show. Every cell that ends is a line of
-docs/benchmarks/data/fidelity.jsonl; what is there is not run again, so the run can be stopped and
-started at will.
+For a fixed K and seed the result does not depend on S and G (docs/explanation/exact-and-stale.md,
+up to rounding), so one process with K chunks shows what S ranks show. Every cell that ends is a
+line of docs/benchmarks/data/fidelity.jsonl; what is there is not run again, so the run can be
+stopped and started at will.
 """
 
 from __future__ import annotations

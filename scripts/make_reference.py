@@ -29,11 +29,13 @@ from gnnpipe.verify.verify import TOLERANCE  # noqa: E402
 
 HEAD = """# Reference
 
-Made by `scripts/make_reference.py` from the code; do not edit by hand.
+This page lists every command, flag and output file of gnnpipe. `scripts/make_reference.py` writes
+it from the code. See also [how PyG's convolutions run](reference/convolutions.md), the
+[glossary](reference/glossary.md) and the [datasets](../datasets/README.md).
 
 ## Commands
 
-| command | |
+| command | what it does |
 |---|---|
 {commands}
 
@@ -41,11 +43,12 @@ All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every s
 Flags override the file, and the file overrides the defaults.
 
 * `info --list` lists the built-in datasets.
-* `train --seeds N` trains N times, with seeds from `--seed` on, each in a folder of its own
-  (`seed-0`, ...), and writes `summary.json` with means and standard deviations.
-* `verify --tolerance X` sets the largest relative difference (default {tolerance}). Other
-  defaults than those of `train`: {verify}.
-* `profile --save FILE` writes the profile. `profile` takes no `--stages` and no `--shards`: a
+* `train --seeds N` trains N times, with seeds `--seed`, `--seed` + 1, ..., each in a folder of its
+  own (`seed-0`, ...), and writes `summary.json` with means and standard deviations.
+* `train --resume DIR` continues a run ([how](how-to/checkpoint-and-resume.md)).
+* `verify --tolerance X` sets the largest relative difference (default {tolerance}). Its
+  defaults differ from those of `train`: {verify}.
+* `profile --save FILE` writes the profile. `profile` takes neither `--stages` nor `--shards`: a
   profile serves any number of ranks. `--hardware DEVICE:LINK` uses data sheets instead:
   {sheets}.
 * `simulate` needs `--profile FILE` or `--hardware`. `--cluster FILE` (TOML) gives devices and
@@ -67,13 +70,13 @@ FILES = """## The run folder
 | file | written | content |
 |---|---|---|
 | `config.toml` | before the first epoch | every setting that has a value |
-| `config-before-1.toml` | by `--resume` | the earlier config.toml, if it changed |
-| `plan.json` | before the first epoch | stages, shards, chunks, schedule, transfers |
+| `config-before-1.toml` | on `--resume` | the earlier config.toml, if it changed |
+| `plan.json` | before the first epoch | ops and ranks of each stage, chunks, schedule (`--plan`) |
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
 | `metrics.csv` | one row per epoch | see below |
 | `result.json` | at the end | see below |
 | `trace.json` | at the end, on CPUs | timeline of one epoch as Chrome trace events, for Perfetto |
-| `model.pt` | at the end | the weights of all stages, a `state_dict` |
+| `model.pt` | at the end | a `state_dict` of all stages ([use it](how-to/use-trained-weights.md)) |
 | `checkpoints/epoch-000120/` | during training | all that `--resume` needs |
 | `logs/rank-0.txt` | during training | a log of every rank: start, end and errors |
 

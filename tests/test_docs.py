@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib.util
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from gnnpipe.cli.main import main
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "datasets" / "README.md"]
 PAGES = [*TOP, *sorted((ROOT / "docs").rglob("*.md"))]
-NAMED = [ROOT / "docs" / "follow-an-embedding.md", ROOT / "docs" / "layout.md"]
+TOUR = ROOT / "docs" / "explanation" / "follow-an-embedding.md"
+NAMED = [TOUR, ROOT / "docs" / "layout.md"]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+HAND_WRITTEN = [
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.parent.name not in ("benchmarks", "adr")
+]
+"""Pages that say in their first line what they are for."""
 FILES = sorted((ROOT / "gnnpipe").rglob("*.py"))
 
 
@@ -96,11 +105,11 @@ def test_every_source_file_exists(page):
 
 def test_a_function_is_in_the_file_named_beside_it():
     """`name` in [file.py](...): the file defines it."""
-    text = (ROOT / "docs" / "follow-an-embedding.md").read_text(encoding="utf-8")
+    text = TOUR.read_text(encoding="utf-8")
     pairs = re.findall(r"`([\w.]+)`[^`.;]{0,30}? (?:in |\()\[[\w]+\.py\]\(([^)]+)\)", text)
     assert len(pairs) > 20
     for name, link in pairs:
-        source = (ROOT / "docs" / link).read_text(encoding="utf-8")
+        source = (TOUR.parent / link).read_text(encoding="utf-8")
         for part in name.split("."):
             assert re.search(rf"\b(def|class) {part}\b", source), f"{name} is not in {link}"
 
@@ -172,10 +181,58 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
 
 
-def test_what_the_guide_prints_of_info_is_what_is_printed(capsys):
-    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+def test_what_the_page_shows_of_info_is_what_is_printed(capsys):
+    page = ROOT / "docs" / "how-to" / "estimate-memory.md"
+    text = page.read_text(encoding="utf-8")
     ((words, shown),) = re.findall(r"    gnnpipe (info .*)\n\n```\n(.*?)```", text, re.DOTALL)
     assert main([*words.split(), "--cache-dir", "off"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line in shown.splitlines():
         assert line in lines or line.strip() == "..."
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
+def test_a_page_begins_with_its_purpose(page):
+    """A title, an empty line, then 'This page ...' or 'This tutorial ...'."""
+    title, empty, first = page.read_text(encoding="utf-8").splitlines()[:3]
+    assert title.startswith("# ")
+    assert not empty
+    assert re.match(r"This (page|tutorial) \w+", first), first
+
+
+@pytest.mark.parametrize("folder", ["how-to", "explanation"])
+def test_every_page_is_in_the_index_of_its_folder(folder):
+    pages = {page.name for page in (ROOT / "docs" / folder).glob("*.md")} - {"README.md"}
+    index = (ROOT / "docs" / folder / "README.md").read_text(encoding="utf-8")
+    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+
+
+def commands_in(page):
+    """The gnnpipe commands of a page's code blocks, as lists of words."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    names = "|".join(make_parser()[1])
+    for line in re.findall(r"^    (.+)$", text, flags=re.M):
+        found = re.search(rf"\bgnnpipe ((?:{names})\b.*)", line)
+        if found:
+            yield shlex.split(found.group(1), comments=True)
+
+
+HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", TUTORIAL, *HOW_TO], ids=name_of)
+def test_commands_parse(page):
+    """Flags exist, and values have the right type."""
+    for words in commands_in(page):
+        make_parser()[0].parse_args(words)
+
+
+def test_the_tutorial_has_commands():
+    assert len(list(commands_in(TUTORIAL))) > 5
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", TUTORIAL, *HOW_TO], ids=name_of)
+def test_python_on_a_page_compiles(page):
+    text = page.read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S):
+        compile(code, str(page), "exec")

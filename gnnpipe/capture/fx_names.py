@@ -31,7 +31,7 @@ __all__ = [
 FEATURES, EDGES = "x", "edge_index"
 """Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
 
-BY_HAND = "or declare the layers by hand (docs/guide.md)"
+BY_HAND = "or write the layers by hand (docs/how-to/write-layers-by-hand.md)"
 
 OUT_OF_PLACE = "_out_of_place"
 """Suffix of the copy that replaces a module with ``inplace=True``."""

@@ -1,4 +1,4 @@
-"""Closed forms of the bytes that an epoch sends (docs/concepts.md).
+"""Closed forms of the bytes that an epoch sends (docs/explanation/bytes.md).
 
 Reports show them next to the bytes that were counted; the two must be equal.
 """

@@ -89,7 +89,9 @@ class Cluster:
         except OSError as error:
             raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{source}: not valid TOML ({error}); see docs/guide.md") from None
+            raise InputError(
+                f"{source}: not valid TOML ({error}); see docs/how-to/predict-epoch-time.md"
+            ) from None
         try:
             return cls._from(values)
         except InputError as error:

@@ -229,7 +229,7 @@ def warn_of_vain_rounding(
     elif not is_worth_rounding(world.device, rows, config.hidden):
         found = (
             f"no faster here than float32, for {rows} rows of {config.hidden}; leave it out, or "
-            "see the guide"
+            "see docs/how-to/speed-up-a-run.md"
         )
     if found:
         warnings.warn(f"--matmul-dtype bf16: {found}", UserWarning, stacklevel=2)

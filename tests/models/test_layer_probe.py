@@ -162,8 +162,8 @@ def test_ours_are_not_tried(monkeypatch):
     check_layers(stack(GCNLayer, 0).stack(), 40)
 
 
-def test_the_layer_of_the_guide_runs(capsys):
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text()
-    code = guide.partition("### Layers by hand")[2].partition("```python\n")[2].partition("```")[0]
-    exec(code, {"__name__": "guide"})
+def test_the_layer_of_the_page_runs(capsys):
+    page = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "write-layers-by-hand.md"
+    code = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code, {"__name__": "page"})
     assert 0.0 < float(capsys.readouterr().out.split()[-1]) <= 1.0

@@ -262,8 +262,9 @@ def test_more_ranks_than_devices(tmp_path, capsys):
     assert "need 2 devices, and the cluster has 1" in capsys.readouterr().err
 
 
-def test_the_cluster_of_the_guide(tmp_path):
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+def test_the_cluster_of_the_page(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "predict-epoch-time.md"
+    guide = page.read_text(encoding="utf-8")
     path = tmp_path / "cluster.toml"
     path.write_text(re.search(r"```toml\n(\[\[devices.*?)```", guide, re.DOTALL).group(1))
     cluster = Cluster.read(str(path))
