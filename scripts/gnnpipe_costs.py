@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from gnnpipe.plan import Plan, StagePlan, Transfer  # noqa: E402
+from gnnpipe.plan.placement import Placement  # noqa: E402
 from gnnpipe.planner.uniform import split_evenly  # noqa: E402
 
 LOGS = ROOT.parent / "shared" / "gnnpipe_measured.csv"
@@ -125,8 +126,10 @@ class LoggedCosts:
         links = tuple(Transfer(a, b, {"x": self.data.hidden}) for a, b in pairwise(stages))
         steps = tuple(self.steps)
         stages = tuple(
-            StagePlan.even(tuple(range(*run)), n, range(s * self.shards, (s + 1) * self.shards))
-            for s, (run, n) in enumerate(zip(self.runs, steps, strict=True))
+            StagePlan.even(tuple(range(*run)), n, ranks)
+            for run, n, ranks in zip(
+                self.runs, steps, Placement.grid(self.stages, self.shards).stages, strict=True
+            )
         )
         return Plan(stages, self.chunks, "fill-drain", links)
 

@@ -57,7 +57,7 @@ def main() -> None:
             while len(mesh.recorder.epochs) > 1:
                 mesh.recorder.epochs.popleft()
             spans = gather_epoch(mesh, 1)
-            shares.append([asdict(share) for share in time_shares(spans, config.shards, speeds)])
+            shares.append([asdict(share) for share in time_shares(spans, mesh.placement, speeds)])
             print(times[-1], file=answers, flush=True)
         counted = [
             int(v) for v in mesh.sum([float(v) for v in astuple(rank_runtime.executor.epoch_bytes)])

@@ -5,13 +5,16 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from gnnpipe.plan import Plan, StagePlan, Transfer
+from gnnpipe.plan.placement import Placement
 
 
 def plan_of_runs(runs, steps, shards, chunks, schedule, transfers):
     """A plan whose stages are runs of ops (first, one past the last) on equal ranks."""
     stages = tuple(
-        StagePlan.even(tuple(range(*run)), count, range(s * shards, (s + 1) * shards))
-        for s, (run, count) in enumerate(zip(runs, steps, strict=True))
+        StagePlan.even(tuple(range(*run)), count, ranks)
+        for run, count, ranks in zip(
+            runs, steps, Placement.grid(len(runs), shards).stages, strict=True
+        )
     )
     return Plan(stages, chunks, schedule, tuple(transfers))
 

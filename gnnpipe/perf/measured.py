@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from gnnpipe.perf.spans import EpochSpans
 from gnnpipe.perf.trace import Span
+from gnnpipe.plan.placement import Placement
 
 __all__ = ["measured_spans"]
 
@@ -35,8 +36,8 @@ class _Wait(NamedTuple):
     """When rank ``cause`` sent the message or started the collective."""
 
 
-def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]:
-    """Spans by rank (stage * ``shards`` + shard), in order of time, from the earliest start on.
+def measured_spans(ranks: Sequence[EpochSpans], placement: Placement) -> tuple[Span, ...]:
+    """Spans by rank, in order of time, from the earliest start on.
 
     All ranks' times must be on one clock.
     """
@@ -47,11 +48,11 @@ def measured_spans(ranks: Sequence[EpochSpans], shards: int) -> tuple[Span, ...]
         for message in epoch.messages:
             way, source, position = message.key
             sizes[way, source, rank, position] = message.size_bytes
-    work, link = _critical_path(ranks, shards)
+    work, link = _critical_path(ranks, placement)
     found: list[Span] = []
     for rank, epoch in enumerate(ranks):
-        waits = _wait_spans(epoch, rank, rank // shards, link[rank])
-        actions = _action_spans(epoch, rank, shards, sizes, work[rank])
+        waits = _wait_spans(epoch, rank, placement.stage(rank), link[rank])
+        actions = _action_spans(epoch, rank, placement, sizes, work[rank])
         # Of equal starts the longer span first: viewers draw a later span inside an earlier one.
         found += sorted([*waits, *actions], key=lambda s: (s.start_s, -s.end_s))
     return tuple(found)
@@ -83,14 +84,14 @@ def _wait_spans(epoch: EpochSpans, rank: int, stage: int, critical: _Intervals) 
 
 
 def _action_spans(
-    epoch: EpochSpans, rank: int, shards: int, sizes: MessageSizes, critical: _Intervals
+    epoch: EpochSpans, rank: int, placement: Placement, sizes: MessageSizes, critical: _Intervals
 ) -> Iterator[Span]:
-    stage, shard = divmod(rank, shards)
+    stage, shard = placement.place(rank)
     waited = _Intervals(
         [*((m.wait_start_s, m.wait_end_s) for m in epoch.messages), *_collective_waits(epoch)]
     )
     for action, start_s, end_s in epoch.actions:
-        peer = action.peer * shards + shard if action.peer >= 0 else -1
+        peer = placement.rank(action.peer, shard) if action.peer >= 0 else -1
         way = action.kind.removeprefix("SEND_")
         own_s = end_s - start_s - waited.overlap_s(start_s, end_s)
         yield Span(
@@ -138,12 +139,12 @@ class _Intervals:
 
 
 def _critical_path(
-    ranks: Sequence[EpochSpans], shards: int
+    ranks: Sequence[EpochSpans], placement: Placement
 ) -> tuple[list[_Intervals], list[_Intervals]]:
     """Intervals of the path by rank: those of work, and those of waiting for a link."""
     work: list[list[tuple[float, float]]] = [[] for _ in ranks]
     link: list[list[tuple[float, float]]] = [[] for _ in ranks]
-    waits = [_waits(ranks, rank, shards) for rank in range(len(ranks))]
+    waits = [_waits(ranks, rank, placement) for rank in range(len(ranks))]
     rank = max(range(len(ranks)), key=lambda r: ranks[r].actions_end_s)
     now_s = ranks[rank].actions_end_s
     while True:
@@ -162,16 +163,15 @@ def _critical_path(
             rank = wait.cause
 
 
-def _waits(ranks: Sequence[EpochSpans], rank: int, shards: int) -> list[_Wait]:
+def _waits(ranks: Sequence[EpochSpans], rank: int, placement: Placement) -> list[_Wait]:
     """Waits of a rank that are not negligible, in the order of their ends."""
     found: list[_Wait] = []
     for m in ranks[rank].messages:
         way, source, position = m.key
         send_s = ranks[source].send_times_s[way, rank, position]
         found.append(_Wait(m.wait_start_s, m.wait_end_s, source, send_s))
-    first = rank // shards * shards
     for i, c in enumerate(ranks[rank].collectives):
-        starts = {r: ranks[r].collectives[i].start_s for r in range(first, first + shards)}
+        starts = {r: ranks[r].collectives[i].start_s for r in placement.group(rank)}
         last = max(starts, key=lambda r: starts[r])
         found.append(_Wait(c.wait_start_s, c.wait_end_s, last, starts[last]))
     if (sync := ranks[rank].step_sync) is not None:

@@ -8,26 +8,27 @@ from gnnpipe.perf.simulate import Timeline
 from gnnpipe.perf.spans import Collective, EpochSpans, Message
 from gnnpipe.perf.tasks import Task
 from gnnpipe.perf.trace import Span
+from gnnpipe.plan.placement import Placement
 
 __all__ = ["predicted_spans", "simulated_epochs"]
 
 
-def simulated_epochs(timeline: Timeline, shards: int) -> list[EpochSpans]:
-    """Times by rank (stage * ``shards`` + shard), of a timeline of ``program_tasks``."""
+def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpans]:
+    """Times by rank, of a timeline of ``program_tasks``."""
     tasks, end_s = timeline.tasks, timeline.end_s
-    ranks = sum(resource.in_order for resource in tasks.resources)
+    ranks = placement.num_ranks
     epochs = [EpochSpans(0.0, timeline.makespan_s) for _ in range(ranks)]
     for number, task in enumerate(tasks.what):
         rank = tasks.resource[number]
         if rank >= ranks:
             if task.kind.startswith("SEND_"):
-                source, target = _ends(task, shards)
+                source, target = _ends(task, placement)
                 key = task.kind[-1], target, task.position
                 epochs[source].send_times_s[key] = end_s[tasks.before[number][0]]
             continue
         now_s = epochs[rank].actions_end_s
         for other in tasks.before[number]:
-            now_s = _add_wait(timeline, other, rank, now_s, epochs, shards)
+            now_s = _add_wait(timeline, other, rank, now_s, epochs, placement)
         epochs[rank].actions_end_s = end_s[number]
     return epochs
 
@@ -38,7 +39,7 @@ def _add_wait(
     rank: int,
     start_s: float,
     epochs: list[EpochSpans],
-    shards: int,
+    placement: Placement,
 ) -> float:
     """Add the wait of ``rank`` for communication task ``number``; returns when the wait ends."""
     task, senders = timeline.tasks.what[number], timeline.tasks.before[number]
@@ -48,9 +49,9 @@ def _add_wait(
         epochs[rank].step_sync = Collective(start_s, start_s, end_s)
         return end_s
     if not task.kind.startswith("SEND_"):
-        epochs[rank].collectives.append(Collective(ready_s[rank % shards], start_s, end_s))
+        epochs[rank].collectives.append(Collective(ready_s[placement.shard(rank)], start_s, end_s))
         return end_s
-    source, target = _ends(task, shards)
+    source, target = _ends(task, placement)
     if rank == target:
         key = task.kind[-1], source, task.position
         message = Message(key, task.size_bytes, ready_s[-1], start_s, end_s)
@@ -62,20 +63,22 @@ def _add_wait(
     return end_s
 
 
-def _ends(task: Task, shards: int) -> tuple[int, int]:
+def _ends(task: Task, placement: Placement) -> tuple[int, int]:
     """Source and target rank of a message."""
-    return task.stage * shards + task.shard, task.peer * shards + task.shard
+    return placement.rank(task.stage, task.shard), placement.rank(task.peer, task.shard)
 
 
-def predicted_spans(timeline: Timeline, num_steps: Sequence[int], shards: int) -> tuple[Span, ...]:
-    """Spans by rank (stage * ``shards`` + shard): its own work and waits, then its lanes.
+def predicted_spans(
+    timeline: Timeline, num_steps: Sequence[int], placement: Placement
+) -> tuple[Span, ...]:
+    """Spans by rank: its own work and waits, then its lanes.
 
     ``timeline`` is of ``program_tasks``, ``num_steps`` of each stage. A message is in a lane of the
     rank that sends it, a collective in a lane of every shard that takes part.
     """
     tasks = timeline.tasks
     critical = {step.task for step in timeline.critical_path()}
-    ranks = len(num_steps) * shards
+    ranks = placement.num_ranks
     own: list[list[Span]] = [[] for _ in range(ranks)]
     lanes: list[list[Span]] = [[] for _ in range(ranks)]
     last_end_s = [0.0] * ranks
@@ -91,7 +94,7 @@ def predicted_spans(timeline: Timeline, num_steps: Sequence[int], shards: int) -
         steps = (0, num_steps[task.stage]) if task.step < 0 else (task.step, task.step + 1)
         # The product that overlaps with the exchange of halo gradients is part of its step.
         kind = "B" if task.kind == "PULL" else task.kind
-        for shown_rank, peer, lane in _lanes(task, rank, ranks, shards):
+        for shown_rank, peer, lane in _lanes(task, rank, placement):
             span = Span(
                 shown_rank,
                 kind,
@@ -108,19 +111,19 @@ def predicted_spans(timeline: Timeline, num_steps: Sequence[int], shards: int) -
             (lanes if lane else own)[shown_rank].append(span)
     for rank in range(ranks):
         if timeline.makespan_s > last_end_s[rank]:
-            stage = rank // shards
+            stage = placement.stage(rank)
             own[rank].append(Span(rank, "WAIT", last_end_s[rank], timeline.makespan_s, stage=stage))
         lanes[rank].sort(key=lambda span: span.start_s)
     return tuple(span for rank in range(ranks) for span in (*own[rank], *lanes[rank]))
 
 
-def _lanes(task: Task, rank: int, ranks: int, shards: int) -> Iterator[tuple[int, int, str]]:
+def _lanes(task: Task, rank: int, placement: Placement) -> Iterator[tuple[int, int, str]]:
     """Rank, peer and lane of each span of a task."""
-    if rank < ranks:
+    if rank < placement.num_ranks:
         yield rank, -1, ""
     elif task.kind.startswith("SEND_"):
-        source, target = _ends(task, shards)
+        source, target = _ends(task, placement)
         yield source, target, f"to {target}"
     elif task.kind != "SYNC":
-        for shard in range(shards):
-            yield task.stage * shards + shard, -1, "shards"
+        for member in placement.stages[task.stage]:
+            yield member, -1, "shards"

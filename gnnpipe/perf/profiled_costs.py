@@ -95,7 +95,7 @@ class ProfiledCosts:
         """Factor on the compute times of a rank."""
         if self._cluster is None:
             return 1.0
-        return 1.0 / self._cluster.devices[stage * self.plan.shards + shard].speed
+        return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Clear tables, take snapshots, draw masks."""

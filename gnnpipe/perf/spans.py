@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import Action
 
 __all__ = ["ActionTimes", "Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
@@ -131,17 +132,16 @@ class TimeShares:
 
 
 def time_shares(
-    ranks: Sequence[EpochSpans], shards: int, link_bytes_per_s: Sequence[float]
+    ranks: Sequence[EpochSpans], placement: Placement, link_bytes_per_s: Sequence[float]
 ) -> list[TimeShares]:
-    """Shares by rank (stage * ``shards`` + shard); all times on one clock.
+    """Shares by rank; all times on one clock.
 
     ``link_bytes_per_s``: receive bandwidth of each rank.
     """
     all_actions_end_s = max(spans.actions_end_s for spans in ranks)
     found = []
     for rank, spans in enumerate(ranks):
-        first = rank // shards * shards
-        stage = ranks[first : first + shards]
+        stage = [ranks[member] for member in placement.group(rank)]
         bubble = exposed = hidden = 0.0
         for m in spans.messages:
             way, source, position = m.key

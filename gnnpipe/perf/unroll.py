@@ -69,11 +69,11 @@ def program_tasks(
     """Tasks of one epoch; ``order[position]`` is the chunk at a position (default: the position).
 
     Without ``overlap`` a rank waits for everything that it sends, and receives are always posted.
-    Devices are resources 0 .. ranks - 1, rank = stage * shards + shard.
+    Devices are resources 0 .. ranks - 1, by rank.
     """
     order = range(program.chunks) if order is None else order
     tasks = Tasks()
-    for rank in range(len(program.stages) * program.shards):
+    for rank in range(program.placement.num_ranks):
         tasks.open(f"rank {rank}", in_order=True)
     messages: dict[tuple[str, int, int, int], list[int]] = {}
     syncs: list[int] = []
@@ -103,7 +103,8 @@ class _StageTasks:
         self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
         self.tasks, self.stage = tasks, stage
         self.messages, self.syncs = messages, syncs
-        self.shards = range(program.shards)
+        self.ranks = program.placement.stages[stage]
+        self.shards = range(len(self.ranks))
         self.num_steps = program.num_steps[stage]
         self._last: list[int] = []
         """Last task on each device."""
@@ -146,11 +147,10 @@ class _StageTasks:
     ) -> None:
         chunk = self.order[position] if position >= 0 else position
         for shard in self.shards:
-            rank = self.stage * len(self.shards) + shard
             what = Task(kind, self.stage, shard, position, chunk, step)
             before = tuple(self._waits[shard])
             self._waits[shard].clear()
-            self._last[shard] = self.tasks.add(what, rank, durations_s[shard], before)
+            self._last[shard] = self.tasks.add(what, self.ranks[shard], durations_s[shard], before)
 
     def _wait(self, *tasks: int) -> None:
         for waits in self._waits:
@@ -272,7 +272,7 @@ class _StageTasks:
 
     def _sync(self, position: int) -> None:
         """Wait for all ranks; the first stage adds the task."""
-        if len(self.program.stages) * self.program.shards == 1:
+        if self.program.placement.num_ranks == 1:
             return
         if len(self.syncs) == position:
             what = Task("SYNC", -1, position=position)
@@ -321,7 +321,8 @@ class _StageTasks:
         self, way: str, source: int, target: int, shard: int, position: int, chunk: int
     ) -> int:
         size = self.costs.message_bytes(way, source, target, shard, chunk)
-        ranks = source * len(self.shards) + shard, target * len(self.shards) + shard
+        placement = self.program.placement
+        ranks = placement.rank(source, shard), placement.rank(target, shard)
         link = self.tasks.open(self.costs.link(*ranks), in_order=False)
         time_s = self.costs.message_s(ranks[0], ranks[1], size)
         what = Task(f"SEND_{way}", source, shard, position, chunk, peer=target, size_bytes=size)

@@ -14,6 +14,7 @@ from gnnpipe.perf.critical import critical_shares, task_place
 from gnnpipe.perf.simulate import Timeline, simulate
 from gnnpipe.perf.tasks import Task
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import Program
 
 __all__ = ["LESS", "sensitivity", "what_ifs"]
@@ -49,7 +50,7 @@ def what_ifs(
     and nothing overlapped. Changes that a program with one stage, shard or rank has not are left
     out.
     """
-    shards, ranks = program.shards, len(program.stages) * program.shards
+    placement, ranks = program.placement, program.placement.num_ranks
     tasks = timeline.tasks
     busy = timeline.busy_s()[:ranks]
     busiest = busy.index(max(busy))
@@ -62,11 +63,11 @@ def what_ifs(
 
     if len(program.stages) > 1:
         found["twice the bandwidth between stages"] = with_twice_the_bandwidth(
-            lambda task: _fast_message_s(task, costs, shards)
+            lambda task: _fast_message_s(task, costs, placement)
         )
-    if shards > 1:
+    if any(len(group) > 1 for group in placement.stages):
         found["twice the bandwidth among shards"] = with_twice_the_bandwidth(
-            lambda task: _fast_collective_s(task, costs, shards)
+            lambda task: _fast_collective_s(task, costs, placement)
         )
     for factor, words in ((0.5, "half"), (2.0, "twice")):
         durations = [
@@ -83,17 +84,18 @@ def what_ifs(
 # With twice the bandwidth, a transfer takes as long as one of half the size.
 
 
-def _fast_message_s(task: Task, costs: Costs, shards: int) -> float | None:
+def _fast_message_s(task: Task, costs: Costs, placement: Placement) -> float | None:
     """Seconds of a message with twice the bandwidth; None for other tasks."""
     if not task.kind.startswith("SEND_"):
         return None
-    source, target = (stage * shards + task.shard for stage in (task.stage, task.peer))
+    source, target = (placement.rank(stage, task.shard) for stage in (task.stage, task.peer))
     return costs.message_s(source, target, round(task.size_bytes / 2))
 
 
-def _fast_collective_s(task: Task, costs: Costs, shards: int) -> float | None:
+def _fast_collective_s(task: Task, costs: Costs, placement: Placement) -> float | None:
     """Seconds of a collective of shards with twice the bandwidth; None for other tasks."""
     kind, _, way = task.kind.partition("_")
+    shards = len(placement.stages[task.stage])
     if kind == "EXCHANGE":
         sizes = [
             costs.exchange_bytes(way, task.stage, shard, task.chunk, task.step)

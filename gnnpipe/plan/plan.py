@@ -51,9 +51,9 @@ class StagePlan:
         return len(self.ranks)
 
     @classmethod
-    def even(cls, ops: tuple[int, ...], num_steps: int, ranks: range) -> StagePlan:
+    def even(cls, ops: tuple[int, ...], num_steps: int, ranks: tuple[int, ...]) -> StagePlan:
         """A stage whose ranks have equal shares."""
-        return cls(ops, num_steps, tuple(ranks), (1 / len(ranks),) * len(ranks))
+        return cls(ops, num_steps, ranks, (1 / len(ranks),) * len(ranks))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ModelGraph, Op, Plan, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
+from gnnpipe.plan.placement import Placement
 from gnnpipe.planner.request import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
 
@@ -140,7 +141,7 @@ class UniformPlanner:
 
     def num_ranks(self, shape: Shape) -> int:
         """S * G."""
-        return shape.stages * shape.shards
+        return Placement.grid(shape.stages, shape.shards).num_ranks
 
     def plan(self, request: PlanRequest) -> Plan:
         """S stages of G ranks each; ``InputError`` if the model cannot be cut into S stages."""
@@ -156,7 +157,7 @@ class UniformPlanner:
         costs = op_costs(model, request.graph)
         runs = split_evenly(costs, shape.stages, cuts, [crossing[cut] for cut in cuts])
         ops = [tuple(range(*run)) for run in runs]
-        ranks = [range(s * shape.shards, (s + 1) * shape.shards) for s in range(shape.stages)]
+        ranks = Placement.grid(shape.stages, shape.shards).stages
         return Plan(
             tuple(
                 StagePlan.even(own, model.num_steps(own), of)

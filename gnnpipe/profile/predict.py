@@ -101,12 +101,12 @@ class Predictor:
             if order is None:
                 order = prepared.chunk_order(prepared.config.epochs - 1)
             timeline = simulate(program_tasks(prepared.program, self._costs, order))
-            epochs = simulated_epochs(timeline, plan.shards)
+            epochs = simulated_epochs(timeline, plan.placement)
             links = [self._link_bytes_per_s] * plan.num_ranks
             found = Prediction(
                 timeline.makespan_s,
-                time_shares(epochs, plan.shards, links),
-                predicted_spans(timeline, plan.steps, plan.shards),
+                time_shares(epochs, plan.placement, links),
+                predicted_spans(timeline, plan.steps, plan.placement),
             )
         # Only rank 0 writes the spans, which are many.
         shared: Prediction = self._mesh.share(

@@ -182,7 +182,7 @@ def take_short_profile(
     # Memory pages are first touched in the first epoch.
     by_rank = mesh.collect(typical_epoch(found[1:]))
     ranks_at_once = most_ranks_per_machine(mesh)
-    pairs = list(pairwise(range(0, mesh.world_size, mesh.shards)))
+    pairs = list(pairwise(ranks[0] for ranks in mesh.placement.stages))
     links = measure_links(mesh, BRIEF, pairs, True)
     if sizes is None:
         return None
@@ -190,7 +190,7 @@ def take_short_profile(
     for rank, times in enumerate(by_rank):
         for key, time_s in times.items():
             # The sum of all steps should be right, rather than each of them.
-            work = work_of(key, prepared, sizes, rank % mesh.shards)
+            work = work_of(key, prepared, sizes, mesh.placement.shard(rank))
             samples.append(Sample(time_s, work, weight=time_s))
     # The steps contain what shards read from tables for one another.
     compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)

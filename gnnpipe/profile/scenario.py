@@ -20,6 +20,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomputed_aggregations
+from gnnpipe.plan.placement import Placement
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -64,9 +65,11 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
             needed = memory_of_shape(wanted, scenario.shape, model)
         except InputError:
             return False
-        # The ranks of a stage are adjacent and need the same memory.
-        stage_bytes = (device_bytes[s * shards : (s + 1) * shards] for s in range(stages))
-        return all(size <= min(own) for size, own in zip(needed, stage_bytes, strict=True))
+        # The ranks of a stage need the same memory.
+        places = Placement.grid(stages, shards)
+        return all(
+            needed[stage] <= size for (stage, _), size in zip(places, device_bytes, strict=False)
+        )
 
     found: list[Shape] = []
     for chunks in _powers(config.chunks, min(MAX_CHUNK_FACTOR * config.chunks, vertices)):
@@ -241,7 +244,8 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
     )
-    memory = [size for size in memory_of_shape(config, shape, model, plan) for _ in range(shards)]
+    by_stage = memory_of_shape(config, shape, model, plan)
+    memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(
         config,
         plan,

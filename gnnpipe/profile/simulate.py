@@ -178,7 +178,7 @@ def simulated(
         config = replace(config, kernel=profile.kernel)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
-    epochs = simulated_epochs(timeline, scenario.plan.shards)
+    epochs = simulated_epochs(timeline, scenario.plan.placement)
     link = profile.message if cluster is None else cluster.link
     bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
@@ -195,7 +195,7 @@ def simulated(
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
         predicted_epoch_time_s=timeline.makespan_s,
-        predicted_time_shares=time_shares(epochs, scenario.plan.shards, [bytes_per_s] * ranks),
+        predicted_time_shares=time_shares(epochs, scenario.plan.placement, [bytes_per_s] * ranks),
         memory_bytes=scenario.memory_bytes,
         device_memory_bytes=device_bytes[:ranks],
         comm_bytes_per_epoch=scenario.volume.to_dict(),

@@ -107,9 +107,7 @@ def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
     """The same run with the model cut into stages at these ops."""
     model = prepared.model_graph
     ops = [tuple(range(*run)) for run in pairwise((0, *cuts, model.num_ops))]
-    stages = [
-        StagePlan.even(own, model.num_steps(own), range(i, i + 1)) for i, own in enumerate(ops)
-    ]
+    stages = [StagePlan.even(own, model.num_steps(own), (i,)) for i, own in enumerate(ops)]
     plan = replace(prepared.plan, stages=tuple(stages), transfers=model.transfers(ops))
     buckets = gradient_buckets(model, plan, prepared.dtype.itemsize)
     program = training_program(plan, buckets)

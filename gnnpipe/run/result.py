@@ -207,7 +207,7 @@ def gather_result(
         missed=list(record.last_staleness.missed),
         comm_bytes_per_epoch=record.comm_bytes(),
         comm_bytes_closed_form=prepared.volume_of(record.is_exact[-1]).to_dict(),
-        time_shares=time_shares(spans, prepared.plan.shards, links) if spans else [],
+        time_shares=time_shares(spans, prepared.plan.placement, links) if spans else [],
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
@@ -216,7 +216,7 @@ def gather_result(
         cut=prepared.quality,
         versions=versions(),
         history=list(rows),
-        timeline=measured_spans(spans, prepared.plan.shards) if spans else (),
+        timeline=measured_spans(spans, prepared.plan.placement) if spans else (),
         predicted_timeline=predicted.timeline if predicted else (),
         path=path,
     )

@@ -80,7 +80,7 @@ def check(program: Program) -> CheckedProgram:
         program.stages,
         program.num_steps,
         program.chunks,
-        program.shards,
+        program.placement,
         program.consistency,
         live_reads=live,
         stale_reads=stale,
@@ -182,7 +182,7 @@ def _check_gradient_sums(stage: int, window: Sequence[Action], program: Program)
     num_steps = program.num_steps[stage]
     sums = [(i, a) for i, a in enumerate(window) if a.kind is ActionKind.REDUCE_GRADIENTS]
     summed = [step for _, a in sums for step in range(*a.steps)]
-    if sorted(summed) != list(range(num_steps if program.shards > 1 else 0)):
+    if sorted(summed) != list(range(num_steps if len(program.placement.stages[stage]) > 1 else 0)):
         raise ProgramError(
             f"stage {stage}: must sum the gradients of every step once over its shards, sums those "
             f"of steps {summed}"

@@ -36,7 +36,7 @@ def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> Check
         compute = schedule.actions(stage, num_steps, plan.chunks)
         begins = buckets[stage] if buckets else (0,)
         stages.append(tuple(_lower_stage(plan, compute, num_steps, begins)))
-    program = Program(tuple(stages), plan.steps, plan.chunks, plan.shards, schedule.consistency)
+    program = Program(tuple(stages), plan.steps, plan.chunks, plan.placement, schedule.consistency)
     return check(program)
 
 
@@ -47,7 +47,7 @@ def evaluation_program(plan: Plan) -> CheckedProgram:
         tuple(_with_messages(plan, schedule.forward(stage, num_steps, plan.chunks), num_steps))
         for stage, num_steps in enumerate(plan.steps)
     )
-    return check(Program(tuple(stages), plan.steps, plan.chunks, plan.shards))
+    return check(Program(tuple(stages), plan.steps, plan.chunks, plan.placement))
 
 
 def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:

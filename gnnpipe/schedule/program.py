@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from gnnpipe.plan.placement import Placement
+
 __all__ = [
     "PROBE_POSITIONS",
     "Action",
@@ -166,7 +168,7 @@ class Program:
     num_steps: tuple[int, ...]
     """Number of steps of each stage."""
     chunks: int
-    shards: int = 1
+    placement: Placement
     """Ranks that run each list; the gradients of several shards are summed."""
     consistency: Consistency = Consistency()
     """Promise of the schedule; ``check`` verifies it."""

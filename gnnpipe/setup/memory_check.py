@@ -33,7 +33,7 @@ def check_memory(prepared: Prepared, mesh: Mesh) -> None:
         count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         here = list(range(max(0, first), min(first + count, mesh.world_size)))
         room = memory_bytes()
-    need = sum(least_memory_bytes(prepared, rank // mesh.shards) for rank in here)
+    need = sum(least_memory_bytes(prepared, mesh.placement.stage(rank)) for rank in here)
     if need > room:
         ranks = f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks take"
         where = "GPU" if mesh.device.type == "cuda" else "machine"

@@ -42,8 +42,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     settings = _settings_of(prepared)
     return [
         estimate_memory(plan, prepared.model_graph, stage, sizes[shard], settings)
-        for stage in range(plan.num_stages)
-        for shard in range(plan.shards)
+        for stage, shard in plan.placement
     ]
 
 

@@ -23,11 +23,11 @@ def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> Non
         digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
     everyone = mesh.gather(digest)
     for rank, found in enumerate(everyone):
-        first = rank // mesh.shards * mesh.shards
+        first = mesh.placement.group(rank)[0]
         if found != everyone[first]:
             raise FailedError(
                 f"epoch {epoch + 1}: ranks {first} and {rank} hold other weights of stage "
-                f"{rank // mesh.shards}; one of them computes wrong. Go on with --resume, "
+                f"{mesh.placement.stage(rank)}; one of them computes wrong. Go on with --resume, "
                 "without that machine"
             )
 
@@ -71,7 +71,7 @@ def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -
         # Backward comes from the last weights.
         rank, name = grads[-1]
         at = f", loss of chunk {chunks[0]}" if chunks else ""
-        where = f", first in the gradient of {name} (stage {rank // mesh.shards}{at})"
+        where = f", first in the gradient of {name} (stage {mesh.placement.stage(rank)}{at})"
     elif chunks:
         where = f", first in the loss of chunk {chunks[0]}"
     return f"epoch {epoch + 1}: {what}{where}"

@@ -6,6 +6,7 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe.perf import Collective, EpochSpans, Message, Span, measured_spans
+from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import Action, ActionKind
 
 NAP_S = 0.2
@@ -54,7 +55,7 @@ def notes_of_two_stages():
 
 
 def test_spans_begin_at_zero_and_say_what_they_are():
-    spans = measured_spans(notes_of_two_stages(), 1)
+    spans = measured_spans(notes_of_two_stages(), Placement.grid(2, 1))
     assert spans[0] == Span(0, "F", 0.0, 2.0, 0, 0, (0, 1), is_critical=True)
     send = next(s for s in spans if s.kind == "SEND_F")
     assert (send.peer, send.size_bytes, send.chunk) == (1, 100, 0)
@@ -66,7 +67,7 @@ def test_spans_begin_at_zero_and_say_what_they_are():
 
 
 def test_the_critical_path_goes_back_over_the_ranks_that_were_waited_for():
-    spans = measured_spans(notes_of_two_stages(), 1)
+    spans = measured_spans(notes_of_two_stages(), Placement.grid(2, 1))
     on = {(s.rank, s.name) for s in spans if s.is_critical and s.kind in "FB"}
     # Rank 1's first chunk is not on it: its second one had to wait for rank 0 anyway.
     assert on == {(0, "F 0"), (0, "F 1"), (1, "F 1"), (1, "B 1"), (0, "B 1")}
@@ -86,7 +87,7 @@ def test_the_last_shard_to_come_is_on_the_path():
         )
         for begun in (1, 4)
     ]
-    spans = measured_spans(notes, 2)
+    spans = measured_spans(notes, Placement.grid(1, 2))
     first = [[s.is_critical for s in spans if s.rank == r and s.kind == "STEP"] for r in (0, 1)]
     # Shard 0 goes on last, but until 4 s it was shard 1 that both waited for.
     assert first == [[False, True], [True, False]]

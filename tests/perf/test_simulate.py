@@ -18,6 +18,7 @@ from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import buckets
+from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import evaluation_program, training_program, with_forecast
 
 
@@ -25,9 +26,9 @@ def timeline_of(plan, costs, **settings):
     return simulate(program_tasks(training_program(plan), costs, **settings))
 
 
-def shares_of(timeline, shards):
-    notes = simulated_epochs(timeline, shards)
-    return time_shares(notes, shards, [float("inf")] * len(notes))
+def shares_of(timeline, placement):
+    notes = simulated_epochs(timeline, placement)
+    return time_shares(notes, placement, [float("inf")] * len(notes))
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (1, 8), (2, 8), (4, 4), (4, 32), (7, 3)])
@@ -38,7 +39,7 @@ def test_a_uniform_pipeline_with_free_links(stages, chunks):
     bubble = (stages - 1) / (chunks + stages - 1)
     for idle in timeline.bubble_s()[:stages]:
         assert idle / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
-    for share in shares_of(timeline, 1):
+    for share in shares_of(timeline, Placement.grid(stages, 1)):
         assert share.bubble_s / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
         assert share.exposed_pipeline_s == 0
 
@@ -66,7 +67,7 @@ def test_a_message_waits_until_there_is_room_for_it():
         room = timeline.end_s[at["F", 1, position - 2]]
         assert timeline.end_s[at["F", 0, position]] < room
         assert timeline.start_s[at["SEND_F", 0, position]] == room
-        message = simulated_epochs(timeline, 1)[1].messages[position]
+        message = simulated_epochs(timeline, Placement.grid(2, 1))[1].messages[position]
         assert message.posted_s == room
         assert message.wait_end_s == message.wait_start_s == room + 10.0
 
@@ -99,7 +100,7 @@ def test_one_chunk_on_shards_shows_its_exchanges(own_share):
     back = max(own_share * b, wire) + (1 - own_share) * b
     expected = 0.5 + steps * f + (steps - 1) * (wire + back) + b + 7.0 + 1.0
     assert timeline.makespan_s == expected
-    for share in shares_of(timeline, 3):
+    for share in shares_of(timeline, Placement.grid(1, 3)):
         late = (steps - 1) * (wire + max(wire - own_share * b, 0.0))
         assert share.exposed_graph_s == late + 7.0
         assert share.compute_s == expected - late - 7.0
@@ -112,7 +113,7 @@ def test_layer_by_layer_exchanges_pass_under_the_next_chunk(chunks):
     timeline = timeline_of(plan, StatedCosts(f, b, exchange_time_s=wire))
     # Of each step that pushes, both ways, one chunk's exchange has nothing to pass under.
     assert timeline.makespan_s == steps * chunks * (f + b) + 2 * (steps - 1) * wire
-    share = shares_of(timeline, 2)[0]
+    share = shares_of(timeline, Placement.grid(1, 2))[0]
     assert share.hidden_graph_s > 0
     assert share.exposed_graph_s == 2 * (steps - 1) * wire
     blocking = timeline_of(plan, StatedCosts(f, b, exchange_time_s=wire), overlap=False)
@@ -140,7 +141,7 @@ def test_the_order_of_chunks_decides(order, expected):
 def test_a_slow_shard_is_waited_for():
     costs = StatedCosts(scale=lambda stage, shard, chunk: 3.0 if shard == 1 else 1.0)
     timeline = timeline_of(chain(1, 1, shards=2), costs)
-    slow, fast = shares_of(timeline, 2)[1], shares_of(timeline, 2)[0]
+    fast, slow = shares_of(timeline, Placement.grid(1, 2))
     assert timeline.makespan_s == slow.compute_s == 3 * fast.compute_s
     assert fast.imbalance_s == timeline.makespan_s - fast.compute_s
 
@@ -291,7 +292,7 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
     what = timeline.tasks.what
     # What a rank does in an all-reduce, once all are there, counts as its own work.
     met_s = 2 * costs.sync_s() if plan.num_ranks > 1 else 0.0
-    for rank, share in enumerate(shares_of(timeline, plan.shards)):
+    for rank, share in enumerate(shares_of(timeline, plan.placement)):
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
         assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
         stage, shard = divmod(rank, plan.shards)
@@ -376,7 +377,7 @@ def notes_of(shape, bucket_bytes):
     trainer.fit()
     found = mesh.recorder.epochs[-1]
     program = trainer._setup()[1].program
-    simulated = simulated_epochs(simulate(program_tasks(program, StatedCosts())), shards)
+    simulated = simulated_epochs(simulate(program_tasks(program, StatedCosts())), mesh.placement)
     made = simulated[mesh.rank]
     return [
         ([m.key for m in notes.messages], list(notes.send_times_s), len(notes.collectives))

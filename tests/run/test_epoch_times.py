@@ -5,6 +5,7 @@ from helpers import run_ranks
 from slow_ranks import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import Collective, EpochSpans, Message, time_shares
+from gnnpipe.plan.placement import Placement
 
 
 def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
@@ -14,7 +15,7 @@ def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
         EpochSpans(0.0, 10.0, 10.0, send_times_s={("F", 1, 0): sent}),
         EpochSpans(0.0, 10.0, 10.0, messages=[Message(key, size_bytes, posted, asked, taken)]),
     ]
-    return time_shares(notes, 1, [speed, speed])[1]
+    return time_shares(notes, Placement.grid(2, 1), [speed, speed])[1]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_waits_among_shards_and_at_the_end():
         EpochSpans(0.0, 10.0, done, collectives=[c] if c else [], send_times_s={})
         for done, c in ends
     ]
-    found = time_shares(notes, 2, [float("inf")] * 4)
+    found = time_shares(notes, Placement.grid(2, 2), [float("inf")] * 4)
     # Rank 0 came two seconds before rank 1, and was done one second before it.
     assert found[0].imbalance_s == pytest.approx(2 + 1)
     assert found[0].exposed_graph_s == pytest.approx(1)
@@ -62,7 +63,7 @@ def test_an_exchange_under_compute_is_hidden():
         EpochSpans(0.0, 10.0, 10.0, collectives=[Collective(1, 4, 4.5)]),
         EpochSpans(0.0, 10.0, 10.0, collectives=[Collective(2, 3, 4.5)]),
     ]
-    found = time_shares(notes, 2, [float("inf")] * 2)
+    found = time_shares(notes, Placement.grid(1, 2), [float("inf")] * 2)
     assert [share.hidden_graph_s for share in found] == pytest.approx([2, 1])
     assert [share.exposed_graph_s for share in found] == pytest.approx([0.5, 1.5])
 
@@ -106,7 +107,7 @@ def test_waiting_before_the_step_is_no_work():
     # All meet before the step: rank 0 at 6, its stage's other shard at 7, the other stage at 8.
     there = [6, 7, 8, 8]
     notes = [EpochSpans(0.0, 10.0, 9.5, step_sync=Collective(at, at, 8.5)) for at in there]
-    found = time_shares(notes, 2, [float("inf")] * 4)
+    found = time_shares(notes, Placement.grid(2, 2), [float("inf")] * 4)
     assert [s.imbalance_s for s in found] == pytest.approx([1, 0, 0, 0])
     assert [s.bubble_s for s in found] == pytest.approx([1, 1, 0, 0])
     assert [s.compute_s for s in found] == pytest.approx([8, 9, 10, 10])

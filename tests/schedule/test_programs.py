@@ -239,7 +239,10 @@ def test_gradients_and_what_is_recalled_have_one_order_at_both_ends():
     with pytest.raises(ProgramError, match="stages 0 and 1 do not exchange the same messages"):
         check(changed(program, 1, lambda _: early))
     alone = Program(
-        tuple(recall_actions(chain(3, 3), s) for s in range(3)), program.num_steps, 3
+        tuple(recall_actions(chain(3, 3), s) for s in range(3)),
+        program.num_steps,
+        3,
+        program.placement,
     ).text()
     assert alone.splitlines()[1] == "stage 1: 1RECV_FR<0 1RECALL 1SEND_FR>2"
 
