@@ -187,6 +187,12 @@ class LoggedCosts:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 
+    def all_reduce_bytes(self, size_bytes: int) -> int:
+        return 2 * (self.shards - 1) * size_bytes
+
+    def all_reduce_phases(self) -> int:
+        return 2
+
     def sync_s(self) -> float:
         return 0.0
 

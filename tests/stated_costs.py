@@ -72,6 +72,12 @@ class StatedCosts:
     def all_reduce_s(self, stage, size_bytes):
         return self.reduce_time_s
 
+    def all_reduce_bytes(self, size_bytes):
+        return 2 * size_bytes
+
+    def all_reduce_phases(self):
+        return 2
+
     def sync_s(self):
         return self.sync_time_s
 

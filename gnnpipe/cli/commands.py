@@ -126,7 +126,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     world = join_world(config)
     prepared = prepare(config, world)
-    mesh = Mesh.of(world, prepared.plan.placement)
+    mesh = Mesh.of(world, prepared.plan.placement, prepared.plan.collectives)
     # Read anew, for the reference shares nothing with the run.
     found = verify(configured_graph(config), prepared, mesh, config.epochs)
     tolerance = options.tolerance or TOLERANCE[config.dtype]

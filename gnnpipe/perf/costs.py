@@ -1,7 +1,7 @@
 """Interface of the simulator: the duration and size of every task of a program.
 
 The only connection between code that measures, states or fits costs and code that simulates a
-program. Ranks are numbered stage * shards + shard; ``chunk`` is a chunk's own number, not its
+program. ``chunk`` is a chunk's own number, not its
 position in the order. Times are in seconds and at least 0. Compute and communication are given
 apart; the simulator overlaps them as the executor does.
 """
@@ -98,10 +98,16 @@ class Costs(Protocol):
         """
 
     def all_reduce_s(self, stage: int, size_bytes: int) -> float:
-        """An all-reduce of ``size_bytes`` (one copy) over the shards of a stage.
+        """A sum of ``size_bytes`` (one copy) over the shards of a stage, all phases.
 
         Copies into and out of a contiguous buffer included.
         """
+
+    def all_reduce_bytes(self, size_bytes: int) -> int:
+        """Bytes that all shards of a stage send for a sum of ``size_bytes`` (one copy)."""
+
+    def all_reduce_phases(self) -> int:
+        """Phases of a sum, which follow one another and take equally long."""
 
     def sync_s(self) -> float:
         """An all-reduce of a few numbers over all ranks; not called with one rank."""

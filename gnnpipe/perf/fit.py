@@ -82,7 +82,9 @@ def fit_costs(samples: Sequence[Sample]) -> Fitted:
     return Fitted(costs, {part: error[part] / total[part] for part in parts})
 
 
-def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float], messages: int = 1) -> LinkTimes:
+def fit_link(
+    sizes_bytes: Sequence[float], times_s: Sequence[float], messages: int = 1
+) -> LinkTimes:
     """Latency of each of ``messages`` and bandwidth, from times by ascending size.
 
     A line through the first and the last time: buffers of a switch make medium messages seem fast,

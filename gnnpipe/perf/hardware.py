@@ -112,8 +112,6 @@ def hardware_profile(
         boundary_per_number_s=2 * roof.moved_s(row_bytes),
     )
     times = LinkTimes(link.latency_s, link.bandwidth_bytes_per_s, 0.0)
-    # Two exchanges, each of at most all bytes.
-    summed = LinkTimes(link.latency_s, link.bandwidth_bytes_per_s / 2, 0.0)
     return Profile(
         machine=name,
         source="by hand",
@@ -129,7 +127,7 @@ def hardware_profile(
         compute=(compute,),
         message=times,
         exchange=times,
-        gradient_sum=summed,
+        gradient_sum=times,
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
+from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Op
 
@@ -24,7 +25,7 @@ __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind
 
 T = TypeVar("T")
 
-VERSION = 5
+VERSION = 6
 SOURCES = ("measured", "by hand")
 MAX_NUMBER = 1e30
 """Largest number in a profile; sums and products with counts of rows stay finite."""
@@ -132,9 +133,11 @@ class Profile:
     message: LinkTimes | None
     """From rank to rank; None if measured with a single rank."""
     exchange: LinkTimes | None
-    """All-to-all among shards: latency for each other shard, bytes that one shard sends."""
+    """Row exchange among shards: latency of a message, bytes that one shard sends."""
     gradient_sum: LinkTimes | None
-    """Sum of gradients over shards, likewise; bytes of one copy."""
+    """Sum over shards, likewise."""
+    collectives: Collectives = DEFAULT_COLLECTIVES
+    """The row exchange and the sum that were measured."""
 
     def __post_init__(self) -> None:
         counts = [times.ranks for times in self.compute]

@@ -14,12 +14,13 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from gnnpipe.collectives import LinkUse
 from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
-from gnnpipe.plan.cluster import Cluster, Link
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.schedule import PROBE_POSITIONS
 
 __all__ = ["ProfiledCosts"]
@@ -247,29 +248,42 @@ class ProfiledCosts:
     def message_s(self, source: int, target: int, size_bytes: int) -> float:
         """Latency and bytes at the link's bandwidth."""
         if self._cluster is not None:
-            return _transfer_s(self._cluster.between(source, target), size_bytes)
+            link = self._cluster.between(source, target)
+            return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
         return self._link("message").time_s(size_bytes)
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
         """Time of the shard that sends most; in a cluster, over the slowest pair of shards."""
-        peers, size_bytes = self.plan.shards - 1, max(sizes_bytes)
-        if self._cluster is not None:
-            return peers * self._slowest_pair_s(self._cluster, stage, size_bytes / peers)
-        return self._link("exchange").time_s(size_bytes, peers)
+        use = self.plan.collectives.rows.link_use(self.plan.shards, max(sizes_bytes))
+        is_measured = self._profile.collectives.row_exchange == self.plan.collectives.row_exchange
+        return self._collective_s(stage, use, "exchange" if is_measured else None)
 
     def all_reduce_s(self, stage: int, size_bytes: int) -> float:
-        """Two exchanges: each shard sums its part, then distributes the sum."""
-        shards = self.plan.shards
-        if self._cluster is not None:
-            part_s = self._slowest_pair_s(self._cluster, stage, size_bytes / shards)
-            return 2 * (shards - 1) * part_s
-        return self._link("gradient_sum").time_s(size_bytes, 2 * (shards - 1))
+        """Time of the plan's sum over the shards; in a cluster, over the slowest pair of shards."""
+        use = self.plan.collectives.sum.link_use(self.plan.shards, size_bytes)
+        is_measured = self._profile.collectives.shard_sum == self.plan.collectives.shard_sum
+        return self._collective_s(stage, use, "gradient_sum" if is_measured else None)
 
-    def _slowest_pair_s(self, cluster: Cluster, stage: int, size_bytes: float) -> float:
-        if not cluster.pairs:
-            return _transfer_s(cluster.link, size_bytes)
+    def all_reduce_bytes(self, size_bytes: int) -> int:
+        """Bytes of the plan's sum over the shards."""
+        return self.plan.collectives.sum.sent_bytes(self.plan.shards, size_bytes)
+
+    def all_reduce_phases(self) -> int:
+        """Phases of the plan's sum over the shards."""
+        return self.plan.collectives.sum.phases
+
+    def _collective_s(self, stage: int, use: LinkUse, measured: str | None) -> float:
+        """Seconds of a collective; one that the profile has not measured goes by its messages."""
+        cluster = self._cluster
+        if cluster is None:
+            link = self._link(measured or ("message" if self._profile.message else "exchange"))
+            return link.time_s(use.sent_bytes, use.messages)
         pairs = combinations(self.plan.stages[stage].ranks, 2)
-        return max(_transfer_s(cluster.between(*pair), size_bytes) for pair in pairs)
+        links = [cluster.between(*pair) for pair in pairs] if cluster.pairs else [cluster.link]
+        return max(
+            link.latency_s * use.messages + use.sent_bytes / link.bandwidth_bytes_per_s
+            for link in links
+        )
 
     def sync_s(self) -> float:
         """Sums by pairs of ranks, then by pairs of pairs, and back: the latency of each message."""
@@ -293,10 +307,6 @@ class ProfiledCosts:
 
     def _stage_times(self, stage: int) -> list[tuple[Op, OpTimes]]:
         return [(self.model.ops[i], self._ops[i]) for i in self.plan.stages[stage].ops]
-
-
-def _transfer_s(link: Link, size_bytes: float) -> float:
-    return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
 
 
 def _nearest(kind: str, known: Collection[str]) -> str:

@@ -10,8 +10,8 @@ rules are those of ``runtime.executor``:
   table waits for it. The exchange of halo gradients starts before the product for the own rows and
   is waited for after it. If the next backward action is the same single step of another chunk, its
   exchange starts before this step's autograd;
-- all-reduces over the shards for forecasts and means are waited for at once. Those of gradients are
-  two exchanges: the first is waited for where the next bucket starts, the second before the step;
+- sums over the shards for forecasts and means are waited for at once. Sums of gradients have phases
+  (``collectives.ShardSum``): the next one starts where the next bucket starts, or before the step;
 - all ranks wait for one another before the step (norm of the gradients) and after it (loss).
 
 Sends and receives take no time on a device.
@@ -35,31 +35,38 @@ class BucketTasks:
     """Tasks of the gradient sums of one stage's shards."""
 
     def __init__(
-        self, half: Callable[[int, int, tuple[int, ...]], int], wait: Callable[..., None]
+        self,
+        phases: int,
+        add: Callable[[int, int, tuple[int, ...]], int],
+        wait: Callable[..., None],
     ) -> None:
-        """``half`` adds the task of one exchange: bytes, step, dependencies; ``wait`` makes the
-        shards wait for tasks.
+        """``add`` adds the task of one phase: bytes, step, dependencies; ``wait`` makes the shards
+        wait for tasks.
         """
-        self._half, self._wait = half, wait
-        self._gathered: list[tuple[int, int, int]] = []
-        self._summed: list[int] = []
+        self._phases, self._add, self._wait = phases, add, wait
+        self._under_way: list[tuple[int, int, int, int]] = []
+        """Task, bytes, step and phases to come of every bucket."""
 
     def begin(self, size: int, step: int) -> None:
-        """Start the first exchange of a bucket, if the bucket has weights."""
-        self._start_second()
+        """Start the first phase of a bucket, if the bucket has weights."""
+        self._proceed()
         if size:
-            self._gathered.append((self._half(size, step, ()), size, step))
+            self._under_way.append((self._add(size, step, ()), size, step, self._phases - 1))
 
     def finish(self) -> None:
         """Wait for all sums."""
-        self._start_second()
-        self._wait(*self._summed)
+        while any(phases for *_, phases in self._under_way):
+            self._proceed()
+        self._wait(*(task for task, *_ in self._under_way))
+        self._under_way.clear()
 
-    def _start_second(self) -> None:
-        for task, size, step in self._gathered:
-            self._wait(task)
-            self._summed.append(self._half(size, step, (task,)))
-        self._gathered.clear()
+    def _proceed(self) -> None:
+        """Wait for the phase of every bucket that has another one, and start that."""
+        for place, (task, size, step, phases) in enumerate(self._under_way):
+            if phases:
+                self._wait(task)
+                started = self._add(size, step, (task,))
+                self._under_way[place] = started, size, step, phases - 1
 
 
 @collector_paused()
@@ -113,7 +120,7 @@ class _StageTasks:
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
-        self._buckets = BucketTasks(self._exchange_gradients, self._wait)
+        self._buckets = BucketTasks(costs.all_reduce_phases(), self._sum_phase, self._wait)
 
     def run(self) -> None:
         """Add all tasks."""
@@ -254,17 +261,18 @@ class _StageTasks:
         elif size:
             self._reduce("REDUCE_GRAD", size, step=action.steps[0])
 
-    def _exchange_gradients(self, size: int, step: int, before: tuple[int, ...]) -> int:
-        sent = (len(self.shards) - 1) * size
+    def _sum_phase(self, size: int, step: int, before: tuple[int, ...]) -> int:
+        phases = self.costs.all_reduce_phases()
+        sent = self.costs.all_reduce_bytes(size) // phases
         what = Task("REDUCE_GRAD", self.stage, step=step, size_bytes=sent)
         link = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        time_s = self.costs.all_reduce_s(self.stage, size) / 2
+        time_s = self.costs.all_reduce_s(self.stage, size) / phases
         return self.tasks.add(what, link, time_s, (*self._last, *before))
 
     def _reduce(
         self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
-        sent = 2 * (len(self.shards) - 1) * size
+        sent = self.costs.all_reduce_bytes(size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         link = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.all_reduce_s(self.stage, size)

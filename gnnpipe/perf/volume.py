@@ -53,11 +53,13 @@ def closed_form_volume(
     - pipeline: 2 N x the widths of all transfers; 2 (S-1) N H if one value of width H crosses each
       boundary;
     - graph: 2 M x the widths of all pushes, 2 L M H for L of width H; for a mean over all vertices
-      4 K (G-1) x its width, in float64;
-    - gradient: 2 (G-1) x the number of weights;
+      2 K sums of its width, in float64;
+    - gradient: a sum of the weights;
     - control, with probes: 2 P x the widths of all transfers (``probe_rows_bytes``: once with the
-      old and once with the new weights), and 2 (G-1) x ``fit_numbers`` of every forecast
+      old and once with the new weights), and a sum of ``fit_numbers`` of every forecast
       aggregation, in float64.
+
+    A sum of n numbers over G shards takes 2 (G-1) n (``collectives.OrderedSum``).
     """
     sent = _widths_sent(plan)
     pushed = sum(
@@ -65,12 +67,14 @@ def closed_form_volume(
     )
     means = sum(op.push_width for op in model.ops if op.is_mean)
     fit = sum(fit_numbers(op) for op in model.aggregations if op.is_forecast)
+    rows, sums = plan.collectives.rows, plan.collectives.sum
     return CommVolume(
         pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
-        graph=2 * pushed * row_bytes + 2 * plan.chunks * 2 * (plan.shards - 1) * means * 8,
-        gradient=2 * (plan.shards - 1) * model.num_parameters * number_bytes,
+        graph=2 * rows.sent_bytes(plan.shards, pushed * row_bytes)
+        + 2 * plan.chunks * sums.sent_bytes(plan.shards, means * 8),
+        gradient=sums.sent_bytes(plan.shards, model.num_parameters * number_bytes),
         control=2 * probe_rows_bytes(plan, probes, row_bytes)
-        + 2 * (plan.shards - 1) * fit * 8 * any(probes.values()),
+        + sums.sent_bytes(plan.shards, fit * 8 * any(probes.values())),
     )
 
 

@@ -104,10 +104,10 @@ def _fast_collective_s(task: Task, costs: Costs, placement: Placement) -> float 
         return costs.exchange_s(task.stage, [round(size / 2) for size in sizes])
     if kind != "REDUCE":
         return None
-    # Gradients are summed by two tasks, one for each of the two exchanges of an all-reduce.
-    exchanges = 1 if task.kind == "REDUCE_GRAD" else 2
-    copy_bytes = task.size_bytes / (exchanges * (shards - 1))
-    return costs.all_reduce_s(task.stage, round(copy_bytes / 2)) * exchanges / 2
+    # The sum of a bucket of gradients has a task for each phase.
+    parts = costs.all_reduce_phases() if task.kind == "REDUCE_GRAD" else 1
+    copy_bytes = parts * task.size_bytes / costs.all_reduce_bytes(1)
+    return costs.all_reduce_s(task.stage, round(copy_bytes / 2)) / parts
 
 
 def _makespan_s(timeline: Timeline, durations: list[float]) -> float:

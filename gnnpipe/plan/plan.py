@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
 from gnnpipe.plan.placement import Placement
 
@@ -66,6 +67,8 @@ class Plan:
     schedule: str
     """Name of the schedule (see ``schedule.schedules``)."""
     transfers: tuple[Transfer, ...]
+    collectives: Collectives = DEFAULT_COLLECTIVES
+    """Collectives among the shards of every stage."""
 
     def __post_init__(self) -> None:
         self._check_ops()
@@ -157,6 +160,7 @@ class Plan:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["chunks"] = _whole(data["chunks"])
             data["transfers"] = tuple(_transfer(t) for t in data["transfers"])
+            data["collectives"] = Collectives(**data.get("collectives", {}))
             if not isinstance(data["schedule"], str):
                 raise TypeError(f"schedule {data['schedule']!r} is not a name")
             return cls(**data)

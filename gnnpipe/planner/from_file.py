@@ -65,6 +65,7 @@ def check_plan(plan: Plan, model: ModelGraph) -> None:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     if plan.schedule not in set(SCHEDULES):
         raise InputError(f"plan: schedule {plan.schedule!r}; one of {', '.join(SCHEDULES)}")
+    _ = plan.collectives.rows, plan.collectives.sum  # raises for an unknown name
     if len({stage.shares for stage in plan.stages}) > 1:
         raise InputError(
             "plan: its stages have different numbers of ranks or different shares of rows, which "

@@ -18,12 +18,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from gnnpipe.collectives import Transfer
 from gnnpipe.machine import machine_key
 from gnnpipe.perf.fit import fit_link
 from gnnpipe.perf.profile import Affine, LinkTimes
 from gnnpipe.runtime.comm.cpu_affinity import crowding
-from gnnpipe.runtime.comm.halo_exchange import Arrival, sum_over_shards
+from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.shard_group import MeshShards
 
 __all__ = [
     "BRIEF",
@@ -158,11 +160,14 @@ def measure_links(
         def sum_gradients(size_bytes: int) -> None:
             sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
 
-        link = fit_link(sizes, _slowest(mesh, test, exchange_rows), peers)
+        use = mesh.collectives.rows.link_use(mesh.shards, 1)
+        link = fit_link(sizes, _slowest(mesh, test, exchange_rows), use.messages)
         loads = exchange_load(mesh, test.repeats)
         exchange = replace(link, busy=busy(loads, peers, not steps_have_exchanges))
         # Little is computed during gradient sums, so their processor time is not counted.
-        gradient_sum = fit_link(sizes, _slowest(mesh, test, sum_gradients), 2 * peers)
+        uses = [mesh.collectives.sum.link_use(mesh.shards, size) for size in sizes]
+        times = _slowest(mesh, test, sum_gradients)
+        gradient_sum = fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
     return Links(message, exchange, gradient_sum)
 
 
@@ -200,12 +205,13 @@ def _round_trip(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
         send().wait()
 
 
-def _start_exchange(size_bytes: int, mesh: Mesh) -> Arrival:
-    """Starts an all-to-all in which each shard sends ``size_bytes`` in equal parts."""
+def _start_exchange(size_bytes: int, mesh: Mesh) -> Transfer:
+    """Start a row exchange in which each shard sends ``size_bytes`` in equal parts."""
     counts = [max(size_bytes // (mesh.shards - 1), 1)] * mesh.shards
     counts[mesh.shard] = 0
     data = torch.zeros(sum(counts), 1, dtype=torch.uint8, device=mesh.device)
-    return Arrival(torch.empty_like(data), data, counts, counts, mesh, len(data))
+    rows = mesh.collectives.rows
+    return rows.start(MeshShards(mesh), torch.empty_like(data), data, counts, counts, len(data))
 
 
 def _slowest(mesh: Mesh, test: LinkTest, work: Callable[[int], None]) -> list[float]:

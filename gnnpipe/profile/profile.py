@@ -221,6 +221,7 @@ def _profile(
         message=links.message,
         exchange=links.exchange,
         gradient_sum=links.gradient_sum,
+        collectives=mesh.collectives,
     )
 
 

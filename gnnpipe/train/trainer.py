@@ -122,7 +122,9 @@ class Trainer:
                 self._loss_fn,
                 refill_epochs=0 if start is None else start.refill_epochs,
             )
-            self._mesh = Mesh.of(world, self._prepared.plan.placement)
+            self._mesh = Mesh.of(
+                world, self._prepared.plan.placement, self._prepared.plan.collectives
+            )
         assert self._mesh is not None
         return self._mesh, self._prepared
 

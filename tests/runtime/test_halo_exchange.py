@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from gnnpipe.runtime.comm import halo_exchange
-from gnnpipe.runtime.comm.halo_exchange import Arrival, sum_over_shards
+from gnnpipe.runtime.comm import shard_group
+from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.shard_group import MeshShards
 
 COUNTS = [[1, 2, 0], [0, 3, 4], [0, 5, 0]]
 """Rows that shard a (first) sends to shard b."""
 
 
 def exchanged(large):
-    halo_exchange.LARGE = large
+    shard_group.LARGE = large
     mesh = Mesh.join(1, 3, "cpu", timeout_s=30.0)
     rank, groups = mesh.rank, []
     plain = dist.all_to_all_single
@@ -30,8 +31,8 @@ def exchanged(large):
     ins, outs = COUNTS[rank], [row[rank] for row in COUNTS]
     data = torch.cat([torch.full((n, 2), 10.0 * rank + b) for b, n in enumerate(ins)])
     rooms = [torch.empty(sum(outs), 2) for _ in range(2)]
-    under_way = [Arrival(room, data, outs, ins, mesh, 72) for room in rooms]
-    found = [arrival.wait().tolist() for arrival in under_way]
+    under_way = [MeshShards(mesh).all_to_all(room, data, outs, ins, 72) for room in rooms]
+    found = [transfer.wait().tolist() for transfer in under_way]
     numbers = torch.arange(7.0) * 10**rank
     sent_bytes = sum_over_shards(numbers, mesh)
     ways = [group is mesh.down_group for group in groups]

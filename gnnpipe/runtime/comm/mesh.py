@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.plan import Placement
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.start_thread import StartThread
@@ -21,6 +22,7 @@ class Mesh(World):
     """A ``World`` whose ranks have been placed on stages and shards."""
 
     placement: Placement
+    collectives: Collectives = DEFAULT_COLLECTIVES
     graph_group: dist.ProcessGroup | None = None
     """The ranks that share this stage; ``None`` for a single rank."""
     down_group: dist.ProcessGroup | None = None
@@ -30,15 +32,19 @@ class Mesh(World):
     start_thread: StartThread = field(default_factory=StartThread, compare=False)
 
     @classmethod
-    def of(cls, world: World, placement: Placement) -> Mesh:
+    def of(
+        cls, world: World, placement: Placement, collectives: Collectives = DEFAULT_COLLECTIVES
+    ) -> Mesh:
         """Place the ranks of ``world``, on every rank at once; makes the groups of the stages."""
         if isinstance(world, Mesh) and world.placement == placement:
-            return world
+            same = world.collectives == collectives
+            return world if same else replace(world, collectives=collectives)
         is_cpu = world.device.type == "cpu"
         given = {f.name: getattr(world, f.name) for f in fields(World)}
         mesh = cls(
             **given,
             placement=placement,
+            collectives=collectives,
             graph_group=_stage_group(world, placement, None),
             down_group=_stage_group(world, placement, "gloo") if is_cpu else None,
             recorder=Recorder(is_on=is_cpu),

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnnpipe.collectives import Transfer
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.ops.output_buffer import OutputBuffer
-from gnnpipe.runtime.comm.halo_exchange import Arrival, HaloExchange
+from gnnpipe.runtime.comm.halo_exchange import HaloExchange
 
 __all__ = ["Drift", "History", "HistorySpec", "zeroed"]
 
@@ -91,8 +92,8 @@ class History(ABC):
             self.table = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
-        self._arriving: list[Arrival] = []
-        self._returning: dict[int, Arrival] = {}
+        self._arriving: list[Transfer] = []
+        self._returning: dict[int, Transfer] = {}
         sample = spec.sample
         if sample is not None and num_rows is not None:
             sample = torch.arange(num_rows, device=mesh.device)

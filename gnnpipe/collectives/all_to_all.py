@@ -1,0 +1,40 @@
+"""Row exchange by one all-to-all with split sizes: each shard sends every other what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gnnpipe.collectives.collective import ROW_EXCHANGES, LinkUse, RowExchange, ShardGroup, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["AllToAll"]
+
+
+class AllToAll(RowExchange):
+    """Sends M rows for M (row, other shard that reads it) pairs: nothing that is not read."""
+
+    def start(
+        self,
+        group: ShardGroup,
+        out: Tensor,
+        data: Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+        largest_bytes: int,
+    ) -> Transfer:
+        """See ``RowExchange``."""
+        return group.all_to_all(out, data, receive_counts, send_counts, largest_bytes)
+
+    def sent_bytes(self, shards: int, row_bytes: int) -> int:
+        """All of the rows that others read."""
+        return row_bytes
+
+    def link_use(self, shards: int, row_bytes: int) -> LinkUse:
+        """A message to each other shard."""
+        return LinkUse(shards - 1, row_bytes)
+
+
+ROW_EXCHANGES.add("all-to-all", AllToAll())

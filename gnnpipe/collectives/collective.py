@@ -1,0 +1,164 @@
+"""Interface of the collectives among the shards of a stage, and their registries.
+
+A collective is one object that holds its implementation, the bytes that it sends and its cost on a
+link, so that the runtime, the closed forms of bytes and the simulator cannot disagree. There are
+two kinds: a ``RowExchange`` moves boundary rows to the shards that read them (and gradients back),
+a ``ShardSum`` adds up a vector over the shards. The plan names one of each (``Collectives``). G
+shards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from gnnpipe.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "DEFAULT_COLLECTIVES",
+    "ROW_EXCHANGES",
+    "SHARD_SUMS",
+    "Collectives",
+    "LinkUse",
+    "RowExchange",
+    "ShardGroup",
+    "ShardSum",
+    "Transfer",
+]
+
+
+class Transfer(Protocol):
+    """A collective that has been started; it goes on while other work is done."""
+
+    sent_bytes: int
+    """Bytes that this shard has sent to others so far."""
+
+    def proceed(self) -> None:
+        """Wait for the current phase and start the next one, if there is one.
+
+        All shards call it at the same place of their programs.
+        """
+
+    def wait(self) -> Tensor:
+        """Finish all phases and return the result."""
+
+
+class ShardGroup(Protocol):
+    """The shards of one stage, as a collective sees them."""
+
+    @property
+    def shard(self) -> int:
+        """Number of this shard."""
+
+    @property
+    def shards(self) -> int:
+        """G."""
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The group of the shards, for calls of ``torch.distributed``."""
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        data: Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+        largest_bytes: int,
+    ) -> Transfer:
+        """Start an all-to-all of rows; all shards call it in the same order.
+
+        Args:
+            out: [sum(receive_counts), ...], filled shard by shard.
+            data: [sum(send_counts), ...], the rows for each shard one after another.
+            receive_counts: [G], rows from each shard.
+            send_counts: [G], rows to each shard.
+            largest_bytes: the most that a shard sends or receives, the same number on all shards.
+        """
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Use of a shard's link by a collective; its time is messages x latency + bytes / bandwidth."""
+
+    messages: int
+    """Messages that a shard sends one after another."""
+    sent_bytes: float
+    """Bytes that a shard sends, of the shard that sends most."""
+
+
+class RowExchange(ABC):
+    """Moves rows between shards; an entry of ``ROW_EXCHANGES``."""
+
+    @abstractmethod
+    def start(
+        self,
+        group: ShardGroup,
+        out: Tensor,
+        data: Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+        largest_bytes: int,
+    ) -> Transfer:
+        """Start to move rows; arguments as of ``ShardGroup.all_to_all``."""
+
+    @abstractmethod
+    def sent_bytes(self, shards: int, row_bytes: int) -> int:
+        """Bytes that all G shards send if the rows that others read take ``row_bytes``."""
+
+    @abstractmethod
+    def link_use(self, shards: int, row_bytes: int) -> LinkUse:
+        """Use of the link of a shard with ``row_bytes`` of rows for the others."""
+
+
+class ShardSum(ABC):
+    """Adds up a vector over the shards; an entry of ``SHARD_SUMS``.
+
+    All shards must get the same bits, or their weights drift apart.
+    """
+
+    phases: int
+    """Rounds of messages that follow one another; other work can be done under each."""
+
+    @abstractmethod
+    def start(self, group: ShardGroup, flat: Tensor) -> Transfer:
+        """Start to replace ``flat`` [n] by its sum over the shards."""
+
+    @abstractmethod
+    def sent_bytes(self, shards: int, size_bytes: int) -> int:
+        """Bytes that all G shards send for a vector of ``size_bytes``."""
+
+    @abstractmethod
+    def link_use(self, shards: int, size_bytes: int) -> LinkUse:
+        """Use of a shard's link by all phases."""
+
+
+ROW_EXCHANGES: Registry[RowExchange] = Registry("row-exchange")
+SHARD_SUMS: Registry[ShardSum] = Registry("shard-sum")
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives of a plan, by name."""
+
+    row_exchange: str = "all-to-all"
+    shard_sum: str = "ordered"
+
+    @property
+    def rows(self) -> RowExchange:
+        """The row exchange; ``InputError`` for an unknown name."""
+        return ROW_EXCHANGES[self.row_exchange]
+
+    @property
+    def sum(self) -> ShardSum:
+        """The sum over the shards; ``InputError`` for an unknown name."""
+        return SHARD_SUMS[self.shard_sum]
+
+
+DEFAULT_COLLECTIVES = Collectives()

@@ -1,0 +1,71 @@
+"""Sum over the shards in a fixed order, by two all-to-alls (docs/adr/0003).
+
+Each shard adds up its part of the vector in the order of the shards and sends the sum to everyone:
+as many bytes as a ring all-reduce, and the same bits whatever the network does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gnnpipe.collectives.collective import SHARD_SUMS, LinkUse, ShardGroup, ShardSum, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["OrderedSum"]
+
+
+class OrderedSum(ShardSum):
+    """Sends 2 (G - 1) n numbers over all shards for a vector of n."""
+
+    phases = 2
+
+    def start(self, group: ShardGroup, flat: Tensor) -> Transfer:
+        """See ``ShardSum``."""
+        return _OrderedSumTransfer(group, flat)
+
+    def sent_bytes(self, shards: int, size_bytes: int) -> int:
+        """2 (G - 1) times the vector."""
+        return 2 * (shards - 1) * size_bytes
+
+    def link_use(self, shards: int, size_bytes: int) -> LinkUse:
+        """Two messages to each other shard, each with one part of G."""
+        return LinkUse(2 * (shards - 1), 2 * (shards - 1) * size_bytes / shards)
+
+
+class _OrderedSumTransfer:
+    """An ordered sum under way."""
+
+    def __init__(self, group: ShardGroup, flat: Tensor) -> None:
+        shards, n = group.shards, flat.numel()
+        self._group, self._flat = group, flat
+        self._counts = [n * (g + 1) // shards - n * g // shards for g in range(shards)]
+        self._own_counts = [self._counts[group.shard]] * shards
+        self._largest_bytes = flat.nbytes // shards * (shards - 1)
+        parts = flat.new_empty(sum(self._own_counts))
+        self._first: Transfer | None = group.all_to_all(
+            parts, flat, self._own_counts, self._counts, self._largest_bytes
+        )
+        self._current = self._first
+        self.sent_bytes = self._first.sent_bytes
+
+    def proceed(self) -> None:
+        """Add up this shard's part and send the sum to everyone."""
+        if self._first is None:
+            return
+        shards = self._group.shards
+        total = self._first.wait().view(shards, self._own_counts[0]).sum(0)
+        self._first = None
+        self._current = self._group.all_to_all(
+            self._flat, total.repeat(shards), self._counts, self._own_counts, self._largest_bytes
+        )
+        self.sent_bytes += self._current.sent_bytes
+
+    def wait(self) -> Tensor:
+        """The sum [n], in the memory of the vector."""
+        self.proceed()
+        return self._current.wait()
+
+
+SHARD_SUMS.add("ordered", OrderedSum())

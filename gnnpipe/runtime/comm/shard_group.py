@@ -1,0 +1,120 @@
+"""The shards of one stage, and all-to-alls of rows among them.
+
+A large all-to-all is split into two that run at once: one to the shards of higher number and one to
+those of lower number, each over connections of its own. Over one connection, gloo's message that a
+shard is ready to receive waits behind the data that the shard sends, so that the two directions of
+a link take turns (docs/adr/0021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnnpipe.runtime.comm.mesh import Mesh
+
+__all__ = ["LARGE", "AllToAllTransfer", "MeshShards"]
+
+LARGE = 1 << 18
+"""Bytes that a shard sends from which an all-to-all is split into two."""
+
+
+class MeshShards:
+    """The shards of this rank's stage (``collectives.ShardGroup``)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.shard, self.shards = mesh.shard, mesh.shards
+        self.process_group = mesh.graph_group
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        data: Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+        largest_bytes: int,
+    ) -> AllToAllTransfer:
+        """See ``collectives.ShardGroup``."""
+        return AllToAllTransfer(
+            self._mesh, out, data, list(receive_counts), list(send_counts), largest_bytes
+        )
+
+
+class AllToAllTransfer:
+    """An all-to-all under way (``collectives.Transfer``)."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        out: Tensor,
+        data: Tensor,
+        receive_counts: list[int],
+        send_counts: list[int],
+        largest_bytes: int,
+    ) -> None:
+        self._out, self._recorder = out, mesh.recorder
+        self._data = data  # must live until it has left
+        own_bytes = send_counts[mesh.shard] * data[:1].nbytes
+        self.sent_bytes = data.nbytes - own_bytes
+        self._start_s = mesh.recorder.clock()
+        counts = receive_counts, send_counts
+        if mesh.down_group is None or largest_bytes < LARGE:
+            self._works = [_start(out, data, *counts, mesh.graph_group)]
+        else:
+            self._works = _start_both_ways(out, data, *counts, mesh)
+
+    def proceed(self) -> None:
+        """Nothing: there is one phase."""
+
+    def wait(self) -> Tensor:
+        """The rows that have arrived."""
+        wait_start_s = self._recorder.clock()
+        for work in self._works:
+            work.wait()
+        self._recorder.add_collective(self._start_s, wait_start_s)
+        return self._out
+
+
+def _start(
+    out: Tensor,
+    data: Tensor,
+    receive_counts: list[int],
+    send_counts: list[int],
+    group: dist.ProcessGroup | None,
+) -> dist.Work:
+    work: dist.Work = dist.all_to_all_single(
+        out, data, receive_counts, send_counts, group=group, async_op=True
+    )
+    return work
+
+
+def _start_both_ways(
+    out: Tensor, data: Tensor, receive_counts: list[int], send_counts: list[int], mesh: Mesh
+) -> list[dist.Work]:
+    """Rows to shards of higher number over one group, to shards of lower number over the other."""
+    shard = mesh.shard
+
+    def split(rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+        sizes = [sum(counts[:shard]), counts[shard], sum(counts[shard + 1 :])]
+        return torch.split(rows, sizes)
+
+    from_lower, own, from_higher = split(out, receive_counts)
+    to_lower, kept, to_higher = split(data, send_counts)
+    own.copy_(kept)
+
+    def lower(counts: list[int]) -> list[int]:
+        return [*counts[:shard], *[0] * (mesh.shards - shard)]
+
+    def higher(counts: list[int]) -> list[int]:
+        return [*[0] * (shard + 1), *counts[shard + 1 :]]
+
+    up = lower(receive_counts), higher(send_counts)
+    down = higher(receive_counts), lower(send_counts)
+    return [
+        _start(from_lower, to_higher, *up, mesh.graph_group),
+        _start(from_higher, to_lower, *down, mesh.down_group),
+    ]
