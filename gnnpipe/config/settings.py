@@ -164,7 +164,7 @@ class Settings:
         choices=("auto", "none", "paper", "exact"),
     )
     shuffle_chunks: bool | None = _staleness(
-        None, "walk the chunks in a new random order in every epoch (default: by --staleness)"
+        None, "process the chunks in a new random order in every epoch (default: by --staleness)"
     )
     snapshot_every: int | None = _staleness(
         None,
