@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.errors import InputError
+from gnnpipe.data.messages import fail
 
-__all__ = ["array_of", "csr_of", "edges_of", "shape_of"]
+__all__ = ["array_of", "check_real", "edges_of", "float32_array", "shape_of"]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -27,36 +28,30 @@ def array_of(value: Any) -> Any:
     import torch
 
     if _is_sparse_tensor(value):
-        return csr_of(value)
+        return _csr(value)
     if not isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "as_tensor"):  # torch_geometric.EdgeIndex
         value = value.as_tensor()
     if value.layout is not torch.strided:
-        return csr_of(value)
+        return _csr(value)
     value = value.detach().cpu()
     return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
 
 
-def csr_of(value: Any) -> sp.csr_array:
-    """A sparse torch tensor of any layout, or torch_sparse's ``SparseTensor``, as scipy CSR."""
+def _csr(value: Any) -> sp.csr_array:
     import torch
 
+    shape = shape_of(value)
     if _is_sparse_tensor(value):
         rowptr, col, data = value.csr()
         data = torch.ones(len(col)) if data is None else data
-        shape = shape_of(value)
-    else:
-        value = value.detach().cpu()
-        shape = shape_of(value)
-        if value.layout is torch.sparse_coo:
-            value = value.coalesce()
-            index = value.indices().numpy()
-            data = value.values().float().numpy()
-            return sp.csr_array((data, (index[0], index[1])), shape=shape)
-        if value.layout is not torch.sparse_csr:
-            return csr_of(value.to_sparse_coo())
+    elif value.layout is torch.sparse_csr:
         rowptr, col, data = value.crow_indices(), value.col_indices(), value.values()
+    else:
+        value = value.detach().cpu().to_sparse_coo().coalesce()
+        entries = value.values().float().numpy(), tuple(value.indices().numpy())
+        return sp.csr_array(entries, shape=shape)
     arrays = (data.detach().cpu().float().numpy(), col.cpu().numpy(), rowptr.cpu().numpy())
     return sp.csr_array(arrays, shape=shape)
 
@@ -69,10 +64,27 @@ def edges_of(data: Any, name: str) -> tuple[Any, bool]:
     if data.get("edge_index") is not None:
         return array_of(data.edge_index), False
     if data.get("adj_t") is None:
-        raise InputError(f"dataset {name}: neither edge_index nor adj_t; set edge_index")
+        fail(name, "neither edge_index nor adj_t", "data.edge_index = ...")
     # Row i of adj_t lists the sources of target i.
-    rows = csr_of(data.adj_t).tocoo()
+    rows = _csr(data.adj_t).tocoo()
     return np.stack([rows.col, rows.row]), not (rows.data == 1).all()
+
+
+def check_real(values: Any, name: str, field: str) -> None:
+    """``InputError`` unless an array has a type of real numbers."""
+    if values.dtype.kind not in "fiub":
+        fail(name, f"{field} is of type {values.dtype}", "real numbers such as float32")
+
+
+def float32_array(values: Any, name: str, field: str) -> npt.NDArray[np.float32]:
+    """Real numbers as float32; a number beyond float32 becomes infinite.
+
+    A memory-mapped float32 file stays on disk.
+    """
+    raw = np.asarray(values)
+    check_real(raw, name, field)
+    with np.errstate(over="ignore"):
+        return np.asarray(raw, dtype=np.float32)
 
 
 def _is_sparse_tensor(value: Any) -> bool:

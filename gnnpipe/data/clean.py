@@ -8,7 +8,7 @@ wrong data without an error. A graph that ``clean`` returns satisfies the contra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.config import parse_split
+from gnnpipe.data.arrays import check_real, float32_array
 from gnnpipe.data.edges import MAX_VERTICES, clean_edge_data, sorted_edges
 from gnnpipe.data.labels import (
     TASKS,
@@ -28,6 +29,7 @@ from gnnpipe.data.labels import (
 from gnnpipe.data.messages import fail, warn
 from gnnpipe.data.split import (
     SPLIT_NAMES,
+    STANDARD_SPLIT,
     Masks,
     given_mask,
     num_splits,
@@ -35,8 +37,9 @@ from gnnpipe.data.split import (
     split_masks,
 )
 from gnnpipe.graph.graph import BoolArray, Features, Graph
+from gnnpipe.graph.types import VertexTypes
 
-__all__ = ["RawGraph", "clean", "clean_features"]
+__all__ = ["RawGraph", "clean", "clean_features", "without_labels"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +58,8 @@ class RawGraph:
     masks: Sequence[Any] | None = None
     """Train, val and test: each bool [N], [N, T] or [T, N] for T splits (0 and 1 count as bool), or
     the indices of its vertices; ``None`` if the data set has none."""
+    split_seed: int | None = None
+    """Seed of the 60/20/20 split that 'given' means if there are no masks; ``None``: refused."""
     num_vertices: int | None = None
     """N, if not the length of ``y``."""
     num_classes: int | None = None
@@ -63,16 +68,17 @@ class RawGraph:
     """Any of 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E]."""
     task: str = "classification"
     """'classification' or 'regression': the meaning of ``y``."""
+    types: VertexTypes | None = None
+    """Types of the vertices of a heterogeneous graph."""
+    has_one_direction: bool = False
+    """Each undirected edge is listed once; its reverse is added."""
+    is_own_data: bool = False
+    """The user's own data, not a published data set: warn about content that is left out."""
+    notes: Sequence[str] = ()
+    """Further warnings about content that is left out."""
 
 
-def clean(
-    raw: RawGraph,
-    *,
-    split: str = "given",
-    seed: int = 0,
-    symmetrize: bool = False,
-    report: bool = False,
-) -> Graph:
+def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
     """A checked ``Graph``, without loops, and without duplicates of edges that carry no data.
 
     Args:
@@ -81,10 +87,10 @@ def clean(
         seed: of the split by percentages; with masks of T splits, split ``seed`` modulo T is used.
         symmetrize: add the reverse of every edge; where edges carry data, the reverse gets the same
             data and is added only if no edge leads back.
-        report: warn about removed loops and duplicate edges, as befits a user's own data.
 
     Warns:
-        UserWarning: masks of several splits; masks that overlap; removed edges, if ``report``.
+        UserWarning: masks of several splits; masks that overlap; for the user's own data also
+            removed edges and the ``notes``.
 
     Raises:
         InputError: one line with the data set, the field, the value and a remedy to try.
@@ -96,16 +102,15 @@ def clean(
     features = clean_features(raw.x, raw.name, n, counted)
     masks = _masks(raw, has_label, split, seed)
     data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
-    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, report, data)
+    symmetrize |= raw.has_one_direction
+    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, raw.is_own_data, data)
     # Last, so that data which is refused is not warned about as well.
-    for note in (
-        _several_splits_warning(raw, n, seed) if split == "given" else "",
-        overlap_warning(masks),
-        edges.removed,
-        one_hot_warning(labels) if report else "",
-    ):
-        if note:
-            warn(raw.name, note)
+    notes = [_several_splits_warning(raw, n, seed) if split == "given" else ""]
+    notes.append(overlap_warning(masks))
+    if raw.is_own_data:
+        notes += [edges.removed, one_hot_warning(labels), *raw.notes]
+    for note in filter(None, notes):
+        warn(raw.name, note)
     return Graph(
         name=raw.name,
         indptr=edges.indptr,
@@ -116,7 +121,17 @@ def clean(
         val_mask=masks[1],
         test_mask=masks[2],
         num_classes=_num_classes(labels, raw.num_classes),
+        types=raw.types,
         **edges.data,
+    )
+
+
+def without_labels(raw: RawGraph) -> RawGraph:
+    """The graph with placeholders for labels and masks, for link prediction."""
+    n = raw.num_vertices or (1 if raw.y is None else len(raw.y))
+    none = np.zeros(n, dtype=bool)
+    return replace(
+        raw, y=np.zeros(n, dtype=np.int64), masks=(~none, none, none), task="classification"
     )
 
 
@@ -155,6 +170,8 @@ def _masks(raw: RawGraph, has_label: BoolArray, split: str, seed: int) -> Masks:
     fractions = parse_split(split)
     if fractions is not None:
         masks = split_masks(has_label, fractions, seed)
+    elif raw.masks is None and raw.split_seed is not None:
+        masks = split_masks(has_label, STANDARD_SPLIT, raw.split_seed)
     elif raw.masks is None:
         fail(
             raw.name,
@@ -201,7 +218,9 @@ def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
     """
     if x is None:
         fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
-    features = _float32_csr(x, name) if sp.issparse(x) else _float32_array(x, name)
+    features: Any = _float32_csr(x, name) if sp.issparse(x) else float32_array(x, name, "x")
+    if features.ndim == 1:
+        features = features[:, None]
     if features.ndim != 2 or features.shape[0] != n or features.shape[1] == 0:
         fail(
             name,
@@ -222,25 +241,12 @@ def clean_features(x: Any, name: str, n: int, counted: str = "") -> Features:
 
 
 def _float32_csr(x: Any, name: str) -> Any:
-    if x.dtype.kind not in "fiub":
-        fail(name, f"x is of type {x.dtype}", "real numbers such as float32")
+    check_real(x, name, "x")
     features = sp.csr_array(x, dtype=np.float32)
     if not features.has_canonical_format:
         features = features.copy()
         features.sum_duplicates()
     return features
-
-
-def _float32_array(x: Any, name: str) -> Any:
-    raw = np.asarray(x)
-    if raw.dtype.kind not in "fiub":
-        fail(name, f"x is of type {raw.dtype}", "real numbers such as float32")
-    if raw.ndim == 1:
-        raw = raw[:, None]
-    # asarray keeps a memory-mapped float32 file on disk; float64 beyond float32 becomes inf, which
-    # is reported later.
-    with np.errstate(over="ignore"):
-        return np.asarray(raw, dtype=np.float32)
 
 
 def _first_not_finite(values: npt.NDArray[np.float32]) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gnnpipe.data.arrays import float32_array
 from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import EDGE_DATA, IntArray
 
@@ -64,10 +65,7 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
         if e and int(raw.max()) >= MAX_RELATIONS:
             fail(name, f"{field} = {raw.max()}", f"relations 0..{MAX_RELATIONS - 1}, without gaps")
         return raw.astype(np.int64)
-    if raw.dtype.kind not in "fiub":
-        fail(name, f"{field} is of type {raw.dtype}", "real numbers such as float32")
-    with np.errstate(over="ignore"):
-        found = np.asarray(raw, dtype=np.float32)
+    found = float32_array(raw, name, field)
     finite = np.isfinite(found if found.ndim == 2 else found[:, None]).all(axis=1)
     if not finite.all():
         at = int(np.flatnonzero(~finite)[0])

@@ -6,18 +6,19 @@ Both work without a network. ``datasets/build_debian.py`` builds the file of ``d
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import RawGraph, clean
-from gnnpipe.data.source import DataRequest, Source
-from gnnpipe.data.split import STANDARD_SPLIT, split_masks
-from gnnpipe.graph.graph import Graph
+from gnnpipe.data.clean import RawGraph
+from gnnpipe.data.source import Source
 
-__all__ = ["SOURCE", "debian_class_names", "read_debian", "read_karate"]
+__all__ = ["SOURCE", "debian_class_names"]
 
 KARATE_NEIGHBOURS = (
     "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31",
@@ -61,31 +62,26 @@ KARATE_GROUPS = "1111333101311100310101002200200200"
 """The class of each member, one digit each."""
 
 
-def read_karate(request: DataRequest) -> Graph:
+def _karate() -> RawGraph:
     """Zachary's karate club: 34 vertices, 156 edges, 4 classes, one-hot features.
 
-    The classes are the groups that modularity clustering finds, as in PyG's ``KarateClub``;
-    'given' is a 60/20/20 split with seed 0.
-
-    >>> read_karate(DataRequest("karate")).num_edges
-    156
+    The classes are the groups that modularity clustering finds, as in PyG's ``KarateClub``.
     """
     pairs = [(v, int(w)) for v, line in enumerate(KARATE_NEIGHBOURS) for w in line.split()]
     y = np.array([int(c) for c in KARATE_GROUPS])
-    raw = RawGraph(
+    return RawGraph(
         name="karate",
         edge_index=np.array(pairs).T,
         x=np.eye(len(y), dtype=np.float32),
         y=y,
-        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
+        split_seed=0,
+        has_one_direction=True,
     )
-    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
 
 
-def read_debian(request: DataRequest) -> Graph:
-    """The packages of Debian 12 and their dependencies; 'given' is 60/20/20 with seed 0."""
-    path = resources.files("gnnpipe.data") / "files" / "debian.npz"
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as packed:
+def _debian() -> RawGraph:
+    """The packages of Debian 12 and their dependencies."""
+    with _debian_file() as packed:
         above = _indptr(packed["edge_count"])
         higher = _undelta(packed["edge_step_low"], packed["edge_step_high"], above)
         words = _indptr(packed["word_count"])
@@ -95,21 +91,27 @@ def read_debian(request: DataRequest) -> Graph:
     n = len(y)
     lower = np.repeat(np.arange(n, dtype=np.int64), np.diff(above))
     ones = np.ones(len(word), dtype=np.float32)
-    raw = RawGraph(
+    return RawGraph(
         name="debian",
         edge_index=np.stack([lower, higher]),
         x=sp.csr_array((ones, word, words), shape=(n, num_words)),
         y=y,
-        masks=split_masks(y >= 0, STANDARD_SPLIT, seed=0),
+        split_seed=0,
+        has_one_direction=True,
     )
-    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
 
 
 def debian_class_names() -> list[str]:
     """The archive section behind each class of ``debian``, in order."""
+    with _debian_file() as packed:
+        return [str(name) for name in packed["class_names"]]
+
+
+@contextmanager
+def _debian_file() -> Iterator[Mapping[str, Any]]:
     path = resources.files("gnnpipe.data") / "files" / "debian.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as packed:
-        return [str(name) for name in packed["class_names"]]
+        yield packed
 
 
 def _indptr(count: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
@@ -130,11 +132,11 @@ def _undelta(
     return values
 
 
-_READERS = {"debian": read_debian, "karate": read_karate}
+_READERS = {"debian": _debian, "karate": _karate}
 
 SOURCE = Source(
     handles=_READERS.__contains__,
-    read=lambda request: _READERS[request.dataset](request),
+    read=lambda request: _READERS[request.dataset](),
     listing=(
         ("debian", "packages of Debian 12 and their dependencies (comes with gnnpipe)"),
         ("karate", "Zachary's karate club, 34 vertices (comes with gnnpipe)"),

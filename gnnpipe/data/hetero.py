@@ -1,54 +1,37 @@
-"""Builds a ``Graph`` from PyG's ``HeteroData``, which has several types of vertices and edges.
+"""Reads PyG's ``HeteroData``, which has several types of vertices and edges.
 
 The vertices are numbered type after type; the properties of single types go to ``VertexTypes``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.data.arrays import array_of, edges_of
-from gnnpipe.data.clean import RawGraph, clean, clean_features
+from gnnpipe.data.clean import RawGraph, clean_features
 from gnnpipe.data.labels import Labels, clean_labels, clean_targets
-from gnnpipe.data.messages import fail, warn
+from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES, given_mask
-from gnnpipe.graph.graph import EDGE_DATA, Features, Graph
+from gnnpipe.graph.graph import EDGE_DATA, Features
 from gnnpipe.graph.types import VertexTypes
 
-if TYPE_CHECKING:
-    from torch_geometric.data import HeteroData
-
-__all__ = ["graph_from_hetero"]
+__all__ = ["raw_hetero_graph"]
 
 
-def graph_from_hetero(
-    data: HeteroData,
-    *,
-    name: str,
-    target: str = "",
-    split: str = "given",
-    seed: int = 0,
-    task: str = "classification",
-) -> Graph:
-    """A cleaned ``Graph`` of several types.
+def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) -> RawGraph:
+    """The arrays of a ``HeteroData``.
 
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
-            features, and ``y`` and the masks for one type.
+            features, and ``y`` and the masks for one type. Edge weights and attributes are not
+            used.
         name: for messages and for the graph.
-        target: the type whose vertices are classified, if several types have ``y``.
-        split: 'given' or percentages such as '60/20/20'.
-        seed: of the split by percentages.
+        target: the type whose vertices are classified, if several types have ``y``; else ''.
+        seed: number of the split, if the masks hold several.
         task: 'classification' or 'regression': the meaning of ``y``.
-
-    Warns:
-        UserWarning: masks that overlap; loops, which are removed; edge weights and attributes,
-            which are not used.
 
     Raises:
         InputError: naming the type or relation and the attribute that is missing or wrong.
@@ -58,27 +41,24 @@ def graph_from_hetero(
     target = _target(data, name, target)
     counts = {str(t): _count(data, t, name) for t in data.node_types}
     first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
-    edges = _edges(data, name, counts, first)
+    edge_index, edge_type, unused = _edges(data, name, counts, first)
     n = sum(counts.values())
     own = slice(first[target], first[target] + counts[target])
-    raw = RawGraph(
+    note = (
+        f"{', '.join(unused)} not read: of several types of vertices only the edges themselves are"
+    )
+    return RawGraph(
         name=name,
-        edge_index=edges.edge_index,
+        edge_index=edge_index,
         x=sp.csr_array((n, 1), dtype=np.float32),
         y=_labels(data[target].y, name, target, task, own, n),
         masks=_masks(data[target], name, own, n, seed),
         num_vertices=n,
-        edge_data={"edge_type": edges.edge_type},
+        edge_data={"edge_type": edge_type},
         task=task,
+        types=_vertex_types(data, name, counts, target),
+        notes=[note] if unused else [],
     )
-    graph = clean(raw, split=split, seed=seed, report=True)
-    if edges.unused:
-        warn(
-            name,
-            f"{', '.join(edges.unused)} not read: of several types of vertices only the edges "
-            "themselves are",
-        )
-    return replace(graph, types=_vertex_types(data, name, counts, target))
 
 
 def _target(data: Any, name: str, wanted: str) -> str:
@@ -104,18 +84,13 @@ def _count(data: Any, vertex_type: str, name: str) -> int:
     return int(count)
 
 
-@dataclass(frozen=True, eq=False)
-class _TypedEdges:
-    edge_index: npt.NDArray[np.int64]
-    """[2, E], vertices numbered type after type."""
-    edge_type: npt.NDArray[np.int64]
-    """[E], number of the relation."""
-    unused: list[str]
-    """Edge weights and attributes in the data, which a graph of several types has not."""
+def _edges(
+    data: Any, name: str, counts: dict[str, int], first: dict[str, int]
+) -> tuple[Any, Any, list[str]]:
+    """All edges [2, E], the relation of each [E], and the names of edge data that is not read.
 
-
-def _edges(data: Any, name: str, counts: dict[str, int], first: dict[str, int]) -> _TypedEdges:
-    """The edges of all relations; ``counts`` and ``first`` vertex by type."""
+    ``counts``, ``first``: number of vertices and first vertex by type.
+    """
     edges, kinds, unused = [], [], []
     for number, (source, relation, target) in enumerate(data.edge_types):
         store = data[source, relation, target]
@@ -127,7 +102,7 @@ def _edges(data: Any, name: str, counts: dict[str, int], first: dict[str, int]) 
         unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
         if has_values:
             unused.append(f"the values of {relation}.adj_t")
-    return _TypedEdges(np.concatenate(edges, axis=1), np.concatenate(kinds), unused)
+    return np.concatenate(edges, axis=1), np.concatenate(kinds), unused
 
 
 def _checked(given: Any, place: str, num_sources: int, num_targets: int) -> Any:
@@ -163,13 +138,10 @@ def _masks(store: Any, name: str, own: slice, n: int, seed: int) -> list[Any] | 
     """The masks of the target type over all N vertices; ``None`` if there are none."""
     if all(store.get(field) is None for field in SPLIT_NAMES):
         return None
-    masks = []
-    for field in SPLIT_NAMES:
-        value = store.get(field)
-        mask = np.zeros(n, dtype=np.bool_)
-        given = None if value is None else array_of(value)
+    masks = [np.zeros(n, dtype=np.bool_) for _ in SPLIT_NAMES]
+    for field, mask in zip(SPLIT_NAMES, masks, strict=True):
+        given = None if store.get(field) is None else array_of(store[field])
         mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
-        masks.append(mask)
     return masks
 
 

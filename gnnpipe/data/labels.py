@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gnnpipe.data.arrays import float32_array
 from gnnpipe.data.messages import fail
 
 __all__ = ["TASKS", "Labels", "clean_labels", "clean_targets", "is_known", "one_hot_warning"]
@@ -30,10 +31,7 @@ def clean_targets(y: Any, name: str) -> npt.NDArray[np.float32]:
         raw = raw[:, None]
     if raw.ndim != 2 or 0 in raw.shape[1:]:
         fail(name, f"y has shape {list(raw.shape)}", "one number for each vertex, [N], or [N, T]")
-    if raw.dtype.kind not in "fiub":
-        fail(name, f"y is of type {raw.dtype}", "real numbers such as float32")
-    with np.errstate(over="ignore"):
-        targets = np.asarray(raw, dtype=np.float32)
+    targets = float32_array(raw, name, "y")
     _fail_if(targets, np.isinf(targets), name, "", "finite numbers within float32, NaN = none")
     return targets
 

@@ -8,7 +8,6 @@ scores the same pairs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.config import parse_split
-from gnnpipe.data.arrays import array_of, shape_of
+from gnnpipe.data.arrays import array_of
 from gnnpipe.data.messages import fail
-from gnnpipe.data.pyg import graph_from_data
-from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import Pairs
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["graph_of_links", "split_links"]
+__all__ = ["split_links", "with_given_links"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -36,40 +33,6 @@ STANDARD_LINKS = (0.85, 0.05, 0.1)
 
 _STREAM = 0x11A7
 """Separates the random draw from others with the same seed."""
-
-
-def graph_of_links(
-    data: Any, *, name: str, split: str, seed: int, symmetrize: bool = False
-) -> Graph:
-    """A ``Graph`` for link prediction from a ``Data``, or from the three of ``RandomLinkSplit``.
-
-    y and masks are not used. ``InputError`` names the attribute that is missing or wrong.
-    """
-    given = isinstance(data, list | tuple)
-    if given and not data:
-        fail(name, "no graphs", "(train, val, test), as RandomLinkSplit gives them")
-    if given and (split != "given" or symmetrize):
-        raise InputError(
-            f"dataset {name!r}: split and symmetrize have no meaning for pairs that are given; "
-            "leave them out"
-        )
-    first = data[0] if given else data
-    for one in data if given else [data]:
-        if not hasattr(one, "get"):
-            fail(name, f"a {type(one).__name__}", "a Data, or the three of RandomLinkSplit")
-    if hasattr(first, "edge_types"):
-        fail(name, "links of several types of vertices", "data.to_homogeneous()")
-    x = first.get("x")
-    if x is None:
-        fail(name, "no features x", "the one-hot degrees or the identity (sparse) as x")
-    n = int(shape_of(x)[0])
-    bare = copy.copy(first)
-    bare.y, bare.train_mask = np.zeros(n, dtype=np.int64), np.ones(n, dtype=bool)
-    bare.val_mask = bare.test_mask = np.zeros(n, dtype=bool)
-    graph = graph_from_data(bare, name=name, symmetrize=symmetrize)
-    if given:
-        return _given_links(graph, data, seed)
-    return split_links(graph, split, seed)
 
 
 def split_links(graph: Graph, split: str, seed: int) -> Graph:
@@ -112,7 +75,7 @@ def split_links(graph: Graph, split: str, seed: int) -> Graph:
     return _with_pairs(_without(graph, part_of_edge > 0), pairs)
 
 
-def _given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
+def with_given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
     """The graph with the pairs of ``RandomLinkSplit``: a train, a val and a test ``Data``.
 
     Each has ``edge_label_index`` [2, P] and ``edge_label`` [P], 1 for a positive pair (joined by an

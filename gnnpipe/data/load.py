@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic
+from gnnpipe.data.clean import clean, without_labels
 from gnnpipe.data.links import split_links
-from gnnpipe.data.source import SOURCES, DataRequest, add_source
+from gnnpipe.data.source import SOURCES, DataRequest, Source, add_source
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
 __all__ = ["configured_graph", "dataset_names", "load_graph"]
 
-# The entries of the data sources; a name goes to the topmost source that handles it.
-for _source in (embedded.SOURCE, synthetic.SOURCE, ogb.SOURCE, pyg_datasets.SOURCE, npz.SOURCE)[
-    ::-1
-]:
-    add_source(_source)
+# The entries of the data sources; a name goes to the first one here that handles it.
+for _file in reversed((embedded, synthetic, ogb, pyg_datasets, npz)):
+    add_source(_file.SOURCE)
 
 
 def load_graph(
@@ -54,20 +53,26 @@ def load_graph(
             f"--dataset {dataset!r}: this run's graph was passed in from Python; pass it again: "
             "Trainer(config, graph=graph)"
         )
-    if task == "links":
-        # Labels are not used, but most sources need a split of the vertices.
-        whole = DataRequest(dataset, data_dir, "60/20/20", 0, symmetrize, needs_labels=False)
-        return split_links(_read(whole), split, seed)
-    return _read(DataRequest(dataset, data_dir, split, seed, symmetrize))
+    is_for_links = task == "links"
+    request = DataRequest(
+        dataset,
+        data_dir,
+        needs_split=split == "given" and not is_for_links,
+        needs_labels=not is_for_links,
+    )
+    raw = _source_of(dataset).read(request)
+    if is_for_links:
+        return split_links(clean(without_labels(raw), symmetrize=symmetrize), split, seed)
+    return clean(raw, split=split, seed=seed, symmetrize=symmetrize)
 
 
-def _read(request: DataRequest) -> Graph:
+def _source_of(dataset: str) -> Source:
     for source in SOURCES:
-        if source.handles(request.dataset):
-            return source.read(request)
+        if source.handles(dataset):
+            return source
     raise InputError(
-        f"--dataset {request.dataset!r}: unknown dataset; {_hint(request.dataset)}; see "
-        "`gnnpipe info --list`, or give the path of an .npz file"
+        f"--dataset {dataset!r}: unknown dataset; {_hint(dataset)}; see `gnnpipe info --list`, or "
+        "give the path of an .npz file"
     )
 
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
-from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.registry import nearest
 
-__all__ = ["SOURCE", "read_npz"]
+__all__ = ["SOURCE"]
 
 Arrays = dict[str, Any]
 
@@ -37,8 +37,8 @@ OTHER_FILES = (".pt", ".pth", ".pkl", ".npy", ".csv", ".txt", ".json", ".mat", "
 """Endings of files that look like data sets and cannot be read; no data set has such a name."""
 
 
-def read_npz(request: DataRequest) -> Graph:
-    """The graph in the .npz file ``request.dataset``, named after the file.
+def _read(request: DataRequest) -> RawGraph:
+    """The arrays in the .npz file ``request.dataset``, named after the file.
 
     Keys: ``edge_index`` [2, E]; ``x`` [N, F] or its CSR form ``x_data``, ``x_indices``,
     ``x_indptr``, ``x_shape``; ``y`` [N], or [N, T] for several labels at once, -1 = no label;
@@ -48,41 +48,43 @@ def read_npz(request: DataRequest) -> Graph:
     [E, D], ``edge_type`` [E] if the edges carry data; ``task`` = 'regression' if y holds numbers,
     [N] or [N, T], and not classes. Link prediction needs the edges and features only.
 
-    Warns:
-        UserWarning: loops or duplicate edges, which are removed; masks that overlap.
-
-    Raises:
-        InputError: file missing or unreadable, key missing, or what ``clean`` refuses.
+    ``InputError``: file missing or unreadable, key missing.
     """
     path = Path(os.path.expanduser(request.dataset))
     if os.sep not in request.dataset and request.dataset.endswith(OTHER_FILES):
-        raise InputError(
-            f"--dataset {request.dataset!r}: is no .npz file; write one with numpy.savez(path, "
-            "edge_index=..., x=..., y=..., train_mask=..., ...), or pass a PyG Data from Python: "
-            "Graph.from_pyg(data)"
+        _fail(
+            request.dataset,
+            f"is no .npz file; {_HOW_TO_WRITE}, or pass a PyG Data from Python: "
+            "Graph.from_pyg(data)",
         )
     arrays = _load(path)
     if not request.needs_labels:
         arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
     for key in ("edge_index", "y"):
         if key not in arrays:
-            raise InputError(
-                f"--dataset {str(path)!r}: no key {key!r}; {_nearest(key, arrays)} "
-                "Training needs edge_index, x, y and the masks."
-            )
-    raw = RawGraph(
+            hint = nearest(key, arrays)
+            end = "" if hint.endswith("?") else "."
+            needed = "Training needs edge_index, x, y and the masks."
+            _fail(path, f"no key {key!r}; {hint}{end} {needed}")
+    masks = [arrays.get(field, arrays.get(field + "s")) for field in SPLIT_NAMES]
+    return RawGraph(
         name=path.stem,
         edge_index=arrays["edge_index"],
         x=_features(arrays, path),
         y=arrays["y"],
-        masks=_masks(arrays),
+        masks=None if all(m is None for m in masks) else masks,
         num_classes=_num_classes(arrays, path),
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
-        task=str(arrays["task"]) if "task" in arrays else "classification",
+        task=str(arrays.get("task", "classification")),
+        is_own_data=True,
     )
-    return clean(
-        raw, split=request.split, seed=request.seed, symmetrize=request.symmetrize, report=True
-    )
+
+
+_HOW_TO_WRITE = "write it with numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
+
+
+def _fail(path: str | Path, wrong: str) -> NoReturn:
+    raise InputError(f"--dataset {str(path)!r}: {wrong}") from None
 
 
 def _count(arrays: Arrays) -> int:
@@ -101,22 +103,10 @@ def _load(path: Path) -> Arrays:
                 raise ValueError("a single array, not an .npz file")
             return dict(read_arrays(file, wanted))
     except FileNotFoundError:
-        raise InputError(
-            f"--dataset {str(path)!r}: no such file; give the path of an .npz file or a name "
-            "from `gnnpipe info --list`"
-        ) from None
+        hint = "give the path of an .npz file or a name from `gnnpipe info --list`"
+        _fail(path, f"no such file; {hint}")
     except UNREADABLE as error:
-        why = " ".join(str(error).split())
-        raise InputError(
-            f"--dataset {str(path)!r}: not a readable .npz file ({why}); write it with "
-            "numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
-        ) from None
-
-
-def _nearest(key: str, arrays: Arrays) -> str:
-    """``nearest`` as a whole sentence."""
-    hint = nearest(key, arrays)
-    return hint if hint.endswith("?") else f"{hint}."
+        _fail(path, f"not a readable .npz file ({' '.join(str(error).split())}); {_HOW_TO_WRITE}")
 
 
 def _num_classes(arrays: Arrays, path: Path) -> int | None:
@@ -126,10 +116,11 @@ def _num_classes(arrays: Arrays, path: Path) -> int | None:
     given = arrays["num_classes"]
     count = given.item() if given.size == 1 and given.dtype.kind in "iuf" else math.nan
     if not (1 <= count <= MAX_CLASSES and count == int(count)):
-        raise InputError(
-            f"--dataset {str(path)!r}: num_classes = {' '.join(repr(given.tolist()).split())[:40]} "
-            f"is not one whole number in 1..{MAX_CLASSES}; try the largest label + 1, or leave it "
-            "out"
+        shown = " ".join(repr(given.tolist()).split())[:40]
+        _fail(
+            path,
+            f"num_classes = {shown} is not one whole number in 1..{MAX_CLASSES}; try the largest "
+            "label + 1, or leave it out",
         )
     return int(count)
 
@@ -139,45 +130,36 @@ def _features(arrays: Arrays, path: Path) -> Any:
         return arrays["x"]
     missing = [k for k in SPARSE_KEYS if k not in arrays]
     if len(missing) == len(SPARSE_KEYS):
-        raise InputError(
-            f"--dataset {str(path)!r}: no features, neither key 'x' nor 'x_data'; for a graph "
-            "without features try the identity as CSR: x_data ones(N), x_indices arange(N), "
-            "x_indptr arange(N + 1), x_shape [N, N]"
+        _fail(
+            path,
+            "no features, neither key 'x' nor 'x_data'; for a graph without features try the "
+            "identity as CSR: x_data ones(N), x_indices arange(N), x_indptr arange(N + 1), x_shape "
+            "[N, N]",
         )
     if missing:
-        raise InputError(
-            f"--dataset {str(path)!r}: no key {missing[0]!r}; sparse features need all of "
-            + ", ".join(SPARSE_KEYS)
-        )
+        _fail(path, f"no key {missing[0]!r}; sparse features need all of {', '.join(SPARSE_KEYS)}")
     for key, kinds, wanted in (
         ("x_data", "fiub", "real numbers such as float32"),
         ("x_indices", "iu", "whole numbers such as int64"),
         ("x_indptr", "iu", "whole numbers such as int64"),
     ):
         if arrays[key].dtype.kind not in kinds:
-            raise InputError(
-                f"--dataset {str(path)!r}: {key} is of type {arrays[key].dtype}; try {wanted}"
-            )
+            _fail(path, f"{key} is of type {arrays[key].dtype}; try {wanted}")
     data, indices, indptr, shape = (arrays[k] for k in SPARSE_KEYS)
     try:
         x = sp.csr_array((data, indices, indptr), shape=tuple(int(s) for s in shape))
         x.check_format(full_check=True)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InputError(
-            f"--dataset {str(path)!r}: x_data, x_indices, x_indptr and x_shape are no CSR matrix "
-            f"({error}); try the attributes of scipy.sparse.csr_array(x)"
-        ) from None
+        _fail(
+            path,
+            f"x_data, x_indices, x_indptr and x_shape are no CSR matrix ({error}); try the "
+            "attributes of scipy.sparse.csr_array(x)",
+        )
     return x
-
-
-def _masks(arrays: Arrays) -> list[Any] | None:
-    """The three masks, some of them ``None``; ``None`` if the file has no split at all."""
-    masks = [arrays.get(field, arrays.get(field + "s")) for field in SPLIT_NAMES]
-    return None if all(m is None for m in masks) else masks
 
 
 SOURCE = Source(
     handles=lambda name: os.sep in name or name.endswith((".npz", *OTHER_FILES)),
-    read=read_npz,
+    read=_read,
     listing=(("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),),
 )

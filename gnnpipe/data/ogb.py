@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.download import FetchError, data_root, fetch_zip, locked, tidied
 from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
-from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.npz_archive import UNREADABLE, opened, read_arrays
 
-__all__ = ["OGB_DATASETS", "SOURCE", "read_ogb"]
+__all__ = ["OGB_DATASETS", "SOURCE"]
 
 URL = "http://snap.stanford.edu/ogb/data/nodeproppred/"
 
@@ -41,34 +40,29 @@ class _Ogb:
     size: str
     scheme: str
     classes: int
-    one_direction: bool
+    has_one_direction: bool
     """The files hold each undirected edge once."""
 
 
 OGB_DATASETS = {
-    "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 40, one_direction=False),
-    "ogbn-products": _Ogb("products", "1.4 GB", "sales_ranking", 47, one_direction=True),
-    "ogbn-papers100M": _Ogb("papers100M-bin", "56 GB", "time", 172, one_direction=False),
+    "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 40, has_one_direction=False),
+    "ogbn-products": _Ogb("products", "1.4 GB", "sales_ranking", 47, has_one_direction=True),
+    "ogbn-papers100M": _Ogb("papers100M-bin", "56 GB", "time", 172, has_one_direction=False),
 }
 
 
-def read_ogb(request: DataRequest) -> Graph:
+def _read(request: DataRequest) -> RawGraph:
     """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
 
-    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB; ``symmetrize`` adds the reverse
-    edges.
-
-    Raises:
-        InputError: not on disk with no network; a file missing or damaged.
+    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB. ``InputError``: not on disk with
+    no network; a file missing or damaged.
     """
-    name = request.dataset
-    facts = OGB_DATASETS[name]
-    folder = _folder(name, facts, data_root(request.data_dir))
+    facts = OGB_DATASETS[request.dataset]
+    folder = _folder(request.dataset, facts, data_root(request.data_dir))
     raw = folder / "raw"
     # The small files first: their faults show before minutes of reading.
-    masks = _split(folder / "split", facts.scheme) if request.split == "given" else None
-    binary = (raw / "data.npz").exists()
-    if binary:
+    masks = _split(folder / "split", facts.scheme) if request.needs_split else None
+    if (raw / "data.npz").exists():
         edge_index = _member(raw / "data.npz", "edge_index")
         x = _large_member(raw / "data.npz", "node_feat", folder / "gnnpipe" / "node_feat.npy")
         y = _member(raw / "node-label.npz", "node_label")
@@ -83,20 +77,15 @@ def read_ogb(request: DataRequest) -> Graph:
             f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
             "not one whole number; unpack OGB's archive anew"
         )
-    raw_graph = RawGraph(
-        name=name,
+    return RawGraph(
+        name=request.dataset,
         edge_index=edge_index,
         x=x,
         y=y,
         masks=masks,
         num_vertices=int(counts.item()),
         num_classes=facts.classes,
-    )
-    return clean(
-        raw_graph,
-        split=request.split,
-        seed=request.seed,
-        symmetrize=request.symmetrize or facts.one_direction,
+        has_one_direction=facts.has_one_direction,
     )
 
 
@@ -183,7 +172,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 SOURCE = Source(
     handles=OGB_DATASETS.__contains__,
-    read=read_ogb,
+    read=_read,
     listing=tuple(
         (name, f"OGB's, {facts.size} to download, {facts.classes} classes")
         for name, facts in OGB_DATASETS.items()

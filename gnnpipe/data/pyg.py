@@ -1,87 +1,114 @@
-"""Builds a ``Graph`` from a PyG ``Data`` object of one type of vertices."""
+"""Builds a ``Graph`` from a PyG object: ``Data``, ``HeteroData`` or the parts of a link split."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gnnpipe.data.arrays import array_of, edges_of, shape_of
-from gnnpipe.data.clean import RawGraph, clean
-from gnnpipe.data.messages import fail, warn
+from gnnpipe.data.clean import RawGraph, clean, without_labels
+from gnnpipe.data.hetero import raw_hetero_graph
+from gnnpipe.data.labels import TASKS
+from gnnpipe.data.links import split_links, with_given_links
+from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES
-from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Data
+    from torch_geometric.data import Data, HeteroData
 
-__all__ = ["graph_from_data"]
+__all__ = ["from_pyg", "raw_graph"]
 
 
-def graph_from_data(
-    data: Data,
+def from_pyg(
+    data: Data | HeteroData | Sequence[Data],
     *,
     name: str,
-    split: str = "given",
-    seed: int = 0,
-    symmetrize: bool = False,
-    report: bool = True,
-    task: str = "classification",
+    split: str,
+    seed: int,
+    symmetrize: bool,
+    target: str,
+    task: str,
 ) -> Graph:
-    """A cleaned ``Graph`` from a PyG ``Data``.
+    """The cleaned graph; the arguments are those of ``Graph.from_pyg``."""
+    has_types = hasattr(data, "edge_types") and hasattr(data, "node_types")
+    if task not in (*TASKS, "links"):
+        fail(name, f"task {task!r}", f"{', '.join(TASKS)} or links")
+    if target and (task == "links" or not has_types):
+        what = "links" if task == "links" else "one type of vertices"
+        fail(name, f"target {target!r} has no meaning for {what}", "leave it out")
+    if task == "links":
+        return _graph_of_links(data, name, split, seed, symmetrize)
+    if isinstance(data, list | tuple):
+        hint = "one, or task='links' for the three of RandomLinkSplit"
+        fail(name, f"{len(data)} graphs", hint)
+    if has_types and symmetrize:
+        hint = "torch_geometric.transforms.ToUndirected()"
+        fail(name, "symmetrize has no meaning for relations between types", hint)
+    raw = raw_hetero_graph(data, name, target, seed, task) if has_types else raw_graph(data, name)
+    own = replace(raw, is_own_data=True, task=task)
+    return clean(own, split=split, seed=seed, symmetrize=symmetrize)
+
+
+def _graph_of_links(data: Any, name: str, split: str, seed: int, symmetrize: bool) -> Graph:
+    """A graph for link prediction from a ``Data``, or from the three of ``RandomLinkSplit``."""
+    is_given = isinstance(data, list | tuple)
+    graphs = list(data) if is_given else [data]
+    if not graphs:
+        fail(name, "no graphs", "(train, val, test), as RandomLinkSplit gives them")
+    if is_given and (split != "given" or symmetrize):
+        wrong = "split and symmetrize have no meaning for pairs that are given"
+        fail(name, wrong, "leave them out")
+    for one in graphs:
+        if not hasattr(one, "get"):
+            fail(name, f"a {type(one).__name__}", "a Data, or the three of RandomLinkSplit")
+    if hasattr(graphs[0], "edge_types"):
+        fail(name, "links of several types of vertices", "data.to_homogeneous()")
+    raw = without_labels(raw_graph(graphs[0], name, needs_labels=False))
+    graph = clean(replace(raw, is_own_data=True), symmetrize=symmetrize)
+    return with_given_links(graph, graphs, seed) if is_given else split_links(graph, split, seed)
+
+
+def raw_graph(data: Any, name: str, *, needs_labels: bool = True) -> RawGraph:
+    """The arrays of a PyG ``Data``.
 
     Args:
         data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``,
             whose values are not used); optionally ``edge_weight`` [E], ``edge_attr`` [E, D] and
             ``edge_type`` [E]; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
-            ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices, unless
-            ``split`` gives percentages.
+            ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices.
         name: for messages and for the graph.
-        split: 'given' or percentages such as '60/20/20'.
-        seed: of the split by percentages.
-        symmetrize: add the reverse of every edge.
-        report: warn about content of ``data`` that the graph leaves out.
-        task: 'classification' or 'regression': the meaning of ``y``.
-
-    Warns:
-        UserWarning: masks that overlap; loops, duplicate edges and values of adj_t, if ``report``.
+        needs_labels: False if y and the masks are not used.
 
     Raises:
         InputError: naming the attribute that is missing or wrong.
     """
-    raw, has_values = _raw_graph(data, name, task)
-    graph = clean(raw, split=split, seed=seed, symmetrize=symmetrize, report=report)
-    if has_values and report:
-        warn(name, "the values of adj_t are not used; set data.edge_index and data.edge_weight")
-    return graph
-
-
-def _raw_graph(data: Any, name: str, task: str) -> tuple[RawGraph, bool]:
-    """The arrays of ``data``, and whether adj_t has values."""
     _check_attributes(data, name)
-    x = data.get("x")
+    if needs_labels and data.get("y") is None:
+        fail(name, "no y", "data.y = a class for each vertex, [N], or T labels of 0 and 1, [N, T]")
+    x, y = data.get("x"), data.get("y")
     edge_data = {k: array_of(data[k]) for k in EDGE_DATA if data.get(k) is not None}
-    edge_index, has_values = edges_of(data, repr(name))
+    edge_index, has_values = edges_of(data, name)
     if edge_data and data.get("edge_index") is None:
-        raise InputError(
-            f"dataset {name!r}: {', '.join(edge_data)} beside adj_t, whose edges may be in another "
-            "order; set data.edge_index"
-        )
+        wrong = f"{', '.join(edge_data)} beside adj_t, whose edges may be in another order"
+        fail(name, wrong, "data.edge_index = ...")
     masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
-    raw = RawGraph(
+    unused = "the values of adj_t are not used; set data.edge_index and data.edge_weight"
+    return RawGraph(
         name=name,
         edge_index=edge_index,
         x=None if x is None else array_of(x),
-        y=array_of(data.y),
+        y=None if y is None else array_of(y),
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(shape_of(x)[0]),
         edge_data=edge_data,
-        task=task,
+        notes=[unused] if has_values else [],
     )
-    return raw, has_values
 
 
 def _check_attributes(data: Any, name: str) -> None:
-    """``InputError`` unless the attributes are tensors or arrays and there is a y."""
+    """``InputError`` unless the attributes are tensors or arrays."""
     if not hasattr(data, "get"):
         fail(name, f"a {type(data).__name__}", "a torch_geometric.data.Data or HeteroData")
     for field in ("x", "y", "edge_index", "adj_t", *EDGE_DATA, *SPLIT_NAMES):
@@ -91,8 +118,3 @@ def _check_attributes(data: Any, name: str) -> None:
     x = data.get("x")
     if x is not None and not shape_of(x):
         fail(name, "x is a single number", "[N, F], a row for each vertex")
-    if data.get("y") is None:
-        raise InputError(
-            f"dataset {name!r}: no y; set data.y to a class for each vertex, [N], or to T labels "
-            "of 0 and 1, [N, T]"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,19 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.data.arrays import array_of
+from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.download import data_root, locked, tidied
-from gnnpipe.data.pyg import graph_from_data
+from gnnpipe.data.pyg import raw_graph
 from gnnpipe.data.safe_unpickle import only_data
 from gnnpipe.data.source import DataRequest, Source
-from gnnpipe.data.split import SPLIT_NAMES, STANDARD_SPLIT, split_masks
+from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["PYG_FAMILIES", "SOURCE", "find_pyg", "read_pyg"]
+__all__ = ["PYG_FAMILIES", "SOURCE", "find_pyg"]
 
 
 SPARSE_BELOW = 0.1
@@ -107,13 +107,11 @@ def find_pyg(dataset: str) -> tuple[str, str] | None:
     return None
 
 
-def read_pyg(request: DataRequest) -> Graph:
+def _read(request: DataRequest) -> RawGraph:
     """One of PyG's data sets, through PyG's own class, which downloads it if it is not there.
 
-    Its folder is ``data_dir``/<family>, in PyG's layout.
-
-    Raises:
-        InputError: unknown, or not on disk with no network.
+    Its folder is ``data_dir``/<family>, in PyG's layout. ``InputError``: not on disk with no
+    network.
     """
     dataset = request.dataset
     found = find_pyg(dataset)
@@ -129,21 +127,8 @@ def read_pyg(request: DataRequest) -> Graph:
     if not sp.issparse(x) and np.count_nonzero(x) < SPARSE_BELOW * x.size:
         # PyG unpacks bags of words to dense arrays (1.2 GB for coauthor:Physics).
         data.x = sp.csr_array(x)
-    if request.split == "given" and not family.has_split:
-        y = data.y.reshape(-1).numpy().astype(np.int64)
-        for field, mask in zip(
-            SPLIT_NAMES, split_masks(y >= 0, STANDARD_SPLIT, seed=0), strict=True
-        ):
-            data[field] = mask
-    title = f"{key}:{name}" if name else key
-    return graph_from_data(
-        data,
-        name=title,
-        split=request.split,
-        seed=request.seed,
-        symmetrize=request.symmetrize,
-        report=False,
-    )
+    raw = raw_graph(data, f"{key}:{name}" if name else key)
+    return raw if family.has_split else replace(raw, masks=None, split_seed=0)
 
 
 class _AbsentError(Exception):
@@ -222,7 +207,7 @@ def _listing() -> tuple[tuple[str, str], ...]:
 
 SOURCE = Source(
     handles=lambda name: find_pyg(name) is not None,
-    read=read_pyg,
+    read=_read,
     listing=_listing(),
     names=tuple(_single_names()),
 )

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gnnpipe.graph.graph import Graph
+from gnnpipe.data.clean import RawGraph
 
 __all__ = ["SOURCES", "DataRequest", "Source", "add_source"]
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """A data set to be read, and how; the fields are those of ``TrainConfig``."""
+    """A data set to be read."""
 
     dataset: str
+    """The name given to ``--dataset``."""
     data_dir: str = ""
     """Folder of downloaded data sets; '' is ~/.cache/gnnpipe/datasets."""
-    split: str = "given"
-    """'given' for the data set's own split, or percentages such as '60/20/20'."""
-    seed: int = 0
-    """Of the split by percentages."""
-    symmetrize: bool = False
-    """Add the reverse of every edge."""
+    needs_split: bool = True
+    """False if the data set's own masks will not be used."""
     needs_labels: bool = True
     """False for link prediction: a data set without labels will do."""
 
@@ -33,8 +30,9 @@ class Source:
 
     handles: Callable[[str], bool]
     """Whether a name belongs to this source. Raises ``InputError`` on a name that is nearly one."""
-    read: Callable[[DataRequest], Graph]
-    """Returns the data set; raises ``InputError``."""
+    read: Callable[[DataRequest], RawGraph]
+    """Returns the arrays as they were read: ``load_graph`` checks, splits and symmetrizes them.
+    Raises ``InputError``."""
     listing: tuple[tuple[str, str], ...]
     """(name or pattern of names, a few words of help), for `gnnpipe info --list`."""
     names: tuple[str, ...] = ()

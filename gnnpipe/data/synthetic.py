@@ -16,15 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.source import DataRequest, Source
-from gnnpipe.data.split import STANDARD_SPLIT, split_masks
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph
 from gnnpipe.machine import memory_bytes
 from gnnpipe.registry import nearest
 
-__all__ = ["SOURCE", "Planted", "Rmat", "make_synthetic", "parse_synthetic"]
+__all__ = ["SOURCE", "Planted", "Rmat", "parse_synthetic"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -69,72 +67,54 @@ class Rmat:
 def parse_synthetic(dataset: str) -> Planted | Rmat:
     """The parameters in 'synthetic:planted:n=1000,degree=8' or 'synthetic:rmat:...'.
 
+    ``InputError`` naming a key and value that are not possible.
+
     >>> parse_synthetic("synthetic:rmat:n=1e3")
     Rmat(n=1000, degree=10.0, classes=8, features=64, seed=0)
     """
+    try:
+        return _parsed(dataset)
+    except ValueError as error:
+        raise InputError(f"--dataset {dataset!r}: {error}") from None
+
+
+def _parsed(dataset: str) -> Planted | Rmat:
     kinds: dict[str, type[Planted] | type[Rmat]] = {"planted": Planted, "rmat": Rmat}
     _, _, rest = dataset.partition(":")
     kind, _, text = rest.partition(":")
     if kind not in kinds:
-        raise InputError(
-            f"--dataset {dataset!r}: unknown generator {kind!r}; {nearest(kind, kinds)}"
-        )
+        raise ValueError(f"unknown generator {kind!r}; {nearest(kind, kinds)}")
     defaults: dict[str, Any] = {f.name: f.default for f in fields(kinds[kind])}
     values: dict[str, int | float] = {}
     for item in text.split(",") if text else []:
         key, equals, value = item.partition("=")
         key = key.strip()
         if not equals:
-            raise InputError(
-                f"--dataset {dataset!r}: {item!r} is not key=value; try n=1000,degree=8"
-            )
+            raise ValueError(f"{item!r} is not key=value; try n=1000,degree=8")
         if key not in defaults:
-            raise InputError(
-                f"--dataset {dataset!r}: unknown key {key!r}; {nearest(key, defaults)}"
-            )
+            raise ValueError(f"unknown key {key!r}; {nearest(key, defaults)}")
         if key in values:
-            raise InputError(f"--dataset {dataset!r}: {key} is given twice; leave one out")
-        values[key] = _number(dataset, key, value.strip(), defaults[key])
+            raise ValueError(f"{key} is given twice; leave one out")
+        values[key] = _number(key, value.strip(), defaults[key])
     spec = kinds[kind](**values)  # type: ignore[arg-type]
-    _check(spec, dataset)
+    _check(spec, defaults)
     return spec
 
 
-def make_synthetic(request: DataRequest) -> Graph:
-    """The graph that ``request.dataset`` describes; 'given' is 60/20/20 by the graph's own seed.
-
-    Raises ``InputError`` naming a key and value that are not possible.
-    """
-    spec = parse_synthetic(request.dataset)
-    rng = np.random.default_rng(spec.seed)
-    edges, x, y = _planted(spec, rng) if isinstance(spec, Planted) else _rmat(spec, rng)
-    raw = RawGraph(
-        name=request.dataset,
-        edge_index=edges,
-        x=x,
-        y=y,
-        masks=split_masks(y >= 0, STANDARD_SPLIT, spec.seed),
-        num_classes=spec.classes,
-    )
-    return clean(raw, split=request.split, seed=request.seed, symmetrize=True)
-
-
-def _number(dataset: str, key: str, text: str, default: float) -> int | float:
-    whole = isinstance(default, int)
+def _number(key: str, text: str, default: float) -> int | float:
+    is_whole = isinstance(default, int)
     try:
         value = float(text)
-        if not math.isfinite(value) or (whole and value != int(value)):
-            raise ValueError
     except ValueError:
-        kind = "a whole number" if whole else "a number"
-        shown = " ".join(text.split())
-        raise InputError(
-            f"--dataset {dataset!r}: {key}={shown} is not {kind}; try {key}={default:g}"
-        ) from None
-    return int(value) if whole else value
+        value = math.nan
+    if not math.isfinite(value) or (is_whole and value != int(value)):
+        kind = "a whole number" if is_whole else "a number"
+        raise ValueError(f"{key}={' '.join(text.split())} is not {kind}; try {key}={default:g}")
+    return int(value) if is_whole else value
 
 
-def _check(spec: Planted | Rmat, dataset: str) -> None:
+def _check(spec: Planted | Rmat, defaults: dict[str, Any]) -> None:
+    """``ValueError`` unless a graph with these parameters can be made here."""
     bounds: dict[str, tuple[float, float]] = {
         "n": (2, 2**31 - 1),
         "degree": (0, spec.n - 1),
@@ -144,31 +124,46 @@ def _check(spec: Planted | Rmat, dataset: str) -> None:
         "noise": (0, math.inf),
         "seed": (0, 2**63),
     }
-    defaults: dict[str, Any] = {f.name: f.default for f in fields(spec)}
-    for f in fields(spec):
-        low, high = bounds[f.name]
-        if not low <= getattr(spec, f.name) <= high:
-            raise InputError(
-                f"--dataset {dataset!r}: {f.name}={getattr(spec, f.name)} is not in "
-                f"{low}..{high}; try {f.name}={min(max(low, defaults[f.name]), high):g}"
+    for key, default in defaults.items():
+        low, high = bounds[key]
+        if not low <= getattr(spec, key) <= high:
+            raise ValueError(
+                f"{key}={getattr(spec, key)} is not in {low}..{high}; try "
+                f"{key}={min(max(low, default), high):g}"
             )
     needed = spec.n * (4 * spec.features + 16 * spec.degree)
     if needed > memory_bytes():
-        raise InputError(
-            f"--dataset {dataset!r}: its features and edges take {needed / 2**30:,.0f} GiB, and "
-            f"this machine has {memory_bytes() / 2**30:,.0f}; try a smaller n"
+        raise ValueError(
+            f"its features and edges take {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{memory_bytes() / 2**30:,.0f}; try a smaller n"
         )
     if isinstance(spec, Planted) and spec.degree * spec.homophily > spec.n / spec.classes / 2:
-        raise InputError(
-            f"--dataset {dataset!r}: degree={spec.degree:g} with homophily={spec.homophily:g} does "
-            f"not fit into classes of {spec.n // spec.classes} vertices; try fewer classes or a "
-            f"degree up to {spec.n / spec.classes / 2 / spec.homophily:.1f}"
+        raise ValueError(
+            f"degree={spec.degree:g} with homophily={spec.homophily:g} does not fit into classes "
+            f"of {spec.n // spec.classes} vertices; try fewer classes or a degree up to "
+            f"{spec.n / spec.classes / 2 / spec.homophily:.1f}"
         )
     if isinstance(spec, Rmat) and spec.degree > spec.n / 8:
-        raise InputError(
-            f"--dataset {dataset!r}: degree={spec.degree:g} is too dense for R-MAT on {spec.n} "
-            f"vertices; try a degree up to {spec.n // 8} or a larger n"
+        raise ValueError(
+            f"degree={spec.degree:g} is too dense for R-MAT on {spec.n} vertices; try a degree up "
+            f"to {spec.n // 8} or a larger n"
         )
+
+
+def _make(request: DataRequest) -> RawGraph:
+    """The graph that ``request.dataset`` describes; its own split is 60/20/20 by its own seed."""
+    spec = parse_synthetic(request.dataset)
+    rng = np.random.default_rng(spec.seed)
+    edges, x, y = _planted(spec, rng) if isinstance(spec, Planted) else _rmat(spec, rng)
+    return RawGraph(
+        name=request.dataset,
+        edge_index=edges,
+        x=x,
+        y=y,
+        split_seed=spec.seed,
+        num_classes=spec.classes,
+        has_one_direction=True,
+    )
 
 
 def _pairs(n: int, degree: float, rng: np.random.Generator, draw: Draw) -> Ints:
@@ -256,7 +251,7 @@ def _rmat(spec: Rmat, rng: np.random.Generator) -> tuple[Ints, Floats, Ints]:
 
 SOURCE = Source(
     handles=lambda name: name.partition(":")[0] == "synthetic",
-    read=make_synthetic,
+    read=_make,
     listing=(
         (
             "synthetic:planted",

@@ -231,7 +231,7 @@ class Graph:
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
         ``InputError`` naming the attribute that is missing or wrong.
         """
-        from gnnpipe.data.from_pyg import from_pyg  # the one import that goes up (.importlinter)
+        from gnnpipe.data.pyg import from_pyg  # the one import that goes up (.importlinter)
 
         return from_pyg(
             data, name=name, split=split, seed=seed, symmetrize=symmetrize, target=target, task=task

@@ -20,7 +20,7 @@ TRAIN, VAL, TEST = (np.isin(np.arange(N), part) for part in ([0, 1], [2, 3], [4,
 
 
 def make(edge_index=EDGES, **changes):
-    options = {k: changes.pop(k) for k in ("split", "seed", "symmetrize", "report") if k in changes}
+    options = {k: changes.pop(k) for k in ("split", "seed", "symmetrize") if k in changes}
     arrays = {
         "name": "toy",
         "edge_index": edge_index,
@@ -154,7 +154,7 @@ def test_what_is_removed_is_told_of_own_data_only(more, text, symmetrize):
     quiet = make(edges, symmetrize=symmetrize)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        loud = make(edges, symmetrize=symmetrize, report=True)
+        loud = make(edges, symmetrize=symmetrize, is_own_data=True)
     assert quiet.edge_index.tolist() == loud.edge_index.tolist()
     assert loud.num_edges == (4 if symmetrize else 3)
     assert [w.category for w in told] == [UserWarning] * (text is not None)
@@ -164,7 +164,7 @@ def test_what_is_removed_is_told_of_own_data_only(more, text, symmetrize):
 
 def test_what_is_refused_is_not_commented_on():
     with pytest.raises(InputError, match="x is of type"):
-        make(x=np.full((N, 1), "a"), masks=(TRAIN, TRAIN, TEST), report=True)
+        make(x=np.full((N, 1), "a"), masks=(TRAIN, TRAIN, TEST), is_own_data=True)
 
 
 def test_split_masks_is_the_documented_cut():

@@ -101,7 +101,7 @@ def no_edges(found):
         (two_targets, "a, b have y; try: target='a'"),
         (no_count, "the number of 'c' vertices is not known"),
         (few_labels, r"b\.y has 2 labels for 4 vertices"),
-        (no_edges, "c, of, a: neither edge_index nor adj_t"),
+        (no_edges, "c, of, a.: neither edge_index nor adj_t"),
     ],
 )
 def test_what_is_missing_is_named(fault, message):

@@ -12,7 +12,7 @@ from helpers import quick_config
 
 from gnnpipe import Trainer
 from gnnpipe.data import load, source
-from gnnpipe.data.clean import RawGraph, clean
+from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.load import dataset_names, load_graph
 from gnnpipe.data.source import SOURCES, Source
 from tests.data.refuse import refused
@@ -63,13 +63,12 @@ def test_a_source_of_the_users_own_is_trained_on(monkeypatch):
 
     def read(request):
         rng = np.random.default_rng(0)
-        raw = RawGraph(
+        return RawGraph(
             name="mine",
             edge_index=rng.integers(0, 40, (2, 200)),
             x=rng.standard_normal((40, 3)),
             y=np.arange(40) % 3,
         )
-        return clean(raw, split=request.split, seed=request.seed)
 
     source.add_source(
         Source(

@@ -11,8 +11,9 @@ import scipy.sparse as sp
 import torch
 
 from gnnpipe import Graph
+from gnnpipe.data.clean import clean
 from gnnpipe.data.load import load_graph
-from gnnpipe.data.pyg import graph_from_data
+from gnnpipe.data.pyg import raw_graph
 from gnnpipe.data.pyg_datasets import PYG_FAMILIES, find_pyg
 from gnnpipe.errors import InputError
 
@@ -44,7 +45,7 @@ def test_from_pyg():
     assert g.edge_index.tolist() == [[0, 1, 2], [1, 2, 3]]
     assert g.x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
-    assert graph_from_data(data(), name="t", symmetrize=True).num_edges == 6
+    assert Graph.from_pyg(data(), symmetrize=True).num_edges == 6
 
 
 def test_what_is_not_used_is_told():
@@ -58,7 +59,7 @@ def test_what_is_not_used_is_told():
     ]
     assert {w.filename for w in told} == {__file__}
     loops = data(edge_index=EDGES[:, [0, 1, 2, 2]])
-    assert graph_from_data(loops, name="by name", report=False).num_edges == 3  # without a word
+    assert clean(raw_graph(loops, "by name")).num_edges == 3  # without a word
     dense = torch.zeros(4, 4)
     dense[EDGES[1], EDGES[0]] = 0.5
     with pytest.warns(UserWarning, match="the values of adj_t are not used"):
@@ -134,7 +135,7 @@ def test_masks_as_columns_and_as_indices():
     [
         ({"edge_index": None}, "neither edge_index nor adj_t"),
         ({"x": None}, "no features x"),
-        ({"y": None}, "no y; set data.y"),
+        ({"y": None}, "no y; try: data.y"),
         ({"y": torch.full((4, 3), 2.0)}, r"y\[0, 0\] = 2 is out of range; try: 0, 1, or -1"),
         ({"val_mask": None}, "no val_mask; try: --split 60/20/20"),
         ({"train_mask": None, "val_mask": None, "test_mask": None}, "no split"),
