@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.nn.functional as F
 from torch import fx, nn
 
-from gnnpipe.graph.graph import Graph
+from gnnpipe.errors import InputError
 
 __all__ = [
     "BY_HAND",
@@ -19,13 +19,14 @@ __all__ = [
     "attribute",
     "called",
     "dropout_arguments",
-    "entry",
+    "edges_read",
     "first_line",
     "input_name",
     "input_number",
     "is_input",
     "is_own",
-    "line_of",
+    "name_of",
+    "refuse",
 ]
 
 FEATURES, EDGES = "x", "edge_index"
@@ -37,13 +38,13 @@ OUT_OF_PLACE = "_out_of_place"
 """Suffix of the copy that replaces a module with ``inplace=True``."""
 
 
-def entry(model: nn.Module, graph: Graph) -> str:
-    """The method to record: 'encode' for link prediction if the model has it, else 'forward'.
+def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:
+    """Raise ``InputError`` about the model: the fault, the user's line of ``call``, and a remedy.
 
-    PyG's models for link prediction, and its ``GAE``, return the final rows from ``encode``.
+    Example: 'model: mean mixes vertices (model.py, line 12: x = x.mean(0)); make it ...'.
     """
-    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
-    return "encode" if graph.pairs is not None and encodes else "forward"
+    place = "" if call is None else _line_of(call)
+    raise InputError(f"model: {wrong}{place}" + (f"; {hint}" if hint else "")) from None
 
 
 def called(model: nn.Module, method: str) -> Callable[..., Any]:
@@ -68,7 +69,20 @@ def is_input(call: fx.Node, *kinds: str) -> bool:
     return call.op == "placeholder" and str(call.target).partition("__")[0] in kinds
 
 
-def line_of(call: fx.Node) -> str:
+def edges_read(call: fx.Node) -> fx.Node | None:
+    """The input of edges that a call reads; None if it reads none."""
+    return next((source for source in call.all_input_nodes if is_input(source, EDGES)), None)
+
+
+def name_of(call: fx.Node) -> str:
+    """Name of the function, method or module that is called."""
+    target = call.target
+    if isinstance(target, str):
+        return target.removeprefix("model.")
+    return str(getattr(target, "__name__", target))
+
+
+def _line_of(call: fx.Node) -> str:
     """The user's source line of a call: ' (model.py, line 12: x = x.mean(0))'."""
     lines = (call.stack_trace or "").strip().splitlines()
     own = [i for i, text in enumerate(lines) if text.lstrip().startswith("File") and is_own(text)]

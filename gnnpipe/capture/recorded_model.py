@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
+from torch_geometric import nn as pyg
 
-from gnnpipe.capture.fx_names import called, entry, first_line
+from gnnpipe.capture.fx_names import refuse
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
 from gnnpipe.capture.trial.facts import probe
 from gnnpipe.capture.trial.sample_graph import make_sample
-from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
 
 __all__ = ["RecordedModel", "capture"]
+
+_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 
 
 class RecordedModel(Model):
@@ -57,27 +58,19 @@ class RecordedModel(Model):
 def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:
     """Record a PyG model whose forward takes (x, edge_index).
 
-    Edge data of ``graph`` is passed to forward's parameters of the same name. The recorded model
+    Edge data of ``graph`` is passed to forward's parameters of the same name. For link prediction,
+    ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``. ``is_rounded``: linear maps are computed in bf16,
     except the ones that give the logits. Raises ``InputError`` if the model cannot be recorded.
     """
-    method = entry(model, graph)
-    names = edge_inputs(model, method, graph.edge_data if graph.types is None else {})
+    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
+    method = "encode" if graph.pairs is not None and encodes else "forward"
+    names = _edge_inputs(model, method, graph.edge_data if graph.types is None else {})
     sample = make_sample(model, graph.reduced_to(names))
     if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        try:
-            with torch.no_grad():
-                # Lazy weights take their shape from the first input.
-                dtype = _dtype(model)
-                carried = {
-                    k: v.to(dtype) if v.is_floating_point() else v
-                    for k, v in sample.edge_data.items()
-                }
-                called(model, method)(*_floating(sample.arguments, dtype), **carried)
-        except Exception as error:
-            raise InputError(
-                f"model: fails on a sample in plain PyG: {first_line(error)}"
-            ) from None
+        with torch.no_grad():
+            # Lazy weights take their shape from the first input.
+            sample.call(model, method, next(p.dtype for p in model.parameters()))
     recording = trace(model, method, names, graph)
     facts = probe(model, method, recording, sample)
     return RecordedModel(
@@ -85,11 +78,34 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     )
 
 
-def _floating(arguments: tuple[Any, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model's arguments with features of another dtype."""
-    x, edges = arguments
-    return {k: v.to(dtype) for k, v in x.items()} if isinstance(x, Mapping) else x.to(dtype), edges
+def _edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[str]:
+    """Names in ``known`` (fields of edge data) that are parameters of a method of the model.
 
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    Raises ``InputError`` unless the method takes features, then edges, and has defaults for all
+    other parameters.
+    """
+    owner = model
+    if method == "encode" and isinstance(model, pyg.GAE):
+        owner, method = model.encoder, "forward"  # GAE.encode passes its arguments on.
+    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
+    name = f"{type(owner).__name__}.{method}"
+    # A second argument without a default takes the edges, whatever its name.
+    second = parameters[1] if len(parameters) > 1 else None
+    if (
+        second is None
+        or parameters[0].name in _EDGE_NAMES
+        or (second.name not in _EDGE_NAMES and second.default is not second.empty)
+    ):
+        refuse(
+            f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
+            "edge_index (or adj_t)",
+            "wrap it in a module that does",
+        )
+    named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in named:
+        if p.default is p.empty and p.name not in known:
+            refuse(
+                f"{name} needs {p.name!r}, which the graph has not",
+                "give it a default, or wrap the model in a module that passes it",
+            )
+    return [p.name for p in named if p.name in known]

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from gnnpipe.capture.fx_names import OUT_OF_PLACE, dropout_arguments, line_of
+from gnnpipe.capture.fx_names import OUT_OF_PLACE, dropout_arguments, name_of, refuse
 from gnnpipe.capture.markers import drop
-from gnnpipe.errors import InputError
 
 __all__ = ["check_same_calls", "make_out_of_place", "replace_dropout"]
 
@@ -29,10 +28,7 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
                 continue
             given = dropout_arguments(call.args, call.kwargs)
             if given["training"] and not is_training:
-                raise InputError(
-                    f"model: dropout stays on in evaluation{line_of(call)}; pass "
-                    "training=self.training"
-                )
+                refuse("dropout stays on in evaluation", "pass training=self.training", call)
             on = given["training"] or not is_training
             with module.graph.inserting_after(call):
                 new = module.graph.call_function(
@@ -58,18 +54,13 @@ def check_same_calls(training: fx.GraphModule, evaluation: fx.GraphModule) -> No
         return call.op, str(call.target), str(args)
 
     calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
+    hint = "only dropout and normalisation may"
     numbers = [{call: i for i, call in enumerate(found)} for found in (calls, others)]
     for a, b in zip(calls, others, strict=False):
         if shape(a, numbers[0]) != shape(b, numbers[1]):
-            raise InputError(
-                f"model: forward does other things in training than in evaluation{line_of(a)}; "
-                "only dropout and normalisation may"
-            )
+            refuse("forward does other things in training than in evaluation", hint, a)
     if len(calls) != len(others):
-        raise InputError(
-            "model: forward does more in training than in evaluation, or less; only dropout and "
-            "normalisation may"
-        )
+        refuse("forward does more in training than in evaluation, or less", hint)
 
 
 def _name_inplace(call: fx.Node) -> bool:
@@ -92,39 +83,37 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
     """
     place = {call: i for i, call in enumerate(recording.graph.nodes)}
     for call in place:
-        name = call.target if isinstance(call.target, str) else ""
-        function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
-        if function.endswith("_") and not function.endswith("__"):
-            raise InputError(
-                f"model: {function} changes a value in place{line_of(call)}; use "
-                f"{function.rstrip('_')}"
-            )
-        is_method = call.op == "call_method" and name.endswith("_") and not name.endswith("__")
-        in_place_function = call.op == "call_function" and _name_inplace(call)
-        module = None
-        if call.op == "call_module":
-            module = recording.get_submodule(name)
-        if not (is_method or in_place_function or getattr(module, "inplace", False)):
+        name = name_of(call)
+        if not _replace_in_place(recording, call):
             continue
-        if is_method:
-            if not hasattr(torch.Tensor, name[:-1]):
-                raise InputError(
-                    f"model: {name} changes a value in place{line_of(call)}; use a new one"
-                )
-            call.target = name[:-1]
-        elif in_place_function:
-            call.kwargs = {**call.kwargs, "inplace": False}
-        elif module is not None:
-            twin: Any = copy.copy(module)
-            twin.inplace = False
-            recording.add_submodule(f"{name}{OUT_OF_PLACE}", twin)
-            call.target = f"{name}{OUT_OF_PLACE}"
         changed = call.args[0] if call.args else None
-        if isinstance(changed, fx.Node) and changed.op == "get_attr":
-            raise InputError(
-                f"model: {name} changes {str(changed.target).removeprefix('model.')} in place"
-                f"{line_of(call)}; a recording keeps no state between epochs"
-            )
         if isinstance(changed, fx.Node):
+            if changed.op == "get_attr":
+                hint = "a recording keeps no state between epochs"
+                refuse(f"{name} changes {name_of(changed)} in place", hint, call)
             for reader in [user for user in changed.users if place[user] > place[call]]:
                 reader.replace_input_with(changed, call)
+
+
+def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
+    """Replace the target of an in-place call; False if the call changes nothing in place."""
+    name = call.target if isinstance(call.target, str) else ""
+    function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
+    if function.endswith("_") and not function.endswith("__"):
+        refuse(f"{function} changes a value in place", f"use {function.rstrip('_')}", call)
+    if call.op == "call_method" and name.endswith("_") and not name.endswith("__"):
+        if not hasattr(torch.Tensor, name[:-1]):
+            refuse(f"{name} changes a value in place", "use a new one", call)
+        call.target = name[:-1]
+        return True
+    if call.op == "call_function" and _name_inplace(call):
+        call.kwargs = {**call.kwargs, "inplace": False}
+        return True
+    module = recording.get_submodule(name) if call.op == "call_module" else None
+    if module is None or not getattr(module, "inplace", False):
+        return False
+    twin: Any = copy.copy(module)
+    twin.inplace = False
+    call.target = f"{name}{OUT_OF_PLACE}"
+    recording.add_submodule(call.target, twin)
+    return True

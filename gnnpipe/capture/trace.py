@@ -12,7 +12,8 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn.conv import hetero_conv
 
 from gnnpipe.capture.fx_names import (
     BY_HAND,
@@ -31,20 +33,16 @@ from gnnpipe.capture.fx_names import (
     input_number,
     is_input,
     is_own,
+    refuse,
 )
 from gnnpipe.capture.markers import drop
-from gnnpipe.capture.pyg_patches import patched_pyg
 from gnnpipe.capture.rewrite import check_same_calls, make_out_of_place, replace_dropout
 from gnnpipe.capture.rules.attention import ATTENTION_RULES
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
 from gnnpipe.capture.rules.edge_conv import EDGE_RULES
 from gnnpipe.capture.rules.hetero import HETERO_RULES
 from gnnpipe.capture.rules.norms import NORMS
-from gnnpipe.capture.vertex_parameters import (
-    check_vertex_weights,
-    mark_vertex_weights,
-    vertex_weights,
-)
+from gnnpipe.capture.vertex_parameters import check_vertex_weights, mark_vertex_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
@@ -86,7 +84,7 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
     check_same_calls(training, evaluation)
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
-    check_vertex_weights(training, vertex_weights(training), graph.vertex_counts)
+    check_vertex_weights(training, graph.vertex_counts)
     observed = _observed(training)
     training.graph.eliminate_dead_code()
     for path in sorted(observed - _observed(training)):
@@ -181,9 +179,10 @@ class _Tracer(fx.Tracer):
             if found is not None:
                 return found
         if isinstance(m, pyg.Aggregation):
-            raise InputError(
-                f"model: {self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, "
-                "which a chunk cannot; only vertex-wise outputs can be trained"
+            refuse(
+                f"{self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, which a "
+                "chunk cannot",
+                "only vertex-wise outputs can be trained",
             )
         if type(m) in HETERO_RULES and self._types is not None:
             given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
@@ -242,17 +241,12 @@ class _Tracer(fx.Tracer):
 
 def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
     root, tracer = _ModelCall(model, method), _Tracer(names, graph.types)
+    name = type(model).__name__
     before = _random_state()
     try:
-        with patched_pyg():
+        with _patched_pyg():
             recording = fx.GraphModule(root, tracer.trace(root))
             _choose_target(recording, graph.target)
-        if _random_state() != before:
-            raise InputError(
-                f"model: {type(model).__name__}.forward decides by random numbers what it calls "
-                "(stochastic depth?); the recording would repeat one decision in every epoch"
-            )
-        return recording
     except InputError:
         raise
     except Exception as error:
@@ -262,16 +256,21 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
         if frames:
             where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
         if isinstance(error, KeyError) and graph.types is not None:
-            relations = ", ".join(map(str, graph.relations))
-            raise InputError(
-                f"model: {type(model).__name__} asks for {error} ({where}), which the graph has "
-                f"not: its types with features are {', '.join(graph.types.features) or 'none'}, "
-                f"its relations {relations}"
-            ) from None
-        raise InputError(
-            f"model: {type(model).__name__} cannot be traced: {first_line(error)} ({where}). Make "
-            f"that line independent of the data, {BY_HAND}"
-        ) from None
+            refuse(
+                f"{name} asks for {error} ({where}), which the graph has not: its types with "
+                f"features are {', '.join(graph.types.features) or 'none'}, its relations "
+                f"{', '.join(map(str, graph.relations))}"
+            )
+        refuse(
+            f"{name} cannot be traced: {first_line(error)} ({where}). Make that line independent "
+            f"of the data, {BY_HAND}"
+        )
+    if _random_state() != before:
+        refuse(
+            f"{name}.forward decides by random numbers what it calls (stochastic depth?)",
+            "the recording would repeat one decision in every epoch",
+        )
+    return recording
 
 
 def _choose_target(recording: fx.GraphModule, target: str) -> None:
@@ -280,10 +279,8 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
     result = output.args[0]
     if target and isinstance(result, Mapping):
         if not isinstance(result.get(target), fx.Node):
-            raise InputError(
-                f"model: forward gives results for {', '.join(map(str, result)) or 'nothing'}, "
-                f"but {target!r} has the labels"
-            )
+            given = ", ".join(map(str, result)) or "nothing"
+            refuse(f"forward gives results for {given}, but {target!r} has the labels")
         output.args = (result[target],)
         recording.graph.eliminate_dead_code()
 
@@ -291,3 +288,40 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
 def _random_state() -> tuple[bytes, str, str]:
     state = torch.random.get_rng_state().numpy().tobytes()
     return state, str(random.getstate()), str(np.random.get_state())
+
+
+@contextmanager
+def _patched_pyg() -> Iterator[None]:
+    """Context in which aggregations and HeteroConv can be traced.
+
+    ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv branches on
+    whether a result is a tuple, which a traced value does not know.
+    """
+    original = pyg.Aggregation.__call__
+
+    def traced_call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, fx.Proxy):
+            tracer: Any = x.tracer
+            return tracer.call_module(self, self.forward, (x, *args), kwargs)
+        return original(self, x, *args, **kwargs)
+
+    grouping = hetero_conv.group
+    pyg.Aggregation.__call__, hetero_conv.group = traced_call, _group
+    try:
+        yield
+    finally:
+        pyg.Aggregation.__call__, hetero_conv.group = original, grouping
+
+
+def _group(values: list[Any], how: str | None) -> Any:
+    """PyG's ``hetero_conv.group`` without the branch on tuples."""
+    if not values:
+        return None
+    if how is None:
+        return torch.stack(values, dim=1)
+    if len(values) == 1:
+        return values[0]
+    if how == "cat":
+        return torch.cat(values, dim=-1)
+    found = getattr(torch, how)(torch.stack(values, dim=0), dim=0)
+    return found[0] if how in ("min", "max") else found

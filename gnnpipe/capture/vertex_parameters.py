@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
-from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.fx_names import attribute, refuse
 from gnnpipe.capture.markers import of_vertices
-from gnnpipe.errors import InputError
 
 __all__ = ["check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights"]
 
@@ -30,11 +29,8 @@ def mark_vertex_weights(
             continue
         path = str(call.target)
         weight = attribute(recording, path)
-        if (
-            not isinstance(weight, nn.Parameter)
-            or weight.dim() < 2
-            or len(weight) not in counts.values()
-        ):
+        is_weight = isinstance(weight, nn.Parameter) and weight.dim() >= 2
+        if not is_weight or len(weight) not in counts.values():
             continue
         # In the recording's own module tree the owner may be a plain nn.Module.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
@@ -54,24 +50,21 @@ def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
     types = [name for name, found in counts.items() if found == count]
     named = [name for name in types if name in path.split(".")]
     if len(types) > 1 and len(named) != 1:
-        raise InputError(
-            f"model: {path.removeprefix('model.')} has {count} rows, and {' and '.join(types)} "
-            "have as many vertices; keep it in a ModuleDict or ParameterDict under the type's name"
+        refuse(
+            f"{path.removeprefix('model.')} has {count} rows, and {' and '.join(types)} have as "
+            "many vertices",
+            "keep it in a ModuleDict or ParameterDict under the type's name",
         )
     return (named or types)[0]
 
 
-def check_vertex_weights(
-    recording: fx.GraphModule, paths: Mapping[str, str], counts: Mapping[str, int]
-) -> None:
+def check_vertex_weights(recording: fx.GraphModule, counts: Mapping[str, int]) -> None:
     """Raises ``InputError`` for a weight whose number of rows is not that of the vertices."""
-    for path, vertex_type in paths.items():
-        found = len(attribute(recording, path))
-        if found != counts[vertex_type]:
-            raise InputError(
-                f"model: {path.removeprefix('model.')} has {found} rows, but the graph has "
-                f"{counts[vertex_type]} {vertex_type} vertices".replace("  ", " ")
-            )
+    for path, vertex_type in vertex_weights(recording).items():
+        found, n = len(attribute(recording, path)), counts[vertex_type]
+        if found != n:
+            kind = f"{vertex_type} vertices".strip()
+            refuse(f"{path.removeprefix('model.')} has {found} rows, but the graph has {n} {kind}")
 
 
 def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
@@ -88,7 +81,8 @@ def cut_vertex_weights(
     Rows repeat where the sample has more vertices than the graph.
     """
     for path, vertex_type in paths.items():
-        owner = module.get_submodule(path.rpartition(".")[0])
-        weight = owner.get_parameter(path.rpartition(".")[2])
+        owner_path, _, name = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        weight = owner.get_parameter(name)
         chosen = torch.arange(counts[vertex_type]) % len(weight)
-        setattr(owner, path.rpartition(".")[2], nn.Parameter(weight.detach()[chosen]))
+        setattr(owner, name, nn.Parameter(weight.detach()[chosen]))

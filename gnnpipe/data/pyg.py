@@ -41,7 +41,7 @@ def from_pyg(
     if task == "links":
         return _graph_of_links(data, name, split, seed, symmetrize)
     if isinstance(data, list | tuple):
-        hint = "one, or task='links' for the three of RandomLinkSplit"
+        hint = "give one, or task='links' for the three of RandomLinkSplit"
         fail(name, f"{len(data)} graphs", hint)
     if has_types and symmetrize:
         hint = "torch_geometric.transforms.ToUndirected()"

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import BY_HAND, called, first_line
+from gnnpipe.capture.fx_names import BY_HAND, refuse
 from gnnpipe.capture.stage.conv_dropout import NoDropout
 from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
-from gnnpipe.errors import InputError
 
 __all__ = ["check_equals_model"]
 
@@ -33,13 +32,8 @@ def check_equals_model(
     cut_vertex_weights(plain, paths, sample.counts)
     perturb_weights(plain, names_of_weights(model, model))
     with torch.enable_grad():
-        try:
-            with NoDropout():
-                truth = called(plain, method)(*sample.arguments, **sample.edge_data)
-        except Exception as error:
-            raise InputError(
-                f"model: fails on a sample in plain PyG: {first_line(error)}"
-            ) from None
+        with NoDropout():
+            truth = sample.call(plain, method, torch.float64)
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
         again = SampleRun(run.module, sample)
@@ -53,19 +47,17 @@ def check_equals_model(
                 (out * towards).sum().backward()
     # Some PyG convolutions compute edge weights in float32 for rows of any dtype.
     if not torch.allclose(truth, found, 1e-6, 1e-6):
-        raise InputError(
-            f"model: its recording gives other numbers than the model on a sample (by "
-            f"{float((truth - found).abs().max()):.1e}); forward depends on something that a "
-            f"recording cannot hold, {BY_HAND}"
+        refuse(
+            "its recording gives other numbers than the model on a sample (by "
+            f"{float((truth - found).abs().max()):.1e})",
+            f"forward depends on something that a recording cannot hold, {BY_HAND}",
         )
     every = run.module.named_parameters(remove_duplicate=False)
     recorded = {names[path]: p for path, p in every if path in names}
     for name, parameter in plain.named_parameters():
         if not _same_gradient(parameter, recorded.get(name)):
-            raise InputError(
-                f"model: the gradient of {name} is another in its recording; forward holds "
-                f"gradients back or makes its own (no_grad, autograd.Function), {BY_HAND}"
-            )
+            hint = "forward holds gradients back or makes its own (no_grad, autograd.Function)"
+            refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
 
 
 def _same_gradient(truth: Tensor, found: Tensor | None) -> bool:

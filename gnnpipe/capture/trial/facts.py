@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import EDGES, FEATURES, input_number, is_input, line_of
+from gnnpipe.capture.fx_names import (
+    EDGES,
+    FEATURES,
+    edges_read,
+    input_number,
+    is_input,
+    name_of,
+    refuse,
+)
 from gnnpipe.capture.markers import aggregate, drop, of_vertices
 from gnnpipe.capture.trial.compare import check_equals_model
 from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
-from gnnpipe.capture.trial.rowwise import name_of
-from gnnpipe.capture.trial.run import SampleRun
+from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.capture.trial.saved_tensors import saved_by_calls
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
-from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, relation_ends
 
@@ -90,10 +96,8 @@ def probe(
             depends = is_source or any(s.depends for s in sources)
             of_edges = _is_of_edges(call, sources)
             if call.target is drop and not depends:
-                raise InputError(
-                    f"model: dropout of a weight{line_of(call)}; only dropout of vertex rows "
-                    "has masks that do not depend on the chunks"
-                )
+                hint = "only dropout of vertex rows has masks that do not depend on the chunks"
+                refuse("dropout of a weight", hint, call)
             vertex_type = _type_of(own, call, found, sample) if depends and not of_edges else ""
             are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
             value = run.whole[call]
@@ -113,7 +117,7 @@ def probe(
             found[own] = replace(
                 found[own],
                 is_saved=is_kept,
-                saved=saved[call].beside + value,
+                saved=saved[call].extra + value,
                 saved_per_edge=saved[call].per_edge,
             )
     return found
@@ -129,16 +133,14 @@ def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: S
         number = input_number(call)
         types = sample.graph.types
         return "" if number is None or types is None else types.names[number]
-    edges = [source for source in (call, *call.all_input_nodes) if is_input(source, EDGES)]
-    if edges:
-        return sample.ends[str(edges[0].target)][1]
+    edges = call if is_input(call, EDGES) else edges_read(call)
+    if edges is not None:
+        return sample.ends[str(edges.target)][1]
     sources = [found[s] for s in own.all_input_nodes if found[s].depends]
     kinds = sorted({s.vertex_type for s in sources if not s.of_edges})
     if len(kinds) > 1:
-        raise InputError(
-            f"model: {name_of(call)} mixes rows of {' and '.join(kinds)}{line_of(call)}; only a "
-            "convolution leads from one type of vertices to another"
-        )
+        hint = "only a convolution leads from one type of vertices to another"
+        refuse(f"{name_of(call)} mixes rows of {' and '.join(kinds)}", hint, call)
     return kinds[0] if kinds else ""
 
 
@@ -149,16 +151,11 @@ def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
     """
     if is_input(call, *EDGE_DATA):
         return True
-    if not any(s.of_edges for s in sources) or any(
-        is_input(source, EDGES) for source in call.all_input_nodes
-    ):
+    if not any(s.of_edges for s in sources) or edges_read(call) is not None:
         return False
     if any(s.depends and not s.of_edges for s in sources) or call.target in (drop, aggregate):
         what = "dropout or normalisation" if call.target in (drop, aggregate) else name_of(call)
-        raise InputError(
-            f"model: {what} works on the edges outside of a convolution{line_of(call)}; "
-            "put this into a MessagePassing, or prepare the edges before the graph is made"
-        )
+        refuse_edge_work(what, call)
     return True
 
 
@@ -168,7 +165,5 @@ def _check_output(call: fx.Node, run: SampleRun) -> None:
     n = run.sample.counts[run.sample.graph.target]
     if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != n:
         what = list(value.shape) if isinstance(value, Tensor) else type(result).__name__
-        raise InputError(
-            f"model: forward must return one tensor [N, classes], not {what}; wrap it in a module "
-            "that returns the logits"
-        )
+        hint = "wrap it in a module that returns the logits"
+        refuse(f"forward must return one tensor [N, classes], not {what}", hint)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
-from gnnpipe.capture.fx_names import EDGES, attribute, first_line, is_input, line_of
+from gnnpipe.capture.fx_names import (
+    BY_HAND,
+    EDGES,
+    attribute,
+    edges_read,
+    first_line,
+    is_input,
+    name_of,
+    refuse,
+)
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import FORMS, BlockConv
 from gnnpipe.capture.stage.conv_dropout import DropoutKinds, NoDropout
-from gnnpipe.capture.trial.rowwise import check_rows, name_of
 from gnnpipe.capture.trial.sample_graph import Sample
-from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
 from gnnpipe.models.layer import Rows
+from gnnpipe.ops.saved_tensors import tensors_in
 
-__all__ = ["SampleRun"]
+__all__ = ["SampleRun", "refuse_edge_work"]
 
 Found = dict[fx.Node, Any]
 """Values by the call that made them."""
@@ -56,7 +64,7 @@ class SampleRun:
         value: Any
         if call.op == "placeholder":
             value = sample.inputs[str(call.target)]
-        elif any(is_input(source, EDGES) for source in call.all_input_nodes):
+        elif edges_read(call) is not None:
             value, form, drops = self._convolve(call)
         elif call.target is aggregate:
             value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
@@ -68,7 +76,7 @@ class SampleRun:
             are_first = True
             if depends:
                 count = sample.num_edges if of_edges else sample.counts[vertex_type]
-                are_first = check_rows(call, value, halves, count, of_edges)
+                are_first = _are_rows_first(call, value, halves, count, of_edges)
             self._keep(call, value, halves)
             return are_first, form, drops
         if is_input(call, EDGES):
@@ -102,13 +110,10 @@ class SampleRun:
         chosen = graph.row_types
         matrix = torch.from_numpy(rows[chosen[target]][:, chosen[source]].toarray())
         if len(x) != matrix.shape[1]:
-            raise InputError(
-                f"model: {name_of(call)} is given rows of "
-                f"{self.types.get(call.all_input_nodes[0], '') or 'another type'}, but the edges "
-                f"lead from {source} to {target}{line_of(call)}"
-            )
-        found = matrix @ x.flatten(1)
-        return found.reshape(len(found), *x.shape[1:])
+            found = self.types.get(call.all_input_nodes[0], "") or "another type"
+            edges = f"the edges lead from {source} to {target}"
+            refuse(f"{name_of(call)} is given rows of {found}, but {edges}", call=call)
+        return (matrix @ x.flatten(1)).reshape(len(matrix), *x.shape[1:])
 
     def _keep(self, call: fx.Node, value: Any, halves: list[Any]) -> None:
         self.whole[call] = value
@@ -129,34 +134,28 @@ class SampleRun:
                 return self.module.get_submodule(target)(*args, **kwargs)
             return attribute(self.module, target)
         except Exception as error:
-            raise InputError(
-                f"model: {name_of(call)} fails on a sample: {first_line(error)}{line_of(call)}"
-            ) from None
+            refuse(f"{name_of(call)} fails on a sample: {first_line(error)}", call=call)
 
     def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:
         """Result, form and dropouts of an unchanged convolution."""
         is_module = call.op == "call_module"
         conv = self.module.get_submodule(str(call.target)) if is_module else None
         if not isinstance(conv, MessagePassing):
-            raise InputError(
-                f"model: {name_of(call)} works on the edges outside of a convolution{line_of(call)}"
-                "; prepare the edges before the graph is made, or put this into a MessagePassing"
-            )
-        index = next(source for source in call.all_input_nodes if is_input(source, EDGES))
+            refuse_edge_work(name_of(call), call)
+        index = edges_read(call)
+        assert index is not None
         source, target = self.sample.ends[str(index.target)]
         counts, num_edges = self.sample.counts, self.sample.edges[str(index.target)].shape[1]
         with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
             whole = self.call(call, self.whole)
         if not isinstance(whole, Tensor):
-            raise InputError(
-                f"model: {name_of(call)} returns more than its rows{line_of(call)}; have it return "
-                "the rows alone (attention's weights: ask for them outside of training)"
-            )
+            hint = "return the rows alone; read attention weights outside of training"
+            refuse(f"{name_of(call)} returns more than its rows", hint, call)
+        read = {k: self.whole[k] for k in call.all_input_nodes if k not in self.of_edges}
         rows = {
             k: v
-            for k, v in ((k, self.whole[k]) for k in call.all_input_nodes)
+            for k, v in read.items()
             if isinstance(v, Tensor)
-            and k not in self.of_edges
             and self.types[k] in (source, target)
             and v.shape[:1] == (counts[self.types[k]],)
         }
@@ -164,18 +163,20 @@ class SampleRun:
         reason = ""
         for form in FORMS:
             try:
-                block_conv = BlockConv(
-                    conv, call, shapes, form, kinds.found, of_edges=self.of_edges
-                )
+                block_conv = BlockConv(conv, call, shapes, form, kinds.found, 0, self.of_edges)
                 if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
-                    return whole, form, tuple(kinds.found)
+                    break
                 reason = "the rows differ"
             except Exception as error:
                 reason = reason or str(error)
-        raise InputError(
-            f"model: {name_of(call)} ({type(conv).__name__}) does not give the same rows when it "
-            f"is shown only the edges into them: {reason}{line_of(call)}. {_advice(conv)}"
-        )
+        else:
+            refuse(
+                f"{name_of(call)} ({type(conv).__name__}) does not give the same rows when it is "
+                f"shown only the edges into them: {reason}",
+                _advice(conv),
+                call,
+            )
+        return whole, form, tuple(kinds.found)
 
     def _agrees(
         self,
@@ -208,24 +209,73 @@ class SampleRun:
 
 def _advice(conv: MessagePassing) -> str:
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
-        return "It sends from target to source: reverse the edges (edge_index.flip(0)) instead"
+        return "it sends from target to source: reverse the edges (edge_index.flip(0)) instead"
     norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and isinstance(conv, pyg.EdgeConv):
         return (
-            "It holds a BatchNorm1d that cannot be taken apart: let there be one, right behind the "
+            "it holds a BatchNorm1d that cannot be taken apart: let there be one, right behind the "
             "first linear layer of its nn, and read x, not a pair"
         )
     if norms and not isinstance(conv, pyg.GINConv):
         return (
-            f"It holds a {type(norms[0]).__name__}, whose statistics would be those of a chunk: "
+            f"it holds a {type(norms[0]).__name__}, whose statistics would be those of a chunk: "
             "put the norm behind the convolution, or use LayerNorm inside"
         )
     if type(conv) in RULES:
         return (
-            "It normalises over the whole graph, which is supported only with its default settings "
+            "it normalises over the whole graph, which is supported only with its default settings "
             "and with edge_weight as the graph has it: compute the weights before the graph is made"
         )
-    return "It may read degrees or statistics of the whole graph, or draw random numbers"
+    return "it may read degrees or statistics of the whole graph, or draw random numbers"
+
+
+def refuse_edge_work(what: str, call: fx.Node) -> NoReturn:
+    """Raise ``InputError`` about work on the edges outside of a convolution."""
+    hint = "put this into a MessagePassing, or prepare the edges before the graph is made"
+    refuse(f"{what} works on the edges outside of a convolution", hint, call)
+
+
+def _are_rows_first(
+    call: fx.Node, value: Any, half_values: list[Any], count: int, of_edges: bool
+) -> bool:
+    """Whether rows are the first dimension of every tensor in a row-wise call's value.
+
+    Raises ``InputError`` unless the values of both halves are the parts of the whole value. Only
+    tensors are compared; a count or a shape matters in the calls that use it. ``of_edges``: rows
+    are edges.
+    """
+    one, many = ("edge", "edges") if of_edges else ("vertex", "vertices")
+    halves = [list(tensors_in(half)) for half in half_values]
+    are_first = True
+    for index, tensor in enumerate(tensors_in(value)):
+        places = [d for d, size in enumerate(tensor.shape) if size == count]
+        if not places:
+            refuse(
+                f"{name_of(call)} does not keep one row for each {one} (it gives "
+                f"{list(tensor.shape)} for {count} {many})",
+                "only vertex-wise work and convolutions can be cut into chunks",
+                call,
+            )
+        parts = [half[index] for half in halves]
+        if not any(_fits(tensor, parts, place) for place in places):
+            refuse(
+                f"{name_of(call)} mixes {many} or draws random numbers",
+                "it would give another result chunk by chunk. Make it work row by row, " + BY_HAND,
+                call,
+            )
+        are_first &= places[0] == 0
+    return are_first
+
+
+def _fits(whole: Tensor, parts: list[Tensor], place: int) -> bool:
+    """Whether the parts, concatenated in a dimension, equal the whole."""
+    try:
+        joined = torch.cat(parts, dim=place)
+    except (RuntimeError, IndexError):
+        return False
+    return joined.shape == whole.shape and torch.allclose(
+        joined.double(), whole.double(), 1e-9, 1e-12, equal_nan=True
+    )
 
 
 def _places(order: Tensor) -> Tensor:

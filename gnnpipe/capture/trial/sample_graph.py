@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.capture.fx_names import EDGES, FEATURES, input_name
+from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_name, refuse
 from gnnpipe.graph.graph import Features, Graph
-from gnnpipe.graph.types import VertexTypes
 
 __all__ = ["Sample", "make_sample"]
 
@@ -37,14 +36,24 @@ class Sample:
     edge_data: Mapping[str, Tensor]
     """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
 
-    @property
-    def arguments(self) -> tuple[Any, Any]:
-        """Arguments of the model: features and edges, dicts if there are several types."""
-        types = self.graph.types
-        if types is None:
-            return self.x[""], self.edges[EDGES]
-        edges = {r: self.edges[input_name(EDGES, i)] for i, r in enumerate(types.relations)}
-        return dict(self.x), edges
+    def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:
+        """The result of the user's method in plain PyG, on floating-point numbers of a type.
+
+        With several vertex types, features and edges are passed as dicts. ``InputError`` if the
+        method fails.
+        """
+        x = {t: rows.to(dtype) for t, rows in self.x.items()}
+        carried = {
+            k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()
+        }
+        names = {r: input_name(EDGES, i) for i, r in enumerate(self.graph.relations)}
+        given: Any = (x, {relation: self.edges[name] for relation, name in names.items()})
+        if self.graph.types is None:
+            given = (x[""], self.edges[EDGES])
+        try:
+            return called(model, method)(*given, **carried)
+        except Exception as error:
+            refuse(f"fails on a sample in plain PyG: {first_line(error)}")
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -85,48 +94,31 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     """
     rng = np.random.default_rng(0)
     types = of.types
-    widths = (
-        {"": of.num_features}
-        if types is None
-        else {t: int(x.shape[1]) for t, x in types.features.items()}
-    )
-    counts = _counts(model, tuple(of.row_types), set(widths.values()))
-    if types is None:
-        relations = {EDGES: ("", "")}
-    else:
-        relations = {
-            input_name(EDGES, i): (source, target)
-            for i, (source, _, target) in enumerate(types.relations)
-        }
+    features = {"": of.x} if types is None else types.features
+    counts = _counts(model, tuple(of.row_types), {int(x.shape[1]) for x in features.values()})
+    ends = {EDGES: ("", "")}
+    if types is not None:
+        ends = {input_name(EDGES, i): (s, t) for i, (s, _, t) in enumerate(types.relations)}
     edges = {
         name: _random_edges(counts[source], counts[target], source == target, rng)
-        for name, (source, target) in relations.items()
+        for name, (source, target) in ends.items()
     }
-    x = {t: _features(of.features(t), counts[t], rng) for t in widths}
-    graph = _joined(counts, relations, edges)
+    rows = {t: torch.from_numpy(_features(x, counts[t], rng)) for t, x in features.items()}
+    graph = _joined(counts, ends, edges)
+    carried: dict[str, Tensor] = {}
     if types is None:
         data: dict[str, Any] = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
-        bare: dict[str, Any] = {"edge_type": None}
-        graph = replace(graph, **(bare | data))
+        graph = replace(graph, **({"edge_type": None} | data))
+        found = {k: torch.from_numpy(v) for k, v in data.items()}
+        carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     else:
-        typed = VertexTypes(
-            types.names,
-            np.repeat(np.arange(len(counts)), list(counts.values())),
-            np.concatenate([np.arange(n) for n in counts.values()]),
-            {},
-            types.relations,
-            types.target,
+        of_vertex = np.repeat(np.arange(len(counts)), list(counts.values()))
+        number = np.concatenate([np.arange(n) for n in counts.values()])
+        graph = replace(
+            graph, types=replace(types, of_vertex=of_vertex, number=number, features={})
         )
-        graph = replace(graph, types=typed)
-    carried = {} if types is not None else graph.edge_data
-    found = {k: torch.from_numpy(v) for k, v in carried.items()}
-    return Sample(
-        {t: torch.from_numpy(v) for t, v in x.items()},
-        {name: torch.from_numpy(v) for name, v in edges.items()},
-        relations,
-        graph,
-        {k: v.double() if v.is_floating_point() else v for k, v in found.items()},
-    )
+    tensors = {name: torch.from_numpy(v) for name, v in edges.items()}
+    return Sample(rows, tensors, ends, graph, carried)
 
 
 def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[str, int]:
@@ -155,15 +147,15 @@ def _random_edges(
 
 def _joined(
     counts: Mapping[str, int],
-    relations: Mapping[str, tuple[str, str]],
+    ends: Mapping[str, tuple[str, str]],
     edges: Mapping[str, npt.NDArray[np.int64]],
 ) -> Graph:
     """One graph of all vertex types and relations."""
     n = sum(counts.values())
     first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
-    source = np.concatenate([edges[k][0] + first[s] for k, (s, _) in relations.items()])
-    target = np.concatenate([edges[k][1] + first[t] for k, (_, t) in relations.items()])
-    kind = np.repeat(np.arange(len(relations)), [edges[k].shape[1] for k in relations])
+    source = np.concatenate([edges[k][0] + first[s] for k, (s, _) in ends.items()])
+    target = np.concatenate([edges[k][1] + first[t] for k, (_, t) in ends.items()])
+    kind = np.repeat(np.arange(len(ends)), [edges[k].shape[1] for k in ends])
     order = np.lexsort((source, target))
     mask = np.ones(n, dtype=bool)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=n))])
