@@ -2,11 +2,10 @@
 
 In the order in which ``capture`` uses them:
 
-- ``signature``: arguments that the model's forward takes.
 - ``trace``: records forward with torch.fx. ``rules`` replace the convolutions and normalisations
   that can be written as products with fixed matrices, means and row-wise work; ``markers`` are the
-  calls that stand for the runtime's work. ``pyg_patches`` makes PyG traceable, ``rewrite`` removes
-  in-place calls, ``vertex_parameters`` finds weights with one row for each vertex.
+  calls that stand for the runtime's work. ``rewrite`` removes in-place calls, and
+  ``vertex_parameters`` finds weights with one row for each vertex.
 - ``trial``: runs the recording on a small random graph, refuses calls that cannot run chunk by
   chunk, and compares the results with those of the model itself.
 - ``recording``: the recorded calls and queries about them.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gnnpipe.capture.fx_names import first_line
+from gnnpipe.capture.fx_names import first_line, refuse
 from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
 from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
@@ -43,7 +43,8 @@ class PairModel(Model):
         """
         self.inner, self.num_ops, self.width = inner, num_ops, width
         self.name = inner.name
-        decode = _try_out(inner.module, width)
+        self.has_decode = inspect.ismethod(getattr(inner.module, "decode", None))
+        decode = _try_out(inner.module, width) if self.has_decode else _Decode()
         self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
         """For ``decode``: kinds of rows of its dropouts, names of its weights, and numbers that
         autograd keeps for each pair."""
@@ -68,11 +69,6 @@ class PairModel(Model):
     def size_text(self) -> str:
         """Size of the inner model and kind of the scores."""
         return f"{self.inner.size_text}, pairs by {'decode' if self.has_decode else 'product'}"
-
-    @property
-    def has_decode(self) -> bool:
-        """Whether the module has a ``decode`` method."""
-        return _has_decode(self.module)
 
     @property
     def module(self) -> nn.Module:
@@ -208,19 +204,13 @@ class _Decode:
     """Numbers that autograd keeps for each pair until backward."""
 
 
-def _has_decode(module: nn.Module) -> bool:
-    return inspect.ismethod(getattr(module, "decode", None))
-
-
 def _try_out(module: nn.Module, width: int) -> _Decode:
     """Run ``decode`` on samples; raises ``InputError`` if it cannot score chunk by chunk."""
-    if not _has_decode(module):
-        return _Decode()
     name = f"{type(module).__name__}.decode"
     own: Any = module.decode
     given = list(inspect.signature(own).parameters.values())
     if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
-        raise InputError(f"model: {name} should take (z, edge_label_index) and nothing more")
+        refuse(f"{name} should take (z, edge_label_index) and nothing more")
     # In the copy all weights have gradients and none is zero.
     tried = copy.deepcopy(module).double().train().requires_grad_(True)
     perturb_weights(tried, names_of_weights(tried, tried))
@@ -236,12 +226,15 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
 
     with DropoutKinds(0, _ROWS, _PAIRS) as kinds, saved_tensors_hooks(keep, lambda t: t):
         whole = _decoded(decode, z, ends, name)
-    if not whole.requires_grad:
-        raise InputError(f"model: {name} gives scores that do not depend on z")
     named = list(tried.named_parameters())
-    grads = torch.autograd.grad(whole.sum(), [z, *(p for _, p in named)], allow_unused=True)
+    weights = [p for _, p in named]
+    grads = (
+        torch.autograd.grad(whole.sum(), [z, *weights], allow_unused=True)
+        if whole.requires_grad
+        else [None]
+    )
     if grads[0] is None:
-        raise InputError(f"model: {name} gives scores that do not depend on z")
+        refuse(f"{name} gives scores that do not depend on z")
     # Other rows beside the ends, fewer pairs, and evaluation mode must not change a score.
     others = torch.cat([z.detach()[: _ROWS // 2].flip(0), torch.ones(3, width).double()])
     moved = _ROWS // 2 - 1 - ends[:, 3:]
@@ -251,19 +244,17 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
         tried.eval()
         still = _decoded(decode, z, ends, name)
     if set(kinds.found) - {"edges"}:
-        raise InputError(f"model: {name} drops rows of vertices; do that in forward")
+        refuse(f"{name} drops rows of vertices", "do that in forward")
     if not torch.allclose(part, whole[3:], 1e-9, 1e-12):
-        raise InputError(
-            f"model: {name} does not score each pair by its two ends alone (a norm over all "
-            "pairs or rows?), so that chunks would give other scores"
+        refuse(
+            f"{name} does not score each pair by its two ends alone (a norm over all pairs or "
+            "rows?), so that chunks would give other scores"
         )
     if not torch.allclose(still, whole, 1e-9, 1e-12):
-        raise InputError(f"model: {name} gives other scores in training, beside its dropout")
+        refuse(f"{name} gives other scores in training, beside its dropout")
     if ((whole >= 0) & (whole <= 1)).all():
-        raise InputError(
-            f"model: {name} gives numbers from 0 to 1, where scores are logits; leave its sigmoid "
-            "out (of GAE, pass a decoder of your own)"
-        )
+        hint = "leave its sigmoid out (of GAE, pass a decoder of your own)"
+        refuse(f"{name} gives numbers from 0 to 1, where scores are logits", hint)
     used = tuple(n for (n, _), g in zip(named, grads[1:], strict=True) if g is not None)
     return _Decode(tuple(kinds.found), used, sum(kept) // _PAIRS)
 
@@ -275,11 +266,9 @@ def _decoded(decode: Any, z: Tensor, ends: Tensor, name: str) -> Tensor:
     try:
         found = decode(z, ends)
     except (InputError, TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
-        raise InputError(
-            f"model: {name}(z, edge_label_index) fails on a sample: {first_line(error)}"
-        ) from None
+        refuse(f"{name}(z, edge_label_index) fails on a sample: {first_line(error)}")
     count = ends.shape[1]
     if not isinstance(found, Tensor) or found.shape not in ((count,), (count, 1)):
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise InputError(f"model: {name} should give a score for each pair, [P], not {what}")
+        refuse(f"{name} should give a score for each pair, [P], not {what}")
     return found.reshape(-1)

@@ -1,22 +1,30 @@
-"""Placeholder functions in a recording for work that the runtime does.
-
-Called with a traced value (``fx.Proxy``), a marker records a call of itself.
-"""
+"""Placeholder functions in a recording for work that the runtime does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-from torch import Tensor, fx
+from torch import fx
 
 from gnnpipe.graph.operators import EVERYONE, WEIGHTED
 
-__all__ = ["aggregate", "drop", "in_training", "is_mean", "of_vertices"]
+__all__ = ["aggregate", "drop", "in_training", "is_mean", "of_vertices", "recorded"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _record(function: Callable[..., Any], x: Any, **settings: Any) -> Any:
-    return x.tracer.create_proxy("call_function", function, (x,), settings)
+def recorded(function: F) -> F:
+    """Decorator: called with a traced first argument, the function records a call of itself."""
+
+    @wraps(function)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, fx.Proxy):
+            return x.tracer.create_proxy("call_function", call, (x, *args), kwargs)
+        return function(x, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: str = "") -> Any:
@@ -25,33 +33,32 @@ def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: s
     ``edge_weight``: the recording's input of that name; None: all weights are 1. ``observed_by``:
     'path:statistic' of the module that keeps running statistics of the result.
     """
-    if isinstance(x, fx.Proxy):
-        name = structure if edge_weight is None else structure + WEIGHTED
-        if structure != EVERYONE:
-            name += getattr(x.tracer, "relation", "")
-        return _record(aggregate, x, structure=name, observed_by=observed_by)
-    raise RuntimeError("aggregate() is a marker; the runtime aggregates")
+    assert isinstance(x, fx.Proxy), "the runtime aggregates"
+    name = structure if edge_weight is None else structure + WEIGHTED
+    if structure != EVERYONE:
+        name += getattr(x.tracer, "relation", "")
+    settings = {"structure": name, "observed_by": observed_by}
+    return x.tracer.create_proxy("call_function", aggregate, (x,), settings)
 
 
+@recorded
 def drop(x: Any, *, probability: float, site: int = -1) -> Any:
     """Dropout of rows in training. ``site``: number of the call, part of the mask's key."""
-    if isinstance(x, fx.Proxy):
-        return _record(drop, x, probability=probability, site=site)
-    found: Tensor = x
-    return found
+    del probability, site
+    return x
 
 
-def of_vertices(weight: Any, *, vertex_type: str = "") -> Any:
+@recorded
+def of_vertices(weight: Any, *, vertex_type: str) -> Any:
     """Rows of a weight [N, ...] that has one row for each vertex."""
-    if isinstance(weight, fx.Proxy):
-        return _record(of_vertices, weight, vertex_type=vertex_type)
+    del vertex_type
     return weight
 
 
+@recorded
 def in_training(now: Any, kept: Any) -> Any:
     """Batch statistics ``now`` [1, F] in training, running ones ``kept`` [F] in evaluation."""
-    if isinstance(now, fx.Proxy):
-        return now.tracer.create_proxy("call_function", in_training, (now, kept), {})
+    del kept
     return now
 
 

@@ -21,42 +21,11 @@ from gnnpipe.data.source import Source
 __all__ = ["SOURCE", "debian_class_names"]
 
 KARATE_NEIGHBOURS = (
-    "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31",
-    "2 3 7 13 17 19 21 30",
-    "3 7 8 9 13 27 28 32",
-    "7 12 13",
-    "6 10",
-    "6 10 16",
-    "16",
-    "",
-    "30 32 33",
-    "33",
-    "",
-    "",
-    "",
-    "33",
-    "32 33",
-    "32 33",
-    "",
-    "",
-    "32 33",
-    "33",
-    "32 33",
-    "",
-    "32 33",
-    "25 27 29 32 33",
-    "25 27 31",
-    "31",
-    "29 33",
-    "33",
-    "31 33",
-    "32 33",
-    "32 33",
-    "32 33",
-    "33",
-    "",
+    "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31/2 3 7 13 17 19 21 30/3 7 8 9 13 27 28 32/7 12 13/"
+    "6 10/6 10 16/16//30 32 33/33////33/32 33/32 33///32 33/33/32 33//32 33/25 27 29 32 33/"
+    "25 27 31/31/29 33/33/31 33/32 33/32 33/32 33/33/"
 )
-"""Zachary (1977): for each member v the friends of v that are numbered above v, from 0."""
+"""Zachary (1977): for each member v, separated by "/", the friends numbered above v, from 0."""
 
 KARATE_GROUPS = "1111333101311100310101002200200200"
 """The class of each member, one digit each."""
@@ -67,7 +36,9 @@ def _karate() -> RawGraph:
 
     The classes are the groups that modularity clustering finds, as in PyG's ``KarateClub``.
     """
-    pairs = [(v, int(w)) for v, line in enumerate(KARATE_NEIGHBOURS) for w in line.split()]
+    pairs = [
+        (v, int(w)) for v, line in enumerate(KARATE_NEIGHBOURS.split("/")) for w in line.split()
+    ]
     y = np.array([int(c) for c in KARATE_GROUPS])
     return RawGraph(
         name="karate",

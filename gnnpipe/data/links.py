@@ -72,7 +72,7 @@ def split_links(graph: Graph, split: str, seed: int) -> Graph:
     pairs = Pairs.build(
         np.concatenate([ends, none], axis=1), label, np.concatenate([part, part]), n
     )
-    return _with_pairs(_without(graph, part_of_edge > 0), pairs)
+    return _with_pairs(graph.with_edges(part_of_edge == 0), pairs)
 
 
 def with_given_links(graph: Graph, parts: Sequence[Data], seed: int) -> Graph:
@@ -167,13 +167,6 @@ def _swap_half(ends: Int64, rng: np.random.Generator) -> None:
     """
     is_swapped = rng.random(ends.shape[1]) < 0.5
     ends[:, is_swapped] = ends[::-1, is_swapped]
-
-
-def _without(graph: Graph, gone: npt.NDArray[np.bool_]) -> Graph:
-    """The graph without the edges ``gone`` [E]."""
-    before = np.concatenate([[0], np.cumsum(~gone)])
-    data: dict[str, Any] = {name: values[~gone] for name, values in graph.edge_data.items()}
-    return replace(graph, indptr=before[graph.indptr], indices=graph.indices[~gone], **data)
 
 
 def _with_pairs(graph: Graph, pairs: Pairs) -> Graph:

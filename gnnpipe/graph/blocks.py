@@ -1,4 +1,4 @@
-"""The edges into a chunk as a small bipartite graph, for convolutions that need both ends.
+"""Blocks: the edges into a chunk as a bipartite graph, for convolutions that need both ends.
 
 A block has the edges and their data, cut out of the whole graph once. The values of its rows are in
 the history table.

@@ -1,9 +1,9 @@
-"""Keep the result of a slow cut on disk, under the hash of everything it was made from.
+"""Caches partitions on disk, under a hash of everything that decides the result.
 
-METIS takes seconds to minutes on a large graph, every rank of every run asks for the same cut, and
-ranks ask at the same time. So a file is written aside and moved into place whole; it carries a
-checksum that is verified before its content is parsed; and a file that cannot be read, or a folder
-that cannot be written, costs the time of a new cut and nothing else.
+METIS takes seconds to minutes on a large graph, and all ranks of all runs need the same partition
+at the same time. So a file is written under another name and renamed; its checksum is verified
+before its content is parsed; and if a file cannot be read, or the folder cannot be written, the
+graph is partitioned again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Sparse rows times dense rows: the one product that carries every linear aggregation.
+"""Products of a sparse matrix with dense rows, which carry every linear aggregation.
 
 A chunk is a contiguous range of rows, so the product takes a range of one CSR and copies nothing.
-The kernels (``graph.kernels``) have no autograd here: whoever needs the adjoint multiplies by the
-transposed CSR.
+The kernels (``ops.spmm``) have no autograd here: the adjoint is a product with the transposed CSR.
 """
 
 from __future__ import annotations
@@ -34,20 +33,15 @@ class RowCSR:
     _ranges: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """Indices, offsets and values of the row ranges asked for so far: with many small chunks,
-    cutting them anew would cost as much as the product."""
+    """Indices, offsets and values of the row ranges used so far: with many small chunks, slicing
+    them again would cost as much as the product."""
     _products: dict[tuple[int, int], Product] = field(default_factory=dict, init=False, repr=False)
-    """What the kernel made of them."""
+    """The kernel's product for each of these ranges."""
 
     @property
     def num_rows(self) -> int:
         """R."""
         return self.indptr.numel() - 1
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of the three arrays."""
-        return sum(t.numel() * t.element_size() for t in (self.indptr, self.indices, self.values))
 
     @classmethod
     def from_scipy(
@@ -57,7 +51,7 @@ class RowCSR:
         device: torch.device,
         kernel: Kernel = embedding_bag,
     ) -> RowCSR:
-        """The same matrix as tensors, with 32-bit indices wherever they are wide enough."""
+        """Convert a scipy matrix, to 32-bit indices if they are wide enough."""
         wide = max(matrix.nnz, matrix.shape[1]) >= 2**31 or index_type(kernel) == torch.int64
         kind = np.int64 if wide else np.int32
         return cls(
@@ -75,16 +69,11 @@ class RowCSR:
         torch.cumsum(counts, 0, out=indptr[1:])
         start = torch.repeat_interleave(self.indptr.long()[rows] - indptr[:-1], counts)
         entries = start.add_(torch.arange(len(start), device=rows.device))
-        return RowCSR(
-            indptr.to(self.indptr.dtype),
-            self.indices[entries],
-            self.values[entries],
-            self.num_columns,
-            self.kernel,
-        )
+        pointer, indices = indptr.to(self.indptr.dtype), self.indices[entries]
+        return RowCSR(pointer, indices, self.values[entries], self.num_columns, self.kernel)
 
-    def only(self, start: int, stop: int, kind: Tensor, is_kept: Tensor) -> RowCSR:
-        """A copy of rows start:stop with entries of columns of some kinds alone.
+    def keep_columns(self, start: int, stop: int, kind: Tensor, is_kept: Tensor) -> RowCSR:
+        """A copy of rows start:stop with only the columns of some kinds.
 
         ``kind`` [T] int32 of each column; ``is_kept`` bool, by kind.
         """
@@ -103,39 +92,27 @@ class RowCSR:
             self.num_columns,
             self.kernel,
         )
-        # Known without a look at the numbers, for which a GPU would have to be waited for (its own
-        # kernel does so, to see which rows are long).
+        # Set here because ``_range`` would read ``indptr``, and so wait for the GPU.
         part._ranges[0, stop - start] = part.indices, part.indptr, part.values
         return part
 
-    def turned(self) -> RowCSR:
-        """The transpose [T, R], rows ascending in each of its rows."""
-        place = sp.csr_array(
-            (
-                np.arange(self.indices.numel(), dtype=self.indices.cpu().numpy().dtype),
-                self.indices.cpu().numpy(),
-                self.indptr.cpu().numpy(),
-            ),
-            shape=(self.num_rows, self.num_columns),
-        ).T.tocsr()
+    def transpose(self) -> RowCSR:
+        """The transpose [T, R], with ascending columns in each of its rows."""
+        indices, indptr = self.indices.cpu().numpy(), self.indptr.cpu().numpy()
+        numbers = np.arange(len(indices), dtype=indices.dtype)
+        shape = self.num_rows, self.num_columns
+        place = sp.csr_array((numbers, indices, indptr), shape=shape).T.tocsr()
         place.sort_indices()
         kind = self.indices.dtype
-        indptr, indices, entries = (
-            torch.from_numpy(a).to(self.indices.device)
-            for a in (place.indptr, place.indices, place.data)
-        )
-        return RowCSR(
-            indptr.to(kind),
-            indices.to(kind),
-            self.values.index_select(0, entries),
-            self.num_rows,
-            self.kernel,
-        )
+        found = [torch.from_numpy(a) for a in (place.indptr, place.indices, place.data)]
+        pointer, columns, entries = (t.to(self.indices.device) for t in found)
+        values = self.values.index_select(0, entries)
+        return RowCSR(pointer.to(kind), columns.to(kind), values, self.num_rows, self.kernel)
 
     def matmul(self, dense: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows start:stop times ``dense`` [T, F], as [stop - start, F]; no autograd."""
         stop = self.num_rows if stop is None else stop
-        if stop == start or not self.num_columns:  # Not every kernel takes nothing for an answer.
+        if stop == start or not self.num_columns:  # Some kernels do not support empty matrices.
             return dense.new_zeros(stop - start, dense.shape[1])
         with torch.no_grad():
             if (start, stop) not in self._products:

@@ -22,7 +22,7 @@ from gnnpipe.graph.types import Relation, VertexTypes
 if TYPE_CHECKING:
     from torch_geometric.data import Data, HeteroData
 
-__all__ = ["EDGE_DATA", "BoolArray", "Features", "Graph", "IntArray"]
+__all__ = ["EDGE_DATA", "BoolArray", "Features", "Graph", "IntArray", "have_same_pattern"]
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -31,6 +31,15 @@ Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array
 
 EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
+
+
+def have_same_pattern(a: sp.csr_array, b: sp.csr_array) -> bool:
+    """Whether two matrices with sorted indices have the same shape and entries at equal places."""
+    return bool(
+        a.shape == b.shape
+        and np.array_equal(a.indptr, b.indptr)
+        and np.array_equal(a.indices, b.indices)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +59,13 @@ class Graph:
     x: Features
     """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
     y: npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
-    """[N] int64, class of each vertex; or, multi-label, [N, T] int8, whether each of T labels
-    applies (1) or not (0). -1 = not labelled. Of a regression [N, T] float32, NaN = no target."""
+    """[N] int64, class of each vertex; multi-label: [N, T] int8, whether each of T labels applies
+    (1) or not (0); -1 = not labelled. Regression: [N, T] float32, NaN = no target."""
     train_mask: BoolArray
     val_mask: BoolArray
     test_mask: BoolArray
     num_classes: int
-    """C; T if multi-label or regression: the numbers that a model gives for a vertex."""
+    """C; T for multi-label and regression: the width of the model's output."""
     edge_weight: npt.NDArray[np.float32] | None = None
     """[E], in the order of ``indices``; read by PyG models whose forward takes ``edge_weight``."""
     edge_attr: npt.NDArray[np.float32] | None = None
@@ -64,10 +73,9 @@ class Graph:
     edge_type: npt.NDArray[np.int64] | None = None
     """[E] from 0, the relation of each edge, likewise."""
     types: VertexTypes | None = None
-    """Of a heterogeneous graph; ``edge_type`` then numbers its relations, and ``x`` is empty."""
+    """For a heterogeneous graph; ``edge_type`` then numbers its relations, and ``x`` is empty."""
     pairs: Pairs | None = None
-    """Of a link prediction: what is learned, in the place of labels; ``y`` is then -1 and
-    ``num_classes`` 0."""
+    """For link prediction: the pairs to be scored; ``y`` is then -1 and ``num_classes`` 0."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -76,7 +84,7 @@ class Graph:
         return {field: values for field, values in found.items() if values is not None}
 
     def reduced_to(self, edge_data: Collection[str]) -> Graph:
-        """The graph without other edge data; without any, duplicate edges are removed."""
+        """The graph with only this edge data; if none is left, without duplicate edges."""
         kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
         unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - kept)
         if not unread:
@@ -87,20 +95,25 @@ class Graph:
         source, target = self.edge_index
         is_first = np.ones(self.num_edges, dtype=bool)
         is_first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
-        counts = np.bincount(target[is_first], minlength=self.num_vertices)
-        indptr = np.concatenate([[0], np.cumsum(counts)])
-        return replace(found, indptr=indptr, indices=self.indices[is_first])
+        return found.with_edges(is_first)
+
+    def with_edges(self, is_kept: BoolArray) -> Graph:
+        """The graph with only some of its edges, ``is_kept`` [E]."""
+        before = np.concatenate([[0], np.cumsum(is_kept)])
+        data: dict[str, Any] = {name: values[is_kept] for name, values in self.edge_data.items()}
+        indices = self.indices[is_kept]
+        return replace(self, indptr=before[self.indptr], indices=indices, **data)
 
     @cached_property
     def row_types(self) -> dict[str, BoolArray]:
-        """[N] whether a vertex is of a type, by the name of the type; '' if there is only one."""
+        """Masks [N] of the vertices of each type, by its name; '' if there is only one type."""
         if self.types is None:
             return {"": np.ones(self.num_vertices, dtype=bool)}
         return {name: self.types.is_of(name) for name in self.types.names}
 
     @cached_property
     def table_rows(self) -> dict[str, BoolArray]:
-        """[N] whether a vertex pushes rows into a table, by the name of the table.
+        """Masks [N] of the vertices that push rows into each table, by its name.
 
         Tables have the names of the types; ``PAIRS`` is the table of all final rows, which are read
         over the pairs and not over the edges.
@@ -163,12 +176,10 @@ class Graph:
         """Whether every edge has its reverse."""
         shape = (self.num_vertices, self.num_vertices)
         ones = np.ones(self.num_edges, dtype=np.int8)
-        turned = sp.csr_array((ones, self.indices, self.indptr), shape=shape).T.tocsr()
-        turned.sort_indices()
-        return bool(
-            np.array_equal(turned.indptr, self.indptr)
-            and np.array_equal(turned.indices, self.indices)
-        )
+        matrix = sp.csr_array((ones, self.indices, self.indptr), shape=shape)
+        transposed = matrix.T.tocsr()
+        transposed.sort_indices()
+        return have_same_pattern(matrix, transposed)
 
     def __repr__(self) -> str:
         return (
@@ -190,9 +201,8 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes', '121 labels at once', '1 target' or '2,000 pairs of vertices'.
-
-        With the classes that no vertex is of.
+        """'7 classes (no vertex is of 0)', '121 labels at once', '1 target' or '2,000 pairs of
+        vertices'.
         """
         if self.pairs is not None:
             return f"{self.pairs.num_pairs:,} pairs of vertices"

@@ -1,4 +1,4 @@
-"""From a graph to what a layer aggregates with: weighted rows and their transpose.
+"""Sparse matrices that layers aggregate with: weighted rows of the graph and their transpose.
 
 Fixed edge weights are computed once from the whole graph's degrees, so a shard or a chunk weighs an
 edge exactly as one device would. ``At`` is kept beside ``A`` because the backward pass multiplies
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import Graph, have_same_pattern
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
@@ -43,17 +43,17 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 _KINDS = ("gcn", "gcn-improved", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
 WEIGHTED = "-weighted"
-"""Ends the name of a matrix that is made of the graph's edge weights in place of ones."""
+"""Suffix of the name of a matrix of the graph's edge weights instead of ones."""
 RELATION = "@"
-"""Stands in the name of a structure before the type of the edges that it is made of."""
+"""Separates the name of a structure from the number of the relation whose edges it has."""
 _BLOCK_ENTRIES = 1 << 18
 """Entries of a matrix that are normalised at a time."""
 LINEAR_KINDS = (*_KINDS, *(kind + WEIGHTED for kind in _KINDS))
 
 EVERYONE = "everyone"
-"""Every vertex reads the mean over all vertices: no matrix is made of it."""
+"""Structure of a mean over all vertices, which every vertex reads; it needs no matrix."""
 BY_EDGES = "everyone-by-edges"
-"""The same, a vertex counted as often as there are edges into it: a mean over all edges."""
+"""Structure of a mean over all edges: each vertex counts once for each edge into it."""
 
 
 def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
@@ -62,14 +62,15 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     ``gcn``: D^-1/2 (A + I) D^-1/2 with D the row sums of A + I, as PyG's ``gcn_norm``;
     ``gcn-improved``: of A + 2 I; ``gcn-loopless``: of A; ``gcn-outgoing``: of A with D its column
     sums; ``mean``: A over the number of neighbours; ``mean-looped``: the same of A + I; ``sum``: A;
-    ``edges`` and ``loops``: A and A + I, for what needs both ends of an edge. A holds ones; with
-    ``WEIGHTED`` behind the name, the edge weights. The values of ``edges`` are the edges' numbers.
+    ``edges`` and ``loops``: A and A + I, for convolutions that need both ends of an edge. A holds
+    ones; with the suffix ``WEIGHTED``, the edge weights. The values of ``edges`` are the edges'
+    numbers.
 
-    ``RELATION`` and a number behind it all: of the edges of that type alone. ``PAIRS``: not of
-    edges but of the pairs of a link prediction; the values are their numbers.
+    With ``RELATION`` and a number at the end: of the edges of that type alone. ``PAIRS``: the pairs
+    of a link prediction instead of the edges; the values are their numbers.
 
     Raises:
-        InputError: weights that add up to less than 0, where a root is taken of that.
+        InputError: weights that add up to less than 0 at a vertex, with a norm that takes the root.
     """
     if kind == PAIRS:
         assert graph.pairs is not None, "only a link prediction has pairs"
@@ -123,14 +124,13 @@ def _blocks(indptr: npt.NDArray[Any]) -> Iterator[tuple[slice, slice]]:
 
 
 def edges_into(graph: Graph, kind: str) -> npt.NDArray[np.float64]:
-    """Weight of each vertex in a mean ``BY_EDGES`` [N]: its edges, of a ``RELATION`` or all."""
+    """Number of edges into each vertex [N], its weight in a mean ``BY_EDGES``."""
     rows = weighted_rows(graph, "sum" + kind.removeprefix(BY_EDGES))
-    counts: npt.NDArray[np.float64] = np.asarray(rows.sum(axis=1), dtype=np.float64)
-    return counts
+    return np.asarray(rows.sum(axis=1), dtype=np.float64)
 
 
 def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
-    """The types of the vertices that a structure reads, and of those that read."""
+    """The types of a structure's source and target vertices."""
     number = kind.partition(RELATION)[2]
     if not number or not relations:  # Or edges of several types between vertices of one.
         return "", ""
@@ -141,12 +141,7 @@ def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
 def _of_relation(graph: Graph, number: int) -> Graph:
     """The edges of one type."""
     assert graph.edge_type is not None, "the model was recorded with relations"
-    chosen = graph.edge_type == number
-    before = np.concatenate([[0], np.cumsum(chosen)])
-    data: dict[str, Any] = {name: values[chosen] for name, values in graph.edge_data.items()}
-    return replace(
-        graph, indptr=before[graph.indptr], indices=graph.indices[chosen], types=None, **data
-    )
+    return replace(graph.with_edges(graph.edge_type == number), types=None)
 
 
 def _with_loops(
@@ -167,7 +162,7 @@ def _with_loops(
 
 
 def local_rows(rows: sp.csr_array, layout: ShardLayout, into: ShardLayout) -> sp.csr_array:
-    """The rows that a shard owns in ``into``, columns as in ``layout``: [m, n + h]."""
+    """A shard's own rows by ``into``, with the columns of its table by ``layout``: [m, n + h]."""
     if _is_whole(layout, rows.shape[1]) and _is_whole(into, rows.shape[0]):
         if not rows.has_sorted_indices:
             rows = rows.sorted_indices()
@@ -189,22 +184,22 @@ def _is_whole(layout: ShardLayout, num_rows: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LinearOperator:
-    """A and its transpose for one shard: table rows n + h, and m own rows that read them.
+    """A and its transpose for one shard: n + h table rows, and m own rows that read them.
 
-    m is n unless rows of one type read those of another.
+    m is n unless source and target vertices have different types.
     """
 
     forward: RowCSR
-    """[m, n + h]: row v weighs the rows that v reads."""
+    """[m, n + h], A: weights of the table rows that each own row reads."""
     transposed: RowCSR
-    """[n + h, m]: row u weighs the own rows that read u."""
+    """[n + h, m], A's transpose."""
     into_ptr: list[int]
-    """[K + 1], the rows of chunk c that read are into_ptr[c]:into_ptr[c + 1]."""
+    """[K + 1], the target rows of chunk c are into_ptr[c]:into_ptr[c + 1]."""
     _parts: dict[tuple[int, int], tuple[int, RowCSR]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """By range of rows of the transpose its entries of some chunks, and the chunks: all layers of
-    an epoch ask for the same ones."""
+    """For each range of rows of the transpose: a set of chunks, and the columns of these chunks.
+    All layers of an epoch use the same."""
 
     @classmethod
     def build(
@@ -218,7 +213,7 @@ class LinearOperator:
     ) -> LinearOperator:
         """Cut a shard's part out of the whole graph's ``weighted_rows``.
 
-        ``layout`` of the rows that are read, ``into`` of those that read.
+        ``layout``: of the source rows; ``into``: of the target rows.
         """
         local = local_rows(rows, layout, into)
         del rows
@@ -226,27 +221,24 @@ class LinearOperator:
         kind = np.float32 if dtype == torch.float32 else np.float64
         values = local.data.astype(kind, copy=False)
         local = sp.csr_array((values, local.indices, local.indptr), shape=local.shape)
-        turned = sp.csr_array(local.T.tocsr())
-        turned.sort_indices()
+        transposed = sp.csr_array(local.T.tocsr())
+        transposed.sort_indices()
         forward = RowCSR.from_scipy(local, dtype, device, kernel)
-        same = (
-            local.shape == turned.shape
-            and np.array_equal(local.indptr, turned.indptr)
-            and np.array_equal(local.indices, turned.indices)
-            and np.array_equal(local.data, turned.data)
+        is_symmetric = have_same_pattern(local, transposed) and np.array_equal(
+            local.data, transposed.data
         )
-        other = forward if same else RowCSR.from_scipy(turned, dtype, device, kernel)
-        return cls(forward, other, into.own_ptr.tolist())
+        back = forward if is_symmetric else RowCSR.from_scipy(transposed, dtype, device, kernel)
+        return cls(forward, back, into.own_ptr.tolist())
 
     def of_rows(self, rows: Tensor, into_ptr: list[int]) -> LinearOperator:
         """The operator of some target rows, [m'] ascending; ``into_ptr`` [K + 1] of these rows."""
         forward = self.forward.select(rows)
-        return LinearOperator(forward, forward.turned(), into_ptr)
+        return LinearOperator(forward, forward.transpose(), into_ptr)
 
     def back(self, grads: Tensor, start: int, stop: int, chunks: int) -> Tensor:
-        """Rows start:stop of the transpose times ``grads`` [m, F] of some ``chunks``.
+        """Rows start:stop of the transpose times ``grads`` [m, F] of some ``chunks`` (a bit mask).
 
-        A bit for each; what stands in the rows of other chunks is not read.
+        The rows of other chunks are not read.
         """
         if chunks == (1 << (len(self.into_ptr) - 1)) - 1:
             return self.transposed.matmul(grads, start, stop)
@@ -254,23 +246,23 @@ class LinearOperator:
         if part is None or kept != chunks:
             bits = [chunks >> c & 1 for c in range(len(self.into_ptr) - 1)]
             is_kept = torch.tensor(bits, dtype=torch.bool, device=self._chunk_of.device)
-            part = self.transposed.only(start, stop, self._chunk_of, is_kept)
+            part = self.transposed.keep_columns(start, stop, self._chunk_of, is_kept)
             self._parts[start, stop] = chunks, part
         return part.matmul(grads)
 
     def forget(self) -> None:
-        """The chunks stand in another order now."""
+        """Drop cached parts, after the order of the chunks changed."""
         self._parts.clear()
 
     @cached_property
     def _chunk_of(self) -> Tensor:
-        """[m] int32, of the rows that read."""
+        """[m] int32, chunk of each target row."""
         sizes = torch.tensor(self.into_ptr).diff()
         chunks = torch.arange(len(sizes), dtype=torch.int32)
         return torch.repeat_interleave(chunks, sizes).to(self.forward.indices.device)
 
     def reads(self, chunk: int) -> Tensor:
-        """Table rows that a chunk reads, once for each edge."""
+        """Table rows that a chunk reads, one entry for each edge."""
         start, stop = self.into_ptr[chunk : chunk + 2]
         return self.forward.indices[
             int(self.forward.indptr[start]) : int(self.forward.indptr[stop])
@@ -284,6 +276,6 @@ class Everyone:
     count: int
     """Vertices, or edges."""
     shares: Tensor
-    """[K] float64, the share of them that is in each chunk."""
+    """[K] float64, the share of each chunk in ``count``."""
     weights: Tensor | None = None
-    """[n] float64, the edges into each own row, if it is a mean over edges."""
+    """[n] float64, number of edges into each own row, for a mean over edges."""

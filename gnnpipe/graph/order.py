@@ -31,7 +31,7 @@ def locality_rank(
     """The position [N] of each vertex in the whole graph's order; ``order`` is resolved.
 
     'metis': by small METIS parts, and inside a part by degree, the largest first. ``adjacency``
-    [N, N] as from ``symmetric_pattern``, ``work`` [N] as from ``vertex_work``.
+    [N, N] and ``work`` [N] as in ``PartitionTask``.
     """
     n = len(work)
     rank = np.arange(n, dtype=np.int64)

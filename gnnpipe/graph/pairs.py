@@ -1,4 +1,4 @@
-"""Pairs of vertices for link prediction, which are joined by an edge or not.
+"""Pairs of vertices for link prediction, each joined by an edge or not.
 
 The chunk of the target scores a pair and reads the final row of the source, as a layer reads its
 neighbours. So pairs are a second set of edges over the same vertices, used after the last layer.

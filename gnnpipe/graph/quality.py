@@ -131,9 +131,9 @@ def copied_rows(graph: Graph, chunking: Chunking) -> int:
 
 
 def stale_share(counts: sp.coo_array, order: Sequence[int]) -> float:
-    """Share of the edges, by ``chunk_edges``, that are read stale when walked in ``order``.
+    """Share of the edges (``counts`` as from ``chunk_edges``) that are stale in this chunk order.
 
-    A chunk reads live what came before it in the walk, and stale what comes after.
+    A chunk reads rows of earlier chunks live, and rows of later chunks stale.
     """
     position = np.empty(len(order), dtype=np.int64)
     position[np.asarray(order)] = np.arange(len(order))

@@ -23,21 +23,21 @@ __all__ = ["StaleRows", "choose_drift_rows", "choose_probe_vertices"]
 
 
 # Keep the draws apart from others with the same seed.
-_PILOT_STREAM = 0x9110
+_PROBE_STREAM = 0x9110
 _DRIFT_STREAM = 0xD21F
 
 
 def choose_probe_vertices(
     chunking: Chunking, counts: Mapping[str, int], types: Mapping[str, BoolArray], seed: int
 ) -> npt.NDArray[np.int64]:
-    """``counts`` rows of each type of the renumbered graph, all if there are not so many.
+    """Rows of the renumbered graph, ascending: ``counts`` of each type, or all if there are fewer.
 
-    Ascending. ``types``: [N] by type, which rows are of it.
+    ``types``: masks [N] of the rows of each type.
     """
     found = [np.empty(0, dtype=np.int64)]
     for place, (name, count) in enumerate(counts.items()):
         among = np.sort(chunking.perm[types[name]])
-        key = [seed, _PILOT_STREAM] + ([place] if name else [])
+        key = [seed, _PROBE_STREAM] + ([place] if name else [])
         found.append(chunking.inverse[_sample(among, count, key)])
     return np.sort(np.concatenate(found))
 
@@ -63,7 +63,7 @@ class StaleRows:
     def __init__(
         self, structure: LinearOperator | Blocks, layout: ShardLayout, always: Tensor | None = None
     ) -> None:
-        """``layout`` of the rows that are read; ``always`` [s]: rows that count as stale ones."""
+        """``layout``: of the source rows; ``always`` [s]: rows that always count as stale."""
         pushes = np.empty(layout.num_rows, dtype=np.int32)
         chunks = np.arange(layout.num_chunks, dtype=np.int32)
         pushes[: layout.num_own] = np.repeat(chunks, np.diff(layout.own_ptr))

@@ -444,7 +444,7 @@ def test_bad_pairs_are_told():
     for bad, words in (
         ((), "no graphs"),
         ((parts[0], None, parts[2]), "a NoneType"),
-        ({}, "no features x"),
+        ({}, "neither edge_index nor adj_t"),
         ("cora", "a str"),
     ):
         with pytest.raises(InputError, match=words):

@@ -163,7 +163,7 @@ def operator(index=None, dtype=torch.float64):
     dense = rng.random((9, 9)) * (rng.random((9, 9)) < 0.4)
     kernel = KERNELS[index] if index else embedding_bag
     forward = RowCSR.from_scipy(sp.csr_array(dense), dtype, torch.device("cpu"), kernel)
-    return dense, LinearOperator(forward, forward.turned(), [0, 2, 2, 5, 9])
+    return dense, LinearOperator(forward, forward.transpose(), [0, 2, 2, 5, 9])
 
 
 @pytest.mark.parametrize("kernel", [None, "csr"])

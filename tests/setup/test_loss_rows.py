@@ -328,10 +328,10 @@ def test_transpose_of_some_rows():
     chosen = torch.tensor([3, 5, 40, 119])
     some = whole.select(chosen)
     assert np.array_equal(some.dense().numpy(), rows[chosen.numpy()].toarray())
-    turned = some.turned()
+    turned = some.transpose()
     assert np.array_equal(turned.dense().numpy(), rows[chosen.numpy()].toarray().T)
     assert turned.indices.dtype == whole.indices.dtype
-    nobody = whole.select(chosen[:0]).turned()
+    nobody = whole.select(chosen[:0]).transpose()
     assert nobody.dense().shape == (120, 0)
 
 

@@ -64,7 +64,7 @@ def _plus_bias(conv: Any, out: Any) -> Any:
 def _gcn(conv: Any, edge_weight: Any) -> Callable[[Any], Any]:
     """The product with the matrix of ``gcn_norm``, or with A if the convolution does not normalise.
 
-    PyG's 'improved' has an effect with edge weights alone.
+    As in PyG, 'improved' has no effect without edge weights.
     """
     if not getattr(conv, "normalize", True):
         structure = "sum"
@@ -262,7 +262,7 @@ def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(SparseLinear)
 def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
     """``A W + b``: LINKX's map of the adjacency matrix; W has one row for each vertex."""
-    rows = of_vertices(conv.weight)
+    rows = of_vertices(conv.weight, vertex_type="")
     return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
 
 

@@ -8,10 +8,11 @@ whole graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,19 +32,10 @@ FORMS = ("pair", "square")
 
 @dataclass(frozen=True)
 class _Slot:
-    """Placeholder in the arguments for a pushed value; -1: the edges."""
+    """Placeholder in the arguments: number of a value among those of a kind."""
 
+    kind: Literal["edges", "rows", "edge values"]
     index: int
-
-
-@dataclass(frozen=True)
-class _EdgeSlot:
-    """Placeholder for a value of the edges."""
-
-    index: int
-
-
-_EDGES = _Slot(-1)
 
 
 class BlockConv(nn.Module):
@@ -80,21 +72,18 @@ class BlockConv(nn.Module):
 
         def slot(n: fx.Node) -> Any:
             if is_input(n, EDGES):
-                return _EDGES
-            if n in of_edges:
-                if n not in self.carried:
-                    self.carried.append(n)
-                return _EdgeSlot(self.carried.index(n))
-            if n not in shapes:
+                return _Slot("edges", 0)
+            if n not in of_edges and n not in shapes:
                 raise TypeError(f"its argument {n} is neither rows nor edges")
-            if n not in self.pushed:
-                self.pushed.append(n)
-            return _Slot(self.pushed.index(n))
+            values = self.carried if n in of_edges else self.pushed
+            if n not in values:
+                values.append(n)
+            return _Slot("edge values" if n in of_edges else "rows", values.index(n))
 
         self._args: Any = fx.node.map_arg(tuple(args), slot)
         self._kwargs: Any = fx.node.map_arg(dict(call.kwargs), slot)
         self._shapes = [shapes[n] for n in self.pushed]
-        self._widths = [_count(shape) for shape in self._shapes]
+        self._widths = [math.prod(shape) for shape in self._shapes]
         given = [one for one in (*args, *call.kwargs.values()) if one is not None]
         self._is_plain = form == "pair" and not self.carried and len(given) == 2
         """Whether the convolution is called on rows and edges alone."""
@@ -151,9 +140,9 @@ class BlockConv(nn.Module):
         if self.form == "pair":
             values[0] = (values[0], values[0][:count] if own is None else own)
 
-        given = block.edge_index, values, carried
-        args = [_filled(a, *given) for a in self._args]
-        kwargs = {k: _filled(v, *given) for k, v in self._kwargs.items()}
+        given = {"edges": [block.edge_index], "rows": values, "edge values": carried}
+        args = [_filled(a, given) for a in self._args]
+        kwargs = {k: _filled(v, given) for k, v in self._kwargs.items()}
         mode: AbstractContextManager[Any] = nullcontext()
         if self.drops:
             mode = KeyedDropout(self.drops, block, rows, self.site)
@@ -168,21 +157,10 @@ class BlockConv(nn.Module):
 
 # Not a closure of ``forward``: a recursive closure is a reference cycle, which would keep the rows
 # alive until garbage collection.
-def _filled(
-    argument: Any, edge_index: Tensor, values: Sequence[Any], carried: Sequence[Any]
-) -> Any:
+def _filled(argument: Any, given: Mapping[str, Sequence[Any]]) -> Any:
     """An argument of the recorded call, with placeholders replaced by the block's values."""
     if isinstance(argument, _Slot):
-        return edge_index if argument == _EDGES else values[argument.index]
-    if isinstance(argument, _EdgeSlot):
-        return carried[argument.index]
+        return given[argument.kind][argument.index]
     if isinstance(argument, tuple | list):
-        return type(argument)(_filled(a, edge_index, values, carried) for a in argument)
+        return type(argument)(_filled(a, given) for a in argument)
     return argument
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -8,20 +8,15 @@ values sent to other stages and pushed rows are flat, [C, F].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gnnpipe.capture.fx_names import attribute
 from gnnpipe.capture.markers import in_training, is_mean
-from gnnpipe.capture.stage.linear import (
-    LinearOfFeatures,
-    RoundedLinear,
-    is_linear,
-    linear_of_features,
-    rounded_linear,
-)
+from gnnpipe.capture.stage.linear import LinearBy, is_linear, linear_of_features, rounded_linear
 from gnnpipe.capture.stage.norm_rows import normalise, squares
 from gnnpipe.capture.stage.split import Cut
 from gnnpipe.capture.stage.step_calls import (
@@ -113,13 +108,8 @@ class _Writer:
 
     def arrive(self, ops: list[fx.Node]) -> None:
         """Add the aggregated rows and the block of each op."""
-        inputs = [
-            (
-                self._graph.placeholder(f"{op.name}_rows"),
-                self._graph.placeholder(f"{op.name}_block"),
-            )
-            for op in ops
-        ]
+        names = [(f"{op.name}_rows", f"{op.name}_block") for op in ops]
+        inputs = [tuple(map(self._graph.placeholder, pair)) for pair in names]
         for op, (found, block) in zip(ops, inputs, strict=True):
             if is_mean(op):
                 self._means[op] = self._shaped(self._call(first_row, found), op)
@@ -168,6 +158,13 @@ class _Writer:
             self._parts[name] = self._graph.call_method("part", (self._rows, name))
         return self._parts[name]
 
+    def _submodule(self, call: fx.Node) -> nn.Module:
+        return self._graph_module.get_submodule(str(call.target))
+
+    def _add_module(self, call: fx.Node) -> None:
+        if call.op == "call_module":
+            self._modules[str(call.target)] = self._submodule(call)
+
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._graph.call_function(function, args, kwargs)
 
@@ -187,7 +184,7 @@ class _Writer:
         return self._graph.call_module(path, (found, block, self._rows_of(op), own, carried))
 
     def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A value of the edges of an op's block; what is ``made`` for the op is made once."""
+        """An edge value of an op's block; ``made``: those that were added for this op."""
         if call not in made:
             if call.op == "placeholder":
                 made[call] = self._call(edge_data_of, block, str(call.target))
@@ -199,8 +196,7 @@ class _Writer:
                 else:
                     self.make(source)
                     sources[source] = self._value(source)
-            if call.op == "call_module":
-                self._modules[str(call.target)] = self._graph_module.get_submodule(str(call.target))
+            self._add_module(call)
             made[call] = self._graph.node_copy(call, sources.__getitem__)
         return made[call]
 
@@ -217,20 +213,17 @@ class _Writer:
         for source in call.all_input_nodes:
             if source.op != "placeholder":
                 self.make(source)
-        if call.op == "call_module":
-            self._modules[str(call.target)] = self._graph_module.get_submodule(str(call.target))
+        self._add_module(call)
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # These take single rows, except for x.
         x = call.args[0] if call.target in (squares, normalise) else None
         takes_means = call.target in (squares, normalise, in_training)
-        copied = self._graph.node_copy(
-            call,
-            lambda v: (
-                self._means[v]
-                if takes_means and v is not x and v in self._means
-                else self._value(v)
-            ),
-        )
+
+        def source_of(v: fx.Node) -> fx.Node:
+            is_single = takes_means and v is not x and v in self._means
+            return self._means[v] if is_single else self._value(v)
+
+        copied = self._graph.node_copy(call, source_of)
         if call.target in OF_ROWS:
             target: Any = OF_ROWS[call.target]
             copied.target = target
@@ -239,16 +232,16 @@ class _Writer:
         return copied
 
     def _linear_of_features(self, call: fx.Node) -> fx.Node:
+        function = partial(linear_of_features, is_rounded=self._is_rounded(call))
         if call.op == "call_module":
             path = f"{call.target}_of_features"
-            linear = self._graph_module.get_submodule(str(call.target))
-            self._modules[path] = LinearOfFeatures(linear, self._is_rounded(call))
+            self._modules[path] = LinearBy(self._submodule(call), function)
             return self._graph.call_module(path, (self._rows_of(call),))
         for source in call.all_input_nodes[1:]:
             self.make(source)
         rest = fx.node.map_arg(call.args[1:], self._value)
         kwargs = fx.node.map_arg(call.kwargs, self._value)
-        kwargs = {**kwargs, "is_rounded": self._is_rounded(call)}
+        kwargs = {**kwargs, **function.keywords}
         return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
 
     def _is_rounded(self, call: fx.Node) -> bool:
@@ -263,7 +256,7 @@ class _Writer:
         copied = self._copy(call)
         if call.op == "call_module":
             path = f"{call.target}_rounded"
-            self._modules[path] = RoundedLinear(self._modules[str(call.target)])
+            self._modules[path] = LinearBy(self._submodule(call), rounded_linear)
             copied.target = path
         else:
             copied.target = rounded_linear

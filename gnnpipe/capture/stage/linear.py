@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from gnnpipe.models.layer import Rows
 from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.ops.bf16_matmul import linear
 
-__all__ = ["LinearOfFeatures", "RoundedLinear", "is_linear", "linear_of_features", "rounded_linear"]
+__all__ = ["LinearBy", "is_linear", "linear_of_features", "rounded_linear"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -26,29 +27,16 @@ def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
     return call.target is F.linear
 
 
-class LinearOfFeatures(nn.Module):
-    """The user's linear layer on the input features."""
+class LinearBy(nn.Module):
+    """The user's linear layer, computed by another function than ``F.linear``."""
 
-    def __init__(self, linear: Any, is_rounded: bool) -> None:
+    def __init__(self, linear: Any, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.linear, self.is_rounded = linear, is_rounded
+        self.linear, self.function = linear, function
 
-    def forward(self, rows: Rows) -> Tensor:
-        """[C, out]."""
-        weight, bias = self.linear.weight, self.linear.bias
-        return linear_of_features(rows, weight, bias, is_rounded=self.is_rounded)
-
-
-class RoundedLinear(nn.Module):
-    """The user's linear layer, computed in bf16."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., out] of [..., in]."""
-        return rounded_linear(input, self.linear.weight, self.linear.bias)
+    def forward(self, input: Any) -> Tensor:
+        """``function(input, weight, bias)``; the weight may be parametrised."""
+        return self.function(input, self.linear.weight, self.linear.bias)
 
 
 def linear_of_features(

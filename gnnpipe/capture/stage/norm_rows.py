@@ -10,30 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from gnnpipe.capture.markers import recorded
 from gnnpipe.ops.norm_relu_blocks import blocks_of
 
 __all__ = ["normalise", "positive", "squares"]
 
 
+@recorded
 def squares(x: Any, mean: Any) -> Any:
     """``(x - mean)^2`` [C, F]; mean [1, F] or [C, F]."""
-    if isinstance(x, fx.Proxy):
-        return x.tracer.create_proxy("call_function", squares, (x, mean), {})
     if not _is_one_row(x, mean):
         return (x - mean).square()
     return _Squares.apply(x, mean)  # type: ignore[no-untyped-call]
 
 
+@recorded
 def normalise(x: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: float) -> Any:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` [C, F].
 
     Mean and variance are [1, F] or [C, F]; weight and bias [F], or both None.
     """
-    if isinstance(x, fx.Proxy):
-        given = (x, mean, variance, weight, bias, eps)
-        return x.tracer.create_proxy("call_function", normalise, given, {})
     if not _is_one_row(x, mean, variance):
         found = (x - mean) * torch.rsqrt(positive(variance) + eps)
         return found if weight is None else found * weight + bias

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from gnnpipe.graph.graph import Graph, IntArray
+from gnnpipe.graph.graph import Graph, IntArray, have_same_pattern
 from gnnpipe.registry import Registry
 
 __all__ = [
@@ -87,9 +87,7 @@ def symmetric_pattern(graph: Graph) -> sp.csr_array:
         a.eliminate_zeros()
     a.sort_indices()
     transposed = a.T.tocsr()
-    if np.array_equal(a.indptr, transposed.indptr) and np.array_equal(
-        a.indices, transposed.indices
-    ):
+    if have_same_pattern(a, transposed):
         return a
     both = sp.csr_array(a + transposed)
     both.data[:] = 1
