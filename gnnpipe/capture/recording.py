@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import (
-    EDGES,
     FEATURES,
     OUT_OF_PLACE,
     attribute,
+    edges_read,
     input_number,
     is_input,
 )
@@ -69,8 +69,7 @@ class Recording:
                 out_of_place.append((owner, name))
             elif call.op == "call_module" and not path.startswith("model."):
                 # A convolution made by a rule; it shares weights with the model.
-                made = copy.deepcopy(self.graph_module.get_submodule(path), memo)
-                root.add_module(path, made)
+                root.add_module(path, copy.deepcopy(self.graph_module.get_submodule(path), memo))
             elif call.op == "get_attr" and not path.startswith("model."):
                 # A constant tensor made in forward.
                 setattr(root, path, getattr(self.graph_module, path))
@@ -121,7 +120,7 @@ class Recording:
     def _fixed(self) -> frozenset[fx.Node]:
         found: set[fx.Node] = set()
         for op in self.ops:
-            if all(s in found for s in self.inputs(op)) and not any(self.weights(op)):
+            if found.issuperset(self.inputs(op)) and not any(self.weights(op)):
                 found.add(op)
         return frozenset(found)
 
@@ -181,19 +180,18 @@ class Recording:
     def inputs(self, op: fx.Node) -> list[fx.Node]:
         """Ops that an op reads, directly or through its helpers, each once."""
         found: dict[fx.Node, None] = {}
-        for call in (*self.helpers(op), op):
-            for source in call.all_input_nodes:
-                if source.op != "placeholder" and self.facts[source].is_rows:
-                    found[source] = None
+        for source in self._sources(op):
+            if source.op != "placeholder" and self.facts[source].is_rows:
+                found[source] = None
         return list(found)
 
     def reads_features(self, op: fx.Node) -> bool:
         """Whether an op or a helper of it reads the input features."""
-        return any(
-            is_input(source, FEATURES)
-            for call in (*self.helpers(op), op)
-            for source in call.all_input_nodes
-        )
+        return any(is_input(source, FEATURES) for source in self._sources(op))
+
+    def _sources(self, op: fx.Node) -> Iterator[fx.Node]:
+        for call in (*self.helpers(op), op):
+            yield from call.all_input_nodes
 
     @cached_property
     def _first_names(self) -> dict[int, str]:
@@ -241,7 +239,8 @@ class Recording:
         """Structure, source vertex type and target vertex type of an aggregation."""
         vertex_type = self.facts[op].vertex_type
         if op.target is not aggregate:
-            index = next(source for source in op.all_input_nodes if is_input(source, EDGES))
+            index = edges_read(op)
+            assert index is not None
             number = input_number(index)
             relation = "" if number is None else f"{RELATION}{number}"
             return f"edges{relation}", *self.ends[str(index.target)]

@@ -201,9 +201,7 @@ class Graph:
 
     @property
     def label_text(self) -> str:
-        """'7 classes (no vertex is of 0)', '121 labels at once', '1 target' or '2,000 pairs of
-        vertices'.
-        """
+        """'7 classes (no vertex is of 0)', '121 labels at once', '1 target' or '9 pairs ...'."""
         if self.pairs is not None:
             return f"{self.pairs.num_pairs:,} pairs of vertices"
         if self.is_regression:

@@ -58,7 +58,7 @@ class PartitionTask:
 Parts: TypeAlias = npt.NDArray[np.int32]
 
 Partitioner: TypeAlias = Callable[[PartitionTask], Parts]
-"""Returns the part of each vertex, int32 [N] in [0, parts)."""
+"""Returns the part of each vertex, int32 [N] in [0, parts); no part has fewer than ``least``."""
 
 PARTITIONERS: Registry[Partitioner] = Registry("partitioner")
 
