@@ -187,7 +187,7 @@ def row(name: str) -> tuple[str, str]:
             found = capture(model, GRAPH).recording
     except InputError as error:
         return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
-    forms = {found.facts[op].form for op in found.ops} - {""}
+    forms = {found.facts[op].form for op in found.ops} - {None}
     many = sum(map(found.aggregates, found.ops))
     hops = "1 aggregation" if many == 1 else f"{many} aggregations"
     if name in OF_TYPES:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gnnpipe.capture.fx_names import first_line, refuse
-from gnnpipe.capture.stage.conv_dropout import DropoutKinds, KeyedDropout
+from gnnpipe.capture.stage.conv_dropout import DropoutKind, DropoutKinds, KeyedDropout
 from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
@@ -196,7 +196,7 @@ def _split(x: Tensor) -> tuple[Tensor, ...]:
 class _Decode:
     """Properties of a model's ``decode``, found on a sample."""
 
-    drops: tuple[str, ...] = ()
+    drops: tuple[DropoutKind, ...] = ()
     """Kind of rows of each dropout."""
     weights: tuple[str, ...] = ()
     """Names of the weights."""
@@ -243,7 +243,7 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
             part = _decoded(decode, others, moved, name)
         tried.eval()
         still = _decoded(decode, z, ends, name)
-    if set(kinds.found) - {"edges"}:
+    if set(kinds.found) - {DropoutKind.EDGES}:
         refuse(f"{name} drops rows of vertices", "do that in forward")
     if not torch.allclose(part, whole[3:], 1e-9, 1e-12):
         refuse(

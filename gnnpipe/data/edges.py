@@ -18,7 +18,6 @@ __all__ = ["MAX_VERTICES", "Edges", "clean_edge_data", "sorted_edges"]
 MAX_VERTICES = 1 << 31
 """Two vertex numbers share one int64 sort key."""
 
-
 MAX_RELATIONS = 1_000_000
 """Each relation has weights of its own; a larger number is taken for a mistake."""
 
@@ -34,7 +33,7 @@ class Edges:
     data: dict[str, Any]
     """Edge data [E, ...] in the same order, by the field of ``Graph``."""
     removed: str
-    """Text about the removed edges; '' if there are none or no report was asked for."""
+    """Text about the removed edges; '' if there are none, or without ``report``."""
 
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
@@ -58,10 +57,10 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
             name, f"{field} has shape {list(raw.shape)} for {e} edges", f"{shape}, one row an edge"
         )
     if field == "edge_type":
-        if raw.dtype.kind not in "iu" or (e and int(raw.min()) < 0):
-            is_whole = raw.dtype.kind in "iu"
-            fault = "has numbers below 0" if is_whole else f"is of type {raw.dtype}"
-            fail(name, f"{field} {fault}", "whole numbers from 0")
+        if raw.dtype.kind not in "iu":
+            fail(name, f"{field} is of type {raw.dtype}", "whole numbers from 0")
+        if e and int(raw.min()) < 0:
+            fail(name, f"{field} has numbers below 0", "whole numbers from 0")
         if e and int(raw.max()) >= MAX_RELATIONS:
             fail(name, f"{field} = {raw.max()}", f"relations 0..{MAX_RELATIONS - 1}, without gaps")
         return raw.astype(np.int64)
@@ -83,13 +82,8 @@ def sorted_edges(
 ) -> Edges:
     """Checked and sorted edges: unique if they carry no ``data``, else with all duplicates.
 
-    Args:
-        edge_index: [2, E].
-        name: the data set's name.
-        n: number of vertices.
-        symmetrize: add the reverse edges.
-        report: describe the removed edges in ``Edges.removed``.
-        data: [E, ...] by field.
+    ``edge_index`` [2, E] of ``n`` vertices; ``symmetrize``: add the reverse edges; ``report``:
+    describe the removed edges in ``Edges.removed``; ``data`` [E, ...] by field.
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:

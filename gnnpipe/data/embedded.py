@@ -112,5 +112,4 @@ SOURCE = Source(
         ("debian", "packages of Debian 12 and their dependencies (comes with gnnpipe)"),
         ("karate", "Zachary's karate club, 34 vertices (comes with gnnpipe)"),
     ),
-    names=tuple(_READERS),
 )

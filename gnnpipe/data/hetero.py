@@ -151,11 +151,5 @@ def _vertex_types(data: Any, name: str, counts: dict[str, int], target: str) -> 
         for t, count in counts.items()
         if data[t].get("x") is not None
     }
-    return VertexTypes(
-        tuple(counts),
-        np.repeat(np.arange(len(counts)), list(counts.values())),
-        np.concatenate([np.arange(count) for count in counts.values()]),
-        features,
-        tuple((str(a), str(b), str(c)) for a, b, c in data.edge_types),
-        target,
-    )
+    relations = tuple((str(a), str(b), str(c)) for a, b, c in data.edge_types)
+    return VertexTypes.in_order(counts, features, relations, target)

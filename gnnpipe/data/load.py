@@ -85,11 +85,13 @@ def dataset_names() -> list[str]:
 
 def _hint(dataset: str) -> str:
     """The nearest single name, or else the families: all single names would fill a page."""
-    hint = nearest(dataset, {name for source in SOURCES for name in source.names})
+    listed = [name for source in SOURCES for name, _ in source.listing]
+    single = {name for name in listed if not set("<|") & set(name)}
+    hint = nearest(dataset, single.union(*(source.names for source in SOURCES)))
     if hint.startswith("did you mean"):
         return hint
-    heads = [name.partition(":")[0] for source in SOURCES for name, _ in source.listing]
-    return "known: " + ", ".join(h for h in dict.fromkeys(heads) if not h.startswith("<"))
+    heads = dict.fromkeys(name.partition(":")[0] for name in listed)
+    return "known: " + ", ".join(head for head in heads if not head.startswith("<"))
 
 
 def configured_graph(config: TrainConfig) -> Graph:

@@ -177,5 +177,4 @@ SOURCE = Source(
         (name, f"OGB's, {facts.size} to download, {facts.classes} classes")
         for name, facts in OGB_DATASETS.items()
     ),
-    names=tuple(OGB_DATASETS),
 )

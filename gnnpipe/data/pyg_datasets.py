@@ -115,7 +115,7 @@ def _read(request: DataRequest) -> RawGraph:
     """
     dataset = request.dataset
     found = find_pyg(dataset)
-    assert found is not None, "read only what the source handles"
+    assert found is not None, "``handles`` is called first"
     key, name = found
     family = PYG_FAMILIES[key]
     root = data_root(request.data_dir) / key
@@ -188,14 +188,6 @@ def _brief(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _single_names() -> set[str]:
-    names: set[str] = set()
-    for key, family in PYG_FAMILIES.items():
-        names |= {f"{key}:{name}" for name in family.names} or {key}
-        names |= set(family.names)
-    return names
-
-
 def _listing() -> tuple[tuple[str, str], ...]:
     lines = []
     for key, family in PYG_FAMILIES.items():
@@ -209,5 +201,10 @@ SOURCE = Source(
     handles=lambda name: find_pyg(name) is not None,
     read=_read,
     listing=_listing(),
-    names=tuple(_single_names()),
+    names=tuple(
+        alias
+        for key, family in PYG_FAMILIES.items()
+        for name in family.names
+        for alias in (name, f"{key}:{name}")
+    ),
 )

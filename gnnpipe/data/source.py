@@ -36,7 +36,7 @@ class Source:
     listing: tuple[tuple[str, str], ...]
     """(name or pattern of names, a few words of help), for `gnnpipe info --list`."""
     names: tuple[str, ...] = ()
-    """Names that an error may suggest instead of a misspelt one."""
+    """Names beside those in ``listing`` that an error may suggest instead of a misspelt one."""
 
 
 SOURCES: list[Source] = []

@@ -260,5 +260,4 @@ SOURCE = Source(
         ),
         ("synthetic:rmat", "R-MAT; :n=20000,degree=10,classes=8,features=64,seed=0"),
     ),
-    names=("synthetic:planted", "synthetic:rmat"),
 )

@@ -8,7 +8,7 @@ of each type, and the number of a vertex within its type, are here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +37,19 @@ class VertexTypes:
     target: str
     """The type that has labels."""
 
+    @classmethod
+    def in_order(
+        cls,
+        counts: Mapping[str, int],
+        features: Mapping[str, npt.NDArray[np.float32] | sp.csr_array],
+        relations: tuple[Relation, ...],
+        target: str,
+    ) -> VertexTypes:
+        """The types of vertices numbered type after type; ``counts``: N_t by type."""
+        of_vertex = np.repeat(np.arange(len(counts)), list(counts.values()))
+        number = np.concatenate([np.arange(count) for count in counts.values()])
+        return cls(tuple(counts), of_vertex, number, features, relations, target)
+
     def is_of(self, name: str) -> npt.NDArray[np.bool_]:
         """[N], which vertices are of a type."""
         return np.asarray(self.of_vertex == self.names.index(name))
@@ -50,11 +63,5 @@ class VertexTypes:
             place[is_old] = np.arange(is_old.sum())
             if name in self.features:
                 features[name] = self.features[name][place[perm[is_old[perm]]]]
-        return VertexTypes(
-            self.names,
-            self.of_vertex[perm],
-            self.number[perm],
-            features,
-            self.relations,
-            self.target,
-        )
+        of_vertex, number = self.of_vertex[perm], self.number[perm]
+        return replace(self, of_vertex=of_vertex, number=number, features=features)

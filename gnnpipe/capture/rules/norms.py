@@ -1,6 +1,6 @@
 """Rules for normalisations over all vertices: means over all vertices and row-wise work.
 
-The mean is an aggregation (``runtime.mean_history``): exact with one chunk or layer by layer,
+The mean is an aggregation (``runtime.history.mean``): exact with one chunk or layer by layer,
 otherwise partly from the last epoch. The variance is the mean of the squared centred rows, because
 ``mean(x x) - mean(x)^2`` cancels where the mean is large.
 """

@@ -1,9 +1,7 @@
 """Unchanged PyG convolutions on a chunk's block: own rows C, then halo rows H.
 
-A convolution is called in one of two forms. 'pair': with (all rows, own rows), which PyG calls
-bipartite. 'square', for convolutions that do not support pairs: on a graph of C + H vertices, of
-whose results the own rows are kept. ``trial.run`` finds the form that gives the same rows as the
-whole graph.
+A convolution is called in one of two forms (``Form``); ``trial.run`` finds the one that gives the
+same rows as the whole graph.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 import torch
@@ -20,14 +19,21 @@ from torch_geometric.nn import GATConv
 
 from gnnpipe.capture.fx_names import EDGES, is_input
 from gnnpipe.capture.rules.attention import is_mapped
-from gnnpipe.capture.stage.conv_dropout import KeyedDropout
+from gnnpipe.capture.stage.conv_dropout import DropoutKind, KeyedDropout
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.layer import Rows
 
-__all__ = ["FORMS", "BlockConv"]
+__all__ = ["BlockConv", "Form"]
 
-FORMS = ("pair", "square")
+
+class Form(StrEnum):
+    """How a convolution is called on a block."""
+
+    PAIR = "pair"
+    """With (all rows, own rows), which PyG calls bipartite."""
+    SQUARE = "square"
+    """On a graph of all C + H rows; the results of the own rows are kept."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,8 @@ class BlockConv(nn.Module):
         conv: nn.Module,
         call: fx.Node,
         shapes: Mapping[fx.Node, tuple[int, ...]],
-        form: str,
-        drops: Sequence[str] = (),
+        form: Form,
+        drops: Sequence[DropoutKind] = (),
         site: int = 0,
         of_edges: Collection[fx.Node] = (),
     ) -> None:
@@ -65,7 +71,7 @@ class BlockConv(nn.Module):
         """Edge values that the convolution reads."""
         args = list(call.args)
         if args and isinstance(args[0], tuple | list):
-            if form == "square":
+            if form is Form.SQUARE:
                 raise TypeError("it is called with a pair of features")
             source, self.own = args[0]
             args[0] = source
@@ -85,9 +91,9 @@ class BlockConv(nn.Module):
         self._shapes = [shapes[n] for n in self.pushed]
         self._widths = [math.prod(shape) for shape in self._shapes]
         given = [one for one in (*args, *call.kwargs.values()) if one is not None]
-        self._is_plain = form == "pair" and not self.carried and len(given) == 2
+        self._is_plain = form is Form.PAIR and not self.carried and len(given) == 2
         """Whether the convolution is called on rows and edges alone."""
-        if form == "pair" and len(self.pushed) != 1:
+        if form is Form.PAIR and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
 
     @property
@@ -111,7 +117,7 @@ class BlockConv(nn.Module):
 
     @property
     def structure_per_edge(self) -> int:
-        """Bytes for each edge beyond its two ends (``graph.incidence``)."""
+        """Bytes for each edge beyond its two ends (``graph.blocks.Incidence``)."""
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
             return 0
         return 24 if self.conv.add_self_loops else 8
@@ -137,7 +143,7 @@ class BlockConv(nn.Module):
         values: list[Any] = [
             part.reshape(len(part), *shape) for part, shape in zip(parts, self._shapes, strict=True)
         ]
-        if self.form == "pair":
+        if self.form is Form.PAIR:
             values[0] = (values[0], values[0][:count] if own is None else own)
 
         given = {"edges": [block.edge_index], "rows": values, "edge values": carried}

@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 from gnnpipe.ops.hashed_dropout import edge_keys
 
-__all__ = ["DropoutKinds", "KeyedDropout", "NoDropout"]
+__all__ = ["DropoutKind", "DropoutKinds", "KeyedDropout", "NoDropout"]
 
-ROWS, READ_ROWS, EDGES, EDGES_AND_LOOPS = "rows", "read rows", "edges", "edges and loops"
-"""Kinds of rows that a dropout drops; READ_ROWS: source rows of another vertex type."""
+
+class DropoutKind(StrEnum):
+    """What the rows of a dropped tensor belong to."""
+
+    ROWS = "rows"
+    """Target vertices."""
+    READ_ROWS = "read rows"
+    """Source vertices of another type."""
+    EDGES = "edges"
+    EDGES_AND_LOOPS = "edges and loops"
 
 
 class _Dropout(TorchFunctionMode, ABC):
@@ -49,7 +58,7 @@ class _Dropout(TorchFunctionMode, ABC):
 class KeyedDropout(_Dropout):
     """Dropout with masks keyed by vertices or edges."""
 
-    def __init__(self, kinds: Sequence[str], block: Block, rows: Rows, site: int) -> None:
+    def __init__(self, kinds: Sequence[DropoutKind], block: Block, rows: Rows, site: int) -> None:
         """``kinds``: rows of each call in turn; ``site``: key of the first call, then site + 1."""
         super().__init__()
         self._kinds, self._block, self._rows = iter(kinds), block, rows
@@ -64,14 +73,14 @@ class KeyedDropout(_Dropout):
         flat = x.flatten(1) if x.dim() > 1 else x[:, None]
         return rows.dropout(flat, probability, site).reshape(x.shape)
 
-    def _keys(self, kind: str, count: int) -> Tensor:
+    def _keys(self, kind: DropoutKind, count: int) -> Tensor:
         keys = self._block.keys
         assert keys is not None, "the probe pass has no dropout"
         into = keys if self._block.into_keys is None else self._block.into_keys
-        if kind in (ROWS, READ_ROWS):
-            return (into if kind == ROWS else keys)[:count]
+        if kind in (DropoutKind.ROWS, DropoutKind.READ_ROWS):
+            return (into if kind is DropoutKind.ROWS else keys)[:count]
         source, target = self._block.edge_index
-        if kind == EDGES_AND_LOOPS:
+        if kind is DropoutKind.EDGES_AND_LOOPS:
             loops = torch.arange(count - len(source), device=keys.device)
             source, target = torch.cat([source, loops]), torch.cat([target, loops])
         return edge_keys(keys[source], into[target])
@@ -92,13 +101,13 @@ class DropoutKinds(_Dropout):
         """Numbers of source vertices, target vertices and edges."""
         super().__init__()
         self._names = {
-            num_edges + num_read: EDGES_AND_LOOPS,
-            num_edges + num_rows: EDGES_AND_LOOPS,
-            num_edges: EDGES,
-            num_read: READ_ROWS,
-            num_rows: ROWS,
+            num_edges + num_read: DropoutKind.EDGES_AND_LOOPS,
+            num_edges + num_rows: DropoutKind.EDGES_AND_LOOPS,
+            num_edges: DropoutKind.EDGES,
+            num_read: DropoutKind.READ_ROWS,
+            num_rows: DropoutKind.ROWS,
         }
-        self.found: list[str] = []
+        self.found: list[DropoutKind] = []
 
     def drop(self, x: Tensor, probability: float) -> Tensor:
         """``x``; raises ``TypeError`` if it has rows for neither vertices nor edges."""

@@ -81,15 +81,15 @@ class Cut:
             yield own, self.depth[op]
 
     def _block(self, op: fx.Node) -> BlockConv:
-        facts, conv = (
-            self.recording.facts,
-            self.recording.graph_module.get_submodule(str(op.target)),
-        )
+        facts = self.recording.facts
+        conv = self.recording.graph_module.get_submodule(str(op.target))
         of_edges = {call for call in op.all_input_nodes if facts[call].of_edges}
         shapes = {call: facts[call].shape for call in op.all_input_nodes if facts[call].is_rows}
         # Distinct from the sites of recorded dropouts and of other convolutions.
         site = (self.recording.ops.index(op) + 1) << 16
-        return BlockConv(conv, op, shapes, facts[op].form, facts[op].drops, site, of_edges)
+        form = facts[op].form
+        assert form is not None
+        return BlockConv(conv, op, shapes, form, facts[op].drops, site, of_edges)
 
     def _aggregation(self, op: fx.Node) -> Aggregation:
         structure, pushed_type, vertex_type = self.recording.over(op)

@@ -36,8 +36,8 @@ def check_equals_model(
             truth = sample.call(plain, method, torch.float64)
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
-        again = SampleRun(run.module, sample)
-        for other in run.module.graph.nodes:
+        again = SampleRun(run.graph, run.module, sample)
+        for other in run.graph.nodes:
             if other.op != "output":
                 again.follow(other)
         found = again.whole[result]

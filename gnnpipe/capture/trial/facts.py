@@ -26,6 +26,8 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.stage.block_conv import Form
+from gnnpipe.capture.stage.conv_dropout import DropoutKind
 from gnnpipe.capture.trial.compare import check_equals_model
 from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
@@ -50,9 +52,9 @@ class Facts:
     """The value depends on vertices or edges, not on weights alone."""
     of_edges: bool = False
     """The value has one row for each edge; it is computed again where it is needed."""
-    form: str = ""
-    """For an unchanged convolution: 'pair' or 'square' (``stage.block_conv``)."""
-    drops: tuple[str, ...] = ()
+    form: Form | None = None
+    """For an unchanged convolution: how it is called on a block."""
+    drops: tuple[DropoutKind, ...] = ()
     """For an unchanged convolution: kind of rows of each dropout inside."""
     vertex_type: str = ""
     """Vertex type of the rows, '' if there is only one."""
@@ -83,47 +85,49 @@ def probe(
         cut_vertex_weights(module, vertex_weights(recording), sample.counts)
         names = names_of_weights(model, recording)
         perturb_weights(module, names)
-        run = SampleRun(module, sample)
+        run = SampleRun(recording.graph, module, sample)
         found: dict[fx.Node, Facts] = {}
-        for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
+        for call in recording.graph.nodes:
             if call.op == "output":
                 _check_output(call, run)
                 with torch.inference_mode(was_in_inference):
                     check_equals_model(model, method, call, run, names)
-                continue
-            sources = [found[source] for source in own.all_input_nodes]
-            is_source = call.op == "placeholder" or call.target is of_vertices
-            depends = is_source or any(s.depends for s in sources)
-            of_edges = _is_of_edges(call, sources)
-            if call.target is drop and not depends:
-                hint = "only dropout of vertex rows has masks that do not depend on the chunks"
-                refuse("dropout of a weight", hint, call)
-            vertex_type = _type_of(own, call, found, sample) if depends and not of_edges else ""
-            are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
-            value = run.whole[call]
-            is_rows = (
-                isinstance(value, Tensor)
-                and (depends and are_first and not of_edges)
-                and value.is_floating_point()
-            )
-            shape = tuple(value.shape[1:]) if is_rows else ()
-            found[own] = Facts(is_rows, shape, depends, of_edges, form, drops, vertex_type)
-        saved = saved_by_calls(run)
-    for own, call in zip(recording.graph.nodes, run.module.graph.nodes, strict=True):
-        if call in saved and found[own].depends:
-            # A helper is computed with the op that needs it, so its value counts there.
-            is_kept = saved[call].is_kept
-            value = saved[call].value if is_kept and not found[own].is_rows else 0
-            found[own] = replace(
-                found[own],
-                is_saved=is_kept,
-                saved=saved[call].extra + value,
-                saved_per_edge=saved[call].per_edge,
+            else:
+                found[call] = _facts_of(call, found, run)
+        saved = saved_by_calls(run, {call for call in found if found[call].is_rows})
+    for call, amounts in saved.items():
+        if found[call].depends:
+            found[call] = replace(
+                found[call],
+                is_saved=amounts.is_kept,
+                saved=amounts.per_row,
+                saved_per_edge=amounts.per_edge,
             )
     return found
 
 
-def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: Sample) -> str:
+def _facts_of(call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> Facts:
+    """Compute a call on the sample, and what it does to rows."""
+    sources = [found[source] for source in call.all_input_nodes]
+    is_source = call.op == "placeholder" or call.target is of_vertices
+    depends = is_source or any(s.depends for s in sources)
+    of_edges = _is_of_edges(call, sources)
+    if call.target is drop and not depends:
+        hint = "only dropout of vertex rows has masks that do not depend on the chunks"
+        refuse("dropout of a weight", hint, call)
+    vertex_type = _type_of(call, sources, run.sample) if depends and not of_edges else ""
+    are_first, form, drops = run.make(call, depends, of_edges, vertex_type)
+    value = run.whole[call]
+    is_rows = (
+        isinstance(value, Tensor)
+        and (depends and are_first and not of_edges)
+        and value.is_floating_point()
+    )
+    shape = tuple(value.shape[1:]) if is_rows else ()
+    return Facts(is_rows, shape, depends, of_edges, form, drops, vertex_type)
+
+
+def _type_of(call: fx.Node, sources: list[Facts], sample: Sample) -> str:
     """The vertex type of the rows of a call's value."""
     if call.target is of_vertices:
         return str(call.kwargs["vertex_type"])
@@ -136,8 +140,7 @@ def _type_of(own: fx.Node, call: fx.Node, found: dict[fx.Node, Facts], sample: S
     edges = call if is_input(call, EDGES) else edges_read(call)
     if edges is not None:
         return sample.ends[str(edges.target)][1]
-    sources = [found[s] for s in own.all_input_nodes if found[s].depends]
-    kinds = sorted({s.vertex_type for s in sources if not s.of_edges})
+    kinds = sorted({s.vertex_type for s in sources if s.depends and not s.of_edges})
     if len(kinds) > 1:
         hint = "only a convolution leads from one type of vertices to another"
         refuse(f"{name_of(call)} mixes rows of {' and '.join(kinds)}", hint, call)

@@ -21,8 +21,8 @@ from gnnpipe.capture.fx_names import (
 )
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
-from gnnpipe.capture.stage.block_conv import FORMS, BlockConv
-from gnnpipe.capture.stage.conv_dropout import DropoutKinds, NoDropout
+from gnnpipe.capture.stage.block_conv import BlockConv, Form
+from gnnpipe.capture.stage.conv_dropout import DropoutKind, DropoutKinds, NoDropout
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
@@ -38,8 +38,9 @@ Found = dict[fx.Node, Any]
 class SampleRun:
     """Values of a recording's calls in three runs."""
 
-    def __init__(self, module: fx.GraphModule, sample: Sample) -> None:
-        self.module, self.sample = module, sample
+    def __init__(self, graph: fx.Graph, module: fx.GraphModule, sample: Sample) -> None:
+        """``module``: the weights and submodules that the calls of ``graph`` name."""
+        self.graph, self.module, self.sample = graph, module, sample
         self.whole: Found = {}
         self.parts: tuple[Found, Found] = ({}, {})
         self.of_edges: list[fx.Node] = []
@@ -49,7 +50,7 @@ class SampleRun:
 
     def make(
         self, call: fx.Node, depends: bool, of_edges: bool, vertex_type: str
-    ) -> tuple[bool, str, tuple[str, ...]]:
+    ) -> tuple[bool, Form | None, tuple[DropoutKind, ...]]:
         """Compute a call's value in all runs.
 
         Returns whether rows are the first dimension and, for an unchanged convolution, its form and
@@ -59,8 +60,8 @@ class SampleRun:
         self.types[call] = vertex_type
         if of_edges:
             self.of_edges.append(call)
-        form = ""
-        drops: tuple[str, ...] = ()
+        form: Form | None = None
+        drops: tuple[DropoutKind, ...] = ()
         value: Any
         if call.op == "placeholder":
             value = sample.inputs[str(call.target)]
@@ -136,7 +137,7 @@ class SampleRun:
         except Exception as error:
             refuse(f"{name_of(call)} fails on a sample: {first_line(error)}", call=call)
 
-    def _convolve(self, call: fx.Node) -> tuple[Tensor, str, tuple[str, ...]]:
+    def _convolve(self, call: fx.Node) -> tuple[Tensor, Form, tuple[DropoutKind, ...]]:
         """Result, form and dropouts of an unchanged convolution."""
         is_module = call.op == "call_module"
         conv = self.module.get_submodule(str(call.target)) if is_module else None
@@ -161,7 +162,7 @@ class SampleRun:
         }
         shapes = {k: tuple(v.shape[1:]) for k, v in rows.items()}
         reason = ""
-        for form in FORMS:
+        for form in Form:
             try:
                 block_conv = BlockConv(conv, call, shapes, form, kinds.found, 0, self.of_edges)
                 if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):

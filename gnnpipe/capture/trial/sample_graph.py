@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_name, refuse
 from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.types import VertexTypes
 
 __all__ = ["Sample", "make_sample"]
 
@@ -112,11 +113,8 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
         found = {k: torch.from_numpy(v) for k, v in data.items()}
         carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     else:
-        of_vertex = np.repeat(np.arange(len(counts)), list(counts.values()))
-        number = np.concatenate([np.arange(n) for n in counts.values()])
-        graph = replace(
-            graph, types=replace(types, of_vertex=of_vertex, number=number, features={})
-        )
+        sampled = VertexTypes.in_order(counts, {}, types.relations, types.target)
+        graph = replace(graph, types=sampled)
     tensors = {name: torch.from_numpy(v) for name, v in edges.items()}
     return Sample(rows, tensors, ends, graph, carried)
 

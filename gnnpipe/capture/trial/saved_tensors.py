@@ -8,6 +8,7 @@ a sum keeps none.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +35,17 @@ class Saved:
 
     is_kept: bool
     """The call's value is kept, for this call or for another one."""
-    value: int
-    """Numbers in a row of the value, kept or not."""
-    extra: int
-    """Numbers kept for each row that belong to no call's value."""
+    per_row: int
+    """Numbers kept for each row beside the values of ops."""
     per_edge: int
     """Numbers kept for each edge by a convolution that runs unchanged."""
 
 
-def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
+def saved_by_calls(run: SampleRun, ops: Collection[fx.Node]) -> dict[fx.Node, Saved]:
     """``Saved`` by call; converts the run's module to float32.
 
+    Other calls than ``ops`` are computed again with each op that needs them, so that their values
+    count as extras.
     Tensors that calls on edge values keep count for the convolution that reads these values.
     Tensors with rows for only some edges of a convolution are not counted.
     """
@@ -60,7 +61,7 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
     given = *run.module.state_dict(keep_vars=True).values(), *run.sample.edges.values()
     seen = {storage_address(tensor) for tensor in given}
     weight_shapes = {tuple(sorted(weight.shape)) for weight in run.module.parameters()}
-    for call in run.module.graph.nodes:
+    for call in run.graph.nodes:
         if call.op == "output":
             continue
         saved = _compute(call, run, values)
@@ -89,12 +90,10 @@ def saved_by_calls(run: SampleRun) -> dict[fx.Node, Saved]:
             is_counted = source in kept and source.op != "placeholder"
             value_bytes = _size_bytes(values[source]) if is_counted else 0
             per_edge += edge_bytes[source] + value_bytes // run.sample.num_edges
-        found[call] = Saved(
-            call in kept,
-            round(_size_bytes(values[call]) / row_bytes),
-            round(size_bytes / row_bytes),
-            round(per_edge / _NUMBER_BYTES),
-        )
+        per_row = round(size_bytes / row_bytes)
+        if call in kept and call not in ops:
+            per_row += round(_size_bytes(values[call]) / row_bytes)
+        found[call] = Saved(call in kept, per_row, round(per_edge / _NUMBER_BYTES))
     return found
 
 
