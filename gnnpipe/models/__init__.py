@@ -1,6 +1,6 @@
-"""What is computed on a graph: the layers, one file per model.
+"""Built-in models, one file each, and the interface between a model and the runtime.
 
-Importing this folder registers every model by name.
+Importing this package registers the built-in models by name.
 """
 
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage

@@ -1,8 +1,8 @@
 """GAT (Velickovic et al., arXiv 1710.10903), with the weights of PyG's ``GATConv``.
 
-Attention needs both ends of every edge, so this layer does not lower to a fixed product: it pushes
-its transformed rows, and the attention runs on the rectangular block of a chunk and its halo.
-The oracle runs PyG's own code, the runtime that of ``models.attention``.
+Attention reads both ends of every edge, so aggregation is not a product with a fixed matrix. The
+layer pushes its transformed rows ``x W``, and attention runs on the block of a chunk: the chunk's
+rows and its halo.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ __all__ = ["GATLayer"]
 
 
 class GATLayer(Layer):
-    """One GAT layer of ``heads`` heads whose results are concatenated to the hidden width.
+    """``x' = dropout(elu(GATConv(x W)))`` with a loop at every vertex.
 
-    The first takes the features as they are, and there is no norm: behind an encoder and a norm,
-    features that are all positive leave the rows nearly alike (amazon_photo, 2 layers, 60 epochs:
-    .22 so, .94 in this form). The last one also decodes to classes. Attention itself is not
-    dropped.
+    The results of ``heads`` heads are concatenated to the hidden width. The last layer also decodes
+    to classes. Attention coefficients are not dropped. There is no norm and no encoder with bias:
+    with them, features that are all positive would leave the rows nearly alike.
     """
 
     aggregation = "loops"
@@ -44,18 +43,18 @@ class GATLayer(Layer):
         self.conv = GATConv(
             spec.hidden, spec.hidden // spec.heads, heads=spec.heads, add_self_loops=False
         )
-        # Rows are transformed before they are pushed: once for a chunk, and not again by readers.
+        # ``before`` applies the linear map, once per row; the convolution must not repeat it.
         self.conv.lin = nn.Identity()
         if self.is_last:
             self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
 
     @property
     def has_bf16_products(self) -> bool:
-        """Its map, in the last layer, too: it does not give the scores."""
+        """Whether there is a linear map of rows; the last layer's map does not give the logits."""
         return not self.is_first
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the linear map of the features, or of x."""
+        """Push ``x W``, in the first layer of the features."""
         if self.is_first:
             return self.encode(rows.features), {}
         return linear(values["x"], self.lin.weight, None, self.spec.is_rounded), {}

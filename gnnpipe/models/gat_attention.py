@@ -1,16 +1,19 @@
-"""Additive attention (GAT) over a block, without a message for any edge.
+"""Additive attention (GAT) over a block, without materialising messages.
 
-PyG gathers the row of every edge's source, weighs and adds them, and keeps all of it until
-backward. Here an edge has one number a head, and all sums of rows are weighted bags, which read a
-row and add it at once (docs/adr/0024).
+PyG gathers the source row of every edge and keeps the gathered rows until backward. Here an edge
+has one number per head, and weighted sums of rows are embedding bags (docs/adr/0024).
 
-Backward needs no product of two rows for an edge either. With p_ij = exp(e_ij - m_i) of the score
-e_ij = leaky_relu(s_j + t_i), out_i = sum_j p_ij x_j / z_i and its gradient g_i, the gradient of
-e_ij is p_ij / z_i (<x_j, g_i> - <out_i, g_i>). Times the leaky ReLU's slope it is summed over the
-edges into i for t_i, and over those out of j for s_j. Both are linear in x_j and in g_i, so that
-sums of rows come first, and then one product of two rows for a vertex.
+Forward, for a target i and its sources j:
 
-T rows that are read, C that read, E edges, H heads, D columns a head.
+    ``e_ij = leaky_relu(s_j + t_i)``,  ``p_ij = exp(e_ij - max_j e_ij)``,  ``z_i = sum_j p_ij``
+    ``out_i = sum_j p_ij x_j / z_i``
+
+Backward, with g_i the gradient of out_i: the gradient of e_ij is
+``p_ij / z_i (<x_j, g_i> - <out_i, g_i>)``. Times the slope of the leaky ReLU it is summed over the
+edges into i for t_i, and over the edges out of j for s_j. Both sums are linear in x_j and g_i, so
+rows are summed first, followed by one inner product per vertex instead of one per edge.
+
+Shapes: T rows read, C target rows, E edges, H heads, D columns per head.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ __all__ = ["additive_attention", "attend", "is_additive", "is_as_shipped"]
 
 
 class _AdditiveAttention(torch.autograd.Function):
-    """See ``additive_attention``. Head by head: what belongs to edges is kept as [H, E]."""
+    """See ``additive_attention``. Runs head by head; edge values are kept as [H, E]."""
 
     @staticmethod
     def forward(
@@ -57,11 +60,10 @@ class _AdditiveAttention(torch.autograd.Function):
             weight = (score - largest.index_select(0, edges.target)).exp_()
             kept = None if keep is None else keep[h]
             sums = _bags(rows, edges.offsets, edges.source, weight, kept)
-            # Rows without an edge are zero, and so are their sums.
+            # A target without an edge has sum 0, and out = 0 / 1e-16 = 0.
             total[:, h] = sums[:, width].clamp_(min=1e-16)
             torch.div(sums[:, :width], sums[:, width:], out=out[:, h])
-            # One number tells the weight and, by its sign, the leaky ReLU's slope, which at 0 is
-            # that of what is below.
+            # The sign encodes the slope of the leaky ReLU, which at 0 is the negative one.
             torch.where(score > 0, weight, -weight, out=signed[h])
         ctx.save_for_backward(x, own, reads, reading, signed, keep, total, out)
         ctx.edges, ctx.slope = edges, slope
@@ -79,12 +81,12 @@ class _AdditiveAttention(torch.autograd.Function):
             rows, kept = torch.cat([x[:, h], ones], dim=1), None if keep is None else keep[h]
             scaled = grad[:, h] / total[:, h, None]
             common = (out[:, h] * scaled).sum(-1, keepdim=True)
-            # With a last column such that a product of two whole rows is all there is to sum.
+            # With -common as last column, one inner product of extended rows gives both terms.
             scaled = torch.cat([scaled, -common], dim=1)
             sloped = F.leaky_relu(signed[h], -ctx.slope)
             sums = _bags(rows, edges.offsets, edges.source, sloped, kept)
             to_target = (sums * scaled).sum(-1)
-            # And the other way: over the edges out of a row that is read.
+            # The same over the edges out of each source.
             back = signed[h].index_select(0, edges.by_source)
             kept = None if kept is None else kept.index_select(0, edges.by_source)
             into, ends = edges.targets_by_source, edges.offsets_by_source
@@ -107,9 +109,9 @@ class _AdditiveAttention(torch.autograd.Function):
 def _bags(
     rows: Tensor, offsets: Tensor, index: Tensor, weight: Tensor, keep: Tensor | None
 ) -> Tensor:
-    """Sums of ``rows`` [R, D + 1] weighed by ``weight`` [E], over the bags told: [B, D + 1].
+    """Sums ``rows`` [R, D + 1] with ``weight`` [E] over the bags of ``offsets``, [B, D + 1].
 
-    ``offsets`` [B + 1] and ``index`` [E]. What dropout keeps, ``keep`` [E], is not of the last
+    ``offsets`` [B + 1], ``index`` [E]. The dropout factors ``keep`` [E] do not apply to the last
     column.
     """
     if keep is None:
@@ -128,13 +130,22 @@ def additive_attention(
     slope: float,
     keep: Tensor | None = None,
 ) -> Tensor:
-    """Rows [C, H, D]: of every vertex the mean of its neighbours' ``x`` [T, H, D], by head.
+    """Softmax-weighted mean of the neighbours' rows, per head (arXiv 1710.10903, section 2.1).
 
-    Weighed by the softmax, over the edges into it, of ``leaky_relu(s_j + t_i)`` with that negative
-    ``slope``, where s = <x, reads> and t = <own, reading> by head; ``reads`` and ``reading``
-    [H, D]. ``own`` [C, H, D]: none if they are the first rows of x. Weights are multiplied by
-    ``keep`` [H, E], what dropout has left of ones. Rows without an edge are zero. Velickovic et
-    al., arXiv 1710.10903, section 2.1.
+    The weight of the edge from j to i is the softmax over the edges into i of
+    ``leaky_relu(<x_j, reads> + <own_i, reading>)``.
+
+    Args:
+        x: [T, H, D], rows read.
+        own: [C, H, D], rows of the targets; ``None``: the first C rows of x.
+        reads: [H, D], attention vector of the source.
+        reading: [H, D], attention vector of the target.
+        edges: The edges by target and by source.
+        slope: Negative slope of the leaky ReLU.
+        keep: [H, E], dropout factors of the weights.
+
+    Returns:
+        [C, H, D]; zero for a target without an edge.
     """
     found: Tensor = _AdditiveAttention.apply(  # type: ignore[no-untyped-call]
         x, own, reads, reading, keep, edges, slope
@@ -143,7 +154,7 @@ def additive_attention(
 
 
 def is_as_shipped(conv: MessagePassing) -> bool:
-    """It adds messages up from source to target, and nobody watches or changes that."""
+    """Whether a convolution sums messages from source to target, without hooks or overrides."""
     return (
         not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
         and not conv.explain
@@ -154,7 +165,7 @@ def is_as_shipped(conv: MessagePassing) -> bool:
 
 
 def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
-    """A GATConv as PyG ships it, whose scores know nothing of the edges but their ends."""
+    """Whether ``attend`` can replace it: an unchanged GATConv without edge features."""
     return (
         isinstance(conv, GATConv)
         and type(conv) is GATConv
@@ -165,11 +176,11 @@ def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
 
 
 def attend(conv: GATConv, x: Tensor, own: Tensor | None, block: Block) -> Tensor:
-    """What ``conv((x, own), block.edge_index, size=block.size)`` gives, without messages.
+    """Computes ``conv((x, own), block.edge_index, size=block.size)`` without messages.
 
-    ``x`` [T, F], rows that are read, and ``own`` [C, F], those that read: none if they are the
-    first of x. For a convolution that ``is_additive``; step by step what its ``forward`` does.
-    The result is not to be changed in place, for backward may need it.
+    ``conv`` must be ``is_additive``. ``x`` [T, F]: rows read. ``own`` [C, F]: rows of the targets;
+    ``None``: the first C rows of x. Backward may read the result, so it must not be changed in
+    place.
     """
     shape = (-1, conv.heads, conv.out_channels)
     if conv.lin is not None:

@@ -1,9 +1,8 @@
-"""GCN (Kipf and Welling, arXiv 1609.02907): ``relu(norm(A x W + b))``, A the normalised adjacency.
+"""GCN (Kipf and Welling, arXiv 1609.02907).
 
-Every aggregation runs at the hidden width H: only the first layer transforms before it aggregates,
-the others after, which is the same product in another order. Rows are pushed before the layer's own
-weights touch them, so a stale row is never stale in those weights, and their gradient counts every
-neighbour.
+Every aggregation runs at the hidden width H: the first layer computes ``A (x W)``, later layers
+compute ``(A x) W``. Later layers push rows that their own W has not multiplied, so stale rows do
+not depend on an old W, and the gradient of W counts every neighbour.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ __all__ = ["GCNLayer"]
 
 
 class GCNLayer(Layer):
-    """One GCN layer; all but the last end with LayerNorm, ReLU and dropout."""
+    """``x' = dropout(relu(LayerNorm(A x W + b)))``; the last layer returns ``A x W + b``.
+
+    A is the adjacency matrix with self-loops, normalised as ``D^-1/2 (A + I) D^-1/2``.
+    """
 
     aggregation = "gcn"
     maps_features = cuda_graph_safe = True
@@ -38,11 +40,11 @@ class GCNLayer(Layer):
             self.norm = nn.LayerNorm(out)
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the encoded features, later layers their rows."""
+        """Push ``x W`` in the first layer, x in later layers."""
         return self.encode(rows.features) if self.is_first else values["x"], {}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Transform (the first layer has), bias, norm, activation, dropout; the last: logits."""
+        """Apply W (except in the first layer), bias, norm, activation and dropout."""
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight

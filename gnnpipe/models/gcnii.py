@@ -1,8 +1,6 @@
 """GCNII (Chen et al., arXiv 2007.02133): deep GCN with an initial residual and identity mapping.
 
-``x' = relu((1 - beta) m + beta m W)`` with ``m = (1 - alpha) A x + alpha h0`` and
-``beta = log(theta / layer + 1)``. h0, the encoded features, is read by every layer: it is the value
-that skips ahead, so it travels with x over every stage boundary.
+Every layer reads h0, the encoded features, so h0 crosses every stage boundary together with x.
 """
 
 from __future__ import annotations
@@ -20,7 +18,12 @@ __all__ = ["GCNIILayer"]
 
 
 class GCNIILayer(Layer):
-    """One GCNII layer; the first also encodes the features, the last also decodes to classes."""
+    """``x' = dropout(relu(LayerNorm((1 - beta) m + beta m W)))``.
+
+    ``m = (1 - alpha) A x + alpha h0`` with ``beta = log(theta / (index + 1) + 1)``, A normalised
+    as in GCN. The first layer computes ``h0 = relu(x W + b)`` of the features and aggregates
+    ``dropout(h0)``; the last layer also decodes to classes.
+    """
 
     aggregation = "gcn"
     reads = ("x", "h0")
@@ -40,21 +43,21 @@ class GCNIILayer(Layer):
 
     @property
     def has_bf16_products(self) -> bool:
-        """Its own, whatever stands in front and behind."""
+        """True: every layer has a hidden map of its own."""
         return True
 
     @property
     def kept_widths(self) -> dict[str, int]:
-        """h0 passes through."""
+        """``after`` mixes in h0."""
         return {"h0": self.spec.hidden}
 
     @property
     def out_widths(self) -> dict[str, int]:
-        """x, and h0 for the layers that follow."""
+        """x, and h0 for the next layer."""
         return super().out_widths | ({} if self.is_last else {"h0": self.spec.hidden})
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push x; the first layer makes h0 from the features, and x of it by dropout."""
+        """Push x; the first layer computes h0 and x from the features."""
         if not self.is_first:
             return values["x"], {"h0": values["h0"]}
         h0 = torch.relu_(self.encode(rows.features))
@@ -63,7 +66,7 @@ class GCNIILayer(Layer):
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Mix with h0, map, norm, activation and dropout."""
         h0 = values["h0"]
-        # A subclass may read ``received`` after this method.
+        # A subclass may read ``received`` after it has called this method.
         overwrites = rows.may_overwrite and type(self) is GCNIILayer
         x = gcnii_mix(
             received,

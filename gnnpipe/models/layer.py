@@ -1,9 +1,15 @@
-"""What a GNN layer is here: row-wise work, then an aggregation, then row-wise work.
+"""Interface of a GNN layer: what a user subclasses to write a model.
 
-A layer never aggregates by itself. ``before`` says which rows it pushes into the history table,
-``after`` says what it makes of the rows that were aggregated for it; the runtime does what lies
-between. That cut is all a model needs for any number of chunks, shards and stages, and evaluation
-uses the very same two methods. C rows of a chunk, H halo rows, F width.
+A layer is split where it aggregates. ``before`` works row by row and returns the rows to
+aggregate, the runtime aggregates them, and ``after`` works row by row on the result:
+
+    ``pushed = before(x)``,  ``received = A pushed``,  ``x' = after(received)``
+
+The runtime writes the pushed rows into the layer's history table and multiplies the table by the
+rows of A that belong to a chunk. Layers therefore do not know chunks, shards and stages, and
+evaluation runs the same two methods. ``gcn.py`` is the shortest example.
+
+Shapes: C rows of a chunk, H halo rows.
 """
 
 from __future__ import annotations
@@ -26,39 +32,39 @@ from gnnpipe.registry import Registry
 __all__ = ["MODELS", "Layer", "LayerSpec", "PushMaker", "Rows", "Values", "input_linear"]
 
 Values = dict[str, Tensor]
-"""Row-wise values of a chunk by name, each [C, width]: what crosses a stage boundary. Inside of a
-stage a value of a recorded model may have more dimensions, or a single row that stands for all."""
+"""Named activations of a chunk, each [C, width]; they cross stage boundaries. Within a stage, a
+value of a recorded model may have more dimensions, or one row that stands for all rows."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows a layer works on: everything about a chunk that is not a value of the model."""
+    """The rows that a layer works on: vertices, features, epoch, dropout masks and edges."""
 
     keys: Tensor
     """[C] int32, dropout keys of the vertices."""
     features: FeatureRows | None
-    """Input features of the rows; only the first stage has them."""
+    """Input features [C, num_features], dense or sparse; ``None`` except on the first stage."""
     seed: int = 0
     epoch: int = 0
     training: bool = False
     is_probe: bool = False
-    """Of a forecast: as in training, but for dropout."""
+    """The rows are probe vertices of a forecast: training mode without dropout."""
     vertices: Tensor | None = None
-    """[C] int64, the number of each vertex in the graph as it was read."""
+    """[C] int64, number of each vertex in the graph as it was read."""
     block: Block | None = None
-    """Edges into these rows, for layers that are not linear."""
+    """Edges into these rows, for layers whose aggregation is not a product with a fixed matrix."""
     masks: KeptMasks | None = None
-    """Dropout of all rows of the shard, where these are the ones from ``start`` on."""
+    """Dropout masks of all rows of the shard; these rows begin at ``start``."""
     start: int = 0
     output_buffer: OutputBuffer | None = None
-    """Memory of the rows that are pushed next, in the history table (``PushMaker``)."""
+    """Rows of the next history table, in which pushed rows can be computed (``PushMaker``)."""
     may_overwrite: bool = False
-    """The rows that ``after`` receives are not read again: they may be overwritten."""
+    """The rows that ``after`` receives are not read again, so ``after`` may overwrite them."""
     parts: Mapping[str, Rows] = field(default_factory=dict)
-    """The rows of every type of vertices, where there are several."""
+    """Rows by vertex type, for a graph with several vertex types."""
 
     def part(self, vertex_type: str) -> Rows:
-        """The rows of a type, in the epoch and mode of these; '': all."""
+        """Returns the rows of a vertex type; of '' all rows."""
         if not vertex_type:
             return self
         return replace(
@@ -70,9 +76,9 @@ class Rows:
         )
 
     def mask(self, width: int, probability: float, site: int) -> Mask | None:
-        """What keyed dropout keeps of rows [C, ``width``] while training; None: all.
+        """Returns the dropout mask of rows [C, ``width``]; ``None`` outside of training.
 
-        ``site`` is unique in the model.
+        ``site`` numbers the dropouts of a model: every dropout needs its own.
         """
         if not self.training:
             return None
@@ -88,7 +94,7 @@ class Rows:
         )
 
     def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
-        """``x`` [C, F] behind that dropout."""
+        """Applies dropout to ``x`` [C, F]; see ``mask``."""
         return keyed_dropout(x, self.mask(x.shape[1], probability, site))
 
 
@@ -105,113 +111,178 @@ class LayerSpec:
     alpha: float = 0.1
     theta: float = 0.5
     is_rounded: bool = False
-    """Products with weights, but for the last one's, are made in bf16 (``models.products``)."""
+    """Matrix products with weights, except those that give the logits, are computed in bf16
+    (``ops.bf16_matmul``)."""
 
 
 class PushMaker(Enum):
-    """The method of a layer that makes pushed rows in the history table, where they need no copy.
+    """Which method computes the pushed rows directly in the history table, avoiding a copy.
 
     Nothing may write to these rows afterwards.
     """
 
     COPY = auto()
-    """None: pushed rows are copied into the table."""
+    """None: the runtime copies pushed rows into the table."""
     BEFORE = auto()
-    """``before`` pushes ``rows.output_buffer.rows`` itself, if there is a buffer."""
+    """``before`` returns ``rows.output_buffer.rows`` itself if there is a buffer."""
     AFTER = auto()
-    """``after``, except the last layer's, returns ``rows.output_buffer.rows`` itself as x, if there
-    is a buffer; ``before``, except the first layer's, pushes x as it is."""
+    """``after`` (except of the last layer) returns ``rows.output_buffer.rows`` itself as x if there
+    is a buffer, and ``before`` (except of the first layer) pushes x unchanged."""
 
 
 class Layer(nn.Module, ABC):
-    """One GNN layer; ``index`` counts from 0 over the whole model."""
+    """One GNN layer.
+
+    A subclass sets ``aggregation`` and defines ``before`` and ``after``. Layers that keep values
+    for ``after``, or hand on more than x, also override ``kept_widths``, ``out_widths`` or
+    ``reads``. All other attributes allow optimisations and may be left alone.
+
+    Args:
+        index: Position in the model, from 0. The first layer reads the features, the last layer
+            returns the logits [C, num_classes] as x.
+        spec: Sizes and constants of the model.
+    """
 
     aggregation: str
-    """'gcn', 'mean' or 'sum' (linear, fixed weights), or 'loops': the layer gets the rows of its
-    neighbours and itself and aggregates through a PyG convolution."""
+    """'gcn', 'mean' or 'sum': a product with a fixed matrix. 'loops': ``after`` receives the rows
+    of the neighbours and of the vertex itself, and aggregates over ``rows.block``."""
+
+    reads: ClassVar[tuple[str, ...]] = ("x",)
+    """Names of the values that ``before`` reads; the first layer reads features only."""
+
+    reads_settings: ClassVar[tuple[str, ...]] = ()
+    """Fields of ``LayerSpec`` that not every layer reads, such as 'alpha'."""
+
+    maps_features: ClassVar[bool] = False
+    """``before`` of the first layer pushes ``self.encode`` of the features, a linear map without
+    bias. A subclass that overrides ``before`` must declare it anew."""
+
+    keeps_features: ClassVar[bool] = False
+    """The first layer also reads a row's own features (``own_values``)."""
+
+    push_maker: ClassVar[PushMaker] = PushMaker.COPY
+    """The method that computes pushed rows in ``rows.output_buffer``. A subclass that overrides
+    ``before``, ``after`` or ``from_aggregated_features`` must declare it anew."""
+
+    cuda_graph_safe: ClassVar[bool] = False
+    """This class launches the same kernels in every epoch of training, so that a CUDA graph can
+    replay them. Not inherited: every subclass must declare it anew."""
 
     def __init__(self, index: int, spec: LayerSpec) -> None:
         super().__init__()
         self.index = index
         self.spec = spec
 
+    @abstractmethod
+    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
+        """Computes the rows to aggregate.
+
+        Args:
+            values: Values of the previous layer; empty for the first layer, which reads
+                ``rows.features``.
+            rows: The rows of the chunk.
+
+        Returns:
+            The rows to push [C, push_width], and the values kept for ``after`` (``kept_widths``).
+        """
+
+    @abstractmethod
+    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
+        """Computes the layer's values from the aggregated rows.
+
+        Args:
+            received: The aggregated rows [C, push_width]. For ``aggregation = "loops"`` the rows
+                [C + H, push_width] that the block reads, the chunk's own rows first.
+            values: The values that ``before`` kept.
+            rows: The rows of the chunk. In training the last layer may be called for the loss rows
+                of the chunk only, without features.
+
+        Returns:
+            The values of the layer (``out_widths``).
+        """
+
     @property
     def is_first(self) -> bool:
-        """It reads the input features instead of values."""
+        """Whether the layer reads the input features."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Its value ``x`` is the logits [C, num_classes]."""
+        """Whether the layer's x is the logits [C, num_classes]."""
         return self.index == self.spec.num_layers - 1
 
     @property
     def is_linear(self) -> bool:
-        """Its aggregation is a product with a fixed matrix."""
+        """Whether the aggregation is a product with a fixed matrix."""
         return self.aggregation in LINEAR_KINDS
 
     @property
     def push_width(self) -> int:
-        """Width of the rows it pushes."""
+        """Width of the pushed rows."""
         return self.spec.hidden
 
     @property
     def kept_widths(self) -> dict[str, int]:
-        """Name and width of the values that ``before`` hands to ``after``."""
+        """Width by name of the values that ``before`` keeps for ``after``."""
         return {}
 
     @property
     def out_widths(self) -> dict[str, int]:
-        """Name and width of the values that ``after`` returns."""
+        """Width by name of the values that ``after`` returns."""
         return {"x": self.spec.num_classes if self.is_last else self.spec.hidden}
 
-    reads: ClassVar[tuple[str, ...]] = ("x",)
-    """Names of the values that it reads of the layer before it; the first layer reads none."""
+    def dropout_mask(self, rows: Rows, width: int) -> Mask | None:
+        """Returns the mask of the dropout that ends the layer (site index + 1), [C, ``width``].
 
-    maps_features: ClassVar[bool] = False
-    """What ``before`` of this very class pushes in the first layer is ``encode``, a linear map of
-    the features without a bias. A subclass with another ``before`` has to say so anew."""
-    keeps_features: ClassVar[bool] = False
-    """Its first layer needs a row's own features as well."""
-
-    push_maker: ClassVar[PushMaker] = PushMaker.COPY
-    """The method that makes the pushed rows in ``rows.output_buffer``. A subclass that overrides
-    ``before``, ``after`` or ``from_aggregated_features`` must declare it anew."""
-
-    cuda_graph_safe: ClassVar[bool] = False
-    """This very class starts the same kernels in each epoch of training, but for dropout masks,
-    which ``rows`` has. A subclass has to say so anew, whatever it changes."""
+        Dropout ends ``after`` instead of beginning the next ``before``, so that one fused kernel
+        can apply norm, activation and dropout.
+        """
+        return rows.mask(width, self.spec.dropout, site=self.index + 1)
 
     @property
-    def is_cuda_graph_safe(self) -> bool:
-        """Epochs with it can be repeated as one (``runtime.replay``)."""
-        return bool(vars(type(self)).get("cuda_graph_safe", False))
+    def has_bf16_products(self) -> bool:
+        """Whether ``spec.is_rounded`` changes a product other than that with the features."""
+        return not self.is_first and not self.is_last
 
-    def _is_declared_for(self, attribute: str, *methods: str) -> bool:
-        """Whether no class overrides one of ``methods`` without declaring ``attribute`` anew."""
-        definers = [self._definer(method) for method in methods]
-        return all(issubclass(self._definer(attribute), definer) for definer in definers)
+    def own_values(self, rows: Rows) -> Values:
+        """Returns the values that the first layer keeps of a row's own features."""
+        del rows
+        return {}
 
-    def _definer(self, name: str) -> type:
-        return next(c for c in type(self).__mro__ if name in vars(c))
+    def from_aggregated_features(self, aggregated: Tensor, rows: Rows) -> Values:
+        """Computes the first layer's values from ``A x``, in place of ``before`` and ``after``.
+
+        The features never change, so their aggregation [C, num_features] is computed once for all
+        epochs if ``accepts_aggregated_features``. Uses ``A (x W) = (A x) W``.
+        """
+        encode = self._modules["encode"]
+        assert isinstance(encode, FeatureLinear)
+        return self.after(encode.of(aggregated), self.own_values(rows), rows)
 
     @property
     def accepts_aggregated_features(self) -> bool:
-        """Its values can be made by ``from_aggregated_features`` as well."""
+        """Whether ``from_aggregated_features`` can compute this layer's values."""
         encode = self._modules.get("encode")
         is_map = type(encode) is FeatureLinear and encode.bias is None
         is_declared = self._is_declared_for("maps_features", "before")
         return self.is_first and is_map and self.maps_features and is_declared
 
-    def push_maker_behind(self, previous: Layer | None) -> PushMaker:
-        """Returns the method that makes this layer's pushed rows; ``previous``: the layer before.
+    @property
+    def is_cuda_graph_safe(self) -> bool:
+        """Whether a CUDA graph can replay the layer (``runtime.cuda_graph``)."""
+        return bool(vars(type(self)).get("cuda_graph_safe", False))
 
-        ``PushMaker.AFTER`` is ``after`` of ``previous``, if both layers declare it.
+    def push_maker_behind(self, previous: Layer | None) -> PushMaker:
+        """Returns the method that computes this layer's pushed rows in the table.
+
+        ``PushMaker.AFTER`` stands for ``after`` of the ``previous`` layer, if both layers declare
+        it.
         """
         declared = self._declared_push_maker
-        if declared is PushMaker.AFTER:
-            is_made = previous is not None and previous._declared_push_maker is declared
-            return declared if is_made else PushMaker.COPY
+        if declared is PushMaker.AFTER and (
+            previous is None or previous._declared_push_maker is not declared
+        ):
+            return PushMaker.COPY
         return declared
 
     @property
@@ -221,53 +292,18 @@ class Layer(nn.Module, ABC):
         )
         return self.push_maker if is_declared else PushMaker.COPY
 
-    def from_aggregated_features(self, aggregated: Tensor, rows: Rows) -> Values:
-        """The first layer's values, from aggregated features [C, num_features]: of A x and not x.
+    def _is_declared_for(self, attribute: str, *methods: str) -> bool:
+        """Whether every class that overrides one of ``methods`` also declares ``attribute``."""
+        definers = [self._definer(method) for method in methods]
+        return all(issubclass(self._definer(attribute), definer) for definer in definers)
 
-        In place of ``before``, which is not called; where it ``accepts_aggregated_features``.
-        """
-        encode = self._modules["encode"]
-        assert isinstance(encode, FeatureLinear)
-        return self.after(encode.of(aggregated), self.own_values(rows), rows)
-
-    def own_values(self, rows: Rows) -> Values:
-        """What the first layer keeps of a row's own features."""
-        del rows
-        return {}
-
-    def dropout_mask(self, rows: Rows, width: int) -> Mask | None:
-        """What dropout keeps of the rows [C, ``width``] that the layer makes for the next one.
-
-        It belongs to ``after``, where the rows are made, and not to the next layer's ``before``, so
-        that it is one step with the rest. Its site is index + 1.
-        """
-        return rows.mask(width, self.spec.dropout, site=self.index + 1)
-
-    @property
-    def has_bf16_products(self) -> bool:
-        """It has a product with a weight that ``is_rounded`` is for, beside that of features."""
-        return not self.is_first and not self.is_last
-
-    reads_settings: ClassVar[tuple[str, ...]] = ()
-    """Fields of ``LayerSpec`` that it reads and other layers need not."""
-
-    @abstractmethod
-    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """The rows to push [C, push_width], and the values kept for ``after``."""
-
-    @abstractmethod
-    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """The layer's values from the aggregated rows [C, push_width].
-
-        A layer that is not linear receives the block's rows [C + H, push_width] instead, its own
-        first, and finds the edges in ``rows.block``. In training the last layer's rows may be fewer
-        than those of the chunk (docs/adr/0027); their features are not among them.
-        """
+    def _definer(self, name: str) -> type:
+        return next(c for c in type(self).__mro__ if name in vars(c))
 
 
 MODELS: Registry[type[Layer]] = Registry("model")
 
 
 def input_linear(spec: LayerSpec, bias: bool = False) -> FeatureLinear:
-    """The linear map from the input features to the hidden width."""
+    """Returns a linear map from the (dense or sparse) features to the hidden width."""
     return FeatureLinear(spec.num_features, spec.hidden, bias, spec.is_rounded)

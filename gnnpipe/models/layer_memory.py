@@ -1,8 +1,8 @@
-"""Measures the memory that each layer of a model keeps until backward, on random sample rows.
+"""Measures the memory that each layer keeps until backward, on sample rows.
 
-The layers run one after another, with aggregation replaced by the identity, while saved-tensor
-hooks record what autograd keeps. Memory counts for the layer that keeps it first. Samples of
-several sizes tell numbers per row and per edge from constants.
+The layers run in order, with aggregation replaced by the identity, while saved-tensor hooks record
+the tensors that autograd keeps. A tensor counts for the first layer that keeps it. Samples of
+several sizes separate numbers per row and per edge from constants.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LayerMemory", "measure_layers"]
 
 _ROWS, _DEGREE = 8, 2
 _MASK_NUMBER_BYTES = 4
-"""Of a number beside which dropout masks, of a byte each, are counted."""
+"""Bytes of a number, to convert tensors of other types (dropout masks) into numbers."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class LayerMemory:
 
     per_row: int
     per_row_before: int
-    """The part of ``per_row`` that is kept before the push."""
+    """The part of ``per_row`` that ``before`` keeps."""
     per_row_recomputed: int
-    """With ``--recompute``: of a row that a step reads."""
+    """Numbers per row with ``--recompute``: the inputs of ``after``."""
     per_edge: int
 
 
@@ -64,7 +64,7 @@ def measure_layers(layers: Sequence[Layer]) -> list[LayerMemory]:
 
 @dataclass
 class _Numbers:
-    """Numbers that a layer keeps of a sample."""
+    """Numbers that a layer keeps for a whole sample."""
 
     total: float = 0.0
     before: float = 0.0
@@ -72,14 +72,14 @@ class _Numbers:
 
 
 class _Seen:
-    """Memory that has been counted."""
+    """Storage that is already counted."""
 
     def __init__(self, *known: Tensor) -> None:
         self._addresses = {storage_address(t) for t in known}
-        self._alive: list[Tensor] = list(known)  # memory that is freed would be used again
+        self._alive: list[Tensor] = list(known)  # a freed address could be allocated again
 
     def count(self, value: object) -> float:
-        """Numbers in the tensors of ``value`` whose memory is new."""
+        """Counts the numbers in the tensors of ``value`` with new storage."""
         found = 0.0
         for tensor in tensors_in(value):
             self._alive.append(tensor)
@@ -119,20 +119,16 @@ def _measure(layers: Sequence[Layer], num_rows: int, num_edges: int) -> list[_Nu
             received = pushed.detach().clone().requires_grad_()
             numbers.recomputed = seen_recomputed.count([received, kept])
             numbers.total = numbers.before + seen.count([received, kept])
-            leaves = {name: _leaf(value) for name, value in kept.items()}
+            # The runtime also detaches values between two steps.
+            leaves = {k: v.detach().requires_grad_(v.requires_grad) for k, v in kept.items()}
             values = layer.after(received, leaves, rows if layer.is_linear else on_block)
             numbers.total += seen.count([saved, masks.masks, {} if layer.is_last else values])
         found.append(numbers)
     return found
 
 
-def _leaf(value: Tensor) -> Tensor:
-    """As the runtime hands values from one step to the next."""
-    return value.detach().requires_grad_(value.requires_grad)
-
-
 def _sample_block(vertices: Tensor, num_edges: int) -> Block:
-    """All edges inside of the sample, none of them a loop."""
+    """Returns a block whose edges all lie within the sample, without self-loops."""
     count, edge = len(vertices), torch.arange(num_edges, device=vertices.device)
     target = edge % count
     source = (target + 1 + edge // count) % count
@@ -149,7 +145,7 @@ def _sample_block(vertices: Tensor, num_edges: int) -> Block:
 
 @contextmanager
 def _trainable_weights(layers: Sequence[Layer]) -> Iterator[None]:
-    """Meanwhile, weights that were made in inference mode are copies that autograd can save."""
+    """Temporarily replaces weights created in inference mode by copies that autograd can save."""
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     for layer in layers:
         for module in layer.modules():

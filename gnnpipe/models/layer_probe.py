@@ -1,9 +1,8 @@
-"""What a layer written by hand does to rows, tried out on a few random ones before a run.
+"""Checks that a user's own ``Layer`` works row by row, on a few random rows before a run.
 
-Of a recorded model every call is tried (``bridge.probe``). A layer is taken at its word, and a norm
-over all rows, or dropout that draws, would give another result for every number of chunks, and say
-nothing. So layers of the user's own are run on some rows at once, and on either part of them alone.
-C rows.
+A norm over all rows, or dropout that draws random numbers, would silently give another result for
+every number of chunks. The check runs the layer on C rows at once and on two parts of the rows, and
+compares.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ from gnnpipe.ops.hashed_dropout import row_keys
 __all__ = ["check_layers", "in_training_mode"]
 
 _ROWS = 12
-_AT = 5
-"""Where they are parted."""
+_SPLIT = 5
+"""Rows of the first of the two parts."""
 
 
 def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
-    """``InputError`` if one that is not ours fails, makes other widths than it says, or mixes rows.
+    """``InputError`` if a user's layer fails, returns undeclared widths or mixes rows.
 
-    Of one that is not linear, ``before`` alone is tried: what it makes of edges is not row-wise.
+    Layers of this package are not run. Of a layer that is not linear only ``before`` is run, for
+    ``after`` reads other rows through the edges.
     """
     for layer, previous in zip(layers, (None, *layers), strict=False):
         if not type(layer).__module__.startswith("gnnpipe."):
@@ -40,8 +40,8 @@ def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
 
 @contextmanager
 def in_training_mode(layer: Layer) -> Iterator[None]:
-    """Afterwards it is in the mode that it was in, with the statistics that it had."""
-    # Not a copy: torch makes none of a layer that holds on to what it has made.
+    """Puts the layer into training mode; restores its modes and buffers afterwards."""
+    # Not deepcopy: it fails for a layer that keeps a non-leaf tensor.
     modes = {module: module.training for module in layer.modules()}
     buffers = {buffer: buffer.clone() for buffer in layer.buffers()}
     try:
@@ -55,7 +55,7 @@ def in_training_mode(layer: Layer) -> Iterator[None]:
 
 
 class _Trial:
-    """One layer with what it is given."""
+    """One layer with random inputs."""
 
     def __init__(self, layer: Layer, previous: Layer | None, count: int) -> None:
         self.name = f"model: layer {layer.index}, {type(layer).__name__}"
@@ -73,29 +73,30 @@ class _Trial:
         features = rows(layer.spec.num_features).float().cpu().numpy()
         self.features = FeatureTable(features, dtype, device)
         self.vertices = torch.arange(count, device=device)
-        self.near = 1e-9 if dtype == torch.float64 else 1e-4
+        self.tolerance = 1e-9 if dtype == torch.float64 else 1e-4
 
     def check(self) -> None:
         """See ``check_layers``."""
-        parts = [slice(0, self.count), slice(0, _AT), slice(_AT, self.count)]
-        whole, *halves = (self._before(part) for part in parts)
-        self._check_widths("before pushes", {"rows": whole[0]}, {"rows": self.layer.push_width})
-        self._check_widths("before keeps", whole[1], self.layer.kept_widths)
-        found = [{"": pushed} | kept for pushed, kept in (whole, *halves)]
-        self._check_parts("before", *found)
+        parts = [slice(0, self.count), slice(0, _SPLIT), slice(_SPLIT, self.count)]
+        results = [self._before(part) for part in parts]
+        pushed, kept = results[0]
+        self._check_widths("before pushes", {"rows": pushed}, {"rows": self.layer.push_width})
+        self._check_widths("before keeps", kept, self.layer.kept_widths)
+        self._check_parts("before", *({"": pushed} | kept for pushed, kept in results))
         if self.layer.is_linear:
-            kept = [one[1] for one in (whole, *halves)]
-            made = [self._after(part, k) for part, k in zip(parts, kept, strict=True)]
-            self._check_widths("after makes", made[0], self.layer.out_widths)
-            self._check_parts("after", *made)
+            values = [
+                self._after(part, kept) for part, (_, kept) in zip(parts, results, strict=True)
+            ]
+            self._check_widths("after returns", values[0], self.layer.out_widths)
+            self._check_parts("after", *values)
 
     def _before(self, part: slice) -> tuple[Tensor, Values]:
         given = {name: value[part] for name, value in self.values.items()}
         found: tuple[Tensor, Values] = self._try("before", part, self.layer.before, given)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise InputError(
-                f"{self.name}: before gives a {type(found).__name__}; it must return the rows to "
-                "push, and a dict of what after needs"
+                f"{self.name}: before returns a {type(found).__name__}; it must return the rows to "
+                "push and a dict of values for after"
             )
         return found
 
@@ -103,8 +104,8 @@ class _Trial:
         found: Values = self._try("after", part, self.layer.after, self.received[part], kept)
         if not isinstance(found, Mapping):
             raise InputError(
-                f"{self.name}: after gives a {type(found).__name__}; it must return a dict of "
-                "values, 'x' among them"
+                f"{self.name}: after returns a {type(found).__name__}; it must return a dict of "
+                "values with 'x'"
             )
         return found
 
@@ -120,19 +121,21 @@ class _Trial:
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
             if "FeatureRows" in text:
-                text += "; rows.features may be sparse: map them by models.layer.input_linear(spec)"
+                text += "; rows.features may be sparse: use models.layer.input_linear(spec)"
             raise InputError(
                 f"{self.name}: {what} fails on {len(rows.keys)} random rows: "
                 f"{type(error).__name__}: {text}"
             ) from error
 
-    def _check_widths(self, what: str, found: Mapping[str, Any], said: Mapping[str, int]) -> None:
-        for name, width in said.items():
+    def _check_widths(
+        self, what: str, found: Mapping[str, Any], declared: Mapping[str, int]
+    ) -> None:
+        for name, width in declared.items():
             value = found.get(name)
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if shape != [self.count, width]:
                 raise InputError(
-                    f"{self.name}: {what} {name} as {shape} for {self.count} rows; it says "
+                    f"{self.name}: {what} {name} as {shape} for {self.count} rows; declared is "
                     f"[{self.count}, {width}] (push_width, kept_widths, out_widths)"
                 )
 
@@ -141,9 +144,10 @@ class _Trial:
             joined = [half[name] for half in halves if isinstance(half.get(name), Tensor)]
             if len(joined) < len(halves) or not self._is_joined(value, joined):
                 raise InputError(
-                    f"{self.name}: {what} mixes rows or draws random numbers: some rows alone give "
-                    "others than among all, and so would every number of chunks. Make it work row "
-                    "by row (LayerNorm, not BatchNorm1d), and drop by dropout_mask(rows, width)"
+                    f"{self.name}: {what} mixes rows or draws random numbers: part of the rows "
+                    "alone gives another result than among all rows, so results would depend on "
+                    "the number of chunks. Work row by row (LayerNorm, not BatchNorm1d), and use "
+                    "dropout_mask(rows, width) for dropout"
                 )
 
     def _is_joined(self, whole: Any, halves: Sequence[Tensor]) -> bool:
@@ -155,6 +159,6 @@ class _Trial:
             isinstance(whole, Tensor)
             and joined.shape == whole.shape
             and torch.allclose(
-                joined.double(), whole.double(), self.near, self.near, equal_nan=True
+                joined.double(), whole.double(), self.tolerance, self.tolerance, equal_nan=True
             )
         )

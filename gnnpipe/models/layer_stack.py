@@ -1,4 +1,4 @@
-"""A chain of hand-made layers as a model: every layer is one op with one aggregation."""
+"""A stack of ``Layer`` as a model: every layer is one op with one aggregation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["GNN", "LayerStageModule", "layer_name"]
 
 
 def layer_name(layer: Layer) -> str:
-    """Name of a layer's op: 'gcn0'."""
+    """Returns the name of a layer's op, such as 'gcn0'."""
     names = {MODELS[name]: name for name in MODELS}
     return f"{names.get(type(layer), type(layer).__name__)}{layer.index}"
 
 
 class GNN(nn.Module, Model):
-    """A stack of layers; the first reads the features, the last gives the logits."""
+    """A stack of layers; the first reads the features, the last returns the logits."""
 
     def __init__(self, layers: list[Layer]) -> None:
-        """``InputError`` unless ``layers`` are numbered from 0 and each finds what it reads."""
+        """``InputError`` unless ``layers`` are numbered from 0 and fit one another."""
         super().__init__()
         _check(layers)
         self.layers = nn.ModuleList(layers)
@@ -33,7 +33,7 @@ class GNN(nn.Module, Model):
 
     @classmethod
     def build(cls, name: str, spec: LayerSpec, seed: int, dtype: torch.dtype) -> GNN:
-        """The model ``name`` with weights drawn from ``seed``, the same on every rank."""
+        """Returns the model ``name`` with weights drawn from ``seed``, equal on every rank."""
         kind = MODELS[name]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -42,9 +42,9 @@ class GNN(nn.Module, Model):
 
     @staticmethod
     def count_weights(name: str, spec: LayerSpec) -> int:
-        """Numbers in the weights of the model ``name``, none of which is allocated for it."""
+        """Counts the numbers in the weights of the model ``name`` without allocating them."""
         kind, count = MODELS[name], spec.num_layers
-        # All layers but the first and the last are alike.
+        # All layers except the first and the last have the same weights.
         several = {0: 1, min(1, count - 1): max(1, count - 2), count - 1: 1}
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return sum(
@@ -54,24 +54,24 @@ class GNN(nn.Module, Model):
 
     @property
     def size_text(self) -> str:
-        """Depth and width."""
+        """See ``Model``."""
         return f"{len(self.layers)} layers x {self.stack()[0].spec.hidden}"
 
     @property
     def module(self) -> nn.Module:
-        """Itself."""
+        """See ``Model``."""
         return self
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
-        """Features that are dense, or rows of some layer (see ``Model``)."""
+        """See ``Model``."""
         return bool(dense) or any(layer.has_bf16_products for layer in self.stack())
 
     def stack(self) -> list[Layer]:
-        """The layers in order, typed."""
+        """Returns the layers in order."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def stage_module(self, ops: Sequence[int]) -> LayerStageModule:
-        """These layers, which must follow one another."""
+        """Returns consecutive layers as a stage (see ``Model``)."""
         return LayerStageModule(self.stack()[ops[0] : ops[-1] + 1])
 
 
@@ -86,28 +86,29 @@ def _check(layers: Sequence[Layer]) -> None:
         count = layer.spec.num_layers
         if layer.index != i or count != len(layers):
             raise InputError(
-                f"GNN: layer {i} of {len(layers)} was made as number {layer.index} of {count}; try "
+                f"GNN: layer {i} of {len(layers)} has index {layer.index} of {count}; try "
                 f"{kind}({i}, spec) with LayerSpec(num_layers={len(layers)})"
             )
         missing = [name for name in layer.reads if i and name not in made]
         if missing:
             raise InputError(
                 f"GNN: layer {i}, {kind}, reads {missing[0]}, which {type(layers[i - 1]).__name__} "
-                f"does not make; try {kind} in front of it, too, or another kind here"
+                f"does not return; try {kind} for layer {i - 1} too, or another kind for layer {i}"
             )
         is_pushed = i > 0 and layer.push_maker_behind(layers[i - 1]) is PushMaker.AFTER
         if is_pushed and made["x"] != layer.push_width:
             raise InputError(
                 f"GNN: layer {i}, {kind}, pushes rows of {layer.push_width}, but layer {i - 1} "
-                f"makes rows of {made['x']}; give both the same hidden"
+                f"returns rows of {made['x']}; give both the same hidden"
             )
         made = layer.out_widths
 
 
 class LayerStageModule(StageModule):
-    """Consecutive layers: step j is what layer j - 1 makes of its aggregate, and j's push.
+    """Consecutive layers of a ``GNN``: step j runs ``after`` of layer j - 1, then ``before`` of j.
 
-    Between stages a value is known as 'gcnii7.h0'; inside, as the layers call it.
+    Between stages a value carries the name of its layer ('gcnii7.h0'), within a stage it does not
+    ('h0').
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -142,7 +143,7 @@ class LayerStageModule(StageModule):
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """Run one step (see ``StageModule``)."""
+        """See ``StageModule``."""
         if index == 0:
             values = {name.rpartition(".")[2]: value for name, value in values.items()}
             if self._is_aggregated:
@@ -163,7 +164,7 @@ class LayerStageModule(StageModule):
         return {}, values
 
     def _for_after(self, index: int, rows: Rows) -> Rows:
-        """``rows`` for ``after``, without the output buffer that the next ``before`` fills."""
+        """Returns ``rows`` without the output buffer if the next ``before`` fills it."""
         if self.writes_output_buffer(index) and self._push_makers[index] is PushMaker.BEFORE:
             return replace(rows, output_buffer=None)
         return rows
@@ -178,12 +179,12 @@ class LayerStageModule(StageModule):
         return index < len(self.layers) and self._push_makers[index] is not PushMaker.COPY
 
     def to(self, device: torch.device) -> None:
-        """Move the layers."""
+        """See ``StageModule``."""
         for layer in self.layers:
             layer.to(device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the whole model names them."""
+        """See ``StageModule``."""
         for layer in self.layers:
             for name, parameter in layer.named_parameters():
                 yield f"layers.{layer.index}.{name}", parameter

@@ -1,7 +1,7 @@
 """ResGCN+ (DeeperGCN, Li et al., arXiv 2006.07739): pre-activation residual GCN layers.
 
-``x' = x + A dropout(relu(norm(x))) W + b``: the residual path is never normalised, which is what
-lets it go deep. W is applied after A, so that no stale row is stale in it (see ``gcn``).
+The residual path is never normalised, which allows deep models. W is applied after A, so stale rows
+do not depend on an old W (see ``gcn``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ __all__ = ["ResGCNLayer"]
 
 
 class ResGCNLayer(Layer):
-    """One ResGCN+ layer; the first also encodes the features, the last also decodes to classes."""
+    """``x' = x + A dropout(relu(LayerNorm(x))) W + b``, A normalised as in GCN.
+
+    The first layer also encodes the features. The last layer also decodes to classes, after norm,
+    ReLU and dropout.
+    """
 
     aggregation = "gcn"
     cuda_graph_safe = True
@@ -37,26 +41,25 @@ class ResGCNLayer(Layer):
 
     @property
     def has_bf16_products(self) -> bool:
-        """Its own, whatever stands in front and behind."""
+        """True: every layer has a hidden map of its own."""
         return True
 
     @property
     def kept_widths(self) -> dict[str, int]:
-        """The residual."""
+        """The residual x."""
         return {"x": self.spec.hidden}
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
         """Push the pre-activated rows; keep the residual."""
         x = self.encode(rows.features) if self.is_first else values["x"]
-        # Inside of the layer: not where another layer drops what it makes.
+        # Sites up to num_layers belong to the dropout that ends a layer.
         site = self.spec.num_layers + 1 + self.index
         mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
-        return norm_relu(self.norm, None, x, None, mask=mask, output_buffer=rows.output_buffer), {
-            "x": x
-        }
+        pushed = norm_relu(self.norm, None, x, None, mask=mask, output_buffer=rows.output_buffer)
+        return pushed, {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Transform and add to the residual."""
+        """Apply W and bias, add the residual."""
         x = values["x"] + self.bias
         if self.spec.is_rounded:
             x = x + linear(received, self.lin.weight, None, is_rounded=True)

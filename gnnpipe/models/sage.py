@@ -1,7 +1,7 @@
 """GraphSAGE with the mean (Hamilton et al., arXiv 1706.02216), on the whole graph.
 
-``relu(norm(mean(x) W_l + x W_r + b))``. The first layer transforms its features before it averages
-them, so only H numbers a row are aggregated and sent.
+As in ``gcn``, every aggregation runs at the hidden width: the first layer averages ``x W_l``, later
+layers average x.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ __all__ = ["SAGELayer"]
 
 
 class SAGELayer(Layer):
-    """One GraphSAGE layer; all but the last end with LayerNorm, ReLU and dropout."""
+    """``x' = dropout(relu(LayerNorm(mean(x) W_l + x W_r + b)))``; the last layer ends with the sum.
+
+    ``mean`` averages over the neighbours.
+    """
 
     aggregation = "mean"
     maps_features = keeps_features = cuda_graph_safe = True
@@ -39,15 +42,15 @@ class SAGELayer(Layer):
 
     @property
     def kept_widths(self) -> dict[str, int]:
-        """The row's own part, transformed or not."""
+        """The row's own part: ``x W_r`` in the first layer, else x."""
         return {"x": self.spec.hidden}
 
     def own_values(self, rows: Rows) -> Values:
-        """Their linear map."""
+        """Return ``x W_r`` of the features."""
         return {"x": self.encode_self(rows.features)}
 
     def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the rows, keep the row's own part."""
+        """Push ``x W_l`` in the first layer, x in later layers; keep the row's own part."""
         if self.is_first:
             return self.encode(rows.features), self.own_values(rows)
         return values["x"], values

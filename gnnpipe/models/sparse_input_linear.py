@@ -1,8 +1,8 @@
-"""The first linear map, which keeps bag-of-words features sparse.
+"""Linear map of the input features, which stay CSR if they are sparse.
 
-A row of Coauthor Physics has 8,415 features of which 33 are set: made dense the features take 1.1
-GB, and almost all of the product would multiply zeros. So features stay CSR, forward is sparse rows
-times the weight, and the weight's gradient is the transposed CSR times the gradient.
+A row of Coauthor Physics has 33 nonzero features of 8,415; a dense copy takes 1.1 GB and the dense
+product multiplies zeros. Forward is the CSR matrix times the weight, and the weight's gradient is
+the transposed CSR matrix times the gradient of the output.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
 
 
 class FeatureTable:
-    """Features [n, in] of all rows of a shard, dense or sparse, and gradients on their way back.
+    """Features [n, in] of all rows of a shard, dense or sparse, and pending output gradients.
 
-    The gradient of a weight [out, in] is as wide as the features: made chunk by chunk it would be
-    written and added K times. So the chunks leave the gradients of their rows here, and the last
-    one back pays for all with one product.
+    The gradient of a weight [out, in] is as wide as the features; computed chunk by chunk, K of
+    these gradients would be written and added. Instead the chunks leave their output gradients
+    here, and the last chunk of backward computes the weight's gradient in one product.
     """
 
     def __init__(self, x: Features, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,17 +46,17 @@ class FeatureTable:
         self._waiting: dict[int, _Waiting] = {}
 
     def rows(self, start: int = 0, stop: int | None = None) -> FeatureRows:
-        """Those of a chunk, or all."""
+        """Returns the rows start:stop; without bounds all rows."""
         return FeatureRows(self, start, self.num_rows if stop is None else stop)
 
     def times(self, weight: Tensor, start: int, stop: int, is_rounded: bool) -> Tensor:
-        """Rows start:stop times ``weight.T``: [stop - start, out]; dense ones may be rounded."""
+        """Computes ``x[start:stop] @ weight.T``, [stop - start, out]; dense x may round to bf16."""
         if isinstance(self._x, Tensor):
             return product(self._x[start:stop], weight.t(), is_rounded)
         return self._x.matmul(weight.t().contiguous(), start, stop)
 
     def dense(self, start: int, stop: int) -> Tensor:
-        """Rows start:stop as one tensor."""
+        """Returns the rows start:stop as a dense tensor."""
         if isinstance(self._x, Tensor):
             return self._x[start:stop]
         return self._x.dense(start, stop)
@@ -64,9 +64,9 @@ class FeatureTable:
     def leave(
         self, weight: int | None, grad: Tensor, start: int, stop: int, is_rounded: bool
     ) -> Tensor | None:
-        """Take the gradient of what ``times`` gave; that of the weight if nothing is missing.
+        """Stores an output gradient of ``times``; returns the weight's gradient once complete.
 
-        ``weight`` tells the weights of several linear maps apart; none: it must not wait.
+        ``weight`` is the key from ``expect``; ``None``: do not wait for other chunks.
         """
         if weight is None or stop - start == self.num_rows:
             return self._product(grad, start, stop, is_rounded)
@@ -83,22 +83,22 @@ class FeatureTable:
         return self._product(waiting.grads, 0, self.num_rows, is_rounded)
 
     def begin(self) -> None:
-        """A training pass begins: nothing is expected, nothing waits. The room is kept."""
+        """Begins a training pass: drops pending gradients, keeps their memory."""
         for waiting in self._waiting.values():
             waiting.chunks.clear()
             waiting.expected.clear()
             waiting.missing = 0
 
     def end(self) -> None:
-        """``RuntimeError`` if gradients of the pass still wait for those of a chunk."""
+        """``RuntimeError`` if the gradient of a chunk is missing at the end of the pass."""
         if any(waiting.chunks for waiting in self._waiting.values()):
             raise RuntimeError("a chunk's gradient of the features' weight never came back")
 
     def expect(self, weight: Tensor, start: int, stop: int) -> int | None:
-        """The name by which the gradient of ``weight`` waits for that of the other chunks.
+        """Registers a forward of rows start:stop; returns the key of the weight for ``leave``.
 
-        None, it must not: the weight is made anew for each chunk, this one has used it before, or
-        has no rows.
+        ``None`` if the gradient must not wait for other chunks: the weight is not a parameter, this
+        chunk has used the weight before, or has no rows.
         """
         name = id(weight)
         is_trained = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
@@ -111,7 +111,7 @@ class FeatureTable:
         return name
 
     def _product(self, grad: Tensor, start: int, stop: int, is_rounded: bool) -> Tensor:
-        """[out, in], of gradients [stop - start, out]."""
+        """Computes ``grad.T @ x[start:stop]``, [out, in], of ``grad`` [stop - start, out]."""
         if isinstance(self._x, Tensor):
             return product(grad.t(), self._x[start:stop], is_rounded)
         assert self._transposed is not None
@@ -124,28 +124,28 @@ class FeatureTable:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Gradients that the chunks of an epoch have left for one weight."""
+    """Output gradients that chunks have left for one weight; a chunk is known by its first row."""
 
     grads: Tensor | None = None
-    """[n, out]; kept for the next epoch."""
+    """[n, out]; the memory is reused in the next epoch."""
     chunks: set[int] = field(default_factory=set)
-    """Where those begin that have left theirs."""
+    """Chunks that have left a gradient."""
     expected: set[int] = field(default_factory=set)
-    """Where those begin that went forward and are not back."""
+    """Chunks that have done forward and not backward."""
     missing: int = 0
-    """Rows; 0 before the first chunk and after the last."""
+    """Number of rows without a gradient; 0 before the first chunk and after the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureRows:
-    """Rows start:stop of a table, C of them."""
+    """Rows start:stop of a ``FeatureTable``, C rows."""
 
     table: FeatureTable
     start: int
     stop: int
 
     def dense(self) -> Tensor:
-        """[C, in] as one tensor, for work that sparse rows do not know."""
+        """Returns the rows as a dense tensor [C, in]."""
         return self.table.dense(self.start, self.stop)
 
 
@@ -165,9 +165,9 @@ class _Product(torch.autograd.Function):
 def feature_linear(
     features: FeatureRows, weight: Tensor, bias: Tensor | None = None, is_rounded: bool = False
 ) -> Tensor:
-    """``x @ weight.T + bias`` of feature rows [C, in], as [C, out]; weight [out, in].
+    """Computes ``x @ weight.T + bias`` [C, out] of feature rows x [C, in] and weight [out, in].
 
-    ``is_rounded``: of dense features, see ``models.products``.
+    ``is_rounded``: round the factors to bf16 if x is dense (``ops.bf16_matmul``).
     """
     name = features.table.expect(weight, features.start, features.stop)
     found: Tensor = _Product.apply(weight, features, name, is_rounded)  # type: ignore[no-untyped-call]
@@ -175,10 +175,9 @@ def feature_linear(
 
 
 class FeatureLinear(nn.Module):
-    """``x @ weight.T + bias`` for dense or sparse rows; weight [out, in], bias [out] or none.
+    """``x @ weight.T + bias`` for dense or sparse rows; weight [out, in], bias [out] or ``None``.
 
-    The weight is stored column by column: its transpose, which the sparse product reads row by row,
-    then needs no copy.
+    The weight is stored column-major, so its transpose is contiguous for the sparse product.
     """
 
     def __init__(
@@ -191,11 +190,11 @@ class FeatureLinear(nn.Module):
         glorot(self.weight)
 
     def forward(self, features: FeatureRows | None) -> Tensor:
-        """Features [C, in] to [C, out]."""
+        """Maps features [C, in] to [C, out]."""
         if features is None:
-            raise RuntimeError("the first layer got no features: it must sit on the first stage")
+            raise RuntimeError("the first layer got no features; it must be on the first stage")
         return feature_linear(features, self.weight, self.bias, self.is_rounded)
 
     def of(self, x: Tensor) -> Tensor:
-        """Rows [C, in] that are no features, but are as wide."""
+        """Maps rows [C, in] that are not the features, such as aggregated features."""
         return linear(x, self.weight, self.bias, self.is_rounded)

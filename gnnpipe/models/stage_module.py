@@ -1,10 +1,11 @@
-"""A piece of a model: what one stage computes, cut into steps where rows are pushed.
+"""The interface between a model and the runtime: a stage's ops, run in steps.
 
-A model is a DAG of ops. Some aggregate over the graph's edges; all others work row by row. The ops
-of a stage are therefore run in steps: step 0 ends with the rows that the first aggregations push,
-step j gets what they aggregated, and ends with the next pushes; aggregations that do not wait for
-each other share a step. The runtime does what lies between two steps, and needs to know no more of
-a model than this. C rows of a chunk, H halo rows, F columns.
+A model is a DAG of ops. Some aggregate over the graph; all others work row by row. A stage runs its
+ops in steps: step 0 returns the rows that the first aggregations push, step j receives the
+aggregated rows of step j - 1 and returns the next rows to push. Aggregations that do not depend on
+each other share a step. The runtime aggregates between two steps, and sees nothing else of a model.
+
+Shapes: C rows of a chunk, H halo rows, F columns.
 """
 
 from __future__ import annotations
@@ -25,57 +26,58 @@ __all__ = ["Aggregation", "Model", "Received", "StageModule"]
 
 @dataclass(frozen=True)
 class Aggregation:
-    """One aggregation of a model; it has a history table of its own."""
+    """One aggregation of a model, with a history table of its own."""
 
     name: str
-    """The op that aggregates, unique in the model."""
+    """The aggregating op, unique in the model."""
     structure: str
-    """What it aggregates over: a matrix ('gcn', 'mean', 'sum' and others, see ``graph.operators``),
-    blocks ('edges', 'loops') or all vertices ('everyone', 'everyone-by-edges')."""
+    """The kind of the aggregation: a matrix ('gcn', 'mean', 'sum' and others, see
+    ``graph.operators``), blocks ('edges', 'loops') or a mean over all vertices ('everyone',
+    'everyone-by-edges')."""
     width: int
-    """F of the rows that are pushed."""
+    """F of the pushed rows."""
     pushed_type: str = ""
-    """The type of the vertices that push, '' if there is but one."""
+    """Type of the vertices that push; '' if the graph has one type."""
     vertex_type: str = ""
-    """That of the vertices that read."""
+    """Type of the vertices that receive."""
     kept_per_edge: int = 0
-    """Numbers that are kept of an edge until backward: its message, if one is made."""
+    """Numbers kept until backward for every edge, such as its message."""
     kept_per_row: int = 0
-    """Of a row that reads, beyond what is read and what is made."""
+    """Numbers kept for every receiving row, without the rows read and returned."""
     kept_per_read_row: int = 0
-    """Of a row that is read, beyond that row."""
+    """Numbers kept for every row read, without the row itself."""
     structure_per_edge: int = 0
-    """Bytes of structure for an edge, beyond the edge itself."""
+    """Bytes of structure for every edge, without the edge itself."""
     moves: bool = True
-    """Its pushed rows move with the weights: they are not made of the features alone."""
+    """The pushed rows depend on weights, not on the features alone."""
     of_features: bool = False
-    """Its pushed rows are the features, or a linear map of them."""
+    """The pushed rows are the features or a linear map of the features."""
 
     @property
     def structure_key(self) -> tuple[str, str, str]:
-        """What tells it from aggregations over something else."""
+        """Equal for aggregations over the same matrix or blocks."""
         return self.structure, self.pushed_type, self.vertex_type
 
     @property
     def is_linear(self) -> bool:
-        """It is a product with a fixed matrix."""
+        """Whether the aggregation is a product with a fixed matrix."""
         return self.structure.partition(RELATION)[0] in LINEAR_KINDS
 
     @property
     def is_mean(self) -> bool:
-        """It is the mean over all vertices, or all edges."""
+        """Whether the aggregation is a mean over all vertices or all edges."""
         return self.structure.partition(RELATION)[0] in (EVERYONE, BY_EDGES)
 
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """What a step gets of one aggregation."""
+    """The aggregated rows that a step receives of one aggregation."""
 
     rows: Tensor
-    """[C, F], aggregated, of a mean [1, F] or as many alike; or, not linear, the rows [C + H, F]
-    of the block, the own ones first.
-    Valid until the backward of this step; the memory is reused afterwards, or earlier if the step
-    itself writes to the rows (``Rows.may_overwrite``)."""
+    """Linear: [C, F]. A mean: [1, F], or C equal rows. Else the rows [C + H, F] that the block
+    reads, the chunk's own rows first.
+    Valid until this step's backward; reused afterwards, or overwritten earlier by the step itself
+    (``Rows.may_overwrite``)."""
     block: Block | None = None
 
 
@@ -83,115 +85,120 @@ class StageModule(ABC):
     """The ops of one stage."""
 
     rounds: Sequence[tuple[Aggregation, ...]]
-    """By step, what its end pushes; a piece of n rounds has n + 1 steps."""
+    """The aggregations whose rows each step pushes; n rounds make n + 1 steps."""
 
     @property
     def aggregations(self) -> tuple[Aggregation, ...]:
-        """Those of all rounds, in order."""
+        """The aggregations of all rounds, in order."""
         return tuple(a for one in self.rounds for a in one)
 
     @property
     def num_steps(self) -> int:
-        """Rounds + 1."""
+        """Number of rounds + 1."""
         return len(self.rounds) + 1
 
     @abstractmethod
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:
-        """Run one step.
+        """Runs one step.
 
-        ``values``: what the step before (or an earlier stage) handed on, by name (``Values``);
-        ``received``: the last round's aggregations by name. Returns the rows [C, F] to push, by
-        aggregation, and the values that go on.
+        Args:
+            index: Number of the step.
+            values: Values of the previous step, or of earlier stages, by name.
+            received: The aggregated rows of the previous round, by aggregation.
+            rows: The rows of the chunk.
+
+        Returns:
+            The rows [C, F] to push, by aggregation, and the values for the next step or stage.
         """
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights of these ops, by their names in the whole model."""
+        """Yields the weights of these ops by their names in the whole model."""
 
     @abstractmethod
     def use_aggregated_features(self, names: Collection[str]) -> None:
-        """From now on the features arrive aggregated, by these aggregations ``of_features``.
+        """From now on, ``step`` receives ``A x`` of the features x for these aggregations.
 
-        Nothing is asked of what they push, and ``step`` receives A x for them.
+        The aggregations are ``of_features``; their rows are no longer pushed.
         """
 
     @property
     @abstractmethod
     def needs_features(self) -> bool:
-        """They are read in other ways, too, than as they arrive aggregated."""
+        """Whether the stage reads features that do not arrive aggregated."""
 
     @property
     def is_cuda_graph_safe(self) -> bool:
-        """In training every epoch starts the same kernels on a GPU, but for dropout masks.
+        """Whether every epoch of training launches the same kernels, apart from dropout masks.
 
-        It depends on no number that was computed, and on nothing of Python's that changes.
+        No kernel may depend on a computed number or on Python state that changes.
         """
         return False
 
     def writes_output_buffer(self, index: int) -> bool:
-        """What step ``index`` pushes is ``rows.output_buffer.rows``, if there is a place.
+        """Whether step ``index`` computes its pushed rows in ``rows.output_buffer``, if given.
 
-        Only of a step that pushes for one aggregation alone, which is no mean.
+        Only for a step that pushes for a single aggregation that is not a mean.
         """
         del index
         return False
 
     def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """The mean [F] of what an aggregation pushed of ``count`` vertices or edges, in an epoch.
+        """Updates running statistics from the mean [F] of the rows that an aggregation pushed.
 
-        For pieces that keep moving statistics of it.
+        ``count``: number of vertices or edges in the mean. Called once an epoch.
         """
-        del name, mean, count  # Hand-made layers keep none.
+        del name, mean, count
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights, and what else a checkpoint holds of these ops, by their names in the model."""
+        """Yields weights and buffers of these ops, as a checkpoint stores them."""
         yield from self.named_parameters()
 
     @abstractmethod
     def to(self, device: torch.device) -> None:
-        """Move the weights of these ops."""
+        """Moves the weights of these ops."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """The weights of these ops that are trained: frozen ones are not."""
+        """Returns the trainable weights of these ops."""
         return [p for _, p in self.named_parameters() if p.requires_grad]
 
 
 class Model(ABC):
-    """A whole model, to be cut into pieces. Its ops are numbered from 0 in the order they run."""
+    """A whole model, to be split into stages. Ops are numbered from 0 in topological order."""
 
     name: str
 
     @property
     def edge_inputs(self) -> frozenset[str]:
-        """What it reads of what edges carry, by the field of ``Graph``; hand-made layers none."""
+        """Fields of ``Graph.edge_data`` that the model reads; none for ``GNN``."""
         return frozenset()
 
     @property
     @abstractmethod
     def size_text(self) -> str:
-        """How large it is, for a person: '4 layers x 64'."""
+        """The size as printed: '4 layers x 64'."""
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """What holds the weights."""
+        """The module that holds the weights."""
 
     @abstractmethod
     def has_bf16_products(self, dense: Collection[str]) -> bool:
-        """It has products that ``models.products`` rounds, where that is asked for.
+        """Whether ``--matmul-dtype bf16`` changes a product of this model.
 
-        ``dense``: the types of vertices whose features are no sparse matrix.
+        ``dense``: the vertex types whose features are dense.
         """
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, by name; what is not named stays as it is."""
+        """Copies the given weights, by name; other weights stay unchanged."""
         own = self.module.state_dict(keep_vars=True)
         for name, value in weights.items():
             own[name].copy_(value)
 
     @abstractmethod
     def stage_module(self, ops: Sequence[int]) -> StageModule:
-        """These ops, ascending, as a stage runs them; the weights stay the model's own."""
+        """Returns ascending ``ops`` as a stage module that shares the model's weights."""

@@ -89,13 +89,13 @@ WRONG = {
     Normed: "after mixes rows or draws random numbers",
     Drawing: "before mixes rows or draws random numbers",
     Counting: "before mixes rows",
-    Narrow: r"before pushes rows as \[12, 8\] for 12 rows; it says \[12, 16\]",
-    Forgetful: "after makes x as NoneType",
-    Bare: "after gives a Tensor",
-    Alone: "before gives a Tensor",
+    Narrow: r"before pushes rows as \[12, 8\] for 12 rows; declared is \[12, 16\]",
+    Forgetful: "after returns x as NoneType",
+    Bare: "after returns a Tensor",
+    Alone: "before returns a Tensor",
     Wrong: "after fails on 12 random rows: RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     Attending: "before mixes rows",
-    Dense: "before fails .* not FeatureRows; rows.features may be sparse: map them by",
+    Dense: "before fails .* not FeatureRows; rows.features may be sparse: use",
 }
 
 

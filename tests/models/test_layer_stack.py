@@ -14,8 +14,8 @@ SPEC = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8, heads=2)
 
 WRONG = {
     "no layers": lambda: [],
-    "layer 0 of 2 was made as number 1 of 2": lambda: [GCNLayer(1, SPEC), GCNLayer(0, SPEC)],
-    "layer 0 of 1 was made as number 0 of 2": lambda: [GCNLayer(0, SPEC)],
+    "layer 0 of 2 has index 1 of 2": lambda: [GCNLayer(1, SPEC), GCNLayer(0, SPEC)],
+    "layer 0 of 1 has index 0 of 2": lambda: [GCNLayer(0, SPEC)],
     "layer 0 is a Linear": lambda: [nn.Linear(3, 3), GCNLayer(1, SPEC)],
     "layer 1, GCNIILayer, reads h0, which GCNLayer": lambda: [
         GCNLayer(0, SPEC),

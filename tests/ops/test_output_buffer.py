@@ -191,7 +191,9 @@ def test_a_beginning_of_its_own_is_copied(monkeypatch):
 
 def test_widths_that_do_not_meet():
     first, second = (LayerSpec(7, 3, 2, hidden) for hidden in (16, 8))
-    with pytest.raises(InputError, match=r"layer 1, GCNLayer, pushes rows of 8, but layer 0 makes"):
+    with pytest.raises(
+        InputError, match=r"layer 1, GCNLayer, pushes rows of 8, but layer 0 returns"
+    ):
         GNN([GCNLayer(0, first), GCNLayer(1, second)])
     norm, output_buffer = torch.nn.LayerNorm(4), OutputBuffer.of(torch.zeros(6, 3), 2, 5)
     with pytest.raises(ValueError, match=r"\[3, 4\] rows do not fit"):
