@@ -28,8 +28,6 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/norm_relu.py tail_backward": "to be cut",
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
     "runtime/staleness/forecast.py __init__": "to be cut",
-    "setup/build.py build_rank": "to be cut",
-    "train/trainer.py _fit": "to be cut",
 }
 """Functions over the limits, and why."""
 

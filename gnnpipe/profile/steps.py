@@ -114,8 +114,7 @@ def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
     exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
     if len(prepared.probes):
         program, exact = with_forecast(plan, program), with_forecast(plan, exact)
-    programs = replace(prepared.programs, usual=program, exact=exact)
-    return replace(prepared, plan=plan, programs=programs)
+    return replace(prepared, plan=plan, program=program, exact_program=exact)
 
 
 @contextmanager

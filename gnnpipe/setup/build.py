@@ -1,7 +1,7 @@
-"""From decisions to what runs on one rank: operators, histories, stage, executor, optimizer.
+"""Allocates what one rank runs: operators, history tables, stage, executor and optimizer.
 
-A rank takes its piece of the whole model and its shard's rows from the whole graph; the rest of
-both can then be forgotten.
+A rank takes its stage of the whole model and its shard's rows of the whole graph; the rest of both
+can be freed afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layo
 from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
-from gnnpipe.models import Aggregation, Rows, StageModule
+from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, embedding_bag, kernel_named, time_kernels
@@ -40,66 +40,192 @@ from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
 
-__all__ = ["ChunkRows", "LossRowsPart", "RankRuntime", "build_rank", "loss_rows_part"]
+__all__ = ["RankRuntime", "build_rank"]
+
+Structure = LinearOperator | Blocks | Everyone
+Numbers = npt.NDArray[np.int64]
 
 
-class ChunkRows:
-    """Makes ``Rows`` of runs of rows of the renumbered graph."""
+@dataclass(frozen=True, eq=False)
+class RankRuntime:
+    """Everything that runs on one rank."""
 
-    def __init__(self, prepared: Prepared, reads_features: bool, device: torch.device) -> None:
-        self._prepared, self._reads_features, self._device = prepared, reads_features, device
-        # Within its type, the number of every row.
-        self._number = np.empty(prepared.graph.num_vertices, dtype=np.int64)
-        for chosen in prepared.graph.row_types.values():
-            self._number[chosen] = np.arange(chosen.sum())
+    executor: Executor
+    target: ShardLayout
+    """Layout of the vertices that have labels."""
+    evaluation: CheckedProgram
+    targets: Targets
+    """Labels and split; empty except on the last stage."""
+    metric: str
+    """The metric that ``evaluate`` returns beside accuracy."""
+    is_multi_label: bool
+    num_classes: int
+    """Number of scores of a vertex, or of a pair."""
+    memory_before_bytes: int
+    """Memory that the process held before ``build_rank``, without code pages."""
 
-    def of(self, part: npt.NDArray[np.int64]) -> Rows:
-        """Of these rows, of every type a part of its own if there are several."""
-        types = self._prepared.graph.row_types
-        return self._cut({name: part[is_of[part]] for name, is_of in types.items()}, None)[0]
 
-    def chunks(self, layouts: Mapping[str, ShardLayout]) -> list[Rows]:
-        """Of every chunk of a shard; features and dropout masks are those of the whole shard."""
-        types = self._prepared.graph.row_types
-        own = {name: layouts[name].own for name in types}
-        return self._cut(own, {name: layouts[name].own_ptr for name in types})
+def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
+    """Allocates this rank's stage, rows, tables and optimizer.
 
-    def _cut(
-        self,
-        own: Mapping[str, npt.NDArray[np.int64]],
-        pointers: Mapping[str, npt.NDArray[np.int64]] | None,
-    ) -> list[Rows]:
-        """Rows by type, cut where ``pointers`` say, or not at all."""
+    Raises:
+        InputError: The rank cannot fit into memory.
+    """
+    check_memory(prepared, mesh)
+    memory_before_bytes = held_bytes(mesh.device)
+    mesh.recorder.clear()
+    builder = _RankBuilder(prepared, mesh)
+    graph, targets = prepared.graph, builder.make_targets()
+    return RankRuntime(
+        executor=builder.make_executor(targets),
+        target=builder.layouts[graph.target],
+        evaluation=evaluation_program(prepared.plan),
+        targets=targets,
+        metric=prepared.metric,
+        is_multi_label=graph.is_multi_label or graph.pairs is not None,
+        num_classes=prepared.model_graph.num_classes,
+        memory_before_bytes=memory_before_bytes,
+    )
+
+
+class _RankBuilder:
+    """The stage module and the operators of one rank, and what is made from them."""
+
+    def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
+        self._prepared, self._mesh = prepared, mesh
+        self._shard = shard_layout(prepared.graph, prepared.chunking, mesh.shard)
+        self.layouts = table_layouts(prepared.graph, prepared.chunking, self._shard)
+        self._ops = prepared.plan.stages[mesh.stage].ops
+        self._stage_module = prepared.model.stage_module(self._ops)
+        self._stage_module.to(mesh.device)
+        self._is_last = mesh.stage == mesh.stages - 1
+        kernel = self._choose_kernel()
+        self._structures: dict[tuple[str, str, str], Structure] = {}
+        for a in self._stage_module.aggregations:
+            if a.structure_key not in self._structures:
+                self._structures[a.structure_key] = self._make_structure(a, kernel)
+
+    def make_targets(self) -> Targets:
+        """Labels and split of this rank's vertices or pairs."""
         graph = self._prepared.graph
+        pairs = self._structures.get((PAIRS, PAIRS, ""))
+        if isinstance(pairs, Blocks):
+            return Targets.of_pairs(pairs)
+        layout = self.layouts[graph.target] if self._is_last else None
+        return Targets.of_vertices(graph, layout, self._prepared.dtype, self._mesh.device)
+
+    def make_executor(self, targets: Targets) -> Executor:
+        """Tables, stage, forecaster and optimizer, as one executor."""
+        prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
+        specs = self._history_specs()
+        loss_rows, operators = self._make_loss_rows()
+        precomputed = self._precompute_aggregations()
+        self._stage_module.use_aggregated_features(precomputed.keys())
+        criterion = Loss(
+            targets,
+            prepared.loss_fn,
+            num_targets(prepared.graph),
+            None if loss_rows is None else loss_rows.places,
+        )
+        own = {name: self.layouts[name].own for name in prepared.graph.row_types}
+        pointers = {name: self.layouts[name].own_ptr for name in own}
+        stage = Stage(
+            self._stage_module,
+            self._make_rows(own, pointers, self._reads_features()),
+            lambda a, is_training: self._open_history(a, specs, operators, is_training),
+            criterion if self._is_last else None,
+            config.recompute,
+            precomputed,
+            loss_rows,
+        )
+        forecaster = self._make_forecaster(stage) if len(prepared.probes) else None
+        executor = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
+        return executor(
+            prepared.plan,
+            mesh,
+            stage,
+            self.layouts,
+            [spec.exchange for spec in specs.values()],
+            self._make_weight_update(),
+            (prepared.dtype, prepared.row_dtype),
+            forecaster,
+        )
+
+    def _make_weight_update(self) -> WeightUpdate:
+        prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
+        # A parameter group may be empty, a list of parameters may not: a stage without weights.
+        optimizer = torch.optim.Adam(
+            [{"params": self._stage_module.parameters()}],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            fused=mesh.device.type == "cuda",
+        )
+        steps = gradient_steps(prepared.model_graph, self._ops)
+        named = list(self._stage_module.named_parameters())
+        trained = [(p, steps.get(name, 0)) for name, p in named if p.requires_grad]
+        clip = GradClip(self._stage_module.named_parameters(), mesh, config.clip_norm)
+        return WeightUpdate(GradientSum(trained, mesh), clip, optimizer)
+
+    def _can_use_cuda_graph(self) -> bool:
+        """Whether every epoch launches the same kernels on a single GPU."""
+        prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
+        is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
+        # With recomputation, backward draws dropout masks again.
+        draws_in_backward = config.recompute and config.dropout > 0
+        return (
+            is_alone
+            and not mesh.recorder.is_on  # a profile times single steps
+            and self._stage_module.is_cuda_graph_safe
+            and prepared.loss_fn is None
+            and not draws_in_backward
+        )
+
+    def _reads_features(self) -> bool:
+        """Whether the stage reads features other than those that arrive aggregated."""
+        ops = self._prepared.model_graph.select(self._ops)
+        return self._stage_module.needs_features and any(op.reads_features for op in ops)
+
+    def _make_rows(
+        self,
+        own: Mapping[str, Numbers],
+        pointers: Mapping[str, Numbers] | None,
+        reads_features: bool,
+    ) -> list[Rows]:
+        """Returns the rows of every chunk; ``own`` rows by vertex type, split at ``pointers``.
+
+        Without ``pointers``: one item with all rows, which are not dropped out.
+        """
+        graph, seed = self._prepared.graph, self._prepared.config.seed
         by_type = {
-            name: self._of_type(rows, name, None if pointers is None else pointers[name])
+            name: self._make_rows_of_type(
+                rows, name, None if pointers is None else pointers[name], reads_features
+            )
             for name, rows in own.items()
         }
         if graph.types is None:
             return next(iter(by_type.values()))
-        seed = self._prepared.config.seed
         return [
-            Rows(own.keys, None, seed=seed, parts={k: v[c] for k, v in by_type.items()})
-            for c, own in enumerate(by_type[graph.target])
+            Rows(target.keys, None, seed=seed, parts={k: v[c] for k, v in by_type.items()})
+            for c, target in enumerate(by_type[graph.target])
         ]
 
-    def _of_type(
-        self, part: npt.NDArray[np.int64], vertex_type: str, pointer: npt.NDArray[np.int64] | None
+    def _make_rows_of_type(
+        self, own: Numbers, vertex_type: str, pointer: Numbers | None, reads_features: bool
     ) -> list[Rows]:
-        prepared, device = self._prepared, self._device
-        graph = prepared.graph
-        original = prepared.chunking.perm[part]
-        within = original if graph.types is None else graph.types.number[part]
-        table = None
-        if self._reads_features and (graph.types is None or vertex_type in graph.types.features):
-            x = graph.features(vertex_type)[self._number[part]]
-            table = FeatureTable(x, prepared.dtype, device)
+        prepared, device, graph = self._prepared, self._mesh.device, self._prepared.graph
+        original = prepared.chunking.perm[own]
+        within = original if graph.types is None else graph.types.number[own]
         keys = row_keys(torch.from_numpy(original)).to(device)
         vertices = torch.from_numpy(within).to(device)
-        ends = [0, len(part)] if pointer is None else pointer.tolist()
-        # Kept masks take a byte for each number that is dropped; made again, they are the same.
-        is_kept = pointer is not None and not prepared.config.recompute
-        masks = KeptMasks(keys) if is_kept else None
+        table = None
+        if reads_features and (graph.types is None or vertex_type in graph.types.features):
+            number = np.cumsum(graph.row_types[vertex_type]) - 1
+            x = graph.features(vertex_type)[number[own]]
+            table = FeatureTable(x, prepared.dtype, device)
+        # Stored masks take a byte per number; recomputed masks are equal.
+        is_stored = pointer is not None and not prepared.config.recompute
+        masks = KeptMasks(keys) if is_stored else None
+        ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [
             Rows(
                 keys=keys[start:stop],
@@ -112,289 +238,167 @@ class ChunkRows:
             for start, stop in pairwise(ends)
         ]
 
+    def _make_loss_rows(self) -> tuple[ChunkLossRows | None, dict[str, LinearOperator]]:
+        """Returns the loss rows of every chunk, and the operators of those rows by aggregation.
 
-@dataclass(frozen=True, eq=False)
-class LossRowsPart:
-    """The last step of training; other ranks have none."""
+        ``None`` and no operators if the last step computes all rows, or runs on another stage.
+        """
+        prepared, device = self._prepared, self._mesh.device
+        reading = [a for a in self._stage_module.aggregations if a.name in prepared.loss_rows.ops]
+        if not reading:
+            return None, {}
+        target = prepared.graph.target
+        layout = self.layouts[target]
+        loss_rows = restrict(layout, prepared.loss_row_mask)
+        rows = torch.from_numpy(np.searchsorted(layout.own, loss_rows.own)).to(device)
+        pointer = loss_rows.own_ptr.tolist()
+        operators: dict[tuple[str, str, str], LinearOperator] = {}
+        for a in reading:
+            whole = self._structures[a.structure_key]
+            assert isinstance(whole, LinearOperator)
+            if a.structure_key not in operators:
+                operators[a.structure_key] = whole.of_rows(rows, pointer)
+        starts = layout.own_ptr[:-1].tolist()
+        places = [
+            rows[first:last] - start
+            for (first, last), start in zip(pairwise(pointer), starts, strict=True)
+        ]
+        by_chunk = self._make_rows({target: loss_rows.own}, {target: loss_rows.own_ptr}, False)
+        by_name = {a.name: operators[a.structure_key] for a in reading}
+        return ChunkLossRows(by_chunk, places), by_name
 
-    rows: ChunkLossRows | None
-    """None: all are made."""
-    operators: Mapping[str, LinearOperator]
-    """By aggregation."""
+    def _precompute_aggregations(self) -> dict[str, Tensor]:
+        """Returns the aggregated features [n, F] of own rows, by aggregation computed once."""
+        prepared = self._prepared
+        chosen = [a for a in self._stage_module.aggregations if a.name in prepared.precomputed]
+        if not chosen:
+            return {}
+        table = FeatureTable(prepared.graph.x, prepared.dtype, self._mesh.device)
+        x = table.dense(0, table.num_rows)
+        found: dict[tuple[str, str, str], Tensor] = {}
+        for a in chosen:
+            operator = self._structures[a.structure_key]
+            assert isinstance(operator, LinearOperator)
+            if a.structure_key not in found:
+                found[a.structure_key] = operator.forward.matmul(x)
+        return {a.name: found[a.structure_key] for a in chosen}
 
-
-def loss_rows_part(
-    prepared: Prepared,
-    stage_module: StageModule,
-    layouts: Mapping[str, ShardLayout],
-    structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
-    device: torch.device,
-) -> LossRowsPart:
-    """Of a stage's piece, cut out of the ``structures`` of its aggregations."""
-    reading = [a for a in stage_module.aggregations if a.name in prepared.loss_rows.ops]
-    if not reading:
-        return LossRowsPart(None, {})
-    layout = layouts[prepared.graph.target]
-    loss_rows = restrict(layout, prepared.loss_row_mask)
-    number = np.searchsorted(layout.own, loss_rows.own)
-    rows, pointer = torch.from_numpy(number).to(device), loss_rows.own_ptr.tolist()
-    operators: dict[tuple[str, str, str], LinearOperator] = {}
-    for a in reading:
-        whole = structures[a.structure_key]
-        assert isinstance(whole, LinearOperator)
-        if a.structure_key not in operators:
-            operators[a.structure_key] = whole.of_rows(rows, pointer)
-    places = [
-        rows[first:last] - start
-        for (first, last), start in zip(pairwise(pointer), layout.own_ptr.tolist(), strict=False)
-    ]
-    of_chunks = ChunkRows(prepared, False, device).chunks({prepared.graph.target: loss_rows})
-    return LossRowsPart(
-        ChunkLossRows(of_chunks, places), {a.name: operators[a.structure_key] for a in reading}
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class RankRuntime:
-    """What runs on one rank."""
-
-    executor: Executor
-    target: ShardLayout
-    """Of the vertices that have labels."""
-    evaluation: CheckedProgram
-    targets: Targets
-    """What is to be learned; empty but on the last stage."""
-    metric: str
-    """What ``evaluate`` gives beside accuracy."""
-    is_multi_label: bool
-    num_classes: int
-    """Numbers that are scored for a vertex, or a pair."""
-    memory_before_bytes: int
-    """What the rank held before any of this, pages of code aside."""
-
-
-def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
-    """Allocate this rank's part: its piece, its shard's rows and tables, the optimizer.
-
-    ``InputError`` if that cannot fit into memory.
-    """
-    check_memory(prepared, mesh)
-    config, graph, dtype = prepared.config, prepared.graph, prepared.dtype
-    memory_before_bytes = held_bytes(mesh.device)
-    mesh.recorder.clear()
-    whole = shard_layout(graph, prepared.chunking, mesh.shard)
-    layouts = table_layouts(graph, prepared.chunking, whole)
-    ops = prepared.plan.stages[mesh.stage].ops
-    stage_module = prepared.model.stage_module(ops)
-    stage_module.to(mesh.device)
-    kernel = _kernel(prepared, layouts, mesh)
-    structures: dict[tuple[str, str, str], LinearOperator | Blocks | Everyone] = {}
-    for a in stage_module.aggregations:
-        if a.structure_key not in structures:
-            structures[a.structure_key] = _structure(a, prepared, layouts, mesh.device, kernel)
-    training = _history_specs(prepared, layouts, mesh)
-    evaluation = {k: replace(v, snapshot_every=1, sample=None) for k, v in training.items()}
-    loss_rows = loss_rows_part(prepared, stage_module, layouts, structures, mesh.device)
-    shared = prepared.shared_tables
-
-    def history(aggregation: Aggregation, is_training: bool) -> History:
-        spec = (training if is_training else evaluation)[aggregation.pushed_type]
-        structure = structures[aggregation.structure_key]
-        if is_training:
-            structure = loss_rows.operators.get(aggregation.name, structure)
-        is_shared = is_training and aggregation.name in shared
-        return open_history(spec, aggregation.width, structure, is_shared)
-
-    reads_features = any(op.reads_features for op in prepared.model_graph.select(ops))
-    precomputed = _precomputed(prepared, stage_module, structures, mesh.device)
-    stage_module.use_aggregated_features(precomputed.keys())
-    rows = ChunkRows(prepared, reads_features and stage_module.needs_features, mesh.device)
-    target = layouts[graph.target]
-    is_last = mesh.stage == mesh.stages - 1
-    pairs = structures.get((PAIRS, PAIRS, ""))
-    if isinstance(pairs, Blocks):
-        targets = Targets.of_pairs(pairs)
-    else:
-        targets = Targets.of_vertices(graph, target if is_last else None, dtype, mesh.device)
-    made = None if loss_rows.rows is None else loss_rows.rows.places
-    criterion = Loss(targets, prepared.loss_fn, num_targets(graph), made)
-    stage = Stage(
-        stage_module,
-        rows.chunks(layouts),
-        history,
-        criterion if is_last else None,
-        config.recompute,
-        precomputed,
-        loss_rows.rows,
-    )
-    forecaster = None
-    if len(prepared.probes):
+    def _make_forecaster(self, stage: Stage) -> Forecaster:
+        prepared, mesh = self._prepared, self._mesh
+        graph, own = prepared.graph, self._shard.own
         is_probe = np.isin(np.arange(graph.num_vertices), prepared.probes)
         places = {
             name: torch.from_numpy(np.flatnonzero(is_probe[layout.own])).to(mesh.device)
-            for name, layout in layouts.items()
+            for name, layout in self.layouts.items()
         }
         totals = {
             name: (int(is_probe[chosen].sum()), bool(is_probe[chosen].all()))
             for name, chosen in graph.table_rows.items()
         }
-        forecaster = Forecaster(
-            stage_module,
+        probes = own[is_probe[own]]
+        by_type = {name: probes[is_of[probes]] for name, is_of in graph.row_types.items()}
+        (rows,) = self._make_rows(by_type, None, self._reads_features())
+        return Forecaster(
+            self._stage_module,
             stage.histories,
-            lambda aggregation: structures[aggregation.structure_key],
+            lambda aggregation: self._structures[aggregation.structure_key],
             places,
-            replace(rows.of(whole.own[is_probe[whole.own]]), is_probe=True),
+            replace(rows, is_probe=True),
             totals,
             mesh,
-            dtype,
+            prepared.dtype,
             bool(prepared.plan.sends(mesh.stage)),
         )
-    # As a group, which may be empty: a stage need not have weights.
-    optimizer = torch.optim.Adam(
-        [{"params": stage_module.parameters()}],
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        fused=mesh.device.type == "cuda",
-    )
-    steps = gradient_steps(prepared.model_graph, ops)
-    trained = [
-        (p, steps.get(name, 0)) for name, p in stage_module.named_parameters() if p.requires_grad
-    ]
-    is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
-    # A profile times every step, which a CUDA graph does not show.
-    is_alone = is_alone and not mesh.recorder.is_on
-    # To recompute, masks are made anew in the midst of backward.
-    makes_masks = config.recompute and config.dropout > 0
-    repeats = (
-        is_alone
-        and stage_module.is_cuda_graph_safe
-        and prepared.loss_fn is None
-        and not makes_masks
-    )
-    executor = (CudaGraphExecutor if repeats else Executor)(
-        prepared.plan,
-        mesh,
-        stage,
-        layouts,
-        [spec.exchange for spec in training.values()],
-        WeightUpdate(
-            GradientSum(trained, mesh),
-            GradClip(stage_module.named_parameters(), mesh, config.clip_norm),
-            optimizer,
-        ),
-        (dtype, prepared.row_dtype),
-        forecaster,
-    )
-    return RankRuntime(
-        executor,
-        target,
-        evaluation_program(prepared.plan),
-        targets,
-        prepared.metric,
-        graph.is_multi_label or graph.pairs is not None,
-        prepared.model_graph.num_classes,
-        memory_before_bytes,
-    )
 
+    def _history_specs(self) -> dict[str, HistorySpec]:
+        """Returns the settings of the training tables by vertex type."""
+        prepared, device = self._prepared, self._mesh.device
+        staleness, is_exact = prepared.staleness, prepared.program.is_exact
+        is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
+        if not is_exact:
+            is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
 
-def _precomputed(
-    prepared: Prepared,
-    stage_module: StageModule,
-    structures: Mapping[tuple[str, str, str], LinearOperator | Blocks | Everyone],
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """By aggregation what it makes of the features [n, F] of all rows, where that is made once."""
-    chosen = {
-        a.name: a.structure_key for a in stage_module.aggregations if a.name in prepared.precomputed
-    }
-    if not chosen:
-        return {}
-    table = FeatureTable(prepared.graph.x, prepared.dtype, device)
-    x = table.dense(0, table.num_rows)
-    found: dict[tuple[str, str, str], Tensor] = {}
-    for over in chosen.values():
-        operator = structures[over]
-        assert isinstance(operator, LinearOperator)
-        if over not in found:
-            found[over] = operator.forward.matmul(x)
-    return {name: found[over] for name, over in chosen.items()}
+        def sample_of(layout: ShardLayout) -> Tensor:
+            return torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(device)
 
+        return {
+            name: HistorySpec(
+                layout,
+                HaloExchange(layout, self._mesh, prepared.row_dtype),
+                prepared.dtype,
+                staleness.snapshot_every,
+                staleness.scale_live_gradients,
+                None if is_exact else sample_of(layout),
+            )
+            for name, layout in self.layouts.items()
+        }
 
-def _history_specs(
-    prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh
-) -> dict[str, HistorySpec]:
-    """What the tables of each type have in common, for training."""
-    staleness = prepared.staleness
-    is_drift = np.zeros(prepared.graph.num_vertices, dtype=bool)
-    if not prepared.program.is_exact:
-        is_drift[choose_drift_rows(prepared.chunking, prepared.config.seed)] = True
-    return {
-        name: HistorySpec(
-            layout,
-            HaloExchange(layout, mesh, prepared.row_dtype),
-            prepared.dtype,
-            staleness.snapshot_every,
-            staleness.scale_live_gradients,
-            None
-            if prepared.program.is_exact
-            else torch.from_numpy(np.flatnonzero(is_drift[layout.own])).to(mesh.device),
+    def _open_history(
+        self,
+        aggregation: Aggregation,
+        specs: Mapping[str, HistorySpec],
+        loss_row_operators: Mapping[str, LinearOperator],
+        is_training: bool,
+    ) -> History:
+        """Opens the table of an aggregation for training or evaluation."""
+        spec = specs[aggregation.pushed_type]
+        structure = self._structures[aggregation.structure_key]
+        if not is_training:
+            spec = replace(spec, snapshot_every=1, sample=None)
+            return open_history(spec, aggregation.width, structure, False)
+        structure = loss_row_operators.get(aggregation.name, structure)
+        is_shared = aggregation.name in self._prepared.shared_tables
+        return open_history(spec, aggregation.width, structure, is_shared)
+
+    def _choose_kernel(self) -> Kernel:
+        """Returns the sparse kernel of the config; 'measured' times all kernels on rank 0."""
+        prepared, mesh = self._prepared, self._mesh
+        name = prepared.config.kernel
+        if name == "auto":
+            return default_kernel(mesh.device)
+        if name == "measured":
+            whole = prepared.model.stage_module(range(prepared.plan.num_ops))
+            linear = [a for a in whole.aggregations if a.is_linear]
+            name = "embedding-bag"
+            if linear and mesh.rank == 0:
+                widest = max(linear, key=lambda a: a.width)
+                operator = self._make_structure(widest, embedding_bag)
+                assert isinstance(operator, LinearOperator)
+                m = operator.forward
+                times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
+                name = min(times, key=lambda kernel: times[kernel])
+            name = mesh.share(name)
+        return kernel_named(name, prepared.row_dtype, mesh.device)
+
+    def _make_structure(self, aggregation: Aggregation, kernel: Kernel) -> Structure:
+        """Returns the matrix, the blocks or the mean that an aggregation runs over."""
+        prepared, device = self._prepared, self._mesh.device
+        graph, kind = prepared.graph, aggregation.structure
+        layout = self.layouts[aggregation.pushed_type]
+        into = self.layouts[aggregation.vertex_type]
+        if aggregation.is_mean:
+            chosen = graph.row_types[aggregation.pushed_type]
+            chunk = prepared.chunking.chunk_of_row()[chosen]
+            weights = own = None
+            if kind != EVERYONE:
+                weights = edges_into(graph, kind)
+                own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
+            sizes = np.bincount(chunk, weights, layout.num_chunks)
+            count = round(float(sizes.sum()))
+            return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
+        if aggregation.is_linear:
+            # Passed without a name, so that ``build`` can free the float64 matrix early.
+            return LinearOperator.build(
+                weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, kernel
+            )
+        data: EdgeData = {}  # for 'loops'
+        if kind == PAIRS:
+            data = data_of_pairs(graph)
+        elif kind == "edges":
+            data = edge_data_of(graph, prepared.dtype)
+        vertices = torch.from_numpy(prepared.chunking.perm)
+        keys = (
+            row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
+            row_keys(vertices[into.own]).to(device),
         )
-        for name, layout in layouts.items()
-    }
-
-
-def _kernel(prepared: Prepared, layouts: Mapping[str, ShardLayout], mesh: Mesh) -> Kernel:
-    """What the config asks for; if that is to be measured, the fastest on rank 0, for all ranks."""
-    name = prepared.config.kernel
-    if name == "auto":
-        return default_kernel(mesh.device)
-    if name == "measured":
-        whole = prepared.model.stage_module(range(prepared.plan.num_ops))
-        linear = [a for a in whole.aggregations if a.is_linear]
-        name = "embedding-bag"
-        if linear and mesh.rank == 0:
-            widest = max(linear, key=lambda a: a.width)
-            operator = _structure(widest, prepared, layouts, mesh.device, embedding_bag)
-            assert isinstance(operator, LinearOperator)
-            m = operator.forward
-            times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
-            name = min(times, key=lambda kernel: times[kernel])
-        name = mesh.share(name)
-    return kernel_named(name, prepared.row_dtype, mesh.device)
-
-
-def _structure(
-    aggregation: Aggregation,
-    prepared: Prepared,
-    layouts: Mapping[str, ShardLayout],
-    device: torch.device,
-    kernel: Kernel,
-) -> LinearOperator | Blocks | Everyone:
-    graph, kind = prepared.graph, aggregation.structure
-    layout, into = layouts[aggregation.pushed_type], layouts[aggregation.vertex_type]
-    if aggregation.is_mean:
-        chosen = graph.row_types[aggregation.pushed_type]
-        chunk = prepared.chunking.chunk_of_row()[chosen]
-        weights = own = None
-        if kind != EVERYONE:
-            weights = edges_into(graph, kind)
-            own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
-        sizes = np.bincount(chunk, weights, layout.num_chunks)
-        count = round(float(sizes.sum()))
-        return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
-    if aggregation.is_linear:
-        # Handed over, not kept here: ``build`` lets the float64 matrix go as soon as it can.
-        return LinearOperator.build(
-            weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, kernel
-        )
-    data: EdgeData = {}  # Loops have none, and the layer that asks for them reads none.
-    if kind == PAIRS:
-        data = data_of_pairs(graph)
-    elif kind == "edges":
-        data = edge_data_of(graph, prepared.dtype)
-    vertices = torch.from_numpy(prepared.chunking.perm)
-    keys = (
-        row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
-        row_keys(vertices[into.own]).to(device),
-    )
-    return Blocks.build(weighted_rows(graph, kind), layout, into, keys, data)
+        return Blocks.build(weighted_rows(graph, kind), layout, into, keys, data)

@@ -1,4 +1,4 @@
-"""What the chunks of a prepared run hold, in numbers: what its costs are made of."""
+"""Counts rows, edges and features of every chunk, from which costs are computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["chunk_sizes"]
+__all__ = ["chunk_sizes", "feature_entries"]
 
 Numbers = npt.NDArray[np.int64]
 
 
 def chunk_sizes(prepared: Prepared) -> ChunkSizes:
-    """Of every chunk of every shard."""
+    """Returns the sizes of every chunk of every shard."""
     graph, chunking = prepared.graph, prepared.chunking
     layouts = [
         table_layouts(graph, chunking, shard_layout(graph, chunking, shard))
@@ -33,12 +33,13 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         degrees[PAIRS] = graph.pairs.degrees
     is_probe = np.zeros(graph.num_vertices, dtype=np.int64)
     is_probe[prepared.probes] = 1
-    entries = {name: _entries(graph, name) for name in graph.row_types}
+    entries = {name: feature_entries(graph, name) for name in graph.row_types}
     names = list(layouts[0])
 
-    def stacked(of: Any) -> Mapping[str, Numbers]:
+    def stacked(count: Any) -> Mapping[str, Numbers]:
+        """By type, ``count(type, layout)`` of every shard."""
         return {
-            name: np.array([of(name, by_type[name]) for by_type in layouts], dtype=np.int64)
+            name: np.array([count(name, by_type[name]) for by_type in layouts], dtype=np.int64)
             for name in names
         }
 
@@ -47,6 +48,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
     crossing = nothing if prepared.program.is_exact else crossing_degrees(graph, chunking)
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
+        """By type, sums of vertex values [N] over the chunks of every shard, [G, K]."""
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
 
     return ChunkSizes(
@@ -61,14 +63,14 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         loss_rows=prepared.loss_rows.ops,
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
         loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
-        loss_row_source_edges=_pulled(prepared, loss_rows),
+        loss_row_source_edges=_loss_row_source_edges(prepared, loss_rows),
         shared=prepared.shared_tables,
         stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
 
 
-def _pulled(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
-    """[G, K], edges into the rows ``loss_rows`` for of each shard, by the chunk that is read."""
+def _loss_row_source_edges(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
+    """[G, K], edges into the loss rows of each shard, by the chunk of the source."""
     graph, chunking = prepared.graph, prepared.chunking
     is_into = np.repeat(loss_rows, graph.degrees)
     shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
@@ -80,13 +82,13 @@ def _pulled(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
 
 
 def _by_chunk(values: Numbers, layout: ShardLayout) -> Numbers:
-    """[K], sums of the values [n] of own rows."""
+    """[K], sums over each chunk of values [n] of own rows."""
     total = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(np.diff(total[layout.own_ptr]))
 
 
-def _entries(graph: Graph, name: str) -> Numbers:
-    """[N], stored numbers of the features of every vertex of a type, 0 of the others."""
+def feature_entries(graph: Graph, name: str) -> Numbers:
+    """[N], stored numbers of the features of each vertex of a type; 0 for other vertices."""
     found = np.zeros(graph.num_vertices, dtype=np.int64)
     if graph.types is None or name in graph.types.features:
         x = graph.features(name)
@@ -97,9 +99,10 @@ def _entries(graph: Graph, name: str) -> Numbers:
 
 
 def _stale_rows(prepared: Prepared, name: str, layout: ShardLayout) -> int:
-    """Own and halo rows of a table that are read stale, the mean over all orders of the chunks.
+    """Number of own and halo rows that are read stale, as a mean over all chunk orders.
 
-    A row that m other chunks read is stale in m of m + 1 orders: unless its own chunk comes first.
+    A row that m other chunks read is read stale in m of m + 1 orders, that is unless its own chunk
+    comes first.
     """
     graph, chunking = prepared.graph, prepared.chunking
     structure = graph.pairs if name == PAIRS else graph

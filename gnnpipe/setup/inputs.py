@@ -1,4 +1,4 @@
-"""The model and graph of a run: those of the config or those passed in, and whether they fit."""
+"""Model and graph of a run, from the config or passed in, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
-    """``InputError`` for what is wrong with the parts, as far as no file has to be read."""
+    """``InputError`` for a wrong argument of ``Trainer``, before any file is read."""
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
@@ -55,7 +55,7 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         MODELS[config.model]
         check_stages(config)
     elif isinstance(model, type):
-        raise InputError(f"model: is the class {model.__name__}; make one of it, and pass that")
+        raise InputError(f"model: is the class {model.__name__}; pass an instance of it")
     elif not isinstance(model, nn.Module):
         raise InputError(
             f"model: is a {type(model).__name__}, not a torch.nn.Module; or try --model with one "
@@ -76,7 +76,7 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
 
 
 def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
-    """``InputError`` for a second time, and where torch makes no gradients, whatever is asked."""
+    """``InputError`` for a second ``fit``, and in inference mode, where torch has no gradients."""
     if was_fitted:
         raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
     if torch.is_inference_mode_enabled():
@@ -97,21 +97,21 @@ def _is_given(config: TrainConfig, name: str) -> bool:
 
 
 def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
-    """What is steered by the validation metric needs vertices that it can be measured on."""
+    """``InputError`` if a setting needs a validation metric and the graph has none."""
     known = validation_labels(graph)
     if len(known) and (metric != "rocauc" or has_both(known)):
         return
     what = "vertices" if graph.pairs is None else "pairs"
-    for wish, is_wished in (
+    for flag, is_set in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep-weights best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
-        if is_wished and not len(known):
-            raise InputError(f"{wish}: {graph.name} has no validation {what}; try --split 60/20/20")
-        if is_wished:
+        if is_set and not len(known):
+            raise InputError(f"{flag}: {graph.name} has no validation {what}; try --split 60/20/20")
+        if is_set:
             raise InputError(
-                f"{wish}: ROC AUC needs positive and negative validation {what}, and "
+                f"{flag}: ROC AUC needs positive and negative validation {what}, and "
                 f"{graph.name} has not both; try --metric accuracy"
             )
 
@@ -119,7 +119,7 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
 def choose_model(
     model: nn.Module | None, config: TrainConfig, graph: Graph, world: World, dtype: torch.dtype
 ) -> Model:
-    """The model of the config, or the one given; with the same weights on every rank."""
+    """Returns the model of the config or the given model, with equal weights on every rank."""
     if graph.types is not None and (model is None or isinstance(model, GNN)):
         raise InputError(
             f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
@@ -140,7 +140,7 @@ def choose_model(
     error: InputError | None = None
     chosen: Model | None = None
     _warn_of_other_type(model, dtype, world)
-    # Before it is recorded: this makes new buffers, which the recording must share.
+    # Before recording: ``to`` creates new buffers, which the recording must share.
     model.to(dtype).train()
     try:
         found = capture(model, graph, config.matmul_dtype == "bf16")
@@ -157,14 +157,14 @@ def choose_model(
     world.agree(error)
     assert chosen is not None
     if len(set(world.gather(digest))) > 1:
-        raise InputError("model: its forward is another on every rank; build it in the same way")
+        raise InputError("model: its forward differs between ranks; build the same on each")
     if world.world_size > 1:
         model.load_state_dict(world.share(model.state_dict()))
     return chosen
 
 
 def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> None:
-    """Weights that somebody chose a type for, and ``--dtype`` is another."""
+    """Warns of weights in a number type that is neither ``--dtype`` nor torch's default."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     other = kinds - {dtype, torch.get_default_dtype()}
     if other and world.rank == 0:
@@ -178,12 +178,12 @@ def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> N
 
 
 def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
-    """The model, with its rows scored in pairs where links are learned."""
+    """Returns the model; for link prediction with its rows scored in pairs."""
     return model if graph.pairs is None else PairModel(model, num_ops, width)
 
 
 def without_unread(graph: Graph, model: Model, world: World) -> Graph:
-    """The graph without what its edges carry and the model does not read, which is told once."""
+    """Returns the graph without edge data that the model does not read; warns on rank 0."""
     relations = {"edge_type"} if graph.types is not None else set()
     unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
     found = graph.reduced_to(model.edge_inputs)
@@ -201,7 +201,7 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
 
 
 def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
-    """What of a run is in bf16."""
+    """Returns a line for each kind of number that is rounded to bf16."""
     kinds = {"rows in the tables and on the wire": config.comm_dtype}
     if _rounds(model, graph):
         kinds["products with weights, but for the last,"] = config.matmul_dtype
@@ -216,7 +216,7 @@ def _rounds(model: Model, graph: Graph) -> bool:
 def warn_of_vain_rounding(
     config: TrainConfig, plan: Plan, model: Model, graph: Graph, world: World
 ) -> None:
-    """Where nothing is rounded, or a chunk's products are no faster for it, tried on rank 0."""
+    """Warns on rank 0 if ``--matmul-dtype bf16`` rounds no product or is no faster."""
     if config.matmul_dtype != "bf16" or world.rank:
         return
     rows = max(1, graph.num_vertices // (plan.chunks * plan.shards))
@@ -238,7 +238,7 @@ def warn_of_vain_rounding(
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
     return LayerSpec(
         num_features=graph.num_features,
-        # Where links are learned, the numbers of a final row.
+        # For link prediction, the width of the final rows.
         num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
         num_layers=config.layers,
         hidden=config.hidden,
@@ -251,7 +251,7 @@ def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
 
 
 def _warn_of_unread(config: TrainConfig) -> None:
-    """Settings of other models that have been given."""
+    """Warns of given settings that only other models read."""
     read = MODELS[config.model].reads_settings
     for other in MODELS:
         for name in MODELS[other].reads_settings:
@@ -283,17 +283,17 @@ def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
 
 
 def number_dtype(config: TrainConfig) -> torch.dtype:
-    """Number type of weights and sums."""
+    """Returns the number type of weights and sums."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
 def row_dtype(config: TrainConfig) -> torch.dtype:
-    """Number type of rows on the wire and in the history tables."""
+    """Returns the number type of rows in messages and in the history tables."""
     return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)
 
 
 def check_weights(config: TrainConfig, spec: LayerSpec) -> None:
-    """``InputError`` if the weights of the config's model alone are more than this machine has."""
+    """``InputError`` if the weights of the config's model alone exceed this machine's memory."""
     numbers = GNN.count_weights(config.model, spec)
     size_bytes = numbers * (8 if config.dtype == "float64" else 4)
     if size_bytes > memory_bytes():

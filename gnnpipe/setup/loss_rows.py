@@ -16,11 +16,11 @@ from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, choose_loss_rows
 __all__ = ["find_loss_rows", "loss_row_mask", "loss_rows_of_shard"]
 
 _MIN_ROWS = 2
-"""Loss rows of a chunk on a shard: a user's model may fail on no row, or squeeze a single one."""
+"""Loss rows of a chunk on a shard: a user's model may fail without rows or squeeze a single row."""
 
 
 def loss_row_mask(graph: Graph, chunking: Chunking) -> BoolArray:
-    """[N], true for training vertices, and for others where a chunk on a shard has too few.
+    """[N], true for training vertices; filled up to ``_MIN_ROWS`` in every chunk of a shard.
 
     ``graph`` is in the order of ``chunking``.
     """
@@ -39,9 +39,9 @@ def find_loss_rows(
     last_stage: Sequence[int],
     precomputed: Collection[str] = (),
 ) -> LossRows:
-    """Returns the loss rows of the whole graph; all rows for several vertex types and for links.
+    """Returns the loss rows of the graph; all rows with several vertex types or link targets.
 
-    ``mask`` [N] and ``last_stage``, its range of ops: see ``plan.choose_loss_rows``.
+    ``mask`` [N]; ``last_stage``: its ops. See ``plan.choose_loss_rows``.
     """
     if graph.types is not None or graph.pairs is not None:
         return ALL_ROWS

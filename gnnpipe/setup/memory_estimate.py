@@ -17,6 +17,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.memory import partition_bytes
+from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepared import Prepared
@@ -34,9 +35,9 @@ Counts = npt.NDArray[np.int64]
 
 
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
-    """The estimate of every rank, in rank order."""
+    """Returns the estimate of every rank, in rank order."""
     plan = prepared.plan
-    # A shard is counted once, not for every stage.
+    # Counted once per shard, not once per rank.
     crossing = _crossing(prepared)
     sizes = [_shard_sizes(prepared, shard, crossing) for shard in range(plan.shards)]
     settings = _settings_of(prepared)
@@ -47,7 +48,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 
 
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
-    """The estimate of one rank."""
+    """Returns the estimate of one rank."""
     sizes = _shard_sizes(prepared, shard, _crossing(prepared))
     return estimate_memory(
         prepared.plan, prepared.model_graph, stage, sizes, _settings_of(prepared)
@@ -55,10 +56,9 @@ def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate
 
 
 def least_memory_bytes(prepared: Prepared, stage: int) -> int:
-    """Bytes of a rank of ``stage`` if its shard had the mean size and read no halo rows."""
+    """Returns a lower bound for a rank: a shard of mean size without halo rows."""
     graph, shards, loss_rows = prepared.graph, prepared.plan.shards, prepared.loss_rows
-    features = [graph.x] if graph.types is None else list(graph.types.features.values())
-    entries = sum(x.nnz if isinstance(x, sp.csr_array) else x.size for x in features)
+    entries = sum(int(feature_entries(graph, t).sum()) for t in graph.row_types)
     sizes = ShardSizes(
         own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
         halo_rows=dict.fromkeys(graph.table_rows, 0),
@@ -76,7 +76,7 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
 
 
 def partition_memory_bytes(prepared: Prepared) -> int:
-    """The peak on rank 0 while the graph is read and partitioned, before training."""
+    """Returns the peak on rank 0 while the graph is read and partitioned."""
     graph, config = prepared.graph, prepared.config
     arrays = [graph.indptr, graph.indices, graph.y, *graph.edge_data.values()]
     for x in [graph.x] if graph.types is None else graph.types.features.values():
@@ -115,7 +115,7 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
     return memory_settings(
         config,
         prepared.plan.chunks,
-        has_sparse_features=any(isinstance(x, sp.csr_array) for x in features),
+        has_sparse_features=any(map(sp.issparse, features)),
         is_symmetric=_symmetric(prepared),
         is_exact=prepared.program.is_exact,
         extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
@@ -123,18 +123,20 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
 
 
 def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> ShardSizes:
-    """Sizes of a shard, whatever the stage of its ranks."""
+    """Sizes of a shard, the same for the ranks of every stage."""
     graph = prepared.graph
     layout = shard_layout(graph, prepared.chunking, shard)
     layouts = table_layouts(graph, prepared.chunking, layout)
     probes = np.intersect1d(layout.own, prepared.probes)
+    entries = sum(feature_entries(graph, t) for t in graph.row_types)
+    assert isinstance(entries, np.ndarray)
     is_linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
     return ShardSizes(
         own_rows={t: of.num_own for t, of in layouts.items()},
         halo_rows={t: len(of.halo) for t, of in layouts.items()},
         own_edges=int(graph.degrees[layout.own].sum()),
         graph_edges=graph.num_edges,
-        feature_entries=_feature_entries(graph, layout.own),
+        feature_entries=int(entries[layout.own].sum()),
         loss_rows=loss_rows_of_shard(graph, prepared.loss_row_mask, prepared.loss_rows, layout.own),
         loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
         own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
@@ -144,44 +146,28 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
         ),
         probe_rows={t: int(np.isin(of.own, probes).sum()) for t, of in layouts.items()},
         probe_edges=int(graph.degrees[probes].sum()),
-        probe_feature_entries=_feature_entries(graph, probes),
+        probe_feature_entries=int(entries[probes].sum()),
     )
 
 
 def _crossing(prepared: Prepared) -> Counts | None:
-    """[N], edges into every vertex from another chunk; None where chunks read nothing stale."""
+    """[N], edges into each vertex from another chunk; ``None`` for an exact program."""
     if prepared.program.is_exact:
         return None
     return crossing_degrees(prepared.graph, prepared.chunking)
 
 
 def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
-    """Share of the edges into some rows, and of their loops, that are read live on average."""
+    """Mean share of the edges into ``rows``, with self-loops, whose sources are read live."""
     if crossing is None:
         return 0.0
     entries = len(rows) + int(graph.degrees[rows].sum())
-    # Of two chunks that read each other one stands in front.
+    # Of two chunks that read each other, one comes first and is read live.
     return 1.0 - float(crossing[rows].sum()) / 2 / max(entries, 1)
 
 
-def _feature_entries(graph: Graph, rows: npt.NDArray[np.int64]) -> int:
-    """Stored numbers of the features of some rows."""
-    total = 0
-    for name, is_of in graph.row_types.items():
-        if graph.types is not None and name not in graph.types.features:
-            continue
-        x = graph.features(name)
-        number = np.cumsum(is_of) - 1
-        chosen = number[rows[is_of[rows]]]
-        if isinstance(x, sp.csr_array):
-            total += int(np.diff(x.indptr)[chosen].sum())
-        else:
-            total += len(chosen) * x.shape[1]
-    return total
-
-
 def _symmetric(prepared: Prepared) -> bool:
-    """Whether A equals its transpose everywhere, so that one copy serves both."""
+    """Whether all matrices of the model equal their transposes, so that one copy is stored."""
     whole = prepared.model.stage_module(range(prepared.plan.num_ops))
     kinds = {a.structure for a in whole.aggregations} - {PAIRS}
     return kinds <= {"gcn", "gcn-improved", "gcn-loopless", "sum", "edges", "loops", EVERYONE} and (

@@ -1,4 +1,4 @@
-"""A model as plain data: what planners and cost formulas see of it."""
+"""Describes a model as plain data (``ModelGraph``) for planners and cost formulas."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from gnnpipe.plan import ModelGraph, Op
 __all__ = ["describe"]
 
 PASSING_ROWS = 5
-"""Rows that backward makes in a layer for a moment, of the width that it pushes."""
+"""Temporary rows of the pushed width in a layer's backward."""
 INCIDENCE_EDGE_BYTES = 8
-"""Of attention without messages, which has the edges by source, too."""
-WIDEST = 2
-"""Features so many times as wide as the model are aggregated once: they take no more memory than
-the rows that a layer keeps anyway."""
+"""Bytes per edge of attention without messages, which also stores the edges by source."""
+MAX_FEATURE_WIDTHS = 2
+"""Features at most this many times as wide as the pushed rows are aggregated once: the result takes
+no more memory than the rows that a layer keeps until backward."""
 
 
 def describe(model: Model, graph: Graph) -> ModelGraph:
-    """The DAG of the model's ops: of hand-made layers a chain, one op each."""
+    """Returns the DAG of the model's ops; a ``GNN`` is a chain with one op per layer."""
     if isinstance(model, PairModel):
         return _with_pairs(describe(model.inner, graph), model)
     sizes = model.name, graph.num_features, graph.num_classes
@@ -51,7 +51,7 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
 
 
 def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:
-    """The op that scores pairs, behind those of a model."""
+    """Appends the op that scores pairs."""
     counted = {name for op in inner.ops for name in op.weights}
     own = dict(model.module.named_parameters())
     new = [own[name] for name in model.decode_weights if name not in counted]
@@ -77,12 +77,12 @@ def _width(graph: Graph, recording: Recording, call: fx.Node) -> int:
 
 
 def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
-    """One op per recorded call; weights that several calls share count for the first."""
+    """Returns one op per recorded call; shared weights count for the first call."""
     ops: list[Op] = []
     counted: set[str] = set()
     cut = Cut(recording, range(len(recording.ops)))
     aggregations = {a.name: a for one in cut.rounds for a in one}
-    handed_on, beside = _handed_on(cut), _beside(cut)
+    handed_on, besides = _handed_on(cut), _kept_besides(cut)
     for call in recording.ops:
         weights = dict(recording.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
@@ -101,8 +101,8 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
                 flops_per_row=0 if reads else flops,
                 flops_per_feature=flops // _width(graph, recording, call) if reads else 0,
                 push_width=pushed,
-                kept_per_row=_kept(recording, call, found, call in handed_on, beside[call]),
-                kept_per_row_recomputed=_read_again(call, found, width * (call in handed_on)),
+                kept_per_row=_kept(recording, call, found, call in handed_on, besides[call]),
+                kept_per_row_recomputed=_kept_recomputed(call, found, width * (call in handed_on)),
                 passing_per_row=6 * pushed + 2 * (found.kept_per_read_row if found else 0),
                 kept_per_edge=found.kept_per_edge if found else 0,
                 kept_per_read_row=found.kept_per_read_row if found else 0,
@@ -123,15 +123,15 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
 
 
 def _handed_on(cut: Cut) -> set[fx.Node]:
-    """Ops whose rows wait for a later step, and are there until that goes back."""
+    """Ops whose rows are inputs of a later step, so they are kept until its backward."""
     found = {value for step in range(cut.num_steps - 1) for value in cut.carried(step)}
     return {value for value in found if not is_mean(value)}
 
 
-def _beside(cut: Cut) -> dict[fx.Node, int]:
-    """By op the numbers of a row that it keeps beside its value, with those of its helpers.
+def _kept_besides(cut: Cut) -> dict[fx.Node, int]:
+    """Numbers per row that each op keeps besides its value, including its helpers.
 
-    A step makes a helper once: it counts for the first op that needs it.
+    A step runs a helper once, so a helper counts for the first op that needs it.
     """
     facts, found = cut.recording.facts, {}
     for step in range(cut.num_steps):
@@ -146,29 +146,29 @@ def _beside(cut: Cut) -> dict[fx.Node, int]:
 def _kept(
     recording: Recording, call: fx.Node, found: Aggregation | None, waits: bool, beside: int
 ) -> int:
-    """Numbers of a row that are kept of an op until backward."""
+    """Numbers per row that an op keeps until backward."""
     facts, width = recording.facts[call], recording.facts[call].width
     if found is not None and found.is_mean:
         return 0
     if found is not None and not found.is_linear:
-        # What a convolution that runs unchanged reads is a copy out of the table.
+        # An unchanged convolution reads a copy of the table's rows.
         of_read = found.width + found.kept_per_read_row
         return of_read + width * (facts.is_saved or waits) + found.kept_per_row
-    # What was aggregated is there until the step goes back.
+    # Aggregated rows are kept until the step's backward.
     is_kept = facts.is_saved or waits or found is not None
     return beside + width * (is_kept and not is_mean(call))
 
 
-def _read_again(call: fx.Node, found: Aggregation | None, waiting: int) -> int:
-    """The same where all else is made again: what a step reads."""
+def _kept_recomputed(call: fx.Node, found: Aggregation | None, handed_on: int) -> int:
+    """Numbers per row that an op keeps with ``--recompute``: the inputs of a step."""
     if found is None or is_mean(call):
-        return waiting
-    # A convolution that runs unchanged makes other rows of those.
-    return found.width if found.is_linear else found.width + waiting
+        return handed_on
+    # An unchanged convolution reads the table's rows and returns other rows.
+    return found.width if found.is_linear else found.width + handed_on
 
 
 def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
-    """A recorded model's aggregation of features; of types there may be several in a stage."""
+    """Whether a recorded aggregation of features is computed once for all epochs."""
     return found is not None and found.of_features and found.is_linear and graph.types is None
 
 
@@ -177,8 +177,10 @@ def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMem
     previous = layer_name(before) if before is not None else ""
     makers = {PushMaker.COPY: "", PushMaker.BEFORE: name, PushMaker.AFTER: previous}
     push_maker = makers[layer.push_maker_behind(before)]
-    # Aggregated, sparse features are so no more, and wide ones take more than a layer's rows.
-    is_narrow = not sp.issparse(graph.x) and graph.num_features <= WIDEST * layer.push_width
+    # Aggregated sparse features are dense, and wide features take more memory than a layer's rows.
+    is_narrow = (
+        not sp.issparse(graph.x) and graph.num_features <= MAX_FEATURE_WIDTHS * layer.push_width
+    )
     encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
     reads = sum(m.weight.numel() for m in encoders)
     matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
@@ -205,7 +207,7 @@ def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMem
         reads_features=layer.is_first,
         of_features=is_narrow and layer.accepts_aggregated_features,
         features_kept=graph.num_features if layer.keeps_features else 0,
-        # The aggregated row, and what goes by it.
+        # The aggregated row and the values kept for ``after``.
         rows_spared=spared,
         weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
     )

@@ -1,4 +1,4 @@
-"""The outcome of setting up: everything that is decided before anything large is allocated."""
+"""The result of ``prepare``: every decision of a run, before anything large is allocated."""
 
 from __future__ import annotations
 
@@ -23,33 +23,7 @@ from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.tasks.loss import LossFn
 
-__all__ = ["Inputs", "Prepared", "Programs", "chunk_order"]
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The graph, the model and the task of a run, as given."""
-
-    graph: Graph
-    """In the order of ``Prepared.chunking`` once the graph is partitioned."""
-    model: Model
-    metric: str
-    """The metric reported beside accuracy; never 'auto'."""
-    digest: str
-    """Of the graph as it was given: a run is resumed with the same graph only."""
-    loss_fn: LossFn | None = None
-    """The user's own loss; ``None``: cross entropy, of classes or of labels."""
-
-
-@dataclass(frozen=True, eq=False)
-class Programs:
-    """The programs of a run, checked."""
-
-    usual: CheckedProgram
-    exact: CheckedProgram
-    """The program of epochs without stale reads, in a run whose other epochs have some."""
-    probes: npt.NDArray[np.int64]
-    """[P] probe rows, ascending, from which the stale rows are forecast; empty: no forecast."""
+__all__ = ["Prepared", "chunk_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +31,25 @@ class Prepared:
     """All decisions of a run; the same on every rank."""
 
     config: TrainConfig
-    inputs: Inputs
+    graph: Graph
+    """The graph in the order of ``chunking``."""
+    digest: str
+    """Digest of the graph as it was given; a run is resumed with the same graph only."""
+    model: Model
+    metric: str
+    """The metric reported beside accuracy; never 'auto'."""
+    loss_fn: LossFn | None
+    """The user's own loss; ``None``: cross entropy, or squared error for numbers."""
     model_graph: ModelGraph
     plan: Plan
     chunking: Chunking
     quality: CutQuality
-    programs: Programs
+    program: CheckedProgram
+    """The program of usual epochs."""
+    exact_program: CheckedProgram
+    """The program of epochs without stale reads, in a run whose other epochs have some."""
+    probes: npt.NDArray[np.int64]
+    """[P] probe rows, ascending, from which stale rows are forecast; empty: no forecast."""
     volume: CommVolume
     """Bytes of an epoch, with its forecast if it has one."""
     recall_bytes: int
@@ -71,46 +58,6 @@ class Prepared:
     """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
     refill_epochs: int = 0
     """Epochs at the start that are exact to fill tables that a checkpoint did not store."""
-
-    @property
-    def graph(self) -> Graph:
-        """The graph in the order of ``chunking``."""
-        return self.inputs.graph
-
-    @property
-    def model(self) -> Model:
-        """The whole model."""
-        return self.inputs.model
-
-    @property
-    def metric(self) -> str:
-        """See ``Inputs``."""
-        return self.inputs.metric
-
-    @property
-    def digest(self) -> str:
-        """See ``Inputs``."""
-        return self.inputs.digest
-
-    @property
-    def loss_fn(self) -> LossFn | None:
-        """See ``Inputs``."""
-        return self.inputs.loss_fn
-
-    @property
-    def program(self) -> CheckedProgram:
-        """The program of usual epochs."""
-        return self.programs.usual
-
-    @property
-    def exact_program(self) -> CheckedProgram:
-        """The program of epochs without stale reads."""
-        return self.programs.exact
-
-    @property
-    def probes(self) -> npt.NDArray[np.int64]:
-        """See ``Programs``."""
-        return self.programs.probes
 
     @cached_property
     def staleness(self) -> StalenessSettings:
@@ -127,30 +74,30 @@ class Prepared:
         return self.exact_program if epoch < self.exact_epochs else self.program
 
     def volume_of(self, is_exact: bool) -> CommVolume:
-        """Bytes of an epoch; an exact epoch only recalls, for the forecast of later ones."""
+        """Bytes of an epoch; an exact epoch only recalls probe rows, for later forecasts."""
         return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
 
     def chunk_order(self, epoch: int) -> Sequence[int]:
-        """The order of the chunks in an epoch: ``order[position]`` is a chunk, on every stage."""
+        """Chunks in the order of an epoch, the same on every stage."""
         seed = self.config.seed if self.staleness.shuffle_chunks else None
         return chunk_order(self.plan.chunks, seed, epoch)
 
     def program_text(self) -> str:
-        """Every program of the run, for a person."""
+        """Returns all programs of the run as text."""
         when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
         if self.staleness.exact_above and not self.program.is_exact:
-            when.append("those behind a jump of the gradients")
+            when.append("epochs after a jump of the gradients")
         exact = f"# {', '.join(when)}\n{self.exact_program.text()}# others\n" if when else ""
         return exact + self.program.text()
 
-    @property
+    @cached_property
     def precomputed(self) -> frozenset[str]:
-        """Aggregations of features, computed once for all epochs."""
+        """Aggregations of features that are computed once for all epochs."""
         return precomputed_aggregations(
             self.model_graph, self.plan, self.row_dtype != self.dtype, self.program.is_exact
         )
 
-    @property
+    @cached_property
     def shared_tables(self) -> frozenset[str]:
         """Aggregations whose result and gradient share a table."""
         return shared_tables(
@@ -164,7 +111,7 @@ class Prepared:
 
     @cached_property
     def loss_rows(self) -> LossRows:
-        """Rows that the last aggregation computes in training, of the whole graph."""
+        """Loss rows of the whole graph: the rows that the last aggregation computes in training."""
         return find_loss_rows(
             self.model_graph,
             self.graph,
@@ -190,7 +137,7 @@ class Prepared:
 
 
 def chunk_order(chunks: int, seed: int | None, epoch: int) -> Sequence[int]:
-    """A permutation of the chunks, drawn for the epoch; ascending without a ``seed``."""
+    """Draws the permutation of the chunks for an epoch; ascending without a ``seed``."""
     if seed is None:
         return range(chunks)
     order: list[int] = np.random.default_rng([seed, epoch]).permutation(chunks).tolist()

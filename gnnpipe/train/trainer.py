@@ -1,7 +1,7 @@
-"""The main job: train a model on a whole graph in the shape that the config asks for.
+"""Trains a model on a whole graph, on one device or on many ranks.
 
-The same script runs on one device and under torchrun; every rank makes a ``Trainer`` and calls
-``fit``. Evaluation is exact and its time is kept out of the epoch's.
+The same script runs on one device and under torchrun: every rank creates a ``Trainer`` and calls
+``fit``. Evaluation is exact, and epoch times do not include evaluation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains on one device, or on one of S * G ranks.
+    """Trains on one device, or on one of S x G ranks.
 
     >>> config = TrainConfig(dataset="karate", epochs=3, out="off", quiet=True)
     >>> result = Trainer(config).fit()
@@ -66,20 +66,24 @@ class Trainer:
         loss_fn: LossFn | None = None,
         resume: str | Path | None = None,
     ) -> None:
-        """Parts that are not given are made from ``config``: graph, model, plan.
+        """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
 
-        ``model`` is a ``torch_geometric`` model that takes (x, edge_index), or a ``GNN``; its own
-        weights are trained (those of rank 0, if the ranks differ), and ``--model``, ``--layers``
-        and what else describes a model have no meaning then. ``fit`` raises ``InputError`` naming
-        the line of ``forward`` that cannot be cut into chunks.
+        Args:
+            config: The settings. Parts that are not given are made from the settings.
+            graph: The graph, in place of ``config.dataset``.
+            model: A ``torch_geometric`` model that takes (x, edge_index), or a ``GNN``, in place of
+                ``config.model`` and its settings. Its own weights are trained (those of rank 0 if
+                ranks differ).
+            plan: The plan, in place of ``config.plan``.
+            world: The ranks, if they have been joined for another run of this process.
+            loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
+                losses. The sum is divided by the number of training labels.
+            resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
+                then the result of ``resumed_config``.
 
-        ``world`` if the ranks have met before, for another run of this process. ``loss_fn`` maps
-        logits [R, C] and labels [R] of some training vertices to the SUM of their losses; it is
-        divided by the number of training labels.
-
-        ``resume``: the folder of a run to go on with from its newest whole checkpoint; ``config``
-        is then what ``resumed_config`` gives. ``InputError`` where a part is of another kind, or
-        a setting cannot be right.
+        Raises:
+            InputError: An argument has a wrong type or value. ``fit`` also raises ``InputError``,
+                naming the line of ``forward``, for a model that cannot be split into chunks.
         """
         check_parts(config, graph, model)
         self.config = config
@@ -95,22 +99,22 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The model; after ``fit`` with the trained weights of all stages, on every rank."""
+        """The model; after ``fit`` with the trained weights of all stages on every rank."""
         return self._setup()[1].model.module
 
     @property
     def plan(self) -> Plan:
-        """Which layers, shards and chunks go where."""
+        """The plan of the run."""
         return self._setup()[1].plan
 
     def _join(self) -> World:
-        """Meet the other ranks; done once."""
+        """Joins the other ranks, once."""
         if self._world is None:
             self._world = join_world(self.config, self._planner)
         return self._world
 
     def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:
-        """Read, plan and partition; done once."""
+        """Reads, plans and partitions, once."""
         world = self._join()
         if self._prepared is None:
             self._prepared = prepare(
@@ -129,17 +133,19 @@ class Trainer:
         return self._mesh, self._prepared
 
     def fit(self) -> RunResult:
-        """Train for ``epochs`` epochs and write the run's folder (``out="off"`` writes none).
+        """Trains for ``epochs`` epochs and writes the run's folder (``out="off"``: no folder).
 
-        Raises ``InputError`` before any work if something in the config, the data or the folder
-        cannot be used, ``FloatingPointError`` when the loss is no longer a number,
-        ``LostRankError`` when another rank has gone.
+        Raises:
+            InputError: Before training, if the config, the data or the folder cannot be used.
+            FloatingPointError: The loss is NaN or infinite.
+            LostRankError: Another rank has ended or is silent.
+            StoppedError: A signal or the time limit has stopped the run.
         """
         config = self.config
         check_can_fit(self._fitted, self._model)
         self._fitted = True
         world = self._join()
-        # The folder first: a run that cannot be written must not read and cut for an hour.
+        # The folder first, to fail before a long read and partition.
         again = restarted(config, world)
         if again is not None:
             self._stopping.began(seconds_so_far(again))
@@ -150,7 +156,7 @@ class Trainer:
             with world.on_own_cores():
                 return self._fit(world, folder, path, resumed, log)
         except InputError:
-            raise  # nothing has been touched, and so it shall be
+            raise  # the folder stays as it was
         except StoppedError as error:
             log.say(str(error))
             raise
@@ -173,69 +179,28 @@ class Trainer:
         log: RankLog,
     ) -> RunResult:
         config = self.config
-        start, told = None, ""
-        for run in resumed:
-            # A run that was gone on with in a new folder, and has none there yet, starts as before.
-            if start is None:
-                start, told = find_start(run, config, world, run == self._resume)
+        start, told = self._find_start(world, resumed)
         check_profile_file(config, world)
         mesh, prepared = self._setup(start)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = Progress(
             config.epochs, prepared.metric, is_visible=mesh.rank == 0 and not config.quiet
         )
-        for line in [*filter(None, told.splitlines()), *head_lines(prepared)]:
+        for line in [*told.splitlines(), *head_lines(prepared)]:
             progress.say(line)
-        done = 0 if start is None else start.epoch
-        count_peaks_anew(mesh.device)
-        memory_before_bytes = held_bytes(mesh.device)
-        with held_memory(mesh.device):  # measured with the heap settings of the epochs
-            predictor = Predictor.of_run(prepared, mesh, config.epochs - done)
-        if predictor is not None:
-            progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
-        # What a profile leaves in the heap must not count as the graph's.
-        rank_runtime = replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
-        loop = Loop(
-            config,
-            mesh,
-            prepared,
-            rank_runtime,
-            folder,
-            path,
-            progress,
-            identity_of(config, prepared),
-        )
-        if start is not None:
-            loop.take(start)
-            progress.start_at(start.epoch)
-        if folder is not None:
-            remove_unfinished(folder.path)
-            folder.open(self._written(prepared), prepared.plan, prepared.program_text())
-            if start is not None:
-                folder.rewrite(start.rows)
-            progress.say(f"run folder: {folder.path}")
-        mesh.share(None)  # now there is a folder for what a rank logs
+        predictor, rank_runtime = self._predict_and_build(progress, start)
+        identity = identity_of(config, prepared)
+        loop = Loop(config, mesh, prepared, rank_runtime, folder, path, progress, identity)
+        self._open(loop, start)
+        mesh.share(None)  # the folder exists from here on, so ranks can write their logs
         link_bytes_per_s = receive_bandwidth(mesh)
-        log.say(f"process {os.getpid()} on {platform.node()}: {rank_runtime.executor.doing}")
-        silence_s = config.timeout_s * SILENCE_SHARE
-        heartbeat = Heartbeat(mesh, silence_s, lambda: rank_runtime.executor.doing, log.gave_up)
-        with held_memory(mesh.device), progress, self._stopping, heartbeat:
-            try:
-                loop.run(self._stopping)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(loop.interrupted()) from None
-        log.say(f"{len(loop.rows)} epochs are done")
-        give_back()  # or what follows comes on top of what an epoch takes
+        self._run(loop, log)
+        give_back()  # otherwise the memory of an epoch and of the result add up
         loop.best.restore()
         weights = self._collect(mesh, prepared)
+        record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes)
         result = gather_result(
-            mesh,
-            prepared,
-            rank_runtime,
-            TrainingRecord(loop.rows, loop.best, loop.sent_bytes),
-            path,
-            link_bytes_per_s,
-            predictor,
+            mesh, prepared, rank_runtime, record, path, link_bytes_per_s, predictor
         )
         if folder is not None:
             if result.timeline or result.predicted_timeline:
@@ -246,27 +211,77 @@ class Trainer:
             progress.say(line)
         return result
 
+    def _find_start(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
+        """Returns the checkpoint to start from, of the first folder that has one, and messages."""
+        start, told = None, ""
+        for run in resumed:
+            if start is None:
+                start, told = find_start(run, self.config, world, run == self._resume)
+        return start, told
+
+    def _predict_and_build(
+        self, progress: Progress, start: Start | None
+    ) -> tuple[Predictor | None, RankRuntime]:
+        """Predicts the time of an epoch if the config asks for it, and allocates this rank."""
+        mesh, prepared = self._setup()
+        epochs = self.config.epochs - (0 if start is None else start.epoch)
+        count_peaks_anew(mesh.device)
+        memory_before_bytes = held_bytes(mesh.device)
+        with held_memory(mesh.device):  # measured with the heap settings of the epochs
+            predictor = Predictor.of_run(prepared, mesh, epochs)
+        if predictor is not None:
+            progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
+        # Memory that the prediction leaves in the heap must not count as memory of the graph.
+        return predictor, replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
+
+    def _open(self, loop: Loop, start: Start | None) -> None:
+        """Continues from a checkpoint if there is one, and opens the run's folder."""
+        if start is not None:
+            loop.take(start)
+            loop.progress.start_at(start.epoch)
+        if loop.folder is None:
+            return
+        remove_unfinished(loop.folder.path)
+        prepared = loop.prepared
+        loop.folder.open(self._written(prepared), prepared.plan, prepared.program_text())
+        if start is not None:
+            loop.folder.rewrite(start.rows)
+        loop.progress.say(f"run folder: {loop.folder.path}")
+
+    def _run(self, loop: Loop, log: RankLog) -> None:
+        """Runs the epochs, with a heartbeat between the ranks."""
+        executor, device = loop.rank_runtime.executor, loop.mesh.device
+        log.say(f"process {os.getpid()} on {platform.node()}: {executor.doing}")
+        silence_s = self.config.timeout_s * SILENCE_SHARE
+        heartbeat = Heartbeat(loop.mesh, silence_s, lambda: executor.doing, log.gave_up)
+        with held_memory(device), loop.progress, self._stopping, heartbeat:
+            try:
+                loop.run(self._stopping)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(loop.interrupted()) from None
+        log.say(f"{len(loop.rows)} epochs are done")
+
     def _written(self, prepared: Prepared) -> TrainConfig:
-        """The config as the run's folder keeps it."""
+        """Returns the config that is written to the run's folder."""
         written = self.config
         if self._graph is not None:
-            # A name that no reader knows: repeating the run must not train another graph.
+            # Not a dataset name, so that repeating the run cannot train another graph.
             written = replace(written, dataset=f"passed-in:{prepared.graph.name}")
         if self._model is not None:
             written = replace(written, model=f"passed-in:{prepared.model.name}")
         return written
 
     def evaluate(self) -> Scores:
-        """Exact scores with the current weights, on every rank."""
+        """Returns exact scores with the current weights, on every rank."""
         mesh, _, rank_runtime = self._ready()
         with held_memory(mesh.device):
             return evaluate(rank_runtime, mesh)
 
     def predict(self) -> Tensor:
-        """Logits [N, classes] of every vertex, in the graph's own order, on every rank.
+        """Returns logits [N, classes] in the order of the given graph, on every rank.
 
-        Of a heterogeneous graph those of the type that has labels. Where links are learned, the
-        final rows [N, d], of which any pair can be scored.
+        For a heterogeneous graph: of the vertex type with labels. For link prediction: the final
+        rows [N, d], from which any pair can be scored.
         """
         mesh, prepared, rank_runtime = self._ready()
         layout = rank_runtime.target
@@ -289,21 +304,21 @@ class Trainer:
         return logits
 
     def close(self) -> None:
-        """Part from the other ranks; nothing can be trained or evaluated afterwards."""
+        """Leaves the other ranks; nothing can be trained or evaluated afterwards."""
         met = self._mesh or self._world
         if met is not None:
             met.leave()
 
     def _ready(self) -> tuple[Mesh, Prepared, RankRuntime]:
-        """Everything allocated; done once."""
-        with torch.inference_mode(False):  # for ``fit``, which may come later
+        """Allocates this rank's part, once."""
+        with torch.inference_mode(False):  # ``fit`` may follow ``predict``
             mesh, prepared = self._setup()
             if self._rank_runtime is None:
                 self._rank_runtime = build_rank(prepared, mesh)
         return mesh, prepared, self._rank_runtime
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
-        """The weights of all stages, loaded into the model on every rank."""
+        """Loads the weights of all stages into the model, on every rank."""
         model = prepared.model
         if mesh.world_size > 1:
             stage_module = model.stage_module(prepared.plan.stages[mesh.stage].ops)

@@ -121,14 +121,26 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     return text
 
 
-def verify(graph: Graph, prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
-    """Trains a run and its references for some epochs; the comparisons, on every rank.
+def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
+    """Trains a run and its references for some epochs.
 
-    ``graph``: the one that was prepared, as it was given. Raises ``InputError`` where the run
-    rounds to bf16.
+    Args:
+        graph: The graph of the run as it was given; only rank 0 needs the graph.
+        prepared: The run.
+        mesh: The ranks of the run.
+        epochs: Number of epochs.
+
+    Returns:
+        The comparison of every epoch, on every rank.
+
+    Raises:
+        InputError: The run rounds to bf16.
     """
     check_verifiable(prepared.config)
-    references = _References(graph, prepared) if mesh.rank == 0 else None
+    references = None
+    if mesh.rank == 0:
+        assert graph is not None
+        references = _References(graph, prepared)
     rank_runtime = build_rank(prepared, mesh)
     kept = _Kept(prepared, rank_runtime, mesh)
     assert rank_runtime.executor.optimizer is not None
@@ -236,7 +248,7 @@ def _in_float64(prepared: Prepared) -> Prepared:
     model = copy.deepcopy(prepared.model)
     model.module.double()
     config = replace(prepared.config, dtype="float64")
-    return replace(prepared, config=config, inputs=replace(prepared.inputs, model=model))
+    return replace(prepared, config=config, model=model)
 
 
 class _Kept:
