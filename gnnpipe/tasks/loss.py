@@ -1,7 +1,8 @@
-"""What the vertices are asked for: one class of C, T labels that apply or not, or T numbers.
+"""Targets, the loss and the choice of the metric.
 
-The loss and the metric follow from the labels. OGB's conventions hold: a missing label (-1) takes
-part in nothing, and ROC AUC is a mean over the labels that have both a positive and a negative.
+A vertex has one class of C, T binary labels, or T numbers; a pair of vertices has a binary label.
+Loss and metric follow from the kind of the labels. As in OGB, missing labels (-1, NaN) are ignored,
+and ROC AUC is a mean over the labels that have both a positive and a negative.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ PARTS = 3
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Of one rank, by chunk; R own vertices of a chunk, or pairs whose targets it owns."""
+    """Labels and split of one rank, by chunk; R own vertices, or pairs whose target is own."""
 
     labels: list[Tensor]
-    """[R] classes, [R, T] labels or numbers, or [R, 1] whether an edge joins the pair."""
+    """[R] classes, [R, T] labels or numbers, or [R, 1] for pairs: 1 if an edge joins the pair."""
     masks: list[Tensor]
     """[3, R] bool: train, val, test."""
     are_pairs: bool
 
     @cached_property
     def to_train(self) -> list[tuple[Tensor, Tensor]]:
-        """By chunk: numbers [r] of the rows that are trained on, and their labels."""
+        """Training rows [r] of each chunk, as indices, and their labels."""
         rows = [mask[0].nonzero().squeeze(1) for mask in self.masks]
         return [(r, y[r]) for r, y in zip(rows, self.labels, strict=True)]
 
@@ -65,7 +66,7 @@ class Targets:
     def of_vertices(
         cls, graph: Graph, layout: ShardLayout | None, dtype: torch.dtype, device: torch.device
     ) -> Targets:
-        """Labels of a shard's vertices; none without a layout."""
+        """Returns the targets of a shard's vertices; empty without a layout."""
         if layout is None:
             return cls([], [], False)
         pointer = zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)
@@ -79,7 +80,7 @@ class Targets:
 
     @classmethod
     def of_pairs(cls, pairs: Blocks) -> Targets:
-        """Of the pairs of a shard, in the order of its blocks."""
+        """Returns the targets of a shard's pairs, in the order of its blocks."""
         data = [block.edge_data for block in pairs.chunks]
         return cls(
             [d["label"][:, None] for d in data],
@@ -89,7 +90,7 @@ class Targets:
 
 
 def data_of_pairs(graph: Graph) -> EdgeData:
-    """[P] int8 each, what blocks of pairs carry."""
+    """Returns label and part of the split of every pair, [P] int8 each."""
     assert graph.pairs is not None
     return {
         "label": torch.from_numpy(graph.pairs.label),
@@ -99,18 +100,19 @@ def data_of_pairs(graph: Graph) -> EdgeData:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A chunk's part of the loss, which is a mean over ``total`` answers."""
+    """A chunk's part of the loss: the sum over its training labels, divided by ``total``."""
 
     targets: Targets
     loss_fn: LossFn | None
-    """The user's own."""
+    """The user's own loss."""
     total: int
+    """Number of training labels of all chunks."""
     loss_rows: Sequence[Tensor] | None = None
-    """By chunk, numbers of the rows that the logits are of, ascending; None: of all."""
+    """Rows of each chunk that the logits belong to, ascending; ``None``: all rows."""
 
     @cached_property
     def _to_train(self) -> list[tuple[Tensor, Tensor]]:
-        """By chunk: which logits are trained on, and their labels."""
+        """Logits of each chunk that are trained on, as indices, and their labels."""
         found = self.targets.to_train
         if self.loss_rows is None:
             return found
@@ -118,45 +120,45 @@ class Loss:
         return [(torch.searchsorted(made, rows), y) for (rows, y), made in pairs]
 
     def __call__(self, logits: Tensor, chunk: int) -> Tensor:
-        """Of logits [R, C] of a chunk; a scalar."""
+        """Returns the loss of a chunk's logits [R, C], a scalar."""
         chosen, y = self._to_train[chunk]
         found = logits.index_select(0, chosen)
         if self.loss_fn is None:
             return loss_sum(found, y) / self.total
         if not len(chosen):
-            # Not every loss knows what to make of no rows.
+            # A user's loss may fail for an empty batch.
             return logits.sum() * 0.0
         if self.targets.are_pairs:
             found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
         loss = self.loss_fn(found, y) / self.total
-        # A constant, of rows that the loss leaves out: the chunk still goes all the way back.
+        # A loss that ignores all rows is a constant; backward of the chunk still needs a graph.
         return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
 
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""Logits [R, C] and labels [R] (or [R, T]) of some training vertices to the sum of their losses; of
-pairs scores [R] and labels [R] in the same number type, 1 or 0."""
+"""Maps logits [R, C] and labels [R] or [R, T] of training vertices to the sum of their losses; for
+pairs scores [R] and labels [R] (1 or 0) of the same number type."""
 
 ERRORS = ("mae", "rmse")
-"""Metrics of which less is better."""
+"""Metrics for which smaller is better."""
 
 REGRESSION = ("r2", *ERRORS)
-"""Metrics of numbers; all others are of classes or labels."""
+"""Metrics of numbers; all other metrics are of classes or labels."""
 
 RARE = 0.3
-"""Share of the rarer of two classes below which accuracy says little: a model that never answers
-with it looks good."""
+"""If the smaller of two classes has a smaller share than this, the metric is ROC AUC: accuracy
+would be high for a model that never predicts that class."""
 
 
 def choose_metric(graph: Graph, wanted: str) -> str:
-    """The metric of a graph: ``wanted``, or the one that befits the labels if that is 'auto'.
+    """Returns ``wanted``, or for 'auto' the metric that fits the labels.
 
-    Links: ROC AUC. Numbers: R2. Several labels: F1 (micro). Two classes of which one is rare: ROC
-    AUC. Else accuracy.
+    'auto' is ROC AUC for links and for two classes of which one is rare, R2 for numbers, micro F1
+    for several labels, else accuracy.
 
     Raises:
-        InputError: ROC AUC of more than two classes; a metric of numbers for classes, or the other
-            way round.
+        InputError: ROC AUC for more than two classes; a metric of numbers for classes, or of
+            classes for numbers.
     """
     if graph.pairs is not None:
         if wanted in REGRESSION:
@@ -186,15 +188,16 @@ def choose_metric(graph: Graph, wanted: str) -> str:
 
 
 def has_both(y: Labels) -> bool:
-    """Whether some label of y [R] or [R, T] has both a positive and a negative."""
+    """Whether any label of y, [R] or [R, T], has both a positive and a negative."""
     columns = y.reshape(len(y), -1)
     return bool(((columns == 1).any(axis=0) & (columns == 0).any(axis=0)).any())
 
 
 def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy of logits [R, C] and classes [R], or binary cross entropy of [R, T] and [R, T].
+    """Returns the loss summed over the known labels, a scalar.
 
-    Of numbers [R, T] the squared error. Summed over what is labelled, a scalar.
+    Cross entropy for classes y [R] and logits [R, C], binary cross entropy for labels y [R, T],
+    squared error for numbers y [R, T].
     """
     if y.is_floating_point():
         known = ~y.isnan()
@@ -207,17 +210,17 @@ def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def kept_by_loss(graph: Graph) -> int:
-    """Numbers that ``loss_sum`` keeps of a row until backward; of pairs none."""
+    """Numbers per row that ``loss_sum`` keeps until backward; 0 for pairs."""
     if graph.pairs is not None:
         return 0
-    # Of several labels the logits, the labels and which of them are known, as numbers.
+    # For several labels: the logits, the labels and the mask of known labels.
     return graph.num_classes * (3 if graph.is_multi_label else 1)
 
 
 def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
-    """``InputError`` unless a loss of the user's own is a sum over rows, as chunks need it."""
+    """``InputError`` unless the user's loss is a sum over rows, so that chunks can be added."""
     if not callable(loss_fn):
-        raise InputError(f"loss_fn: {loss_fn!r} is no function of logits and labels")
+        raise InputError(f"loss_fn: {loss_fn!r} is not a function of logits and labels")
     generator = torch.Generator().manual_seed(0)
     if graph.pairs is not None:
         y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
@@ -238,19 +241,19 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     parts = float(loss_fn(logits[:1], y[:1]).detach() + loss_fn(logits[1:], y[1:]).detach())
     if abs(parts - float(whole.detach())) > 1e-4 * abs(parts):
         raise InputError(
-            f"loss_fn: of {len(y)} rows it is {float(whole.detach()):.4f}, of the same in two "
-            f"parts {parts:.4f}; it must be a sum over rows: try reduction='sum'"
+            f"loss_fn: returns {float(whole.detach()):.4f} for {len(y)} rows, but {parts:.4f} for "
+            "the same rows in two parts; it must be a sum over rows: try reduction='sum'"
         )
 
 
 def labels_of(graph: Graph, rows: Any, dtype: torch.dtype) -> Tensor:
-    """Labels of some rows: classes int64, labels int8, or numbers in ``dtype``."""
+    """Returns the labels of some rows: classes int64, labels int8, or numbers in ``dtype``."""
     y = torch.from_numpy(graph.y[rows])
     return y.to(dtype) if y.is_floating_point() else y
 
 
 def validation_labels(graph: Graph) -> Labels:
-    """[R] or [R, T], what is to be answered rightly in the validation part."""
+    """Returns the labels of the validation part, [R] or [R, T]."""
     found: Labels = graph.y[graph.val_mask]
     if graph.pairs is not None:
         found = graph.pairs.label[graph.pairs.part == 1]
@@ -258,7 +261,7 @@ def validation_labels(graph: Graph) -> Labels:
 
 
 def num_targets(graph: Graph) -> int:
-    """How many answers the training part holds: what the loss is a mean over."""
+    """Returns the number of known training labels, over which the loss is a mean."""
     if graph.pairs is not None:
         return graph.pairs.counts[0]
     return int(is_known(graph.y[graph.train_mask]).sum())

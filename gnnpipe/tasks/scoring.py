@@ -1,7 +1,7 @@
-"""Scores from logits: accuracy, F1, ROC AUC or errors on each part of the split.
+"""Computes metrics from logits: accuracy, F1, ROC AUC and regression errors.
 
-Accuracy and F1 follow from four counts for each class or label, so ranks add up counts. ROC AUC
-asks for the place of every vertex among all, so the logits of the scored vertices meet on rank 0.
+Accuracy and F1 follow from four counts per class or label, which ranks add up. ROC AUC ranks all
+vertices, so rank 0 gathers the logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Counts = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """Accuracy, and the run's own metric, on the parts of the split; NaN for an empty part."""
+    """Accuracy and the run's metric on each part of the split; NaN for an empty part."""
 
     train_acc: float
     val_acc: float
@@ -43,10 +43,10 @@ class Scores:
 
 
 def tally(logits: Tensor, y: Tensor) -> Tensor:
-    """[C, 4] float64: true positives, false positives, false negatives and labelled rows.
+    """Counts true positives, false positives, false negatives and labelled rows, [C, 4] float64.
 
-    Of logits [R, C] and classes [R] (the largest logit answers) or labels [R, C] (a logit above 0
-    says yes).
+    From logits [R, C] and classes y [R] (the largest logit is the prediction) or labels y [R, C]
+    (a logit above 0 predicts 1).
     """
     if y.dim() == 1:
         columns = torch.arange(logits.shape[1], device=y.device)
@@ -59,7 +59,7 @@ def tally(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def accuracy(counts: Counts, several: bool) -> float:
-    """Share of right answers; of several labels the mean of each one's share, as OGB has it."""
+    """Returns the share of correct predictions; for several labels the mean over labels, as OGB."""
     right, wrongly, missed, known = counts.T
     if not several:
         return float(right.sum() / known[0]) if known[0] else math.nan
@@ -68,10 +68,10 @@ def accuracy(counts: Counts, several: bool) -> float:
 
 
 def f1(counts: Counts, several: bool, average: str) -> float:
-    """F1 of all answers together ('micro') or the mean over classes or labels ('macro').
+    """Returns F1 over all predictions ('micro') or the mean over classes or labels ('macro').
 
-    As scikit-learn's ``f1_score``: of classes only those count that are present or answered; a
-    label without either counts as 0.
+    As scikit-learn's ``f1_score``: classes that are neither present nor predicted are left out;
+    labels that are neither count as 0.
     """
     right, wrongly, missed, known = counts.T
     if not known.any():
@@ -84,17 +84,17 @@ def f1(counts: Counts, several: bool, average: str) -> float:
 
 
 def target_sums(y: Tensor) -> Tensor:
-    """[T, 2] float64 of targets y [R, T]: the number of known targets and their sum."""
+    """Returns number and sum of the known targets of y [R, T], [T, 2] float64."""
     known = ~y.isnan()
     return torch.stack([known.sum(0).double(), y.double().nan_to_num(0.0).sum(0)], dim=1)
 
 
 def error_sums(found: Tensor, y: Tensor, mean: Tensor) -> Tensor:
-    """[T, 5] float64 of predictions and targets [R, T]: sums over the known targets.
+    """Returns sums over the known targets, [T, 5] float64, of predictions and targets [R, T].
 
-    Their number, the absolute error, the squared error, the squared distance of y from ``mean`` [T]
-    and y squared. The distance is summed because the difference of two large sums of squares has no
-    correct digit where the targets lie far from zero.
+    The sums are: number of targets, absolute error, squared error, squared distance of y from
+    ``mean`` [T], and y squared. The distance is summed, for the difference of two large sums of
+    squares would cancel for targets far from zero.
     """
     known = ~y.isnan()
     truth = torch.where(known, y, 0).double()
@@ -105,10 +105,10 @@ def error_sums(found: Tensor, y: Tensor, mean: Tensor) -> Tensor:
 
 
 def regression_score(sums: Counts, metric: str) -> float:
-    """'mae' or 'rmse' over all targets, or 'r2', from ``error_sums`` [T, 5].
+    """Computes 'mae', 'rmse' or 'r2' from ``error_sums`` [T, 5]; NaN if no target is known.
 
-    R2 as scikit-learn's ``r2_score``: the mean over the T targets. A target that never varies
-    counts as 1 if every prediction is exact, else as 0. NaN if no target is known.
+    R2 is the mean over the T targets, as scikit-learn's ``r2_score``. A constant target counts as 1
+    if every prediction is exact, else as 0.
     """
     count, absolute, squared, spread, square = sums.T
     if not count.any():
@@ -120,14 +120,14 @@ def regression_score(sums: Counts, metric: str) -> float:
     scores = []
     for n, error, distance, size in zip(count, squared, spread, square, strict=True):
         if n:
-            # A constant target differs from its own mean by rounding alone.
+            # A constant target differs from its mean by rounding only.
             varies = distance > 1e-24 * size
             scores.append(1 - error / distance if varies else float(error == 0))
     return float(np.mean(scores))
 
 
 def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:
-    """What ROC AUC ranks: how far each of T labels [R, T] (of two classes T = 1) is a yes."""
+    """Returns the scores that ROC AUC ranks and their labels, [R, T]; T = 1 for two classes."""
     logits = logits.detach().cpu()
     if y.dim() == 1:
         logits, y = logits[:, 1:] - logits[:, :1], y[:, None]
@@ -135,12 +135,12 @@ def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.
 
 
 def roc_auc(scores: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> float:
-    """Mean over the labels of the chance that a positive ranks above a negative, ties half.
+    """Returns the mean ROC AUC over the labels, of scores and labels [R, T]; ties count half.
 
-    As OGB's evaluator: a label counts if it has both a positive and a negative among what is known
-    of it; NaN if none has. scores, labels [R, T].
+    As in OGB's evaluator, only labels with both a known positive and a known negative count; NaN if
+    there are none.
     """
-    # A third of a second of every start, and few runs ask for it.
+    # Imported here: takes a third of a second, and few runs need it.
     from scipy.stats import rankdata
 
     areas = []

@@ -1,4 +1,4 @@
-"""Where numbers went wrong: looked for only once they have."""
+"""Finds the first stage, layer and chunk with NaN or infinite values, after an epoch has failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_same_weights", "find_fault"]
 
 
 def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> None:
-    """``FailedError`` on every rank if two shards of a stage hold other weights; from 0."""
+    """``FailedError`` on every rank if shards of a stage hold different weights after an epoch."""
     digest = 0
     for _, tensor in rank_runtime.executor.stage.stage_module.named_state():
         digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
@@ -33,11 +33,11 @@ def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> Non
 
 
 def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -> str:
-    """Epoch (from 1), stage, layer and chunk of the first values that are no numbers, in a line.
+    """Describes the first NaN or infinite values: epoch (from 1), stage, layer and chunk.
 
-    A forward pass with the weights as they are, dropout off, tells where rows go wrong first. Where
-    none do, it was dropout's doing or that of backward: then the weights whose gradients are no
-    numbers are named. The same on every rank.
+    Runs a forward pass with the current weights and without dropout. If all rows are finite, the
+    fault lies in dropout or backward, and a weight with a NaN gradient is named. The same text on
+    every rank.
     """
     stage = rank_runtime.executor.stage
     found: list[tuple[int, int, int]] = []
@@ -55,7 +55,7 @@ def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -
     first = min(found, default=None)
     mine: tuple[tuple[int, int, int], str] | None = None
     if first is not None:
-        # A step ends with the push of its layer; the last one with what the last layer makes.
+        # A step ends with the push of its layer, the last step with the output of the last layer.
         layer = names[min(first[1], len(names) - 1)] if names else ["no layer"]
         mine = first, f"stage {first[0]}, layer {', '.join(layer)}, chunk {first[2]}"
     executor = rank_runtime.executor
@@ -63,12 +63,12 @@ def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -
     rows = [place for place, _, _ in everyone if place is not None]
     grads = [(rank, name) for rank, (_, names, _) in enumerate(everyone) for name in names]
     chunks = [chunk for _, _, found in everyone for chunk in found]
-    what = f"the loss is {loss}" if not math.isfinite(loss) else "gradients are no numbers"
+    what = f"the loss is {loss}" if not math.isfinite(loss) else "gradients are NaN or infinite"
     where = ""
     if rows:
         where = f", first in {min(rows)[1]}"
     elif grads:
-        # Backward comes from the last weights.
+        # Backward starts at the last weights.
         rank, name = grads[-1]
         at = f", loss of chunk {chunks[0]}" if chunks else ""
         where = f", first in the gradient of {name} (stage {mesh.placement.stage(rank)}{at})"

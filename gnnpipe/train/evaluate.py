@@ -1,4 +1,4 @@
-"""One epoch, and how good the model is after it."""
+"""Trains one epoch; evaluates a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
 def train_epoch(
     rank_runtime: RankRuntime, mesh: Mesh, program: CheckedProgram, order: Sequence[int], epoch: int
 ) -> float:
-    """One epoch; its loss (mean over the train vertices, with dropout), on every rank."""
+    """Trains one epoch; returns the mean loss over the training labels, on every rank."""
     results = rank_runtime.executor.run(program, order, epoch=epoch, training=True)
     loss = mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
     mesh.recorder.end_epoch()
@@ -41,38 +41,36 @@ def train_epoch(
 
 
 def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:
-    """What the model gives, exactly, for this rank's own rows by chunk; none before the last stage.
+    """Computes exact outputs of this rank's own rows by chunk; empty before the last stage.
 
-    ``x``: logits [C, classes]; of pairs their scores [P_c, 1], and the rows [C, d] as ``rows``.
+    ``x``: logits [C, classes], or scores [P_c, 1] of pairs with the final rows [C, d] as ``rows``.
     """
     executor = rank_runtime.executor
     order = range(executor.plan.chunks)
-    # In inference mode what is made on the way and kept would be of no use to training.
+    # Tensors cached in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         return executor.run(rank_runtime.evaluation, order, epoch=0, training=False)
 
 
 def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
-    """Exact scores with the current weights, layer by layer, on every rank."""
+    """Returns exact scores with the current weights, on every rank."""
     logits = {chunk: values["x"] for chunk, values in results_by_chunk(rank_runtime).items()}
-    several = rank_runtime.is_multi_label
-    if rank_runtime.metric in REGRESSION:
+    metric, is_multi_label = rank_runtime.metric, rank_runtime.is_multi_label
+    if metric in REGRESSION:
         counts = _sums(rank_runtime, mesh, logits, lambda _x, y, _: target_sums(y), 2)
         means = torch.from_numpy(counts[..., 1] / np.maximum(counts[..., 0], 1.0))
         totals = _sums(
             rank_runtime, mesh, logits, lambda x, y, part: error_sums(x, y, means[part]), 5
         )
-        return Scores(
-            *[math.nan] * PARTS, *(regression_score(part, rank_runtime.metric) for part in totals)
-        )
+        return Scores(*[math.nan] * PARTS, *(regression_score(part, metric) for part in totals))
     totals = _sums(rank_runtime, mesh, logits, lambda x, y, _: tally(x, y), 4)
-    right = [accuracy(part, several) for part in totals]
-    if rank_runtime.metric == "accuracy":
-        return Scores(*right, *right)
-    if rank_runtime.metric == "rocauc":
-        return Scores(*right, *_areas(rank_runtime, mesh, logits))
-    average = rank_runtime.metric.removeprefix("f1-")
-    return Scores(*right, *(f1(part, several, average) for part in totals))
+    accuracies = [accuracy(part, is_multi_label) for part in totals]
+    if metric == "accuracy":
+        return Scores(*accuracies, *accuracies)
+    if metric == "rocauc":
+        return Scores(*accuracies, *_roc_aucs(rank_runtime, mesh, logits))
+    average = metric.removeprefix("f1-")
+    return Scores(*accuracies, *(f1(part, is_multi_label, average) for part in totals))
 
 
 def _sums(
@@ -82,7 +80,7 @@ def _sums(
     sums_of: Callable[[Tensor, Tensor, int], Tensor],
     count: int,
 ) -> npt.NDArray[np.float64]:
-    """[3, C, count] ``sums_of(logits, labels, part)`` of each part of the split, over all ranks."""
+    """Sums ``sums_of(logits, labels, part)`` over all ranks, for each part: [3, C, count]."""
     width = rank_runtime.num_classes
     sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
     for chunk, found in logits.items():
@@ -93,20 +91,21 @@ def _sums(
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
-def _areas(rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
-    """ROC AUC of the three parts, which rank 0 finds from the scores of all ranks."""
-    mine = []
+def _roc_aucs(rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
+    """Returns ROC AUC of each part; rank 0 computes them from the scores of all ranks."""
+    targets = rank_runtime.targets
+    own = []
     for part in range(PARTS):
-        stage_modules = []
+        by_chunk = []
         for chunk, found in logits.items():
-            chosen = rank_runtime.targets.masks[chunk][part].nonzero().squeeze(1)
-            stage_modules.append(margin(found[chosen], rank_runtime.targets.labels[chunk][chosen]))
-        mine.append(stage_modules)
-    everyone = mesh.collect(mine)
+            chosen = targets.masks[chunk][part].nonzero().squeeze(1)
+            by_chunk.append(margin(found[chosen], targets.labels[chunk][chosen]))
+        own.append(by_chunk)
+    by_rank = mesh.collect(own)
     areas = []
     for part in range(PARTS if mesh.rank == 0 else 0):
-        stage_modules = [stage_module for of_rank in everyone for stage_module in of_rank[part]]
-        scores, labels = (np.concatenate(column) for column in zip(*stage_modules, strict=True))
+        pairs = [pair for of_rank in by_rank for pair in of_rank[part]]
+        scores, labels = (np.concatenate(column) for column in zip(*pairs, strict=True))
         areas.append(roc_auc(scores, labels) if len(scores) else math.nan)
     shared: list[float] = mesh.share(areas)
     return shared

@@ -1,4 +1,4 @@
-"""The same run with several seeds: mean and deviation in place of a lucky number."""
+"""Trains the same run with several seeds; reports mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ SUMMARY = (
 
 @dataclass(frozen=True)
 class SeedsResult:
-    """The runs, and by field the mean and the sample deviation (n - 1).
+    """The runs, and mean and sample standard deviation (n - 1) of each field.
 
-    NaN where a run has no such figure, and the deviation of a single run.
+    NaN if a run has no value for the field; the deviation of a single run is NaN.
     """
 
     results: tuple[RunResult, ...]
@@ -60,7 +60,7 @@ class SeedsResult:
     """The folder that holds seed-<n>/ of every run and summary.json."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in summary.json: mean, deviation, and each run's figures by seed."""
+        """Returns the content of summary.json: mean, deviation and the values of each run."""
         return {
             "seeds": [r.seed for r in self.results],
             "metric": self.results[0].metric,
@@ -70,7 +70,7 @@ class SeedsResult:
         }
 
     def lines(self) -> list[str]:
-        """For a person: the metric of every seed, then mean and deviation."""
+        """Returns the printed lines: the metric of every seed, then mean and deviation."""
         metric = self.results[0].metric
         out = []
         for r in self.results:
@@ -79,7 +79,7 @@ class SeedsResult:
                 found = score(r.test_metric_at_best_val)
                 out[-1] += f", at best validation {found} (epoch {r.best_epoch})"
         shown = [("test_metric", "last epoch")]
-        # No best epoch where the metric is not defined on the validation part.
+        # Without validation vertices there is no best epoch.
         if not any(math.isnan(r.best_val_metric) for r in self.results):
             shown.append(("test_metric_at_best_val", "at best validation"))
         for name, words in shown:
@@ -98,15 +98,15 @@ def fit_seeds(
     make_model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFn | None = None,
 ) -> SeedsResult:
-    """Train ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
+    """Trains ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
-    A seed decides weights, dropout, chunk order, a split by percentages and that of links, and
-    which of several given splits is taken. Every run has its own folder below ``config.out``, whose
-    summary.json holds what is returned. ``make_model`` makes a new model of your own for every
-    run, with torch seeded; ``loss_fn`` as for ``Trainer``.
+    The seed decides weights, dropout, chunk order, splits by percentages, link splits, and which of
+    several given splits is used. Every run has a folder of its own below ``config.out``, which also
+    holds the result as summary.json. ``make_model`` returns a new model for every run and is called
+    with torch seeded; ``loss_fn`` as for ``Trainer``.
 
     Raises:
-        InputError: ``count`` < 1, a model that was trained before, and all that ``Trainer`` raises.
+        InputError: ``count`` < 1, a model that was trained before, or an error of ``Trainer``.
     """
     if isinstance(count, bool) or not isinstance(count, int):
         raise InputError(f"--seeds {count!r}: must be a whole number")
@@ -130,16 +130,16 @@ def fit_seeds(
                 model = make_model()
             if any(p is q for p in model.parameters() for q in made):
                 raise InputError(
-                    f"make_model: gave the weights of an earlier seed for seed {seed}, which are "
-                    "trained already; make a new model in every call"
+                    f"make_model: returned the weights of an earlier seed for seed {seed}, already "
+                    "trained; return a new model from every call"
                 )
             made += model.parameters()
         run = replace(config, seed=seed, out=out)
         results.append(Trainer(run, graph=graph, model=model, world=met, loss_fn=loss_fn).fit())
-        gc.collect()  # its tables are in a cycle of references; two runs need not fit side by side
+        gc.collect()  # frees the tables, which are in a reference cycle, before the next run
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:
-            # After every run, so that a later one that fails loses nothing.
+            # After every run, so that a failing run does not lose earlier results.
             found.path.mkdir(parents=True, exist_ok=True)
             text = json.dumps(plain(found.to_dict()), indent=1, allow_nan=False)
             (found.path / "summary.json").write_text(text + "\n", encoding="utf-8")
@@ -153,7 +153,7 @@ def _summary(results: list[RunResult], path: Path | None) -> SeedsResult:
     for name in SUMMARY:
         values = [float(getattr(r, name)) for r in results]
         mean[name] = statistics.fmean(values)
-        # A part of the split without vertices has no score, and no deviation either.
+        # A part of the split without vertices has neither score nor deviation.
         is_known = len(values) > 1 and all(map(math.isfinite, values))
         deviation[name] = statistics.stdev(values) if is_known else math.nan
     return SeedsResult(tuple(results), mean, deviation, path)

@@ -45,7 +45,7 @@ def test_seeds_of_a_model_and_a_loss_of_ones_own():
     run = replace(config(), seed=config().seed + 1)
     alone = Trainer(run, graph=small_graph(), model=model, loss_fn=loss).fit()
     assert found.results[1].loss == alone.loss != found.results[0].loss
-    with pytest.raises(InputError, match="make_model: gave the weights of an earlier seed"):
+    with pytest.raises(InputError, match="make_model: returned the weights of an earlier seed"):
         fit_seeds(config(epochs=1), 2, small_graph(), make_model=lambda: model)
 
 
