@@ -37,7 +37,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
     names = list(layouts[0])
 
     def stacked(count: Any) -> Mapping[str, Numbers]:
-        """By type, ``count(type, layout)`` of every shard."""
+        """Returns ``count(type, layout)`` of every shard, by vertex type."""
         return {
             name: np.array([count(name, by_type[name]) for by_type in layouts], dtype=np.int64)
             for name in names
@@ -48,7 +48,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
     crossing = nothing if prepared.program.is_exact else crossing_degrees(graph, chunking)
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
-        """By type, sums of vertex values [N] over the chunks of every shard, [G, K]."""
+        """Sums vertex values [N] over the chunks of every shard, [G, K] by vertex type."""
         return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
 
     return ChunkSizes(

@@ -1,9 +1,9 @@
-"""Training on one device that shares nothing with the runtime: every run is held against it.
+"""Reference training on one device, which shares no code with the runtime.
 
-The reference reads the graph as it was given, before any partition, and runs the model on all
-vertices in one autograd graph with plain PyTorch and PyG. Slow and hungry; it serves ``gnnpipe
-verify`` and the tests. Shared with the program are the data containers ``Graph`` and
-``TrainConfig`` alone (tests/verify/test_verify.py).
+The reference reads the graph as given, before any partition, and runs the model on all vertices in
+one autograd graph with plain PyTorch and PyG. It is slow and takes much memory; ``gnnpipe verify``
+and the tests use it. It imports only the data containers ``Graph`` and ``TrainConfig`` of the
+program (tests/verify/test_verify.py).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ReferenceEpoch:
-    """Loss of an epoch and the gradient of every weight by its name in the model."""
+    """Loss of an epoch, and gradients by the names of the weights."""
 
     loss: float
     grads: dict[str, Tensor]
 
 
 class Reference:
-    """Trains a model on the whole graph, with the run's chunks in epochs that have stale rows."""
+    """Trains a model on the whole graph; epochs with stale rows walk the run's chunks."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Reference:
         user_model: UserModel | None = None,
         loss_fn: LossFn | None = None,
     ) -> None:
-        """``user_model`` shares the weights of the walk's model; exact epochs run it instead."""
+        """``user_model``: run in exact epochs; shares its weights with the walk's model."""
         self.config, self.graph, self.walk = config, graph, walk
         self._user_model, self._loss_fn = user_model, loss_fn
         self._module = walk.model.module
@@ -56,15 +56,15 @@ class Reference:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Goes on from these weights, by name."""
+        """Copies these weights, by name."""
         own = self._module.state_dict(keep_vars=True)
         for name, value in weights.items():
             own[name].copy_(value)
 
     def train_epoch(self, epoch: int, is_exact: bool, max_norm: float = math.inf) -> ReferenceEpoch:
-        """One epoch (from 0) with its optimizer step.
+        """Trains one epoch (from 0).
 
-        ``is_exact``: no row is stale; ``max_norm``: gradients are clipped to it.
+        ``is_exact``: without stale rows; ``max_norm``: largest gradient norm.
         """
         outputs = self._outputs(epoch, is_exact)
         is_train = self.graph.is_train
@@ -85,12 +85,12 @@ class Reference:
         if self._user_model is None or not is_exact:
             return self.walk.outputs(epoch, is_exact)
         if self.walk.has_stale_epochs:
-            with torch.no_grad():  # for the tables, which later epochs read
+            with torch.no_grad():  # fills the tables for later epochs
                 self.walk.outputs(epoch, is_exact)
         return self._user_model.outputs(self.walk.exact_pass(epoch))
 
     def _loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of outputs [R, C] over the known targets y [R], [R, T] or, of pairs, [R, 1]."""
+        """Mean loss of outputs [R, C] over the known targets y [R] or [R, T]; for pairs [R, 1]."""
         known = ~y.isnan() if y.is_floating_point() else y >= 0
         if self._loss_fn is not None:
             if self.graph.pairs is not None:
@@ -104,7 +104,7 @@ class Reference:
 
 
 def _clip(weights: list[nn.Parameter], max_norm: float) -> None:
-    """Cuts the gradients to a norm over all weights."""
+    """Clips the global gradient norm."""
     grads = [p.grad for p in weights if p.grad is not None]
     norm = float(torch.cat([grad.double().flatten() for grad in grads]).norm())
     if norm > max_norm:
@@ -115,7 +115,7 @@ def _clip(weights: list[nn.Parameter], max_norm: float) -> None:
 def learning_rate(config: TrainConfig, epoch: int) -> float:
     """Learning rate of an epoch (from 0): linear warm-up, then constant or half a cosine.
 
-    A plateau is never seen, for nothing is evaluated.
+    The plateau schedule stays constant, since ``verify`` does not evaluate.
     """
     if epoch < config.warmup_epochs:
         return config.lr * (epoch + 1) / (config.warmup_epochs + 1)

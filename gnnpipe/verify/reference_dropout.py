@@ -1,6 +1,6 @@
-"""Dropout of the reference, from the formula of docs/adr/0002-dropout-by-a-hash-of-the-vertex.md.
+"""Dropout of the reference, written from docs/adr/0002-dropout-by-a-hash-of-the-vertex.md.
 
-All arithmetic is on unsigned 32-bit numbers. With ``m(s, h1, h2)`` for the steps
+Arithmetic is on unsigned 32-bit numbers. With ``m(s, h1, h2)`` for the steps
 ``s *= 0x85EBCA6B; s ^= s >> h1; s *= 0xC2B2AE35; s ^= s >> h2``, ``mix(s) = m(s, 15, 16)`` and
 g = 0x9E3779B9:
 
@@ -9,10 +9,9 @@ g = 0x9E3779B9:
     pass      = fold of m(state ^ part, 13, 16) over (seed, epoch, site), from state = g
     drawn     = mix(mix(vertex(v) ^ pass) ^ column(j))
 
-A drawn number holds four bytes, or two 16-bit numbers (the top bit flipped) if the probability is
-not a multiple of 1/256, for the neighbouring features 4 j, 4 j + 1, ... An entry is kept if its
-number reaches the threshold ``round(probability levels)``, and kept entries are divided by the
-share that is kept.
+A drawn number holds four bytes, for features 4 j, 4 j + 1, ...; or two 16-bit numbers with the top
+bit flipped if the probability is not a multiple of 1/256. An entry is kept if its number is at
+least ``round(probability levels)``. Kept entries are divided by the share of kept entries.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _GOLDEN = np.uint32(0x9E3779B9)
 
 
 def drop(x: Tensor, probability: float, seed: int, epoch: int, site: int) -> Tensor:
-    """Rows x [N, ...] of all vertices after the dropout at one site of a model."""
+    """Applies the dropout of one site of a model to rows x [N, ...] of all vertices."""
     flat = x.reshape(len(x), -1)
     kept, share = _kept(*flat.shape, probability, (seed, epoch, site))
     return (flat * kept.to(x.dtype) / share).reshape(x.shape)
@@ -41,7 +40,7 @@ def drop(x: Tensor, probability: float, seed: int, epoch: int, site: int) -> Ten
 def _kept(
     num_vertices: int, width: int, probability: float, parts: tuple[int, int, int]
 ) -> tuple[Tensor, float]:
-    """Entries [N, width] that are kept, and the share of entries that is kept."""
+    """Returns the mask of kept entries [N, width], and their share."""
     is_bytes = float(probability * 256).is_integer()
     levels = 256 if is_bytes else 65536
     threshold = min(max(round(probability * levels), 1), levels - 1)
@@ -64,7 +63,7 @@ def _mix(state: UInt32, first: int = 15, second: int = 16) -> UInt32:
 
 
 def _key(parts: tuple[int, int, int]) -> UInt32:
-    """[1], the key of one dropout in one epoch."""
+    """Returns the key of one dropout in one epoch, [1]."""
     state = np.array([_GOLDEN], dtype=np.uint32)
     for part in parts:
         state = _mix(state ^ np.uint32(part & 0xFFFFFFFF), 13, 16)

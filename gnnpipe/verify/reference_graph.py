@@ -1,6 +1,6 @@
-"""Tensors of the whole graph as the reference reads them: straight from ``Graph``, not renumbered.
+"""Reads the whole graph for the reference: straight from ``Graph``, without renumbering.
 
-N vertices, E edges, P pairs.
+Shapes: N vertices, E edges, P pairs.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ __all__ = ["WholeGraph"]
 
 @dataclass(frozen=True, eq=False)
 class WholeGraph:
-    """Features, edges, answers and split in the order in which the graph was given."""
+    """Features, edges, targets and split, in the order of the given graph."""
 
     num_vertices: int
     x: dict[str, Tensor]
-    """By vertex type ('' if there is one only), features [N_t, F]."""
+    """Features [N_t, F] by vertex type ('' for a graph with one type)."""
     edges: dict[tuple[str, str, str], Tensor]
-    """By relation (('', '', '') if there is one only), [2, E]: sources and targets, numbered within
-    their types."""
+    """Sources and targets [2, E] by relation (('', '', '') for a graph with one type), numbered
+    within their types."""
     edge_data: dict[str, Tensor]
-    """[E, ...] by field of ``Graph``, of a graph with one vertex type."""
+    """[E, ...] by field of ``Graph``; only for a graph with one vertex type."""
     pairs: Tensor | None
-    """[2, P] of a link prediction, sources and targets."""
+    """[2, P], sources and targets of the pairs of link prediction."""
     y: Tensor
-    """Classes [N], labels or numbers [N, T]; of pairs [P, 1], 1 where an edge joins the pair. Of
-    several vertex types: those of the target type."""
+    """Classes [N], labels or numbers [N, T] of the (target type's) vertices; for pairs [P, 1], 1 if
+    an edge joins the pair."""
     is_train: Tensor
-    """[N] or [P], which rows of ``y`` are trained on."""
+    """[N] or [P], mask of the training rows of ``y``."""
 
     @classmethod
     def read(cls, graph: Graph, edge_fields: Collection[str], dtype: torch.dtype) -> WholeGraph:
-        """Reads a graph; of what its edges carry, the model reads ``edge_fields``."""
+        """Reads a graph; ``edge_fields``: the edge data that the model reads."""
         if graph.types is None:
             x = {"": _dense(graph.x, dtype)}
             edges, data = _read_edges(graph, edge_fields, dtype)
@@ -62,12 +62,12 @@ class WholeGraph:
 
     @property
     def features(self) -> Tensor:
-        """[N, F] of a graph with one vertex type."""
+        """Features [N, F] of a graph with one vertex type."""
         return self.x[""]
 
     @property
     def edge_index(self) -> Tensor:
-        """[2, E] of a graph with one vertex type."""
+        """Edges [2, E] of a graph with one vertex type."""
         return self.edges["", "", ""]
 
 
@@ -78,7 +78,7 @@ def _dense(x: Features, dtype: torch.dtype) -> Tensor:
 def _read_edges(
     graph: Graph, fields: Collection[str], dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Edges [2, E] and the fields that are read; parallel edges count once if none is read."""
+    """Returns edges [2, E] and their data; without data, parallel edges count once."""
     target = np.repeat(np.arange(graph.num_vertices), np.diff(graph.indptr))
     edges = np.stack([graph.indices.astype(np.int64), target])
     data = {name: torch.from_numpy(graph.edge_data[name]) for name in fields}
@@ -89,7 +89,7 @@ def _read_edges(
 
 
 def _read_relations(graph: Graph) -> dict[tuple[str, str, str], Tensor]:
-    """Edges [2, E] of every relation, numbered within the types of their ends."""
+    """Returns the edges [2, E] of every relation, numbered within the types of their ends."""
     assert graph.types is not None
     assert graph.edge_type is not None
     number = np.empty(graph.num_vertices, dtype=np.int64)

@@ -1,8 +1,10 @@
 """Models of the reference in plain PyTorch and PyG, on all vertices at once.
 
 The built-in models are written a second time from their formulas, with the same names of weights.
-A user's PyG model is run as it is. A model asks its ``Pass`` which rows an aggregation reads, for
-stale rows are no part of a model. N vertices, E edges, H hidden width, C classes.
+A user's PyG model is called as it is. Stale rows are not part of a model, so ``Pass.read`` returns
+the rows that an aggregation reads.
+
+Shapes: N vertices, E edges, C classes.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ __all__ = ["LAYERS", "Pass", "PlainModel", "Read", "UserModel", "WholeModel"]
 
 
 Read = Callable[[str, Tensor, str], Tensor]
-"""From the name of an aggregation, the rows [N_t, F] that all vertices of a type push, and the type
-('' if there is only one) to the rows [N_t, F] that readers see."""
+"""Maps an aggregation's name, the rows [N_t, F] that all vertices of a type push, and the type (''
+if there is only one) to the rows [N_t, F] that are aggregated."""
 
 
 @dataclass(frozen=True)
@@ -36,36 +38,36 @@ class Pass:
     """One pass of a model over all vertices."""
 
     read: Read
-    """Gives the rows that readers see."""
+    """Returns the rows that are aggregated."""
     is_current: Callable[[str], Tensor]
-    """[N_t], the vertices of a type whose own rows readers see."""
+    """[N_t], the vertices of a type whose current rows are aggregated."""
     seed: int
     epoch: int
     is_probe: bool
-    """Whether the pass is one of probe vertices: without dropout, no own row is read."""
+    """Probe vertices pass: no dropout, and all rows come from the tables."""
 
     def dropout(self, x: Tensor, probability: float, site: int) -> Tensor:
-        """Rows x [N, ...] of all vertices after the dropout at one site of the model."""
+        """Applies the dropout of one site of the model to rows x [N, ...]."""
         if self.is_probe or probability == 0.0:
             return x
         return drop(x, probability, self.seed, self.epoch, site)
 
 
 class WholeModel(ABC):
-    """A model that is run on all vertices at once."""
+    """A model that runs on all vertices at once."""
 
     module: nn.Module
-    """Holds the weights, by the names that the run knows."""
+    """Holds the weights, with the names of the run's model."""
     means: frozenset[str] = frozenset()
-    """Aggregations that are a mean over all vertices or edges."""
+    """Names of aggregations that are a mean over all vertices or edges."""
 
     @abstractmethod
     def outputs(self, now: Pass) -> Tensor:
-        """Logits [N, C] of all vertices (of the target type), or scores [P, 1] of all pairs."""
+        """Returns logits [N, C] of all (target type's) vertices, or scores [P, 1] of all pairs."""
 
 
 def score_pairs(ends: Tensor, rows: Tensor, read: Tensor) -> Tensor:
-    """Inner products [P, 1] of the targets' own rows and the sources' rows as they are read."""
+    """Inner products [P, 1] of the targets' rows and the ``read`` rows of the sources."""
     source, target = ends
     return (read[source] * rows[target]).sum(1, keepdim=True)
 
@@ -119,16 +121,16 @@ class PlainLayer(nn.Module):
         self.width: int = spec["num_classes"] if self.is_last else self.hidden
 
     def encoder(self, bias: bool = False) -> nn.Linear:
-        """The linear map of the features."""
+        """Returns a linear map of the features."""
         return nn.Linear(self.spec["num_features"], self.hidden, bias=bias)
 
     def linear(self, width: int, bias: bool = False) -> nn.Linear:
-        """A linear map from the hidden width."""
+        """Returns a linear map from the hidden width."""
         return nn.Linear(self.hidden, width, bias=bias)
 
     @abstractmethod
     def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """The layer's values from those of the layer before; the first reads ``features``."""
+        """Computes the layer's values from the previous layer's; the first reads ``features``."""
 
 
 class GCN(PlainLayer):
@@ -189,7 +191,7 @@ class GCNII(PlainLayer):
     """``dropout(relu(norm((1 - beta) m + beta m W)))``.
 
     ``m = (1 - alpha) A x + alpha h0`` with ``beta = log(theta / (index + 1) + 1)`` and
-    ``h0 = relu(encode(features))``, of which the first x is a dropout.
+    ``h0 = relu(encode(features))``; the first x is ``dropout(h0)``.
     """
 
     kind = "gcnii"
@@ -271,7 +273,7 @@ LAYERS: dict[str, type[PlainLayer]] = {kind.kind: kind for kind in (GCN, SAGE, G
 
 
 class PlainModel(WholeModel):
-    """A stack of built-in layers, of the same kinds and weights as the run's."""
+    """A stack of built-in layers with the kinds and weights of the run's model."""
 
     def __init__(
         self,
@@ -280,7 +282,7 @@ class PlainModel(WholeModel):
         spec: Mapping[str, Any],
         weights: Mapping[str, Tensor],
     ) -> None:
-        """``kinds``: of every layer; ``weights`` by name."""
+        """``kinds``: the kind of every layer; ``weights`` by name."""
         self._layers = [LAYERS[kind](i, spec) for i, kind in enumerate(kinds)]
         self.module = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
         self.module.to(graph.features.dtype).load_state_dict(weights)
@@ -298,16 +300,16 @@ class PlainModel(WholeModel):
 
 
 class UserModel(WholeModel):
-    """A user's PyG model, called as its user would; for passes in which no row is stale.
+    """A user's PyG model, called as a user calls it, for passes without stale rows.
 
-    Torch's default number type is that of the features meanwhile: some convolutions of PyG compute
-    degrees in the default type (``ClusterGCNConv``), which would be float32 in a float64 model.
+    Torch's default number type is set to that of the features during the call: some convolutions of
+    PyG (``ClusterGCNConv``) compute degrees in the default type.
     """
 
     def __init__(
         self, module: nn.Module, graph: WholeGraph, target: str, sites: Sequence[int]
     ) -> None:
-        """``target``: the vertex type with labels; ``sites``: of every dropout, as it is called."""
+        """``target``: the vertex type with labels; ``sites``: the dropout sites in call order."""
         self.module, self._graph, self._target, self._sites = module, graph, target, sites
         self._dtype = next(iter(graph.x.values())).dtype
 
@@ -316,7 +318,7 @@ class UserModel(WholeModel):
         return self._outputs(_UserDropout(now, self._sites))
 
     def dropouts(self) -> list[float]:
-        """Probabilities of the dropouts that drop something, in the order of the calls."""
+        """Returns the nonzero dropout probabilities in call order."""
         seen = _UserDropout(None, ())
         with torch.no_grad():
             self._outputs(seen)
@@ -335,7 +337,7 @@ class UserModel(WholeModel):
         graph, module = self._graph, self.module
         encode = getattr(module, "encode", None) if graph.pairs is not None else None
         call: Callable[..., Any] = encode if inspect.ismethod(encode) else module
-        # PyG's GAE hands everything on to its encoder.
+        # PyG's GAE passes all arguments on to its encoder.
         named: Any = module.encoder if isinstance(module, GAE) else call
         named = inspect.signature(named.forward if isinstance(named, nn.Module) else named)
         data = {name: v for name, v in graph.edge_data.items() if name in named.parameters}
@@ -357,13 +359,13 @@ class _UserDropout(TorchFunctionMode):
     """Replaces ``F.dropout`` by the dropout of a pass."""
 
     def __init__(self, now: Pass | None, sites: Sequence[int]) -> None:
-        """``now``: none to note the probabilities and drop nothing."""
+        """``now``: ``None`` to record the probabilities without dropping."""
         super().__init__()
         self._now, self._sites = now, sites
         self.probabilities: list[float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything but ``F.dropout`` is left alone."""
+        """Intercepts ``F.dropout`` only."""
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))

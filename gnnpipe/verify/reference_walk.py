@@ -1,9 +1,9 @@
-"""Walk of the reference over the chunks: which rows are live, which are stale.
+"""Walks the chunks in the reference: composes live and stale rows for every aggregation.
 
-For every chunk the model runs once on ALL vertices. In each aggregation it reads a table that is
-put together from the chunk's own rows, the rows of chunks that were walked earlier in this epoch
-(live, with gradient) and the rows that the last epochs left (stale, constants); of the outputs only
-the chunk's own count. Autograd does the rest. The cost is K passes an epoch for K chunks.
+For every chunk the model runs once on ALL vertices. Each aggregation reads a table composed of the
+chunk's own rows, the rows of chunks that came earlier in this epoch (live, with gradient) and the
+rows of earlier epochs (stale, constant). Of the outputs only the chunk's own rows count, and
+autograd computes the gradients. K chunks cost K passes an epoch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ RIDGE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Chunks and probe vertices; N vertices in the order of the graph as it was given."""
+    """Chunks and probe vertices; N vertices in the order of the given graph."""
 
     chunk: npt.NDArray[np.integer]
     """[N], the chunk of every vertex."""
     probes: npt.NDArray[np.int64]
-    """Vertices of the forecast; none where nothing is forecast."""
+    """Probe vertices; empty without a forecast."""
     types: Mapping[str, npt.NDArray[np.bool_]]
-    """[N] by the name of a type, which vertices push to the tables of that type."""
+    """[N] by vertex type, the vertices that push to the tables of that type."""
     output_chunk: npt.NDArray[np.integer]
-    """The chunk of every row of outputs, which is a labelled vertex or a pair."""
+    """Chunk of every output row: a vertex of the target type or a pair."""
     positions: Sequence[int]
     """Order in which the schedule visits the positions of an epoch's chunk order."""
 
 
 class ChunkWalk:
-    """Trains nothing; gives the outputs of an epoch and keeps the tables between two epochs."""
+    """Computes the outputs of an epoch and keeps the tables between epochs."""
 
     def __init__(self, model: WholeModel, cut: Cut, config: TrainConfig) -> None:
         self._num_chunks, self._positions = int(cut.chunk.max()) + 1, cut.positions
@@ -53,7 +53,7 @@ class ChunkWalk:
             name: [torch.nonzero(chunk == c)[:, 0] for c in range(self._num_chunks)]
             for name, chunk in self._chunk.items()
         }
-        """By type, the vertices of every chunk."""
+        """Vertices of every chunk, by vertex type."""
         is_probe = np.isin(np.arange(len(cut.chunk)), cut.probes)
         self._probes = {
             name: torch.from_numpy(np.flatnonzero(is_probe[of])) for name, of in cut.types.items()
@@ -61,7 +61,7 @@ class ChunkWalk:
         self._forecasts = bool(len(cut.probes))
         self._output_chunk = torch.from_numpy(cut.output_chunk)
         self.tables: dict[str, Tensor] = {}
-        """By aggregation, the rows [N_t, F] that stale readers see."""
+        """Stale rows [N_t, F] by aggregation."""
         self._snapshots: dict[str, Tensor] = {}
         self._before = _weights_of(model)
 
@@ -71,7 +71,7 @@ class ChunkWalk:
         return self._num_chunks > 1 and not self.staleness.is_exact
 
     def order(self, epoch: int) -> list[int]:
-        """The chunks in the order in which an epoch (from 0) walks them."""
+        """Returns the chunks in the order of an epoch (from 0)."""
         chunks = np.arange(self._num_chunks)
         if self.staleness.shuffle_chunks:
             generator = np.random.default_rng([self.config.seed, epoch])
@@ -79,7 +79,7 @@ class ChunkWalk:
         return [int(chunks[position]) for position in self._positions]
 
     def outputs(self, epoch: int, is_exact: bool) -> Tensor:
-        """Outputs of all vertices or pairs in an epoch (from 0) of training."""
+        """Returns the outputs of all vertices or pairs in a training epoch (from 0)."""
         every = self.staleness.snapshot_every
         if every > 1:
             self.tables = {name: rows.clone() for name, rows in self._snapshots.items()}
@@ -91,12 +91,12 @@ class ChunkWalk:
         return found
 
     def keep_weights(self) -> None:
-        """Keep the weights of this epoch for the forecast of the next."""
+        """Keeps the weights of this epoch for the forecast of the next epoch."""
         if self._forecasts:
             self._before = _weights_of(self.model)
 
     def walk_exact(self, epoch: int) -> Tensor:
-        """One pass in which every vertex reads the current rows."""
+        """Runs one pass in which every vertex reads current rows."""
 
         def read(name: str, rows: Tensor, _: str) -> Tensor:
             self.tables[name] = rows.detach()
@@ -105,11 +105,11 @@ class ChunkWalk:
         return self.model.outputs(self._pass(read, epoch))
 
     def exact_pass(self, epoch: int) -> Pass:
-        """A pass without tables, of a model that reads the current rows by itself."""
+        """Returns a pass for a model that reads current rows by itself."""
         return self._pass(lambda _name, rows, _kind: rows, epoch)
 
     def _pass(self, read: Read, epoch: int, current: int | None = None) -> Pass:
-        """A pass in which the rows of the chunk ``current`` (none: of all chunks) are current."""
+        """Returns a pass in which the rows of one chunk (``None``: of all chunks) are current."""
 
         def is_current(kind: str) -> Tensor:
             chunk = self._chunk[kind]
@@ -118,7 +118,7 @@ class ChunkWalk:
         return Pass(read, is_current, self.config.seed, epoch, is_probe=current == _NO_CHUNK)
 
     def _walk(self, epoch: int) -> Tensor:
-        """One pass for every chunk; the tables are written at the end."""
+        """Runs one pass per chunk, then writes the tables."""
         live: dict[str, dict[int, Tensor]] = {}
         kinds: dict[str, str] = {}
         found: dict[int, Tensor] = {}
@@ -128,7 +128,7 @@ class ChunkWalk:
             read = self._reader(chunk, own, live, kinds)
             found[chunk] = self.model.outputs(self._pass(read, epoch, chunk))
             for name, rows in own.items():
-                # The same numbers, with `scale` times the gradient.
+                # Equal values, with `scale` times the gradient.
                 scaled = rows.detach() + scale * (rows - rows.detach())
                 live.setdefault(name, {})[chunk] = scaled
         for name, by_chunk in live.items():
@@ -146,9 +146,10 @@ class ChunkWalk:
         live: Mapping[str, Mapping[int, Tensor]],
         kinds: dict[str, str],
     ) -> Read:
-        """The table of a chunk's pass: its ``own`` rows, ``live`` rows of others, stale rows.
+        """Returns the reader of a chunk's pass: own rows, ``live`` rows of others, stale rows.
 
-        Notes the chunk's own rows and the vertex type of every aggregation.
+        The reader stores the chunk's own rows in ``own`` and vertex types in ``kinds``, by
+        aggregation.
         """
 
         def read(name: str, rows: Tensor, kind: str) -> Tensor:
@@ -163,10 +164,10 @@ class ChunkWalk:
 
     @torch.no_grad()
     def forecast(self, epoch: int) -> None:
-        """Moves every table by the map that fits how the probe vertices' rows have moved.
+        """Forecasts every table: applies the map fitted to the change of the probe vertices' rows.
 
-        The probe vertices pass without dropout and read the tables: with the last epoch's weights
-        the tables as they are, then with the current weights the moved tables.
+        The probe vertices pass without dropout and read the tables: first with the weights of the
+        last epoch and the old tables, then with the current weights and the forecast tables.
         """
         old: dict[str, Tensor] = {}
         moved: dict[str, Tensor] = {}
@@ -190,7 +191,7 @@ class ChunkWalk:
 
 
 _NO_CHUNK = -1
-"""Current chunk of a pass in which every row is read from the tables."""
+"""``current`` of a pass that reads every row from the tables."""
 
 
 def _weights_of(model: WholeModel) -> dict[str, Tensor]:
@@ -198,7 +199,7 @@ def _weights_of(model: WholeModel) -> dict[str, Tensor]:
 
 
 def _move(table: Tensor, old: Tensor, new: Tensor, is_mean: bool) -> Tensor:
-    """Table [N, F] after the affine map that ridge regression fits from old to new [P, F]."""
+    """Applies to a table [N, F] the ridge-regression map from old to new rows [P, F]."""
     d = new - old
     if is_mean:
         return (table.double() + d.mean(0)).to(table.dtype)

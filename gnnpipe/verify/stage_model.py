@@ -1,9 +1,11 @@
-"""Model of the reference for what has no twin in plain PyTorch: the run's own steps, unscheduled.
+"""Reference model for stale epochs of models that ``reference_models`` does not have.
 
-Which rows of a recorded PyG model, or of a user's own layers, lie in a history table is decided by
-the recording and by ``Layer.before``. A pass with stale rows therefore runs their own steps, as one
-stage on all vertices of the graph as it was given. Nothing else of the runtime is shared: rows are
-gathered edge by edge, and autograd finds the gradients. N vertices, F columns.
+The recording of a PyG model, or a user's ``Layer.before``, decides which rows lie in a history
+table. A pass with stale rows therefore runs the steps of the run's own stage module, as one stage
+on all vertices of the given graph. Nothing else of the runtime is shared: rows are gathered edge by
+edge, and autograd computes the gradients.
+
+Shapes: N vertices, F columns.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ __all__ = ["StageModel"]
 
 
 class StageModel(WholeModel):
-    """All ops of a model as one stage, on all vertices at once."""
+    """All ops of a model as one stage on all vertices."""
 
     def __init__(
         self, model: Model, num_ops: int, graph: Graph, seed: int, dtype: torch.dtype
     ) -> None:
-        """``graph`` as it was given, without edge data that the model does not read."""
+        """``graph``: the given graph, without edge data that the model does not read."""
         self._model = copy.deepcopy(model)
         self.module = self._model.module
         self._stage = self._model.stage_module(range(num_ops))
@@ -80,7 +82,7 @@ class StageModel(WholeModel):
         return Rows(self._keys[graph.target], None, seed=seed, parts=parts)
 
     def _edges_of(self, a: Aggregation) -> tuple[Tensor, Tensor, Tensor]:
-        """Source, target and weight of each edge, the ends by their numbers in their types."""
+        """Returns source, target and weight of every edge, numbered within vertex types."""
         types = self._graph.table_rows
         matrix = weighted_rows(self._graph, a.structure)[types[a.vertex_type]][
             :, types[a.pushed_type]
@@ -93,7 +95,7 @@ class StageModel(WholeModel):
         )
 
     def _received(self, a: Aggregation, pushed: Tensor, now: Pass) -> Received:
-        """What all vertices get of an aggregation."""
+        """Returns the aggregated rows of all vertices."""
         table = now.read(a.name, pushed, a.pushed_type)
         if a.is_mean:
             return Received(self._mean(a, table)[None])
@@ -104,7 +106,7 @@ class StageModel(WholeModel):
             return Received(received.index_add(0, target, table[source] * weight))
         keys, into_keys = self._keys[a.pushed_type], None
         if a.pushed_type == a.vertex_type:
-            # Own rows first, as a block has them; rows that are not current follow.
+            # Own rows first, as in a block, then rows that are not current.
             source = torch.where(now.is_current(a.pushed_type)[source], source, source + count)
             table, keys = torch.cat([pushed, table]), torch.cat([keys, keys])
         else:
@@ -116,7 +118,7 @@ class StageModel(WholeModel):
         return Received(table, block)
 
     def _mean(self, a: Aggregation, table: Tensor) -> Tensor:
-        """The mean over all vertices, or over all edges into them [F]."""
+        """Returns the mean over all vertices, or over all edges into them, [F]."""
         if a.structure == EVERYONE:
             return table.mean(0)
         counts = edges_into(self._graph, a.structure)[self._graph.table_rows[a.pushed_type]]

@@ -1,16 +1,15 @@
 """Compares the training of a run with a reference on one device, epoch by epoch.
 
-The run trains as always; the references are single autograd graphs on rank 0 (``reference``). The
-free reference trains on its own from the same seed, and its loss is compared. The led reference
-starts every epoch from the run's weights, and its gradients are compared weight by weight. (Adam
-divides by the gradient's size: where a gradient is zero up to rounding, two correct free runs step
-apart by the learning rate.) For the same reason a difference is relative to the larger of the
-weight's own gradient norm and a thousandth of the model's typical gradient norm.
+The run trains as usual; the references run on rank 0 (``reference``). The free reference trains on
+its own from the same seed, and its loss is compared. The led reference starts every epoch from the
+run's weights, and its gradients are compared weight by weight. (Adam divides by the size of the
+gradient, so two correct free runs differ by the learning rate if a gradient is zero up to
+rounding.) For the same reason a difference is relative to the larger of the weight's gradient norm
+and a thousandth of the model's typical gradient norm.
 
-In float64 a difference shows a fault of the program, so float64 is the default of ``gnnpipe
-verify``. In float32 two correct programs may differ by more than 1e-5: GCNII with 8 layers on
-debian is 3e-5 away from its own float64 gradients, for ReLUs flip where rows are nearly zero. A
-third reference, in float64, then measures the rounding of the second.
+In float64 a difference is a fault of the program, so float64 is the default of ``gnnpipe verify``.
+In float32 two correct programs may differ by more than 1e-5, since a ReLU of a value near zero may
+round to either side. A third reference, in float64, then measures the rounding of the second.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ __all__ = ["TOLERANCE", "Comparison", "reference_of", "relative_difference", "ve
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 """Largest relative difference that counts as equal, by number type."""
 
-GRANTED = 4.0
-"""How often a float32 gradient may be off by what float32 does to the reference's own."""
+ROUNDING_FACTOR = 4.0
+"""A float32 gradient may differ by this many times the rounding error of the reference."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,18 @@ class Comparison:
     loss: float
     gradient: float
     worst: str
-    """The weight that the gradient's difference is of; '' where there is none (in float32: none
-    beyond what rounding does to one device)."""
+    """The weight with the largest gradient difference; '' if no gradient differs (in float32: by
+    more than rounding)."""
     is_exact: bool
-    """Nothing was read stale in this epoch."""
+    """No row was read stale in this epoch."""
 
     @property
     def largest(self) -> float:
-        """The larger of the two."""
+        """The larger of the two differences."""
         return max(self.loss, self.gradient)
 
     def text(self) -> str:
-        """For a person."""
+        """Returns the printed line."""
         which = f"epoch {self.epoch + 1}" + (" (exact)" if self.is_exact else "")
         worst = f" ({self.worst})" if self.worst else ""
         return f"{which}: loss {self.loss:.2e}  gradient {self.gradient:.2e}{worst}"
@@ -80,11 +79,11 @@ class Comparison:
 def relative_difference(
     a: dict[str, Tensor], b: dict[str, Tensor], exact: dict[str, Tensor] | None = None
 ) -> tuple[float, str]:
-    """Largest relative difference between gradients by name, and its name ('' if none differs).
+    """Returns the largest relative difference of gradients by name, and its name ('' if equal).
 
-    ``b`` is the truth. ``exact``: the same in float64. Where terms cancel, as they do for
-    attention, float32 is off by more than its precision; what it does to ``b`` is ``GRANTED`` so
-    many times.
+    ``b``: the reference. ``exact``: the reference in float64; ``ROUNDING_FACTOR`` times the
+    rounding error of ``b`` is subtracted, since cancellation (as in attention) makes that error
+    larger than the precision of float32.
     """
     floor = 1e-3 * (sum(float(t.norm()) ** 2 for t in b.values()) / len(b)) ** 0.5
     found = []
@@ -92,22 +91,22 @@ def relative_difference(
         found_grad = a[name].to(t.dtype) if name in a else torch.zeros_like(t)
         difference = float((found_grad - t).norm())
         if exact is not None and not math.isnan(difference):
-            granted = GRANTED * float((t.to(exact[name].dtype) - exact[name]).norm())
-            difference = max(difference - granted, 0.0)
-        found.append((_apart(difference, max(float(t.norm()), floor)), name))
+            rounding = ROUNDING_FACTOR * float((t.to(exact[name].dtype) - exact[name]).norm())
+            difference = max(difference - rounding, 0.0)
+        found.append((_relative(difference, max(float(t.norm()), floor)), name))
     largest, name = max(found)
     return largest, name if largest else ""
 
 
-def _apart(difference: float, size: float) -> float:
-    """Difference over size; what is not a number is as far apart as can be."""
+def _relative(difference: float, size: float) -> float:
+    """Difference over size; infinite for NaN."""
     if math.isnan(difference) or math.isnan(size):
         return math.inf
     return 0.0 if difference == 0.0 else difference / max(size, 1e-30)
 
 
 def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> str:
-    """What they come to, for a person."""
+    """Returns the printed summary of the comparisons."""
     largest = max(c.largest for c in found)
     same = "equal to" if largest <= tolerance else "DIFFERENT from"
     walk = "" if prepared.program.is_exact else " that walks the same chunks"
@@ -115,8 +114,8 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     text += walk
     if _has_float64(prepared):
         text += (
-            f"; of gradients, what they are off by beyond {GRANTED:g} times what float32 does to "
-            "one device's"
+            f"; gradient differences count beyond {ROUNDING_FACTOR:g} times the float32 rounding "
+            "error of one device"
         )
     return text
 
@@ -186,11 +185,12 @@ class _References:
             rounded = self._float64.train_epoch(*walk).grads
         worst, name = relative_difference(grads, self._led.train_epoch(*walk).grads, rounded)
         truth = self._free.train_epoch(*walk).loss
-        return Comparison(walk[0], _apart(abs(loss - truth), abs(truth)), worst, name, walk[1])
+        difference = _relative(abs(loss - truth), abs(truth))
+        return Comparison(walk[0], difference, worst, name, walk[1])
 
 
 def reference_of(graph: Graph, prepared: Prepared) -> Reference:
-    """The reference of a prepared run on ``graph`` as it was given."""
+    """Returns the reference of a prepared run; ``graph``: the graph as given."""
     config, model, dtype = prepared.config, prepared.model, prepared.dtype
     whole = WholeGraph.read(graph, model.edge_inputs, dtype)
     chunk = np.empty(graph.num_vertices, dtype=np.int64)
@@ -216,15 +216,16 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
 
 
 _TWINS = {MODELS[name]: name for name in LAYERS}
-"""Layers that the reference has a second time."""
+"""Built-in layers that ``reference_models`` also has."""
 
 
 def _user_model(
     staged: StageModel, model: Model, whole: WholeGraph, graph: Graph
 ) -> UserModel | None:
-    """The user's module with the weights of ``staged``; None where dropout has no site of its own.
+    """Returns the user's module with the weights of ``staged``, or ``None``.
 
-    Dropout inside of convolutions and of several vertex types is keyed as the recording says.
+    ``None`` if the sites of the dropout calls are unknown: the recording alone knows the sites of
+    dropout in convolutions and on several vertex types.
     """
     if not isinstance(model, RecordedModel):
         return None
@@ -240,7 +241,7 @@ def _user_model(
 
 
 def _has_float64(prepared: Prepared) -> bool:
-    # A loss of the user's own may hold numbers of its own type.
+    # A user's loss may hold tensors of a fixed number type.
     return prepared.dtype == torch.float32 and prepared.loss_fn is None
 
 
@@ -252,7 +253,7 @@ def _in_float64(prepared: Prepared) -> Prepared:
 
 
 class _Kept:
-    """This rank's weights and gradients of an epoch by name, as they are just before its step."""
+    """Copies this rank's weights and gradients by name, just before each optimizer step."""
 
     def __init__(self, prepared: Prepared, rank_runtime: RankRuntime, mesh: Mesh) -> None:
         stage_module = prepared.model.stage_module(prepared.plan.stages[mesh.stage].ops)
@@ -270,7 +271,7 @@ class _Kept:
             self._grads[name] = grad.detach().cpu().clone()
 
     def gather(self, mesh: Mesh) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Those of all stages, on every rank."""
+        """Gathers the weights and gradients of all stages, on every rank."""
         weights: dict[str, Tensor] = {}
         grads: dict[str, Tensor] = {}
         mine = (self._weights, self._grads) if mesh.shard == 0 else ({}, {})
