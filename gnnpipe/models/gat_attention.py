@@ -28,19 +28,34 @@ from torch_geometric.nn import GATConv, MessagePassing
 from gnnpipe.graph.blocks import Block, Incidence
 from gnnpipe.ops.spmm import bag_sums
 
-__all__ = ["additive_attention", "attend", "is_additive", "is_as_shipped"]
+__all__ = ["attend", "is_additive", "is_as_shipped"]
 
 
 class _AdditiveAttention(torch.autograd.Function):
-    """See ``additive_attention``. Runs head by head; edge values are kept as [H, E]."""
+    """Softmax-weighted mean of the neighbours' rows, per head (arXiv 1710.10903, section 2.1).
+
+    Computed head by head; values of edges are kept as [H, E].
+
+    Args:
+        x: [T, H, D], rows read.
+        x_dst: [C, H, D], rows of the targets; ``None``: the first C rows of x.
+        att_src: [H, D], attention vector, ``s_j = <x_j, att_src>``.
+        att_dst: [H, D], attention vector, ``t_i = <x_dst_i, att_dst>``.
+        keep: [H, E], dropout factors of the softmax weights; ``None``: no dropout.
+        edges: The edges by target and by source.
+        slope: Negative slope of the leaky ReLU.
+
+    Returns:
+        [C, H, D]; zero for a target without an edge.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        own: Tensor | None,
-        reads: Tensor,
-        reading: Tensor,
+        x_dst: Tensor | None,
+        att_src: Tensor,
+        att_dst: Tensor,
         keep: Tensor | None,
         edges: Incidence,
         slope: float,
@@ -51,9 +66,9 @@ class _AdditiveAttention(torch.autograd.Function):
         ones = x.new_ones(len(x), 1)
         for h in range(heads):
             rows = torch.cat([x[:, h], ones], dim=1)
-            mine = rows[:count, :width] if own is None else own[:, h]
-            score = (rows[:, :width] @ reads[h]).index_select(0, edges.source)
-            score += (mine @ reading[h]).index_select(0, edges.target)
+            rows_dst = rows[:count, :width] if x_dst is None else x_dst[:, h]
+            score = (rows[:, :width] @ att_src[h]).index_select(0, edges.source)
+            score += (rows_dst @ att_dst[h]).index_select(0, edges.target)
             F.leaky_relu_(score, slope)
             largest = score.new_full((count,), -torch.inf)
             largest.scatter_reduce_(0, edges.target, score, "amax")
@@ -65,17 +80,17 @@ class _AdditiveAttention(torch.autograd.Function):
             torch.div(sums[:, :width], sums[:, width:], out=out[:, h])
             # The sign encodes the slope of the leaky ReLU, which at 0 is the negative one.
             torch.where(score > 0, weight, -weight, out=signed[h])
-        ctx.save_for_backward(x, own, reads, reading, signed, keep, total, out)
+        ctx.save_for_backward(x, x_dst, att_src, att_dst, signed, keep, total, out)
         ctx.edges, ctx.slope = edges, slope
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, own, reads, reading, signed, keep, total, out = ctx.saved_tensors
+        x, x_dst, att_src, att_dst, signed, keep, total, out = ctx.saved_tensors
         edges: Incidence = ctx.edges
         count, heads, width = grad.shape
-        to_x, to_own = torch.empty_like(x), None if own is None else torch.empty_like(own)
-        to_reads, to_reading = torch.empty_like(reads), torch.empty_like(reading)
+        grad_x, grad_x_dst = torch.empty_like(x), None if x_dst is None else torch.empty_like(x_dst)
+        grad_att_src, grad_att_dst = torch.empty_like(att_src), torch.empty_like(att_dst)
         ones = x.new_ones(len(x), 1)
         for h in range(heads):
             rows, kept = torch.cat([x[:, h], ones], dim=1), None if keep is None else keep[h]
@@ -85,25 +100,25 @@ class _AdditiveAttention(torch.autograd.Function):
             scaled = torch.cat([scaled, -common], dim=1)
             sloped = F.leaky_relu(signed[h], -ctx.slope)
             sums = _bags(rows, edges.offsets, edges.source, sloped, kept)
-            to_target = (sums * scaled).sum(-1)
+            grad_t = (sums * scaled).sum(-1)
             # The same over the edges out of each source.
             back = signed[h].index_select(0, edges.by_source)
             kept = None if kept is None else kept.index_select(0, edges.by_source)
             into, ends = edges.targets_by_source, edges.offsets_by_source
             sums = _bags(scaled, ends, into, F.leaky_relu(back, -ctx.slope), kept)
-            to_source = (sums * rows).sum(-1)
+            grad_s = (sums * rows).sum(-1)
             weight = back.abs_() if kept is None else back.abs_().mul_(kept)
             found = bag_sums(ends, into, weight, scaled)[:, :width]
-            found.addr_(to_source, reads[h])
-            to_reads[h] = rows[:, :width].t() @ to_source
-            if own is None or to_own is None:
-                to_reading[h] = rows[:count, :width].t() @ to_target
-                found[:count].addr_(to_target, reading[h])
+            found.addr_(grad_s, att_src[h])
+            grad_att_src[h] = rows[:, :width].t() @ grad_s
+            if x_dst is None or grad_x_dst is None:
+                grad_att_dst[h] = rows[:count, :width].t() @ grad_t
+                found[:count].addr_(grad_t, att_dst[h])
             else:
-                to_reading[h] = own[:, h].t() @ to_target
-                torch.outer(to_target, reading[h], out=to_own[:, h])
-            to_x[:, h] = found
-        return to_x, to_own, to_reads, to_reading, None, None, None
+                grad_att_dst[h] = x_dst[:, h].t() @ grad_t
+                torch.outer(grad_t, att_dst[h], out=grad_x_dst[:, h])
+            grad_x[:, h] = found
+        return grad_x, grad_x_dst, grad_att_src, grad_att_dst, None, None, None
 
 
 def _bags(
@@ -121,38 +136,6 @@ def _bags(
     return sums
 
 
-def additive_attention(
-    x: Tensor,
-    own: Tensor | None,
-    reads: Tensor,
-    reading: Tensor,
-    edges: Incidence,
-    slope: float,
-    keep: Tensor | None = None,
-) -> Tensor:
-    """Softmax-weighted mean of the neighbours' rows, per head (arXiv 1710.10903, section 2.1).
-
-    The weight of the edge from j to i is the softmax over the edges into i of
-    ``leaky_relu(<x_j, reads> + <own_i, reading>)``.
-
-    Args:
-        x: [T, H, D], rows read.
-        own: [C, H, D], rows of the targets; ``None``: the first C rows of x.
-        reads: [H, D], attention vector of the source.
-        reading: [H, D], attention vector of the target.
-        edges: The edges by target and by source.
-        slope: Negative slope of the leaky ReLU.
-        keep: [H, E], dropout factors of the weights.
-
-    Returns:
-        [C, H, D]; zero for a target without an edge.
-    """
-    found: Tensor = _AdditiveAttention.apply(  # type: ignore[no-untyped-call]
-        x, own, reads, reading, keep, edges, slope
-    )
-    return found
-
-
 def is_as_shipped(conv: MessagePassing) -> bool:
     """Whether a convolution sums messages from source to target, without hooks or overrides."""
     return (
@@ -165,7 +148,7 @@ def is_as_shipped(conv: MessagePassing) -> bool:
 
 
 def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
-    """Whether ``attend`` can replace it: an unchanged GATConv without edge features."""
+    """Whether ``attend`` computes this convolution: an unchanged GATConv without edge features."""
     return (
         isinstance(conv, GATConv)
         and type(conv) is GATConv
@@ -175,20 +158,20 @@ def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:
     )
 
 
-def attend(conv: GATConv, x: Tensor, own: Tensor | None, block: Block) -> Tensor:
-    """Computes ``conv((x, own), block.edge_index, size=block.size)`` without messages.
+def attend(conv: GATConv, x: Tensor, x_dst: Tensor | None, block: Block) -> Tensor:
+    """Computes ``conv((x, x_dst), block.edge_index, size=block.size)`` without messages.
 
-    ``conv`` must be ``is_additive``. ``x`` [T, F]: rows read. ``own`` [C, F]: rows of the targets;
-    ``None``: the first C rows of x. Backward may read the result, so it must not be changed in
+    ``conv`` must be ``is_additive``. ``x`` [T, F]: rows read; ``x_dst`` [C, F]: target rows,
+    or ``None`` for the first C rows of x. Backward may read the result: do not change the result in
     place.
     """
     shape = (-1, conv.heads, conv.out_channels)
     if conv.lin is not None:
         rows = conv.lin(x).view(shape)
-        reader = None if own is None else conv.lin(own).view(shape)
+        rows_dst = None if x_dst is None else conv.lin(x_dst).view(shape)
     else:
         rows = conv.lin_src(x).view(shape)
-        reader = conv.lin_dst(x[: block.size[1]] if own is None else own).view(shape)
+        rows_dst = conv.lin_dst(x[: block.size[1]] if x_dst is None else x_dst).view(shape)
     edges = block.incidence_with_loops if conv.add_self_loops else block.incidence
     keep = None
     if conv.training and conv.dropout:
@@ -196,10 +179,10 @@ def attend(conv: GATConv, x: Tensor, own: Tensor | None, block: Block) -> Tensor
         ones = rows.new_ones(block.edge_index.shape[1] + loops, conv.heads)
         keep = F.dropout(ones, conv.dropout, training=True).t()
         keep = keep if edges.order is None else keep.index_select(1, edges.order)
-    out = additive_attention(
-        rows, reader, conv.att_src[0], conv.att_dst[0], edges, conv.negative_slope, keep
+    out: Tensor = _AdditiveAttention.apply(  # type: ignore[no-untyped-call]
+        rows, rows_dst, conv.att_src[0], conv.att_dst[0], keep, edges, conv.negative_slope
     )
     out = out.flatten(1) if conv.concat else out.mean(dim=1)
     if conv.res is not None:
-        out = out + conv.res(x[: block.size[1]] if own is None else own)
+        out = out + conv.res(x[: block.size[1]] if x_dst is None else x_dst)
     return out if conv.bias is None else out + conv.bias

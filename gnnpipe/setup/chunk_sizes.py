@@ -49,16 +49,18 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
 
     def summed(values: Mapping[str, Numbers]) -> Mapping[str, Numbers]:
         """Sums vertex values [N] over the chunks of every shard, [G, K] by vertex type."""
-        return stacked(lambda name, of: _by_chunk(values.get(name, nothing)[of.own], of))
+        return stacked(
+            lambda name, layout: _by_chunk(values.get(name, nothing)[layout.own], layout)
+        )
 
     return ChunkSizes(
-        rows=stacked(lambda _, of: np.diff(of.own_ptr)),
+        rows=stacked(lambda _, layout: np.diff(layout.own_ptr)),
         edges=summed(degrees),
         entries=summed(entries),
-        boundary=stacked(lambda _, of: of.send_counts.sum(1)),
-        halo=stacked(lambda _, of: of.receive_counts.sum(1)),
-        stale=stacked(lambda name, of: _stale_rows(prepared, name, of)),
-        probes=stacked(lambda _, of: is_probe[of.own].sum()),
+        boundary=stacked(lambda _, layout: layout.send_counts.sum(1)),
+        halo=stacked(lambda _, layout: layout.receive_counts.sum(1)),
+        stale=stacked(lambda name, layout: _stale_rows(prepared, name, layout)),
+        probes=stacked(lambda _, layout: is_probe[layout.own].sum()),
         precomputed=prepared.precomputed,
         loss_rows=prepared.loss_rows.ops,
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],

@@ -132,8 +132,8 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
     assert isinstance(entries, np.ndarray)
     is_linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
     return ShardSizes(
-        own_rows={t: of.num_own for t, of in layouts.items()},
-        halo_rows={t: len(of.halo) for t, of in layouts.items()},
+        own_rows={t: each.num_own for t, each in layouts.items()},
+        halo_rows={t: len(each.halo) for t, each in layouts.items()},
         own_edges=int(graph.degrees[layout.own].sum()),
         graph_edges=graph.num_edges,
         feature_entries=int(entries[layout.own].sum()),
@@ -144,7 +144,7 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
         copied_share=(
             0.0 if is_linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
         ),
-        probe_rows={t: int(np.isin(of.own, probes).sum()) for t, of in layouts.items()},
+        probe_rows={t: int(np.isin(each.own, probes).sum()) for t, each in layouts.items()},
         probe_edges=int(graph.degrees[probes].sum()),
         probe_feature_entries=int(entries[probes].sum()),
     )

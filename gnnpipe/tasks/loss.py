@@ -56,11 +56,10 @@ class Targets:
     """[3, R] bool: train, val, test."""
     are_pairs: bool
 
-    @cached_property
-    def to_train(self) -> list[tuple[Tensor, Tensor]]:
-        """Training rows [r] of each chunk, as indices, and their labels."""
-        rows = [mask[0].nonzero().squeeze(1) for mask in self.masks]
-        return [(r, y[r]) for r, y in zip(rows, self.labels, strict=True)]
+    def of_part(self, chunk: int, part: int) -> tuple[Tensor, Tensor]:
+        """Returns the rows [r] of a part of the split (0: train), as indices, and their labels."""
+        rows = self.masks[chunk][part].nonzero().squeeze(1)
+        return rows, self.labels[chunk][rows]
 
     @classmethod
     def of_vertices(
@@ -113,7 +112,7 @@ class Loss:
     @cached_property
     def _to_train(self) -> list[tuple[Tensor, Tensor]]:
         """Logits of each chunk that are trained on, as indices, and their labels."""
-        found = self.targets.to_train
+        found = [self.targets.of_part(chunk, 0) for chunk in range(len(self.targets.masks))]
         if self.loss_rows is None:
             return found
         pairs = zip(found, self.loss_rows, strict=True)

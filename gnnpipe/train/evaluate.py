@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,27 +86,23 @@ def _sums(
     sums = torch.zeros(PARTS, width, count, dtype=torch.float64)
     for chunk, found in logits.items():
         for part in range(PARTS):
-            chosen = rank_runtime.targets.masks[chunk][part].nonzero().squeeze(1)
-            labels = rank_runtime.targets.labels[chunk][chosen]
-            sums[part] += sums_of(found[chosen], labels, part).cpu()
+            rows, labels = rank_runtime.targets.of_part(chunk, part)
+            sums[part] += sums_of(found[rows], labels, part).cpu()
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
 def _roc_aucs(rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
     """Returns ROC AUC of each part; rank 0 computes them from the scores of all ranks."""
-    targets = rank_runtime.targets
-    own = []
+    own: list[list[tuple[npt.NDArray[Any], npt.NDArray[np.int8]]]] = [[] for _ in range(PARTS)]
     for part in range(PARTS):
-        by_chunk = []
         for chunk, found in logits.items():
-            chosen = targets.masks[chunk][part].nonzero().squeeze(1)
-            by_chunk.append(margin(found[chosen], targets.labels[chunk][chosen]))
-        own.append(by_chunk)
+            rows, labels = rank_runtime.targets.of_part(chunk, part)
+            own[part].append(margin(found[rows], labels))
     by_rank = mesh.collect(own)
     areas = []
     for part in range(PARTS if mesh.rank == 0 else 0):
         pairs = [pair for of_rank in by_rank for pair in of_rank[part]]
-        scores, labels = (np.concatenate(column) for column in zip(*pairs, strict=True))
-        areas.append(roc_auc(scores, labels) if len(scores) else math.nan)
+        scores, truth = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        areas.append(roc_auc(scores, truth) if len(scores) else math.nan)
     shared: list[float] = mesh.share(areas)
     return shared

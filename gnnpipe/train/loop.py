@@ -50,10 +50,10 @@ CHECKPOINT_AFTER_S = 600.0
 """Seconds from one checkpoint to the next, unless the config gives a number of epochs."""
 
 CHECKPOINT_SHARE = 0.01
-"""Largest share of a run's time for these checkpoints: slow writes are further apart."""
+"""Largest share of a run's time for these checkpoints; slow writes are further apart."""
 
 LEAST_LR_FACTOR = 2.0**-5
-"""A run that has been restored more often will fail again."""
+"""Smallest factor of the learning rate that ``--on-nan restore`` tries."""
 
 
 @dataclass(eq=False)
@@ -65,9 +65,9 @@ class Loop:
     prepared: Prepared
     rank_runtime: RankRuntime
     folder: RunFolder | None
-    """Writer of the run's folder; on rank 0, if the run is written."""
+    """Writer of the run's folder, on rank 0; ``None`` with ``--out off``."""
     path: Path | None
-    """The run's folder; on every rank, if the run is written."""
+    """The run's folder, on every rank; ``None`` with ``--out off``."""
     progress: Progress
     identity: Mapping[str, Any]
 
@@ -80,7 +80,8 @@ class Loop:
         self.best = self._no_best()
         self._lr_factor = 1.0
         self._is_over = False
-        self._sent_bytes: list[int] = []
+        self.sent_bytes: list[int] = []
+        """Bytes sent in the last epoch, over all ranks, by axis (see ``CommBytes``)."""
         self._learning_rate = LearningRate(executor.optimizer, config)
         self._exact_epochs = ExactEpochs(self.prepared)
         self._saved_epoch = 0
@@ -94,7 +95,7 @@ class Loop:
         return BestEpoch(weights, keeps, self.config.patience, self._is_error)
 
     def take(self, start: Start) -> None:
-        """Continue from a checkpoint."""
+        """Continues from a checkpoint."""
         start.check(self.identity)
         if told := start.recut(cut_of(self.prepared)):
             self.progress.say(told)
@@ -106,8 +107,8 @@ class Loop:
             in_order = [kept[name] for name in self._weights] if kept else []
             self.best.take(*start.best, in_order)
         self._set_learning_rate(start.lr_factor)
-        self._sent_bytes = list(start.sent_bytes)
-        # Other chunks leave out other gradients; how long a jump was must be known to cut them.
+        self.sent_bytes = list(start.sent_bytes)
+        # With other chunks other gradients are missing, so norms of earlier epochs do not apply.
         known = (start.lengths, start.was_faulty, start.has_jumped)
         if start.cut["chunks"] != cut_of(self.prepared)["chunks"]:
             known = ((), start.was_faulty, False)
@@ -116,13 +117,8 @@ class Loop:
         if start.stored.path.parents[1] == self.path:
             self._saved_epoch = start.epoch
 
-    @property
-    def sent_bytes(self) -> list[int]:
-        """Bytes sent in the last epoch, over all ranks, by axis (see ``CommBytes``)."""
-        return self._sent_bytes
-
     def _set_learning_rate(self, factor: float) -> None:
-        """Replay the schedule of the learning rate over the epochs so far."""
+        """Replays the learning rate schedule over the epochs so far, times ``factor``."""
         optimizer = self.rank_runtime.executor.optimizer
         assert optimizer is not None
         for group in optimizer.param_groups:
@@ -131,32 +127,34 @@ class Loop:
         self._lr_factor = factor
         self._learning_rate = LearningRate(optimizer, self.config)
         with warnings.catch_warnings():
-            # torch warns where no step of the optimizer comes before one of the schedule.
+            # torch warns if the schedule steps before the optimizer has stepped.
             warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
             for row in self.rows:
                 self._learning_rate.step(self._score(row))
 
     def _score(self, row: EpochRow) -> float | None:
-        """Return the validation metric of an evaluated epoch, larger is better."""
+        """Returns the validation metric of an evaluated epoch; larger is better."""
         if row.scores is None:
             return None
         return -row.scores.val_metric if self._is_error else row.scores.val_metric
 
     def run(self, stopping: Stopping) -> None:
-        """Train up to the last epoch, or until patience runs out.
+        """Trains up to the last epoch, or until patience runs out.
 
-        Raises ``StoppedError`` for a signal or the time limit, ``FailedError`` when a checkpoint
-        cannot be written, ``FloatingPointError`` when loss or gradients are NaN or infinite.
+        Raises:
+            StoppedError: A signal or the time limit.
+            FailedError: A checkpoint cannot be written.
+            FloatingPointError: Loss or gradients are NaN or infinite.
         """
         self._met_at = time.monotonic()
         while len(self.rows) < self.config.epochs and not self._is_over:
             self._is_over = self._epoch(len(self.rows))
             sent = astuple(self.rank_runtime.executor.epoch_bytes)
-            self._sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
+            self.sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
             self._save_or_stop(stopping, self._is_over)
 
     def _epoch(self, epoch: int) -> bool:
-        """Train one epoch and evaluate where due; return whether patience has run out."""
+        """Trains one epoch and evaluates if due; returns whether patience has run out."""
         config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
         order = self.prepared.chunk_order(epoch)
@@ -195,7 +193,7 @@ class Loop:
         return is_over
 
     def _save_or_stop(self, stopping: Stopping, is_over: bool) -> None:
-        """Agree with all ranks on a checkpoint and on whether to stop."""
+        """Agrees with all ranks on writing a checkpoint and on stopping."""
         is_last = is_over or len(self.rows) == self.config.epochs
         now = time.monotonic()
         time_s, self._met_at = now - self._met_at, now
@@ -215,7 +213,7 @@ class Loop:
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
 
     def interrupted(self) -> str:
-        """Return how to go on after an interrupt."""
+        """Returns how to continue after an interrupt."""
         if self.path is None:
             return "nothing was written (--out off)"
         return resume_advice(self.path)
@@ -233,7 +231,7 @@ class Loop:
         return time.monotonic() - self._saved_at > wait_s
 
     def _save(self) -> None:
-        """Write a checkpoint, on every rank; does nothing if the run is not written."""
+        """Writes a checkpoint, on every rank; nothing with ``--out off``."""
         if self.path is None:
             return
         start = time.monotonic()
@@ -244,7 +242,7 @@ class Loop:
                 best,
                 self.identity,
                 self._lr_factor,
-                self._sent_bytes,
+                self.sent_bytes,
                 cut_of(self.prepared),
                 self._exact_epochs,
             )
@@ -268,7 +266,7 @@ class Loop:
         self._save_time_s = self._saved_at - start
 
     def _mend(self, epoch: int, loss: float) -> bool:
-        """Apply ``--on-nan`` on every rank; return whether to train the epoch again."""
+        """Applies ``--on-nan`` on every rank; returns whether to train the epoch again."""
         config = self.config
         where = find_fault(self.rank_runtime, self.mesh, epoch, loss)
         if config.on_nan == "skip":
