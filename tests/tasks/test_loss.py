@@ -52,11 +52,11 @@ def test_a_loss_of_ones_own():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (F.cross_entropy, r"of 6 rows it is .* try reduction='sum'"),
+        (F.cross_entropy, r"for 6 rows, but .* try reduction='sum'"),
         (lambda x, y: F.cross_entropy(x, y, reduction="none"), "must return one number"),
         (lambda x, y: 3.0, "must return one number"),
         (lambda x, y: F.mse_loss(x, y), "fails on logits"),
-        ("ce", "'ce' is no function"),
+        ("ce", "'ce' is not a function"),
     ],
 )
 def test_a_loss_that_is_no_sum_is_refused(loss, message):
