@@ -3,8 +3,11 @@
 import argparse
 import ast
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -236,3 +239,37 @@ def test_python_on_a_page_compiles(page):
     text = page.read_text(encoding="utf-8")
     for code in re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S):
         compile(code, str(page), "exec")
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_runs(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    assert "epochs=50" in code
+    script = tmp_path / "train.py"
+    script.write_text(code.replace("epochs=50", "epochs=2"), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, timeout=120, check=True
+    )
+    assert b"torch.Size" in done.stdout
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_the_readme_counts_rightly():
+    """Models that are compared with plain PyG, and convolutions by how they run."""
+    import hetero_models
+    import link_models
+    import pyg_models
+
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    counts = [len(m.MODELS) for m in (pyg_models, hetero_models, link_models)]
+    found = re.search(r"(\d+) models with plain PyG: \[(\d+) .*?\[(\d+) .*?\[(\d+) ", text)
+    assert [int(n) for n in found.groups()] == [sum(counts), *counts]
+    table = (ROOT / "docs" / "reference" / "convolutions.md").read_text(encoding="utf-8")
+    ways = re.findall(r"^\| \w+ \| ([\w, ]+) \|", table, flags=re.M)[1:]
+    refused, absent = ways.count("refused"), ways.count("does not apply")
+    found = re.search(r"Of the (\d+) .*? (\d+) run, (\d+) are refused, and (\d+) do not", text)
+    expected = [len(ways), len(ways) - refused - absent, refused, absent]
+    assert [int(n) for n in found.groups()] == expected
