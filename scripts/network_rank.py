@@ -32,7 +32,7 @@ def main() -> None:
     from gnnpipe.profile.links import receive_bandwidth
     from gnnpipe.run.epoch_times import gather_epoch
     from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.runtime.memory_use import count_peaks_anew, peak_bytes
+    from gnnpipe.runtime.memory_use import peak_bytes, reset_peak
     from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
@@ -44,7 +44,7 @@ def main() -> None:
     mesh = Mesh.join(config.stages, config.shards, config.device, config.timeout_s)
     with mesh.on_own_cores():
         prepared = prepare(config, mesh, graph)
-        count_peaks_anew(mesh.device)
+        reset_peak(mesh.device)
         rank_runtime = build_rank(prepared, mesh)
         speeds = mesh.gather(receive_bandwidth(mesh))
         print("ready", file=answers, flush=True)

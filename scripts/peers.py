@@ -120,7 +120,7 @@ def floor(graph: Any, model: str, layers: int, width: int) -> Epoch:
         start, (first, last) = self.rows(chunk)[0], self.into(chunk)
         found = self.table[start : start + last - first]
         # Written to memory of its own, as a product is: layers write over what they receive.
-        return self._lent[chunk].copy_(found) if self._is_shared else found.clone()
+        return self._shared_rows[chunk].copy_(found) if self._is_shared else found.clone()
 
     def pull(self: Any, chunk: int) -> Any:
         few = len(self._grads) < self.layout.num_own

@@ -20,14 +20,11 @@ MOST_PARAMETERS = 8
 ORPHAN_LINES = 40
 
 LARGE_FUNCTIONS: dict[str, str] = {
-    "ops/norm_relu.py gcnii_mix": "to be cut",
     "ops/norm_relu.py forward": "a torch.autograd.Function takes its inputs one by one",
     "ops/triton/dropout.py _fill": "a Triton kernel takes its pointers and sizes one by one",
     "ops/triton/norm_relu.py _forward": "a Triton kernel",
     "ops/triton/norm_relu.py _backward": "a Triton kernel",
-    "ops/triton/norm_relu.py tail_backward": "to be cut",
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
-    "runtime/staleness/forecast.py __init__": "to be cut",
 }
 """Functions over the limits, and why."""
 

@@ -35,7 +35,7 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     def watched(self, chunk, steps):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = forward(self, chunk, steps)
-        for step in self._walks[chunk].tape:
+        for step in self._chunks[chunk].tape:
             for tensor in (*step.leaves.values(), *(r.rows for r in step.received.values())):
                 keep(tensor)
         return out

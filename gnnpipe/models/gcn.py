@@ -48,15 +48,8 @@ class GCNLayer(Layer):
         if self.is_last:
             return {"x": linear(received, self.lin.weight, self.bias)}
         weight = None if self.is_first else self.lin.weight
-        x = norm_relu(
-            self.norm,
-            self.bias,
-            received,
-            weight,
-            is_rounded=self.spec.is_rounded,
-            mask=self.dropout_mask(rows, len(self.bias)),
-            output_buffer=rows.output_buffer,
-        )
+        options = self.norm_relu_options(rows)
+        x = norm_relu(self.norm, self.bias, received, weight, options=options)
         return {"x": x}
 
 

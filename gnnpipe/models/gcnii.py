@@ -75,9 +75,7 @@ class GCNIILayer(Layer):
             self.norm,
             self.spec.alpha,
             self.beta,
-            self.spec.is_rounded,
-            self.dropout_mask(rows, self.spec.hidden),
-            rows.output_buffer,
+            self.norm_relu_options(rows),
             overwrites,
         )
         return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": h0}

@@ -26,6 +26,7 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
 from gnnpipe.models.sparse_input_linear import FeatureLinear, FeatureRows
 from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
+from gnnpipe.ops.norm_relu import NormReluOptions
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.registry import Registry
 
@@ -238,6 +239,11 @@ class Layer(nn.Module, ABC):
         can apply norm, activation and dropout.
         """
         return rows.mask(width, self.spec.dropout, site=self.index + 1)
+
+    def norm_relu_options(self, rows: Rows) -> NormReluOptions:
+        """Returns rounding, dropout and memory of the rows [C, hidden] that ``after`` computes."""
+        mask = self.dropout_mask(rows, self.spec.hidden)
+        return NormReluOptions(self.spec.is_rounded, mask, rows.output_buffer)
 
     @property
     def has_bf16_products(self) -> bool:

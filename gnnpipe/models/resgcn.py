@@ -12,7 +12,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.bf16_matmul import linear
-from gnnpipe.ops.norm_relu import norm_relu
+from gnnpipe.ops.norm_relu import NormReluOptions, norm_relu
 
 __all__ = ["ResGCNLayer"]
 
@@ -55,8 +55,8 @@ class ResGCNLayer(Layer):
         # Sites up to num_layers belong to the dropout that ends a layer.
         site = self.spec.num_layers + 1 + self.index
         mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
-        pushed = norm_relu(self.norm, None, x, None, mask=mask, output_buffer=rows.output_buffer)
-        return pushed, {"x": x}
+        options = NormReluOptions(mask=mask, output_buffer=rows.output_buffer)
+        return norm_relu(self.norm, None, x, None, options=options), {"x": x}
 
     def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
         """Apply W and bias, add the residual."""
@@ -67,8 +67,8 @@ class ResGCNLayer(Layer):
             x = torch.addmm(x, received, self.lin.weight.t())
         if not self.is_last:
             return {"x": x}
-        mask = self.dropout_mask(rows, self.spec.hidden)
-        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, mask=mask))}
+        options = NormReluOptions(mask=self.dropout_mask(rows, self.spec.hidden))
+        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, options=options))}
 
 
 MODELS.add("resgcn", ResGCNLayer)

@@ -63,14 +63,7 @@ class SAGELayer(Layer):
             return {"x": torch.addmm(own, received, self.lin.weight.t())}
         weights = (None, None) if self.is_first else (self.lin.weight, self.lin_self.weight)
         pairs = received, weights[0], own, weights[1]
-        x = norm_relu(
-            self.norm,
-            self.bias,
-            *pairs,
-            is_rounded=self.spec.is_rounded,
-            mask=self.dropout_mask(rows, len(self.bias)),
-            output_buffer=rows.output_buffer,
-        )
+        x = norm_relu(self.norm, self.bias, *pairs, options=self.norm_relu_options(rows))
         return {"x": x}
 
 

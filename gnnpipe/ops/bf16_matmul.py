@@ -1,10 +1,8 @@
-"""Products of rows with weights, rounded to bf16 where a run asks for it (``--matmul-dtype bf16``).
+"""Matrix products with weights in bfloat16 (``--matmul-dtype bf16``).
 
-CPUs and GPUs that compute in bf16 make such a product in a third of the time, in half of it with
-the rounding. Both factors and the result have 8 bits of precision then, sums within a product are
-made in float32 (on GPUs as ``torch.backends.cuda.matmul`` says), and all else stays as it was:
-rows, weights, their gradients as they are added up, and what the optimizer keeps. Rows are rounded
-again in backward rather than kept twice.
+Both factors and the result are rounded to bf16; sums inside a product are made in float32 (on GPUs
+as set in ``torch.backends.cuda.matmul``). Rows, weights, summed gradients and the optimizer keep
+their own type. Backward rounds the saved rows again instead of keeping a second copy.
 """
 
 from __future__ import annotations
@@ -18,17 +16,16 @@ from torch import Tensor
 
 __all__ = ["is_worth_rounding", "linear", "product", "rounded"]
 
-LOW = torch.bfloat16
-REPEATS, MOST_ROWS = 7, 20_000
+_REPEATS, _MAX_ROWS = 7, 20_000
 
 
 def rounded(x: Tensor, is_rounded: bool) -> Tensor:
-    """A factor of a product as it is multiplied; what is made of two such has their type."""
-    return x.to(LOW) if is_rounded else x
+    """Return a factor of a product: ``x`` in bf16, or ``x`` itself unless ``is_rounded``."""
+    return x.to(torch.bfloat16) if is_rounded else x
 
 
 def product(a: Tensor, b: Tensor, is_rounded: bool) -> Tensor:
-    """``a @ b``, [R, K] x [K, F], in the type of ``a``."""
+    """Return ``a @ b``, [R, K] x [K, F], in the type of ``a``."""
     return (rounded(a, is_rounded) @ rounded(b, is_rounded)).to(a.dtype)
 
 
@@ -41,16 +38,17 @@ class _RoundedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = grad.to(LOW)
-        to_x = (rows @ weight.to(LOW)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        rows = grad.to(torch.bfloat16)
+        wants_x, wants_weight = ctx.needs_input_grad
+        to_x = (rows @ weight.to(torch.bfloat16)).to(x.dtype) if wants_x else None
         to_weight = None
-        if ctx.needs_input_grad[1]:
-            to_weight = (rows.t() @ x.to(LOW)).to(weight.dtype)
+        if wants_weight:
+            to_weight = (rows.t() @ x.to(torch.bfloat16)).to(weight.dtype)
         return to_x, to_weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_rounded: bool) -> Tensor:
-    """``x @ weight.T + bias``, [..., K] to [..., F]; weight [F, K], bias [F]."""
+    """Return ``x @ weight.T + bias``, [..., K] to [..., F]; weight [F, K], bias [F]."""
     if not is_rounded or weight.dim() != 2:
         return F.linear(x, weight, bias)
     found: Tensor = _RoundedLinear.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
@@ -59,16 +57,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_rounded: bool) -> 
 
 
 def is_worth_rounding(device: torch.device, rows: int, width: int) -> bool:
-    """Whether ``device`` makes a product of such rows faster in bf16 than not, by trying it."""
-    x = torch.ones(min(rows, MOST_ROWS), width, device=device)
+    """Return whether ``device`` computes [rows, width] x [width, width] faster in bf16.
+
+    Both variants are timed.
+    """
+    x = torch.ones(min(rows, _MAX_ROWS), width, device=device)
     weight = torch.ones(width, width, device=device)
 
-    def least_s(is_rounded: bool) -> float:
+    def shortest_s(is_rounded: bool) -> float:
         times = []
-        for _ in range(REPEATS):
+        for _ in range(_REPEATS):
             start_s = time.perf_counter()
             product(x, weight, is_rounded).sum().item()
             times.append(time.perf_counter() - start_s)
         return min(times)
 
-    return least_s(True) < least_s(False)
+    return shortest_s(True) < shortest_s(False)

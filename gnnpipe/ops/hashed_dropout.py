@@ -1,10 +1,10 @@
-"""Dropout that depends on WHICH vertex is dropped, not on who computes it or when.
+"""Dropout keyed by the vertex: its mask does not depend on chunks, shards, stages or the device.
 
-The usual generator hands out numbers in the order they are asked for, so a mask would change with
-the number of chunks, shards and stages, and no two shapes could be compared. Here the mask is a
-hash of (seed, epoch, site, vertex, feature): every shape, and every device, drops the same entries
-(docs/adr/0002-dropout-by-a-hash-of-the-vertex.md). Four entries share one 32-bit hash; a mask of a
-million entries takes about a millisecond on one core.
+A usual generator draws numbers in the order of the calls, so the mask would change with the number
+of chunks, and runs of different shapes could not be compared. Here the mask is a hash of (seed,
+epoch, site, vertex, feature), where a site is one dropout of the model
+(docs/adr/0002-dropout-by-a-hash-of-the-vertex.md). Four entries share one 32-bit hash; a mask with
+a million entries takes about a millisecond on one core.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +21,28 @@ from gnnpipe.ops import triton
 
 __all__ = ["KeptMasks", "Mask", "edge_keys", "keyed_dropout", "keyed_mask", "row_keys"]
 
-# Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio), as
-# signed numbers because torch's int32 is signed.
+# Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio),
+# written as signed numbers for torch's int32.
 _GOLDEN = -1640531527
 _MULTIPLIERS = (-2048144789, -1028477387)
-_AT_ONCE = 65536
-"""Hashes; twice as many numbers of 32 bits as fit a second-level cache of 512 KiB."""
+_BLOCK_HASHES = 65536
+"""Hashes computed at a time on a CPU: with the temporary, 512 KiB, a second-level cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What one dropout keeps of rows [C, F]."""
+    """Mask of one dropout over rows [C, F]."""
 
     kept: Tensor
-    """[C, F] int8, 1 or 0: multiplied three times as fast as bool."""
+    """[C, F] int8, 1 for kept entries. A product with int8 is three times as fast as with bool."""
     scale: float
-    """Factor on what is kept."""
+    """Factor on kept entries: one over their share."""
 
 
 def _mix(state: Tensor, shifted: Tensor | None = None) -> Tensor:
-    """Scramble int32 in place: two rounds of multiply, then xor with the logically shifted.
+    """Scramble int32 in place: twice multiply, then xor with the logically shifted number.
 
-    ``shifted``: room of the same size.
+    ``shifted``: memory of the same size.
     """
     shifted = torch.empty_like(state) if shifted is None else shifted
     for multiplier, shift in zip(_MULTIPLIERS, (15, 16), strict=True):
@@ -53,7 +54,7 @@ def _mix(state: Tensor, shifted: Tensor | None = None) -> Tensor:
 
 
 def row_keys(vertices: Tensor) -> Tensor:
-    """Key [C] int32 of each vertex, from its number [C] int64 in the graph as it was read."""
+    """Return the key [C] int32 of each vertex, from its number [C] int64 in the graph as read."""
     low = (vertices & 0xFFFFFFFF).to(torch.int64)
     high = (vertices >> 32).to(torch.int64)
     folded = (low ^ (high * 0x5BD1E995)) & 0xFFFFFFFF
@@ -62,18 +63,18 @@ def row_keys(vertices: Tensor) -> Tensor:
 
 
 def edge_keys(source: Tensor, target: Tensor) -> Tensor:
-    """Key [E] int32 of each edge, from the row keys [E] of its two ends."""
+    """Return the key [E] int32 of each edge, from the row keys [E] of its two ends."""
     return _mix(_mix(source * _GOLDEN) ^ target)
 
 
 @functools.lru_cache(maxsize=64)
 def _column_keys(count: int, device: torch.device) -> Tensor:
-    """Key [count] int32 of each group of features; a function of its arguments, so remembered."""
+    """Return the key [count] int32 of each group of features."""
     return _mix(torch.arange(count, dtype=torch.int32, device=device) * _GOLDEN + 99)
 
 
 def _scalar_key(*parts: int) -> int:
-    """One signed 32-bit number from several, in plain integers."""
+    """Hash several integers to one signed 32-bit integer."""
     state = 0x9E3779B9
     for part in parts:
         state ^= part & 0xFFFFFFFF
@@ -84,84 +85,88 @@ def _scalar_key(*parts: int) -> int:
 
 
 def _keep_mask(
-    keys: Tensor, width: int, probability: float, key: int, room: Tensor | None = None
+    keys: Tensor, width: int, probability: float, key: int, out: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """Mask [C, width] int8 of the entries kept (1), and the share of entries that are kept.
+    """Return a mask [C, width] int8 (1: kept), and the share of entries that are kept.
 
-    ``room``: a mask of the same size that is no longer needed.
-
-    The hash gives bytes where the probability is a whole number of 256ths, else 16-bit numbers, so
-    the share that is dropped is the one asked for to 1/65,536.
+    ``out``: an earlier mask of the same size, whose memory is reused. The share differs from 1 -
+    ``probability`` by at most 1 / 65,536.
     """
-    per_hash, least, kept = _levels(probability)
+    per_hash, least, share = _levels(probability)
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the mask of one epoch would be that of all that repeat it")
-    if triton.works_on(keys.device):
-        size = len(keys), -(-width // per_hash) * per_hash
-        if room is None:
-            made = keys.new_empty(size, dtype=torch.int8)
-        else:
-            made = room.as_strided(size, (size[1], 1))
-        _fill(keys, [key], made[None], per_hash, least)
-        return made[:, :width], kept
-    unit = torch.uint8 if per_hash == 4 else torch.int16
-    columns = _column_keys(-(-width // per_hash), keys.device)
-    rows = _mix(keys ^ key)
-    full = len(columns) * per_hash
-    is_cpu = keys.device.type == "cpu"
-    # CPUs take twenty times as long for a comparison that fills bools.
-    kind = torch.uint8 if is_cpu else torch.bool
-    if room is None:
-        mask = torch.empty(len(rows), full, dtype=kind, device=keys.device)
+        raise RuntimeError("a CUDA graph would repeat the dropout mask of one epoch")
+    size = len(keys), -(-width // per_hash) * per_hash
+    if out is None:
+        mask = keys.new_empty(size, dtype=torch.int8)
     else:
-        mask = room.as_strided((len(rows), full), (full, 1)).view(kind)
-    # On a CPU the dozen passes of the hash stay in the cache, a run of rows at a time.
-    run = max(1, _AT_ONCE // len(columns)) if is_cpu else max(1, len(rows))
-    scratch = columns.new_empty(2, min(run, len(rows)), len(columns))
-    for start in range(0, len(rows), run):
-        some = rows[start : start + run, None]
+        mask = out.as_strided(size, (size[1], 1))
+    if triton.works_on(keys.device):
+        _fill_by_triton(keys, [key], mask[None], per_hash, least)
+    else:
+        _fill_by_torch(_mix(keys ^ key), mask, per_hash, least)
+    return mask[:, :width], share
+
+
+def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> None:
+    """Fill ``mask`` [C, full] from the rows' keys [C] in this epoch."""
+    columns = _column_keys(mask.shape[1] // per_hash, rows.device)
+    numbers = torch.uint8 if per_hash == 4 else torch.int16
+    is_cpu = rows.device.type == "cpu"
+    # Comparisons that fill bools take twenty times as long on CPUs.
+    mask = mask.view(torch.uint8 if is_cpu else torch.bool)
+    # On a CPU, the dozen passes of the hash stay in the cache: some rows at a time.
+    step = max(1, _BLOCK_HASHES // len(columns)) if is_cpu else max(1, len(rows))
+    scratch = columns.new_empty(2, min(step, len(rows)), len(columns))
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step, None]
         state, shifted = scratch[0, : len(some)], scratch[1, : len(some)]
         torch.bitwise_xor(some, columns[None, :], out=state)
-        drawn = _mix(state, shifted).view(unit)
-        torch.ge(drawn, least, out=mask[start : start + run])
-    return mask.view(torch.int8)[:, :width], kept
+        drawn = _mix(state, shifted).view(numbers)
+        torch.ge(drawn, least, out=mask[start : start + step])
 
 
 def _levels(probability: float) -> tuple[int, int, float]:
-    """Numbers that a hash gives, the least one that is kept, and the share that is."""
-    whole = float(probability * 256).is_integer()
-    levels = 256 if whole else 65536
-    # Neither nothing nor everything: the rest is scaled by one over the share that is kept.
+    """Return the numbers in a hash, the smallest number that is kept, and the share that is kept.
+
+    A hash holds four bytes if the probability is a multiple of 1 / 256, else two 16-bit numbers.
+    """
+    is_byte = float(probability * 256).is_integer()
+    levels = 256 if is_byte else 65536
+    # Never all and never none, because kept entries are scaled by one over their share.
     threshold = min(max(round(probability * levels), 1), levels - 1)
-    # Those of 16 bits have a sign.
-    least = threshold if whole else threshold - 32768
-    return 4 if whole else 2, least, 1.0 - threshold / levels
+    least = threshold if is_byte else threshold - 32768  # 16-bit numbers are signed
+    return 4 if is_byte else 2, least, 1.0 - threshold / levels
 
 
-def _fill(keys: Tensor, epoch_keys: list[int], masks: Tensor, per_hash: int, least: int) -> None:
-    """``masks`` [S, R, full] of some sites, on a GPU."""
+def _fill_by_triton(
+    keys: Tensor, epoch_keys: list[int], masks: Tensor, per_hash: int, least: int
+) -> None:
+    """Fill ``masks`` [S, C, full] of S sites, on a GPU."""
     fill = importlib.import_module("gnnpipe.ops.triton.dropout").fill_masks
     fill(keys, torch.tensor(epoch_keys, dtype=torch.int32).to(keys.device), masks, least, per_hash)
 
 
-class KeptMasks:
-    """The masks of all rows of a shard, each made at once and handed out by chunk.
+_MaskKind = tuple[int, int, float]
+"""Site, width and probability."""
 
-    With many small chunks the calls for each would cost more than the hash. A training pass needs
-    all of them until its last chunk has gone forward, and some until it is back; the next epoch's
-    are written over them. They are
-    made where the pass begins: a later stage has nothing to do then but to wait for an earlier one,
-    and in its first chunk all others would wait for it.
+
+class KeptMasks:
+    """Masks of all rows of a shard, kept during a training pass.
+
+    Each mask is made once for all chunks: with many small chunks the calls would cost more than the
+    hash. Masks of later epochs are written into the same memory, when a pass begins: later stages
+    have nothing to do then, and in the first chunk all other stages would wait for them.
     """
 
     def __init__(self, keys: Tensor) -> None:
         """``keys`` [n] from ``row_keys``."""
         self._keys = keys
-        self._made: dict[tuple[int, int, float], tuple[int, Tensor, float]] = {}
-        self._lying: list[tuple[int, int, float]] = []
-        """Those that a pass has begun with, in their order."""
-        self._together: dict[tuple[int, float], Tensor] = {}
-        """By width and probability, where a GPU has the masks of all sites."""
+        self._made: dict[_MaskKind, tuple[int, Tensor, float]] = {}
+        """Epoch key, mask [n, width] and share of kept entries."""
+        self._contiguous: list[_MaskKind] = []
+        """Masks that were allocated one after another when a pass began."""
+        self._stacked: dict[tuple[int, float], Tensor] = {}
+        """On a GPU the masks of all sites, by width and probability."""
 
     def rows(
         self,
@@ -173,67 +178,67 @@ class KeptMasks:
         epoch: int,
         site: int,
     ) -> tuple[Tensor, float]:
-        """Mask [count, width] int8 of the rows from ``start`` on, and the share that is kept."""
-        what = site, width, probability
-        if what not in self._made or self._made[what][0] != _scalar_key(seed, epoch, site):
-            self._make(what, seed, epoch)
-        _, mask, kept = self._made[what]
-        return mask[start : start + count], kept
+        """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
+        kind = site, width, probability
+        if kind not in self._made or self._made[kind][0] != _scalar_key(seed, epoch, site):
+            self._make(kind, seed, epoch)
+        _, mask, share = self._made[kind]
+        return mask[start : start + count], share
 
     @property
     def masks(self) -> list[Tensor]:
-        """The masks that have been made, [n, width] int8 each."""
+        """All masks, [n, width] int8 each."""
         return [mask for _, mask, _ in self._made.values()]
 
     def begin(self, seed: int, epoch: int) -> None:
-        """A training pass begins: make those that the last one used."""
+        """Make all masks that the last training pass used, for a new pass."""
         if triton.works_on(self._keys.device):
-            self._make_together(seed, epoch)
+            self._make_stacked(seed, epoch)
             return
-        made = list(self._made)
-        if made != self._lying:
-            # Those of the first pass were made between the rows of its layers, and would keep the
-            # heap in pieces when those have gone (docs/adr/0018). Now they come to lie together.
+        kinds = list(self._made)
+        if kinds != self._contiguous:
+            # The first pass allocated them between the rows of its layers, which would fragment the
+            # heap (docs/adr/0018). From now on they lie next to each other.
             self._made.clear()
-            self._lying = made
-        for what in made:
-            self._make(what, seed, epoch)
+            self._contiguous = kinds
+        for kind in kinds:
+            self._make(kind, seed, epoch)
 
-    def _make(self, what: tuple[int, int, float], seed: int, epoch: int) -> None:
-        site, width, probability = what
-        room = self._made[what][1] if what in self._made else None
+    def _make(self, kind: _MaskKind, seed: int, epoch: int) -> None:
+        site, width, probability = kind
+        out = self._made[kind][1] if kind in self._made else None
         key = _scalar_key(seed, epoch, site)
-        self._made[what] = key, *_keep_mask(self._keys, width, probability, key, room)
+        self._made[kind] = key, *_keep_mask(self._keys, width, probability, key, out)
 
-    def _make_together(self, seed: int, epoch: int) -> None:
-        """On a GPU: one kernel for all masks of a shape, always in the same place."""
-        shapes: dict[tuple[int, float], list[int]] = {}
+    def _make_stacked(self, seed: int, epoch: int) -> None:
+        """Fill all masks of one shape by one kernel, always in the same memory."""
+        sites_by_shape: dict[tuple[int, float], list[int]] = {}
         for site, width, probability in self._made:
-            shapes.setdefault((width, probability), []).append(site)
-        for (width, probability), sites in shapes.items():
-            per_hash, least, kept = _levels(probability)
-            masks = self._together.get((width, probability))
-            if masks is None or len(masks) != len(sites):  # sites of a piece are the same each time
-                for site in sites:
-                    del self._made[site, width, probability]  # first, so that it is not there twice
+            sites_by_shape.setdefault((width, probability), []).append(site)
+        for (width, probability), sites in sites_by_shape.items():
+            per_hash, least, share = _levels(probability)
+            masks = self._stacked.get((width, probability))
+            if masks is None or len(masks) != len(sites):
+                for site in sites:  # free their memory first
+                    del self._made[site, width, probability]
                 full = -(-width // per_hash) * per_hash
                 masks = self._keys.new_empty(len(sites), len(self._keys), full, dtype=torch.int8)
-                self._together[width, probability] = masks
+                self._stacked[width, probability] = masks
             keys = [_scalar_key(seed, epoch, site) for site in sites]
-            _fill(self._keys, keys, masks, per_hash, least)
+            _fill_by_triton(self._keys, keys, masks, per_hash, least)
             for site, key, mask in zip(sites, keys, masks, strict=True):
-                self._made[site, width, probability] = key, mask[:, :width], kept
+                self._made[site, width, probability] = key, mask[:, :width], share
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, mask: Mask) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, mask: Mask) -> Tensor:
         ctx.save_for_backward(mask.kept)
         ctx.scale = mask.scale
         return (x * mask.kept).mul_(mask.scale)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (kept,) = ctx.saved_tensors
         return (grad * kept).mul_(ctx.scale), None
 
@@ -249,22 +254,29 @@ def keyed_mask(
     masks: KeptMasks | None = None,
     start: int = 0,
 ) -> Mask | None:
-    """What is kept of rows [C, ``width``] with ``keys`` [C] (from ``row_keys``); None: all.
+    """Return the mask of a dropout; ``None`` if nothing is dropped.
 
-    ``site`` tells the dropouts of one model apart. The rows may be those from ``start`` on of some
-    whose ``masks`` are made together.
+    Args:
+        keys: Row keys [C] from ``row_keys``.
+        width: Columns of the rows.
+        probability: Share of entries to drop.
+        seed: Of the run.
+        epoch: Number of the epoch.
+        site: Number of the dropout, unique in the model.
+        masks: Masks of all rows of the shard; the rows are those from ``start`` on.
+        start: First row in ``masks``.
     """
     if probability == 0.0 or not len(keys) * width:
         return None
     if masks is None:
-        mask, kept = _keep_mask(keys, width, probability, _scalar_key(seed, epoch, site))
+        mask, share = _keep_mask(keys, width, probability, _scalar_key(seed, epoch, site))
     else:
-        mask, kept = masks.rows(start, len(keys), width, probability, seed, epoch, site)
-    return Mask(mask, 1.0 / kept)
+        mask, share = masks.rows(start, len(keys), width, probability, seed, epoch, site)
+    return Mask(mask, 1.0 / share)
 
 
 def keyed_dropout(x: Tensor, mask: Mask | None) -> Tensor:
-    """``x`` [C, F] with entries dropped and the rest scaled; ``x`` itself without a mask."""
+    """Return ``x`` [C, F] with entries dropped and the rest scaled; ``x`` itself without mask."""
     if mask is None:
         return x
     result: Tensor = _Dropout.apply(x, mask)  # type: ignore[no-untyped-call]

@@ -1,14 +1,15 @@
-"""Row-wise work between two aggregations, as one step of autograd, a block of rows at a time.
+"""Fused row-wise work between two aggregations: products, LayerNorm, ReLU and dropout.
 
-By autograd alone the same work is a chain of steps: each allocates its result and its gradient, and
-on the rows of a chunk (a few hundred) the calls cost as much as the numbers. Written out, backward
-is a product for the rows, one for the weight, and one pass for all else (``models.tail``), and as
-little is kept as can be: what the norm reads and what is left in the end. R rows, F columns.
+Plain autograd would allocate a result and a gradient for each operation, and on the rows of a chunk
+(a few hundred) calling the operations costs as much as computing them. Here all are one
+``autograd.Function`` that walks through the rows in blocks and saves only the input and the result
+of the norm (``norm_relu_blocks``). R rows, r rows of a block, F columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,80 +17,129 @@ from torch import Tensor, nn
 
 from gnnpipe.ops.bf16_matmul import product, rounded
 from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.norm_relu_blocks import KEPT, Tail, TailBackward, blocks_of, keep, plus
-from gnnpipe.ops.output_buffer import OutputBuffer, room_for
+from gnnpipe.ops.norm_relu_blocks import (
+    NUM_SAVED,
+    NormReluBackward,
+    add_optional,
+    blocks_of,
+    norm_relu_block,
+    to_save,
+)
+from gnnpipe.ops.output_buffer import OutputBuffer, output_rows
 
-__all__ = ["gcnii_mix", "norm_relu"]
+__all__ = ["NormReluOptions", "gcnii_mix", "norm_relu"]
+
+
+@dataclass(frozen=True, eq=False)
+class NormReluOptions:
+    """Options of ``norm_relu`` and ``gcnii_mix``."""
+
+    is_rounded: bool = False
+    """Products with weights are made in bf16 (``bf16_matmul``)."""
+    mask: Mask | None = None
+    """Dropout [R, F] after the ReLU."""
+    output_buffer: OutputBuffer | None = None
+    """Memory for the result [R, F]."""
+
+    @property
+    def factor(self) -> float:
+        """Factor of the dropout on entries that are kept."""
+        return 1.0 if self.mask is None else self.mask.scale
+
+
+_PLAIN = NormReluOptions()
+
+
+def norm_relu(
+    norm: nn.LayerNorm,
+    bias: Tensor | None,
+    *pairs: Tensor | None,
+    options: NormReluOptions = _PLAIN,
+) -> Tensor:
+    r"""Return :math:`\mathrm{dropout}(\mathrm{relu}(\mathrm{norm}(\sum_i x_i W_i^T + b)))`.
+
+    Args:
+        norm: LayerNorm over F columns.
+        bias: b [F].
+        pairs: x_1, W_1, x_2, W_2, ... with x_i [R, F_i] and W_i [F, F_i]; ``None`` as a weight is
+            the identity.
+        options: Rounding, dropout and memory of the result.
+
+    Returns:
+        [R, F]
+    """
+    found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
+        norm.weight, norm.bias, norm.eps, options, bias, *pairs
+    )
+    return found
 
 
 class _NormRelu(torch.autograd.Function):
-    """``drop(relu(norm(sum of x W^T + bias)))``; a weight may be missing, and is one then."""
-
     @staticmethod
     def forward(
         ctx: Any,
         scale: Tensor,
         shift: Tensor,
         eps: float,
-        is_rounded: bool,
-        mask: Mask | None,
-        output_buffer: OutputBuffer | None,
+        options: NormReluOptions,
         bias: Tensor | None,
         *pairs: Tensor | None,
     ) -> Tensor:
-        several = [
+        is_rounded = options.is_rounded
+        summands = [
             (x, None if weight is None else rounded(weight, is_rounded).t())
             for x, weight in _in_pairs(pairs)
         ]
-        first, width = several[0][0], len(scale)
-        out = room_for(output_buffer, first, width)
-        # A single summand is what the norm reads.
-        is_made = bias is not None or len(several) > 1 or several[0][1] is not None
-        total = first.new_empty(len(first), width) if is_made else first
-        tail, stats = Tail(scale, shift, eps, mask), []
+        first, width = summands[0][0], len(scale)
+        out = output_rows(options.output_buffer, first, width)
+        # A single x without weight and bias is itself the input of the norm.
+        is_sum = bias is not None or len(summands) > 1 or summands[0][1] is not None
+        total = first.new_empty(len(first), width) if is_sum else first
+        stats = []
         for block in blocks_of(first, width):
-            if is_made:
-                _add_up(total[block], bias, [(x[block], w) for x, w in several], is_rounded)
-            stats.append(tail.forward(total, out, block))
-        # What has no weight is not asked for in backward.
-        rows = [x if weight is not None else None for x, weight in several]
-        ctx.save_for_backward(*keep(scale, shift, total, out, stats), *rows, *pairs[1::2])
-        ctx.is_rounded, ctx.factor = is_rounded, tail.factor
+            if is_sum:
+                _fill_sum(total[block], bias, [(x[block], w) for x, w in summands], is_rounded)
+            stats.append(norm_relu_block(total, out, block, scale, shift, eps, options.mask))
+        # Backward needs no x without a weight.
+        rows = [x if weight is not None else None for x, weight in summands]
+        ctx.save_for_backward(*to_save(scale, shift, total, out, stats), *rows, *pairs[1::2])
+        ctx.is_rounded, ctx.factor = is_rounded, options.factor
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        saved, several = ctx.saved_tensors[:KEPT], ctx.saved_tensors[KEPT:]
-        tail = TailBackward(saved, ctx.factor, needs[:2])
-        half = len(several) // 2
+        needs_scale, needs_shift, _, _, needs_bias, *needs = ctx.needs_input_grad
+        saved, pairs = ctx.saved_tensors[:NUM_SAVED], ctx.saved_tensors[NUM_SAVED:]
+        norm = NormReluBackward(saved, ctx.factor, (needs_scale, needs_shift))
+        half = len(pairs) // 2
+        weights = pairs[half:]
         products = [
-            _ProductBackward(x, weight, grad, (needs[7 + 2 * i], needs[8 + 2 * i]), ctx.is_rounded)
-            for i, (x, weight) in enumerate(zip(several[:half], several[half:], strict=True))
+            _ProductBackward(x, weight, grad, (needs[2 * i], needs[2 * i + 1]), ctx.is_rounded)
+            for i, (x, weight) in enumerate(zip(pairs[:half], weights, strict=True))
             if weight is not None
         ]
-        # What is added up as it is has the gradient of the sum.
-        is_plain = [w is None and needs[7 + 2 * i] for i, w in enumerate(several[half:])]
+        # The gradient of an x without a weight is the gradient of the sum.
+        is_plain = [weight is None and needs[2 * i] for i, weight in enumerate(weights)]
         blocks = blocks_of(grad, grad.shape[1])
         to_sum = torch.empty_like(grad) if any(is_plain) and len(blocks) > 1 else None
         to_bias: Tensor | None = None
         for block in blocks:
-            rows = tail.rows(grad, block, None if to_sum is None else to_sum[block])
-            to_bias = plus(to_bias, tail.sum_of(rows)) if needs[6] else None
+            rows = norm.rows(grad, block, None if to_sum is None else to_sum[block])
+            to_bias = add_optional(to_bias, norm.column_sums(rows)) if needs_bias else None
             low = rounded(rows, ctx.is_rounded and bool(products))
             for one in products:
                 one.add(low, block)
         if to_sum is None:
-            to_sum = rows  # all of them
-        left = iter(products)
-        found: list[Tensor | None] = []
-        for plain, weight in zip(is_plain, several[half:], strict=True):
-            found += [to_sum if plain else None, None] if weight is None else next(left).found
-        return (*tail.weights(), *[None] * 4, to_bias, *found)
+            to_sum = rows  # of the only block
+        remaining = iter(products)
+        grads: list[Tensor | None] = []
+        for plain, weight in zip(is_plain, weights, strict=True):
+            grads += [to_sum if plain else None, None] if weight is None else next(remaining).grads
+        return (*norm.weights(), None, None, to_bias, *grads)
 
 
 class _ProductBackward:
-    """Gradients of x and W from blocks of that of x W^T."""
+    """Gradients of x and W, from blocks of the gradient of x W^T."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, grad: Tensor, wants: tuple[bool, bool], is_rounded: bool
@@ -99,14 +149,14 @@ class _ProductBackward:
         self._dtype, self._is_rounded = grad.dtype, is_rounded
         wants_x, self._wants_weight = wants
         to_x = grad.new_empty(len(grad), weight.shape[1]) if wants_x else None
-        self.found: list[Tensor | None] = [to_x, None]
+        self.grads: list[Tensor | None] = [to_x, None]
 
     def add(self, rows: Tensor, block: slice) -> None:
-        """``rows`` [r, F] of the gradient, as products are made of them."""
-        to_x, to_weight = self.found
+        """Use a block's gradient ``rows`` [r, F], rounded if products are."""
+        to_x, to_weight = self.grads
         if self._wants_weight:
             x = rounded(self._x[block], self._is_rounded)
-            self.found[1] = _plus_product(to_weight, rows.t(), x, self._dtype)
+            self.grads[1] = _add_product(to_weight, rows.t(), x, self._dtype)
         if to_x is not None:
             _multiply(rows, self._weight, to_x[block])
 
@@ -117,14 +167,14 @@ def _in_pairs(pairs: Sequence[Tensor | None]) -> Iterator[tuple[Tensor, Tensor |
         yield x, weight
 
 
-def _add_up(
+def _fill_sum(
     total: Tensor,
     bias: Tensor | None,
-    several: Sequence[tuple[Tensor, Tensor | None]],
+    summands: Sequence[tuple[Tensor, Tensor | None]],
     is_rounded: bool,
 ) -> None:
-    """Fill ``total`` [r, F] with bias and products x W, W [K, F] or none."""
-    for i, (x, weight) in enumerate(several):
+    """Fill ``total`` [r, F] with the bias and all products x W; W [K, F], or ``None`` for x."""
+    for i, (x, weight) in enumerate(summands):
         before = total if i else bias
         if weight is None:
             torch.add(x, 0 if before is None else before, out=total)
@@ -136,101 +186,19 @@ def _add_up(
             torch.add(before, rounded(x, True) @ weight, out=total)
 
 
-def _multiply(a: Tensor, b: Tensor, into: Tensor) -> None:
-    """``a @ b``, which may be in a type of fewer bits."""
-    if a.dtype == into.dtype:
-        torch.mm(a, b, out=into)
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Fill ``out`` with ``a @ b``, whose type may have fewer bits."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
     else:
-        into.copy_(a @ b)
+        out.copy_(a @ b)
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + a @ b`` in ``dtype``; sums over blocks are made in it."""
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``total + a @ b`` in ``dtype``, computed in ``total``."""
     if total is None:
         return (a @ b).to(dtype)
     return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
-
-
-def norm_relu(
-    norm: nn.LayerNorm,
-    bias: Tensor | None,
-    *pairs: Tensor | None,
-    is_rounded: bool = False,
-    mask: Mask | None = None,
-    output_buffer: OutputBuffer | None = None,
-) -> Tensor:
-    """``relu(norm(x_1 W_1^T + x_2 W_2^T + ... + bias))``, [R, F], of ``x_1, W_1, x_2, W_2, ...``.
-
-    x_i [R, F_i] and W_i [F, F_i]; in place of a weight ``None`` for the identity. ``is_rounded``:
-    see ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``output_buffer``: to make
-    them in.
-    """
-    found: Tensor = _NormRelu.apply(  # type: ignore[no-untyped-call]
-        norm.weight, norm.bias, norm.eps, is_rounded, mask, output_buffer, bias, *pairs
-    )
-    return found
-
-
-class _GCNIIMix(torch.autograd.Function):
-    """GCNII's mix with the first rows, its linear map, norm, ReLU and dropout."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        received: Tensor,
-        first: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        shift: Tensor,
-        alpha: float,
-        beta: float,
-        eps: float,
-        is_rounded: bool,
-        mask: Mask | None,
-        output_buffer: OutputBuffer | None,
-        overwrites: bool,
-    ) -> Tensor:
-        mixed = received.detach() if overwrites else torch.empty_like(received)
-        total = torch.empty_like(received)
-        out = room_for(output_buffer, received, len(scale))
-        tail, stats = Tail(scale, shift, eps, mask), []
-        for block in blocks_of(received, len(scale)):
-            torch.lerp(received[block], first[block], alpha, out=mixed[block])
-            _mapped(mixed[block], weight.t(), beta, is_rounded, total[block])
-            stats.append(tail.forward(total, out, block))
-        ctx.save_for_backward(*keep(scale, shift, total, out, stats), mixed, weight)
-        ctx.alpha, ctx.beta, ctx.is_rounded, ctx.factor = alpha, beta, is_rounded, tail.factor
-        ctx.overwrites = overwrites
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, mixed, weight = ctx.saved_tensors
-        alpha, beta, needs, low = ctx.alpha, ctx.beta, ctx.needs_input_grad, ctx.is_rounded
-        tail = TailBackward(saved, ctx.factor, needs[3:5])
-        to_weight: Tensor | None = None
-        to_received = mixed.detach() if ctx.overwrites else torch.empty_like(mixed)
-        to_first = torch.empty_like(mixed) if needs[1] else None
-        for block in blocks_of(grad, grad.shape[1]):
-            rows, to_mixed = tail.rows(grad, block), to_received[block]
-            if needs[2]:
-                to_weight = _plus_product(
-                    to_weight, rounded(rows, low).t(), rounded(mixed[block], low), rows.dtype
-                )
-            _mapped(rows, weight, beta, low, to_mixed)
-            if to_first is not None:
-                torch.mul(to_mixed, alpha, out=to_first[block])
-            to_mixed.mul_(1 - alpha)
-        to_weight = None if to_weight is None else to_weight.mul_(beta)
-        return (to_received, to_first, to_weight, *tail.weights(), *[None] * 7)
-
-
-def _mapped(x: Tensor, weight: Tensor, beta: float, is_rounded: bool, into: Tensor) -> None:
-    """``(1 - beta) x + beta x @ weight``."""
-    if is_rounded:
-        torch.lerp(x, product(x, weight, is_rounded), beta, out=into)
-    else:
-        torch.addmm(x, x, weight, beta=1 - beta, alpha=beta, out=into)
 
 
 def gcnii_mix(
@@ -240,30 +208,88 @@ def gcnii_mix(
     norm: nn.LayerNorm,
     alpha: float,
     beta: float,
-    is_rounded: bool = False,
-    mask: Mask | None = None,
-    output_buffer: OutputBuffer | None = None,
+    options: NormReluOptions = _PLAIN,
     overwrites: bool = False,
 ) -> Tensor:
-    """``relu(norm((1 - beta) m + beta m W^T))`` with ``m`` between ``received`` and ``first``.
+    r"""Return the rows of a GCNII layer (arXiv 2007.02133, eq. 5) after norm, ReLU and dropout.
 
-    ``m = (1 - alpha) received + alpha first``; all [R, F], W [F, F]. ``is_rounded``: see
-    ``models.products``. ``mask`` [R, F]: dropout behind the ReLU. ``output_buffer``: to make them
-    in. ``overwrites``: nobody else reads ``received``; m is made there, and in backward, which is
-    run once, its gradient.
+    .. math::
+        \mathrm{dropout}(\mathrm{relu}(\mathrm{norm}((1 - \beta) m + \beta m W^T))), \quad
+        m = (1 - \alpha) \, \mathrm{received} + \alpha \, \mathrm{first}
+
+    Args:
+        received: Aggregated rows [R, F].
+        first: Initial residual h0 [R, F].
+        weight: W [F, F].
+        norm: LayerNorm over F columns.
+        alpha: Share of the initial residual.
+        beta: Share of the linear map.
+        options: Rounding, dropout and memory of the result.
+        overwrites: Compute m, and in backward the gradient of ``received``, in the memory of
+            ``received``. Nothing else may read ``received``, and backward may run only once.
+
+    Returns:
+        [R, F]
     """
     found: Tensor = _GCNIIMix.apply(  # type: ignore[no-untyped-call]
-        received,
-        first,
-        weight,
-        norm.weight,
-        norm.bias,
-        alpha,
-        beta,
-        norm.eps,
-        is_rounded,
-        mask,
-        output_buffer,
-        overwrites,
+        received, first, weight, norm.weight, norm.bias, norm.eps, alpha, beta, options, overwrites
     )
     return found
+
+
+class _GCNIIMix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        received: Tensor,
+        first: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        eps: float,
+        alpha: float,
+        beta: float,
+        options: NormReluOptions,
+        overwrites: bool,
+    ) -> Tensor:
+        mixed = received.detach() if overwrites else torch.empty_like(received)
+        total = torch.empty_like(received)
+        out = output_rows(options.output_buffer, received, len(scale))
+        stats = []
+        for block in blocks_of(received, len(scale)):
+            torch.lerp(received[block], first[block], alpha, out=mixed[block])
+            _fill_map(total[block], mixed[block], weight.t(), beta, options.is_rounded)
+            stats.append(norm_relu_block(total, out, block, scale, shift, eps, options.mask))
+        ctx.save_for_backward(*to_save(scale, shift, total, out, stats), mixed, weight)
+        ctx.alpha, ctx.beta, ctx.overwrites = alpha, beta, overwrites
+        ctx.is_rounded, ctx.factor = options.is_rounded, options.factor
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, mixed, weight = ctx.saved_tensors
+        needs, low = ctx.needs_input_grad, ctx.is_rounded
+        norm = NormReluBackward(saved, ctx.factor, needs[3:5])
+        to_weight: Tensor | None = None
+        to_received = mixed.detach() if ctx.overwrites else torch.empty_like(mixed)
+        to_first = torch.empty_like(mixed) if needs[1] else None
+        for block in blocks_of(grad, grad.shape[1]):
+            rows, to_mixed = norm.rows(grad, block), to_received[block]
+            if needs[2]:
+                to_weight = _add_product(
+                    to_weight, rounded(rows, low).t(), rounded(mixed[block], low), rows.dtype
+                )
+            _fill_map(to_mixed, rows, weight, ctx.beta, low)
+            if to_first is not None:
+                torch.mul(to_mixed, ctx.alpha, out=to_first[block])
+            to_mixed.mul_(1 - ctx.alpha)
+        to_weight = None if to_weight is None else to_weight.mul_(ctx.beta)
+        return (to_received, to_first, to_weight, *norm.weights(), *[None] * 5)
+
+
+def _fill_map(out: Tensor, x: Tensor, weight: Tensor, beta: float, is_rounded: bool) -> None:
+    """Fill ``out`` with ``(1 - beta) x + beta x @ weight``."""
+    if is_rounded:
+        torch.lerp(x, product(x, weight, is_rounded), beta, out=out)
+    else:
+        torch.addmm(x, x, weight, beta=1 - beta, alpha=beta, out=out)

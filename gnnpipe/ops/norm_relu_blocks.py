@@ -1,9 +1,11 @@
-"""What ends the row-wise work of a layer: LayerNorm, ReLU and dropout, of a block of rows.
+"""LayerNorm, ReLU and dropout of a block of rows, forward and backward.
 
-Backward is one pass: what was dropped and what the ReLU cut off are both 0 in the result, so the
-mask is not needed again. Of many rows every pass would go through memory, and every temporary be
-taken from the system anew; so rows are walked in blocks that stay in a core's cache from the
-product to the dropout (docs/adr/0026-row-wise-work-in-blocks.md). R rows, r of a block, F columns.
+    y = mask * relu(LayerNorm(z)),  the mask holds 0 or 1 / (share of entries that are kept)
+
+Backward reads no mask: dropped and negative entries are both 0 in y. On a CPU the rows are
+processed in blocks that stay in a core's cache from the matrix product to the dropout
+(docs/adr/0026-row-wise-work-in-blocks.md). On a GPU with Triton the three operations are one
+kernel. R rows, r rows of a block, F columns.
 """
 
 from __future__ import annotations
@@ -18,146 +20,139 @@ from torch import Tensor
 from gnnpipe.ops import triton
 from gnnpipe.ops.hashed_dropout import Mask
 
-__all__ = ["KEPT", "Tail", "TailBackward", "blocks_of", "keep", "plus", "rows_at_once"]
+__all__ = [
+    "NUM_SAVED",
+    "NormReluBackward",
+    "add_optional",
+    "blocks_of",
+    "norm_relu_block",
+    "rows_at_once",
+    "to_save",
+]
 
-_norm_backward = torch.ops.aten.native_layer_norm_backward
-_relu_backward = torch.ops.aten.threshold_backward
+_BLOCK_BYTES = 1 << 20
+"""Size per thread of a block's result: block and inputs fit into a core's cache."""
+_MIN_BLOCK_ROWS = 512
+"""With fewer rows, adding up weight gradients [F, F] would cost as much as the products."""
 
-_AT_ONCE, _LEAST = 1 << 20, 512
-"""Bytes of a block's rows at the width of the result, a thread's share, that stay near the core
-with what they are made of; and rows, for the sums of a weight's gradient are as wide as it is."""
+NUM_SAVED = 6
+"""Number of tensors that ``to_save`` returns."""
 
 
 def rows_at_once(x: Tensor, width: int) -> int:
-    """Rows of a block; on a GPU all of them, for there the calls would cost more than is won."""
+    """Return the rows of a block; on a GPU all rows, because kernel launches cost more there."""
     if x.device.type != "cpu":
         return max(len(x), 1)
-    return max(_AT_ONCE // (width * x.element_size()), _LEAST) * torch.get_num_threads()
+    return (
+        max(_BLOCK_BYTES // (width * x.element_size()), _MIN_BLOCK_ROWS) * torch.get_num_threads()
+    )
 
 
 def blocks_of(x: Tensor, width: int) -> list[slice]:
-    """Of the rows of ``x``; one of them even where there are none."""
+    """Return the blocks of the rows of ``x``; one empty block if ``x`` has no rows."""
     step = rows_at_once(x, width)
     return [slice(start, start + step) for start in range(0, max(len(x), 1), step)]
 
 
-def _kernels(rows: Tensor) -> ModuleType | None:
-    """``gnnpipe.ops.triton.norm_relu``, if it is for these rows."""
-    if not triton.works_on(rows.device):
-        return None
-    tails = importlib.import_module("gnnpipe.ops.triton.norm_relu")
-    return tails if rows.shape[1] <= tails.WIDEST and rows.is_contiguous() else None
+def norm_relu_block(
+    z: Tensor, y: Tensor, block: slice, scale: Tensor, shift: Tensor, eps: float, mask: Mask | None
+) -> tuple[Tensor, Tensor]:
+    """Fill a block of ``y`` [R, F] from ``z`` [R, F].
 
+    The dropout factor is multiplied into scale and shift: c relu(x) = relu(c x) for c > 0.
 
-class Tail:
-    """LayerNorm, ReLU and dropout of a block.
-
-    What is kept is scaled through the norm's weights: the ReLU does not mind a positive factor.
+    Returns:
+        Mean and reciprocal standard deviation of the block's rows, [r, 1] each.
     """
-
-    def __init__(self, scale: Tensor, shift: Tensor, eps: float, mask: Mask | None) -> None:
-        self.factor = 1.0 if mask is None else mask.scale
-        self._scale, self._shift, self._eps = scale, shift, eps
-        self._scaled: tuple[Tensor, Tensor] | None = None
-        self._kept = None if mask is None else mask.kept
-
-    def forward(self, total: Tensor, out: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        """Fill the block of ``out``; mean and reciprocal deviation [r, 1] of its rows."""
-        if (tails := _kernels(total)) is not None:  # the block is all rows
-            found: tuple[Tensor, Tensor] = tails.tail_forward(
-                total, self._scale, self._shift, self._eps, self._kept, self.factor, out
-            )
-            return found
-        if self._scaled is None:
-            plain = self._scale, self._shift
-            self._scaled = (
-                plain
-                if self._kept is None
-                else (self._scale * self.factor, self._shift * self.factor)
-            )
-        rows, mean, rstd = torch.native_layer_norm(
-            total[block], total.shape[-1:], *self._scaled, self._eps
+    kept, factor = (None, 1.0) if mask is None else (mask.kept, mask.scale)
+    if (kernels := _triton_kernels(z)) is not None:  # the block is all rows
+        stats: tuple[Tensor, Tensor] = kernels.norm_relu_forward(
+            z, scale, shift, eps, kept, factor, y
         )
-        if self._kept is None:
-            torch.clamp_min(rows, 0, out=out[block])
-        else:
-            torch.mul(rows.relu_(), self._kept[block], out=out[block])
-        return mean, rstd
+        return stats
+    if kept is not None:
+        scale, shift = scale * factor, shift * factor
+    rows, mean, rstd = torch.native_layer_norm(z[block], z.shape[-1:], scale, shift, eps)
+    if kept is None:
+        torch.clamp_min(rows, 0, out=y[block])
+    else:
+        torch.mul(rows.relu_(), kept[block], out=y[block])
+    return mean, rstd
 
 
-class TailBackward:
-    """Its adjoint; the gradients of the norm's weights are added up over the blocks."""
+def to_save(
+    scale: Tensor, shift: Tensor, z: Tensor, y: Tensor, stats: Sequence[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """Return the tensors that ``NormReluBackward`` needs; ``stats``: results of each block."""
+    mean, rstd = stats[0] if len(stats) == 1 else (torch.cat(s) for s in zip(*stats, strict=True))
+    return [scale, shift, z, y, mean, rstd]
+
+
+class NormReluBackward:
+    """Gradients of z by block, and of the norm's scale and shift as sums over the blocks."""
 
     def __init__(self, saved: Sequence[Tensor], factor: float, wants: Sequence[bool]) -> None:
-        """``saved``: what ``keep`` kept; ``wants``: gradients of the norm's scale, and shift."""
-        self._scale, self._shift, self._total, self._out, self._mean, self._rstd = saved
-        self._scaled: Tensor | None = None
-        self._factor, self._wants = factor, [True, *wants]
-        self._found: list[Tensor | None] = [None, None]
-        self._sum: Tensor | None = None
+        """Prepare the backward pass.
 
-    def rows(self, grad: Tensor, block: slice, into: Tensor | None = None) -> Tensor:
-        """Gradient [r, F] of a block of what the norm read.
-
-        ``into``: where they are to be; that may be where the norm read.
+        Args:
+            saved: Tensors from ``to_save``.
+            factor: ``Mask.scale`` of the dropout, 1 without dropout.
+            wants: Whether the gradients of scale and shift are needed.
         """
-        if (tails := _kernels(self._total)) is not None:  # the block is all rows
-            rows, sums = tails.tail_backward(
-                grad,
-                self._out,
-                self._total,
-                self._scale,
-                self._mean,
-                self._rstd,
-                self._factor,
-                into,
-            )
-            *found, self._sum = sums.unbind()
-            self._found = [
-                one if wants else None for one, wants in zip(found, self._wants[1:], strict=True)
-            ]
-            return rows  # type: ignore[no-any-return]
-        if self._scaled is None:
-            self._scaled = self._scale if self._factor == 1.0 else self._scale * self._factor
-        total = self._total[block]
-        rows, *found = _norm_backward(
-            _relu_backward(grad[block], self._out[block], 0),
-            total,
-            total.shape[-1:],
-            self._mean[block],
-            self._rstd[block],
-            self._scaled,
-            self._shift,
-            self._wants,
-        )
-        if into is not None:
-            into.copy_(rows)
-        self._found = [plus(a, b) for a, b in zip(self._found, found, strict=True)]
-        return rows  # type: ignore[no-any-return]
+        self._saved, self._factor, self._wants = saved, factor, list(wants)
+        self._to_weights: list[Tensor | None] = [None, None]
+        self._column_sums: Tensor | None = None
 
-    def sum_of(self, rows: Tensor) -> Tensor:
-        """The sum [F] of what ``rows`` has just given; it may be there already."""
-        return rows.sum(0) if self._sum is None else self._sum
+    def rows(self, grad: Tensor, block: slice, out: Tensor | None = None) -> Tensor:
+        """Return the gradient [r, F] of a block of z, from ``grad`` [R, F] of y.
+
+        ``out`` [r, F]: memory for the result; it may be the block of z.
+        """
+        scale, shift, z, y, mean, rstd = self._saved
+        found: Tensor
+        if (kernels := _triton_kernels(z)) is not None:  # the block is all rows
+            found, sums = kernels.norm_relu_backward(grad, self._saved, self._factor, out)
+            *to_weights, self._column_sums = sums.unbind()
+            self._to_weights = [
+                one if wants else None for one, wants in zip(to_weights, self._wants, strict=True)
+            ]
+            return found
+        found, *parts = torch.ops.aten.native_layer_norm_backward(
+            torch.ops.aten.threshold_backward(grad[block], y[block], 0),
+            z[block],
+            z.shape[-1:],
+            mean[block],
+            rstd[block],
+            scale if self._factor == 1.0 else scale * self._factor,
+            shift,
+            [True, *self._wants],
+        )
+        if out is not None:
+            out.copy_(found)
+        self._to_weights = [
+            add_optional(a, b) for a, b in zip(self._to_weights, parts, strict=True)
+        ]
+        return found
+
+    def column_sums(self, rows: Tensor) -> Tensor:
+        """Return the sums [F] of ``rows``, the last result of ``rows``: the gradient of a bias."""
+        return rows.sum(0) if self._column_sums is None else self._column_sums
 
     def weights(self) -> list[Tensor | None]:
-        """Gradients of the norm's scale and shift."""
-        if self._factor == 1.0 or self._sum is not None:
-            return self._found
-        return [None if one is None else one.mul_(self._factor) for one in self._found]
+        """Return the gradients of scale and shift, after the last block."""
+        if self._factor == 1.0 or self._column_sums is not None:
+            return self._to_weights
+        return [None if one is None else one.mul_(self._factor) for one in self._to_weights]
 
 
-def plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Their sum, in ``total``; what is not there adds nothing."""
+def add_optional(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return ``total + part``, computed in ``total``; ``None`` counts as 0."""
     return part if total is None or part is None else total.add_(part)
 
 
-def keep(
-    scale: Tensor, shift: Tensor, total: Tensor, out: Tensor, stats: Sequence[tuple[Tensor, Tensor]]
-) -> list[Tensor]:
-    """What backward needs of a tail."""
-    mean, rstd = stats[0] if len(stats) == 1 else (torch.cat(s) for s in zip(*stats, strict=True))
-    return [scale, shift, total, out, mean, rstd]
-
-
-KEPT = 6
-"""Number of tensors that ``keep`` returns."""
+def _triton_kernels(rows: Tensor) -> ModuleType | None:
+    """Return ``gnnpipe.ops.triton.norm_relu`` if its kernels can process these rows."""
+    if not triton.works_on(rows.device):
+        return None
+    kernels = importlib.import_module("gnnpipe.ops.triton.norm_relu")
+    return kernels if rows.shape[1] <= kernels.MAX_WIDTH and rows.is_contiguous() else None

@@ -24,7 +24,7 @@ def recorded_saved_tensors(
             saved.append(tensor)
         return tensor
 
-    # Dropouts of a user's model draw here: the run's generator must not move.
+    # Dropout of a user's model draws random numbers; the run's generator must not advance.
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
@@ -34,12 +34,12 @@ def recorded_saved_tensors(
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Tells apart the memory of tensors that are alive."""
+    """Returns the address of a tensor's memory, which is unique among tensors that are alive."""
     return tensor.untyped_storage().data_ptr()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a value: itself, or those of nested dicts, lists and tuples."""
+    """Yields the tensors of a value: the value itself, or those in nested dicts, lists, tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

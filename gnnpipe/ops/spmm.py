@@ -1,14 +1,14 @@
-"""The kernels that multiply rows of a sparse matrix with dense rows, by name.
+"""Registry of kernels for sparse matrix times dense matrix (SpMM), chosen by ``--kernel``.
 
-Which is fastest depends on the device: on CPUs ``embedding-bag`` is, by 3 to 4 times
-(docs/adr/0007-embedding-bag-is-the-product.md), and on GPUs ``triton`` (0031). They are taken
-without asking, so that a run gives the same bits each time; on the run's own matrix they are timed
-only if that is asked for. A kernel is given the matrix once, and makes what it needs of it. R rows,
-T columns, E entries, F features.
+By default the device decides, so that every run gives the same bits: ``embedding-bag`` on CPUs
+(docs/adr/0007-embedding-bag-is-the-product.md) and ``triton`` on GPUs (docs/adr/0031). ``--kernel
+measured`` times all kernels on the run's own matrix. A kernel prepares the matrix once.
+R rows, T columns, E entries, F features.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -35,19 +35,19 @@ __all__ = [
 ]
 
 Product = Callable[[Tensor], Tensor]
-"""Dense rows [T, F] to [R, F]; no autograd."""
+"""Maps dense rows [T, F] to [R, F], without autograd."""
 Kernel = Callable[[Tensor, Tensor, Tensor, int], Product]
-"""offsets [R + 1], indices [E], values [E] and T to the product with that matrix. Offsets and
-indices are of one integer type, values of the type of the dense rows; R is not 0."""
+"""Takes a matrix (offsets [R + 1], indices [E], values [E], T) and returns the product with it.
+Offsets and indices have the same integer type, values the type of the dense rows; R > 0."""
 
 KERNELS: Registry[Kernel] = Registry("kernel")
 
-_IN_A_ROW = 5
-"""Products that are timed together on a GPU."""
+_TIMED_TOGETHER = 5
+"""Products in one measurement on a GPU."""
 
 
 def bag_sums(offsets: Tensor, indices: Tensor, values: Tensor, dense: Tensor) -> Tensor:
-    """Weighted bags of embeddings; sums of bf16 rows are made in float32."""
+    """Return the weighted sums [R, F] of rows of ``dense``; bf16 rows are summed in float32."""
     return torch.embedding_bag(
         dense,
         indices,
@@ -61,40 +61,34 @@ def bag_sums(offsets: Tensor, indices: Tensor, values: Tensor, dense: Tensor) ->
 
 
 def embedding_bag(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
-    """``bag_sums``, which needs nothing but the three."""
+    """Return the product by ``bag_sums``."""
     del columns
     return functools.partial(bag_sums, offsets, indices, values)
 
 
 def _torch_csr(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
-    """torch's own CSR product: MKL on CPUs, cuSPARSE on GPUs."""
+    """Return torch's CSR product: MKL on CPUs, cuSPARSE on GPUs."""
     shape = (len(offsets) - 1, columns)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that CSR is new, each time it is first used
+        warnings.simplefilter("ignore", UserWarning)  # "CSR support is in beta state"
         matrix = torch.sparse_csr_tensor(offsets, indices, values, shape, check_invariants=False)
     return matrix.matmul
 
 
 def _torch_sparse(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
-    """pyg's torch_sparse, a package of its own that must match torch's version; int64 only."""
+    """Return the product of PyG's torch_sparse, which must match torch's version; int64 only."""
     del columns
-
-    def times(dense: Tensor) -> Tensor:
-        found: Tensor = torch.ops.torch_sparse.spmm_sum(
-            None, offsets, indices, values, None, None, dense
-        )
-        return found
-
-    return times
+    spmm = torch.ops.torch_sparse.spmm_sum
+    return lambda dense: spmm(None, offsets, indices, values, None, None, dense)
 
 
 def _triton(offsets: Tensor, indices: Tensor, values: Tensor, columns: int) -> Product:
-    """Ours for GPUs."""
+    """Return the product of ``gnnpipe.ops.triton.spmm``."""
     del columns
-    # Triton is not there for every torch.
-    products = importlib.import_module("gnnpipe.ops.triton.spmm")
-    made: Product = products.product(offsets, indices, values)
-    return made
+    # Not every torch comes with Triton.
+    kernels = importlib.import_module("gnnpipe.ops.triton.spmm")
+    product: Product = kernels.product(offsets, indices, values)
+    return product
 
 
 KERNELS.add("embedding-bag", embedding_bag)
@@ -104,19 +98,19 @@ KERNELS.add("triton", _triton)
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """Of ``--kernel auto``: mostly the fastest where it was measured (docs/adr/0007, 0031)."""
+    """Return the kernel of ``--kernel auto``."""
     if device.type != "cuda":
         return embedding_bag
     return _triton if triton.works_on(device) else _torch_csr
 
 
 def index_type(kernel: Kernel) -> torch.dtype | None:
-    """The only type of offsets and indices that it takes; None: 32 or 64 bits."""
+    """Return the only type of offsets and indices that a kernel takes; ``None``: int32 or int64."""
     return torch.int64 if kernel is _torch_sparse else None
 
 
 def kernel_named(name: str, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """The kernel, if it works here: ``InputError`` otherwise. It multiplies 1 by 1 to be sure."""
+    """Return a kernel after a trial product; ``InputError`` if it does not work here."""
     kernel = KERNELS[name]
     try:
         if name == "torch-sparse":
@@ -126,26 +120,23 @@ def kernel_named(name: str, dtype: torch.dtype, device: torch.device) -> Kernel:
         one = torch.ones(1, 1, dtype=dtype, device=device)
         index = torch.arange(2, device=device, dtype=index_type(kernel) or torch.int32)
         kernel(index, index[:1], one[0], 1)(one)
-    except Exception as error:  # whatever a package that was built for another torch comes up with
-        missing = isinstance(error, ModuleNotFoundError)
-        why = (
-            f"the package {name.replace('-', '_')} is not installed"
-            if missing
-            else (
-                f"does not work on {device.type} with {str(dtype).removeprefix('torch.')} rows "
-                f"({str(error).splitlines()[0][:80] if str(error) else type(error).__name__})"
-            )
-        )
+    except Exception as error:  # a package built for another torch raises anything
+        if isinstance(error, ModuleNotFoundError):
+            why = f"the package {name.replace('-', '_')} is not installed"
+        else:
+            reason = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+            rows = str(dtype).removeprefix("torch.")
+            why = f"does not work on {device.type} with {rows} rows ({reason})"
         raise InputError(f"--kernel {name}: {why}; try --kernel auto") from None
     return kernel
 
 
 def time_kernels(
-    offsets: Tensor, indices: Tensor, values: Tensor, columns: int, width: int, rounds: int = 3
+    offsets: Tensor, indices: Tensor, values: Tensor, columns: int, width: int
 ) -> dict[str, float]:
-    """Seconds of one product with random rows [T, ``width``] by name, best of ``rounds``.
+    """Return by name the seconds of one product with random rows [T, ``width``], best of four.
 
-    A kernel that is not installed, or does not take these types, is left out.
+    Kernels that are not installed or do not take these types are left out.
     """
     dense = torch.rand(columns, width, device=values.device).to(values.dtype)
     found = {}
@@ -155,30 +146,30 @@ def time_kernels(
         except InputError:
             continue
         kind = index_type(kernel) or indices.dtype
-        times = kernel(offsets.to(kind), indices.to(kind), values, columns)
-        found[name] = min(_seconds(times, dense) for _ in range(rounds + 1))
+        product = kernel(offsets.to(kind), indices.to(kind), values, columns)
+        found[name] = min(_time_s(product, dense) for _ in range(4))
     return found
 
 
-def _seconds(times: Product, dense: Tensor) -> float:
-    """Of one product; on a GPU without the time to start it, for epochs are replayed there."""
+def _time_s(product: Product, dense: Tensor) -> float:
+    """Return the seconds of one product.
+
+    On a GPU without the time of launches if possible, because epochs run as a CUDA graph there.
+    """
     if dense.device.type != "cuda":
-        start = time.perf_counter()
-        times(dense)
-        return time.perf_counter() - start
-    times(dense)
-    run: Callable[[], object]
-    try:
-        run = triton.captured(lambda: [times(dense) for _ in range(_IN_A_ROW)], dense.device)[
-            0
-        ].replay
-    except RuntimeError:  # it looks at numbers
+        start_s = time.perf_counter()
+        product(dense)
+        return time.perf_counter() - start_s
 
-        def run() -> object:
-            return [times(dense) for _ in range(_IN_A_ROW)]
+    def run() -> list[Tensor]:
+        return [product(dense) for _ in range(_TIMED_TOGETHER)]
 
+    product(dense)
+    replay: Callable[[], object] = run
+    with contextlib.suppress(RuntimeError):  # the kernel waits for the GPU: no graph of it
+        replay = triton.captured(run, dense.device)[0].replay
     torch.cuda.synchronize(dense.device)
-    start = time.perf_counter()
-    run()
+    start_s = time.perf_counter()
+    replay()
     torch.cuda.synchronize(dense.device)
-    return (time.perf_counter() - start) / _IN_A_ROW
+    return (time.perf_counter() - start_s) / _TIMED_TOGETHER

@@ -1,4 +1,4 @@
-"""The learning rate over the epochs, by torch's own schedulers."""
+"""Learning-rate schedule over the epochs, built from torch's schedulers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from gnnpipe.config import TrainConfig
 
 __all__ = ["LearningRate"]
 
-PLATEAU_FACTOR = 0.5
-"""What a plateau does to the learning rate."""
-
 
 class LearningRate:
-    """Steps the learning rate of one optimizer; every rank has one, and all see the same scores.
+    """Learning rate of one optimizer; every rank has one, and all get the same scores.
 
-    Warm-up: up in equal steps, from lr / (warm-up epochs + 1). Then constant; a half cosine down
-    to 0 over the epochs that are left; or half as much whenever the validation metric has not
-    risen for ``lr_patience`` epochs.
+    A linear warm-up from lr / (warm-up epochs + 1), then one of: constant; a half cosine down to 0
+    over the remaining epochs; halved whenever the validation metric has not risen for
+    ``lr_patience`` epochs.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
@@ -35,24 +32,24 @@ class LearningRate:
             )
         left = config.epochs - self._warmup
         if config.lr_schedule == "cosine":
-            # First stepped when the warm-up is over, from the rate it finds then.
+            # Starts from the rate at the end of the warm-up, where it is first stepped.
             self._late = lr_scheduler.CosineAnnealingLR(optimizer, T_max=left)
         elif config.lr_schedule == "plateau":
             self._plateau = lr_scheduler.ReduceLROnPlateau(
                 optimizer,
                 mode="max",
-                factor=PLATEAU_FACTOR,
+                factor=0.5,
                 threshold=0.0,
                 patience=math.ceil(config.lr_patience / max(config.eval_every, 1)) - 1,
             )
 
     @property
     def value(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self, score: float | None) -> None:
-        """Called after every epoch; ``score`` is the validation metric where it was evaluated."""
+        """End an epoch; ``score``: the validation metric, if it was evaluated."""
         self._epoch += 1
         if self._epoch <= self._warmup:
             assert self._early is not None

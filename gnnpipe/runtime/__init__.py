@@ -1,1 +1,1 @@
-"""What runs: mesh, mailbox, exchange, histories, stage and the executor of programs."""
+"""Executes programs: executor, stages, histories, communication."""

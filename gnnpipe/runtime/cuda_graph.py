@@ -1,17 +1,15 @@
-"""Epochs of one GPU as a CUDA graph, where starting the kernels is what takes the time.
+"""Runs training epochs on one GPU as a CUDA graph.
 
-On some ten thousand vertices a GPU is done with a kernel before the next one is started: Python,
-autograd and the driver take their time for each, and an epoch has a hundred and more. So forward
-and backward are gone through once, recorded, and from then on repeated as a whole: the kernels are
-the same, and so are the numbers. What changes from epoch to epoch stays outside: dropout masks are
-made in front of it, where a pass begins (``models.dropout``), and the optimizer's step comes
-behind.
+With some ten thousand vertices, a GPU finishes each kernel before Python, autograd and the driver
+have launched the next. So forward and backward are recorded once and replayed as a whole: the same
+kernels, the same results. Dropout masks are made before the replay, where a pass begins
+(``ops.hashed_dropout``), and the optimizer steps after it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,73 +24,74 @@ __all__ = ["CudaGraphExecutor", "Replay"]
 T = TypeVar("T")
 
 _WARM_UP = 2
-"""Epochs in front of the one that is timed: kernels are built in the first, and from the second on
-masks lie where they stay."""
-_SHARE = 0.5
-"""Of an epoch's time. If its kernels are started in less, it is the GPU that is waited for."""
-_ROOM = 2
-"""So many times what an epoch takes, one after the other, must be free: a graph keeps some."""
+"""Epochs before the timed one: the first compiles kernels, the second allocates the masks."""
+_MIN_LAUNCH_SHARE = 0.5
+"""If launching the kernels takes less of an epoch's time, a graph would not be faster."""
+_MIN_FREE = 2
+"""Free memory that recording needs, relative to all allocations of an epoch."""
 
 
 class Replay(Generic[T]):
-    """One piece of work that starts the same kernels each time, and leaves gradients behind."""
+    """Work that launches the same kernels each time and leaves gradients in ``parameters``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self._parameters, self._device = list(parameters), device
-        self._what: object = None
+        self._key: object = None
         self._times = 0
         self._is_off = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._found: T
+        self._result: T
         self._grads: list[Tensor | None] = []
 
     @property
     def is_recorded(self) -> bool:
-        """It is a graph by now."""
+        """The work has been recorded as a graph."""
         return self._graph is not None
 
-    def run(self, what: object, work: Callable[[], T]) -> T:
-        """Do the work, which is known by ``what``, and give what it returned.
+    def run(self, key: object, work: Callable[[], T]) -> T:
+        """Do the work, or replay its graph, and return its result.
 
-        In a replay these are the tensors of the recording, with new numbers in them.
+        A replay returns the tensors of the recording with new values. Another ``key`` than in the
+        last call means other work.
         """
-        if what != self._what:
-            self._what, self._times, self._graph = what, 0, None
+        if key != self._key:
+            self._key, self._times, self._graph = key, 0, None
         self._times += 1
         if self._is_off or self._times <= _WARM_UP:
             return work()
         if self._times == _WARM_UP + 1:
-            found, self._is_off = self._timed(work)
-            return found
+            result, is_worth_it = self._timed(work)
+            self._is_off = not is_worth_it
+            return result
         if self._graph is None and not self._record(work):
             return work()
         assert self._graph is not None
         self._graph.replay()
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
-        return self._found
+        return self._result
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, bool]:
-        """Do it; whether the GPU is what takes the time, or has too little memory."""
-        before = self._taken_bytes()
+        """Do the work, and return whether a graph would be faster and fits into memory."""
+        before = self._allocated_bytes()
         torch.cuda.synchronize(self._device)
-        start = time.perf_counter()
-        found = work()
-        started = time.perf_counter()
+        start_s = time.perf_counter()
+        result = work()
+        launch_s = time.perf_counter() - start_s
         torch.cuda.synchronize(self._device)
-        is_long = started - start < _SHARE * (time.perf_counter() - start)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return found, is_long or free < _ROOM * (self._taken_bytes() - before)
+        is_faster = launch_s >= _MIN_LAUNCH_SHARE * (time.perf_counter() - start_s)
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        return result, is_faster and free_bytes >= _MIN_FREE * (self._allocated_bytes() - before)
 
-    def _taken_bytes(self) -> int:
-        """Of all that was ever taken, given back or not: no peak, which others may have left."""
+    def _allocated_bytes(self) -> int:
+        """Return the sum of all allocations so far, freed or not."""
         return int(torch.cuda.memory_stats(self._device)["allocated_bytes.all.allocated"])
 
     def _record(self, work: Callable[[], T]) -> bool:
-        """Whether it could be: not if something looks at numbers, which takes a wait."""
+        """Record the work; return ``False`` if it cannot be recorded (it waits for the GPU)."""
         try:
-            self._graph, self._found = triton.captured(work, self._device)
-        except Exception:  # what is wrong with the work itself comes up again without a graph
+            self._graph, self._result = triton.captured(work, self._device)
+        except Exception:  # an error of the work itself is raised again by the plain run
             self._is_off = True
             for parameter in self._parameters:
                 parameter.grad = None
@@ -102,7 +101,7 @@ class Replay(Generic[T]):
 
 
 class CudaGraphExecutor(Executor):
-    """Of a GPU by itself with one chunk, whose piece ``is_cuda_graph_safe``."""
+    """Executor for a single GPU with one chunk and a stage module that ``is_cuda_graph_safe``."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -112,24 +111,19 @@ class CudaGraphExecutor(Executor):
 
     @property
     def is_recorded(self) -> bool:
-        """Epochs are repeated by now."""
+        """Epochs are replayed from now on."""
         return self._replay.is_recorded
 
-    def _walk(
-        self,
-        actions: Sequence[Action],
-        epoch: int,
-        run: Mapping[ActionKind, Callable[[Executor, Action], None]],
-    ) -> None:
-        work = tuple(action for action in actions if action.kind is not ActionKind.STEP)
-        if len(work) == len(actions) or self.stage.watch is not None:
-            super()._walk(actions, epoch, run)
+    def _walk(self, actions: Sequence[Action], epoch: int) -> None:
+        repeated = tuple(action for action in actions if action.kind is not ActionKind.STEP)
+        if len(repeated) == len(actions) or self.stage.watch is not None:
+            super()._walk(actions, epoch)
             return
         walk = super()._walk
 
-        def precomputed() -> dict[int, dict[str, Tensor]]:
-            walk(work, epoch, run)
+        def forward_and_backward() -> dict[int, dict[str, Tensor]]:
+            walk(repeated, epoch)
             return dict(self._results)
 
-        self._results = dict(self._replay.run(work, precomputed))
-        walk(actions[len(work) :], epoch, run)
+        self._results = dict(self._replay.run(repeated, forward_and_backward))
+        walk(actions[len(repeated) :], epoch)

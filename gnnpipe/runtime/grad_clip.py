@@ -1,6 +1,6 @@
-"""Looks at the gradients of all stages before the weights change, and clips them.
+"""Clips the global gradient norm, and detects gradients and losses that are not finite.
 
-One sum of two numbers over all ranks; every rank comes to the same answer.
+Two numbers are summed over all ranks, so every rank comes to the same decision.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ __all__ = ["GradClip"]
 
 
 class GradClip:
-    """Of one rank."""
+    """Check of one rank's gradients before the optimizer step."""
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, clip_norm: float
     ) -> None:
-        """``clip_norm``: gradients longer than that, over all weights, are made so long; 0: no."""
+        """``clip_norm``: clip the global gradient norm to this value; 0: off."""
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self._mesh, self._clip_norm = mesh, clip_norm or math.inf
         self.longest = math.inf
-        """A shorter limit, of the coming step."""
+        """A lower limit for the next step."""
         self.norm = 0.0
-        """Length (2-norm) of the last gradients, over all stages, before clipping."""
+        """2-norm of the last gradients over all stages, before clipping."""
         self.faulty: list[str] = []
-        """Weights of this stage whose last gradients were not all numbers."""
+        """Weights of this stage whose last gradients were not finite."""
 
     @torch.no_grad()
     def passes(self, loss: float) -> bool:
-        """Whether the step may be made; ``loss``: this rank's part of it."""
+        """Clip the gradients; return ``False`` if they or the loss are not finite.
+
+        ``loss``: this rank's part of the loss.
+        """
         grads = [(name, p.grad) for name, p in self._named if p.grad is not None]
         squares = _squares([g for _, g in grads])
-        # The shards of a stage have the same gradients by now.
+        # All shards of a stage hold the same gradients.
         mine = sum(squares) / self._mesh.shards
         wait_start_s = self._mesh.recorder.clock()
         total, whole_loss = self._mesh.sum([mine, loss])
@@ -57,10 +60,10 @@ class GradClip:
 
 
 def _squares(grads: list[Tensor]) -> list[float]:
-    """Of every gradient the sum of its squares, in float64; a GPU is waited for once."""
+    """Return the sum of squares of each gradient, in float64; waits for a GPU once."""
     if not grads:
         return []
-    if grads[0].is_cuda:  # in a few kernels, and not three for each
+    if grads[0].is_cuda:  # a few kernels instead of three for each gradient
         lengths = torch._foreach_norm(grads, 2, dtype=torch.float64)
         return torch.stack(lengths).square().tolist()
     return torch.stack([g.double().square().sum() for g in grads]).tolist()

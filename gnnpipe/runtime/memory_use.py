@@ -1,4 +1,4 @@
-"""How much memory this rank really takes: of the process on a CPU, of torch's tensors on a GPU."""
+"""Memory of this rank: the process's on a CPU, that of torch's tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ import torch
 
 from gnnpipe.heap import give_back, held_heap
 
-__all__ = ["code_bytes", "count_peaks_anew", "held_bytes", "held_memory", "peak_bytes"]
+__all__ = ["code_bytes", "held_bytes", "held_memory", "peak_bytes", "reset_peak"]
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most since ``count_peaks_anew``, or since the beginning where no system tells."""
+    """Return the peak since ``reset_peak``; without Linux, since the start of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return _of_status("VmHWM")
+        return _status_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def count_peaks_anew(device: torch.device) -> None:
-    """Reading and cutting a graph can take more for a while than training on it does.
-
-    What they freed goes back to the system first.
-    """
+def reset_peak(device: torch.device) -> None:
+    """Start a new measurement of the peak, after freed memory was returned to the system."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -36,10 +33,10 @@ def count_peaks_anew(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Now, without ``code_bytes``."""
+    """Return the memory in use, without ``code_bytes``."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return _of_status("VmRSS") - _of_status("RssFile")
+    return _status_bytes("VmRSS") - _status_bytes("RssFile")
 
 
 def held_memory(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -48,11 +45,11 @@ def held_memory(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 
 def code_bytes(device: torch.device) -> int:
-    """Pages of files, torch's code above all, which come in when they are first used."""
-    return 0 if device.type == "cuda" else _of_status("RssFile")
+    """Return the mapped pages of files (mostly torch's code), which are loaded on first use."""
+    return 0 if device.type == "cuda" else _status_bytes("RssFile")
 
 
-def _of_status(name: str) -> int:
-    """What Linux tells of this process in KiB, in bytes."""
+def _status_bytes(name: str) -> int:
+    """Return an entry of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{name}:")[1].split()[0]) * 1024

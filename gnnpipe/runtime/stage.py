@@ -1,9 +1,9 @@
-"""One stage on one rank: its piece of the model, the histories, and the tape that backward walks.
+"""One stage on one rank: its ops, its histories, and the tape for backward.
 
 The steps of a stage are cut where rows are pushed. Each step of a chunk is a small autograd graph
-of its own, from leaves (what was aggregated, values from the step before) to the rows it pushes and
-the values it hands on; what lies between two steps is done by the histories. So the order of steps
-is free, and the same code serves a pipeline and a layer-by-layer walk.
+of its own, from leaves (aggregated rows, values of the step before) to pushed rows and values; the
+histories connect the steps. So the order of steps is free, and the same code serves a pipeline and
+a layer-by-layer order. C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -25,46 +25,45 @@ from gnnpipe.runtime.history.mean import MeanHistory
 __all__ = ["ChunkLossRows", "Stage"]
 
 Criterion = Callable[[Tensor, int], Tensor]
-"""Logits [C, classes] of a chunk's own rows, or of those asked for, and the chunk to its part of
-the loss, a scalar."""
+"""Maps the logits [C or R, classes] and the number of a chunk to its part of the loss, a scalar."""
 
-Entries = dict[str, GradientEdge | None]
-"""Where backward enters, by name; None where nothing there depends on a weight or on another row.
-The rows themselves are not kept: autograd keeps those that it needs."""
+Edges = dict[str, GradientEdge | None]
+"""Start of backward by name; ``None`` if the value depends on no weight and no leaf. An edge keeps
+no tensor alive that autograd has not saved."""
 
 
 @dataclass
-class _Step:
-    """What backward needs of one step of one chunk."""
+class _StepRecord:
+    """State of one step of one chunk that backward needs."""
 
     leaves: Values
     received: dict[str, Received]
-    made: tuple[Entries, Entries] | None
-    """Of what was pushed, and of what was handed on; None: the step is to be run again."""
-    output_buffer: OutputBuffer | None  # of what was pushed
+    edges: tuple[Edges, Edges] | None
+    """Of pushed rows and of values; ``None``: the step is recomputed."""
+    output_buffer: OutputBuffer | None
 
 
 @dataclass
-class _Walk:
-    """A chunk on its way through the stage."""
+class _ChunkState:
+    """A chunk between two steps."""
 
     values: Values
-    tape: list[_Step] = field(default_factory=list)
+    tape: list[_StepRecord] = field(default_factory=list)
     grads: Values = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkLossRows:
-    """The rows that the last step of training makes, where it does not make all of a chunk."""
+    """Loss rows of each chunk: in training the last step computes only these."""
 
     rows: Sequence[Rows]
-    """By chunk, [R] of them."""
+    """By chunk, R rows each."""
     places: Sequence[Tensor]
-    """[R] int64, their numbers in the chunk."""
+    """By chunk [R] int64, row numbers inside the chunk."""
 
 
 class Stage:
-    """A piece of the model, with a history for each of its aggregations."""
+    """The ops of one stage, with a history for each aggregation."""
 
     def __init__(
         self,
@@ -76,14 +75,17 @@ class Stage:
         precomputed: Mapping[str, Tensor] | None = None,
         loss_rows: ChunkLossRows | None = None,
     ) -> None:
-        """The piece, the ``Rows`` of each chunk, and for the last stage the loss.
+        """Set up a stage.
 
-        ``open_history`` makes the history of an aggregation, for training (True) or evaluation.
-        With ``recompute`` only what a step reads is kept until backward, not what it makes on the
-        way; what it read stale cannot be read again, for the tables have moved on.
-
-        ``precomputed``: by aggregation of features its result [n, F] for all rows, without history.
-        ``loss_rows``: the rows that the last aggregations make in training, if not all.
+        Args:
+            stage_module: The ops.
+            rows: Rows of each chunk.
+            open_history: Makes the history of an aggregation, for training (True) or evaluation.
+            criterion: Loss of a chunk, on the last stage.
+            recompute: Keep only the inputs of a step for backward and run the step again. Its
+                aggregated rows are kept, because the tables have changed by then.
+            precomputed: Results [n, F] of aggregations of features, which need no history.
+            loss_rows: Rows that the last step computes in training; ``None``: all.
         """
         self._precomputed = precomputed or {}
         self.recompute = recompute
@@ -91,16 +93,16 @@ class Stage:
         self.rows = list(rows)
         self.criterion = criterion
         self.watch: Callable[[int, int, Values], None] | None = None
-        """Called with (chunk, step, what it made), where somebody looks for a fault."""
+        """Called with chunk, step and the step's results, to look for faults."""
         self._open = open_history
         self.histories = {
             a.name: open_history(a, True)
             for a in stage_module.aggregations
             if a.name not in self._precomputed
         }
-        """Of all aggregations but those that are made once."""
+        """By aggregation, except precomputed ones."""
         self._scratch: dict[str, History] = {}
-        self._walks: dict[int, _Walk] = {}
+        self._chunks: dict[int, _ChunkState] = {}
         self._loss_rows = loss_rows
         self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
@@ -108,14 +110,14 @@ class Stage:
 
     @property
     def num_steps(self) -> int:
-        """Those of the piece."""
+        """Number of steps."""
         return self.stage_module.num_steps
 
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
-        """Start a pass over all chunks; ``is_exact``: none of its reads is stale."""
+        """Start a pass over all chunks; ``is_exact``: no read is stale."""
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
         self._rows_now = _in_pass(self.rows, epoch, training)
-        self._walks.clear()
+        self._chunks.clear()
         if training:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
             self._loss_rows_now = _in_pass(loss_rows, epoch, training)
@@ -128,10 +130,7 @@ class Stage:
                 history.begin_epoch(is_exact)
 
     def end(self, has_stepped: bool = True) -> None:
-        """Finish the pass: snapshots after training, nothing left after evaluation.
-
-        Moving statistics follow a pass only if its step was made.
-        """
+        """End the pass; ``has_stepped``: the optimizer stepped, so running statistics follow."""
         if self._training:
             for table in self._feature_tables():
                 table.end()
@@ -140,47 +139,32 @@ class Stage:
                 if has_stepped and isinstance(history, MeanHistory) and history.count:
                     self.stage_module.observe(name, history.mean, history.count)
         self._scratch.clear()
-        self._walks.clear()
+        self._chunks.clear()
 
     def _feature_tables(self) -> set[FeatureTable]:
-        """Those that the chunks read, of every type of vertices."""
         parts = self._parts(self.rows)
         return {part.features.table for part in parts if part.features is not None}
 
-    def _parts(self, several: Sequence[Rows]) -> list[Rows]:
-        """Of every type of vertices."""
-        return [part for rows in several for part in (rows, *rows.parts.values())]
+    def _parts(self, chunks: Sequence[Rows]) -> list[Rows]:
+        """Return the rows of all vertex types."""
+        return [part for rows in chunks for part in (rows, *rows.parts.values())]
 
     def enter(self, chunk: int, values: Values) -> None:
-        """Values [C, width] of a chunk from the stage before; none for the first stage."""
-        self._walks[chunk] = _Walk(values)
+        """Start a chunk with the values [C, width] from earlier stages."""
+        self._chunks[chunk] = _ChunkState(values)
 
     def forward(self, chunk: int, steps: range) -> Values:
-        """Run steps of a chunk; the values behind the last of them."""
-        walk = self._walks[chunk]
+        """Run steps of a chunk; return the values of the last one."""
+        state = self._chunks[chunk]
         for step in steps:
-            walk.values = self._forward_step(chunk, step, walk)
-        return walk.values
+            state.values = self._forward_step(chunk, step, state)
+        return state.values
 
-    def _forward_step(self, chunk: int, step: int, walk: _Walk) -> Values:
-        leaves = {name: _leaf(value, self._training) for name, value in walk.values.items()}
-        received = {}
+    def _forward_step(self, chunk: int, step: int, state: _ChunkState) -> Values:
+        leaves = {name: _leaf(value, self._training) for name, value in state.values.items()}
         if not self._training:
-            # Step by step only the tables that are read and those that are written are needed.
-            alive = {
-                a.name for one in self.stage_module.rounds[max(step - 1, 0) : step + 1] for a in one
-            }
-            self._scratch = {k: h for k, h in self._scratch.items() if k in alive}
-        if step > 0:
-            for aggregation in self.stage_module.rounds[step - 1]:
-                if aggregation.name in self._precomputed:
-                    rows = self._precomputed[aggregation.name][self._rows_of(chunk)]
-                    received[aggregation.name] = Received(rows)
-                    continue
-                history = self._history(aggregation)
-                block = history.block(chunk) if isinstance(history, BlockHistory) else None
-                leaf = _leaf(history.read(chunk), self._training)
-                received[aggregation.name] = Received(leaf, block)
+            self._free_scratch(step)
+        received = self._received(chunk, step)
         output_buffer = self._output_buffer(chunk, step)
         with torch.set_grad_enabled(is_tracked := self._training and not self.recompute):
             pushed, values = self._compute(chunk, step, leaves, received, is_tracked, output_buffer)
@@ -193,9 +177,30 @@ class Stage:
                 if aggregation.name in pushed:
                     self._history(aggregation).push(chunk, pushed[aggregation.name])
         if self._training:
-            made = None if self.recompute else (_entries(pushed), _entries(values))
-            walk.tape.append(_Step(leaves, received, made, output_buffer))
+            edges = None if self.recompute else (_edges(pushed), _edges(values))
+            state.tape.append(_StepRecord(leaves, received, edges, output_buffer))
         return values
+
+    def _free_scratch(self, step: int) -> None:
+        """Free the tables that an evaluation by steps no longer needs."""
+        rounds = self.stage_module.rounds[max(step - 1, 0) : step + 1]
+        needed = {aggregation.name for one in rounds for aggregation in one}
+        self._scratch = {k: h for k, h in self._scratch.items() if k in needed}
+
+    def _received(self, chunk: int, step: int) -> dict[str, Received]:
+        """Aggregate what the step before has pushed."""
+        received: dict[str, Received] = {}
+        for aggregation in self.stage_module.rounds[step - 1] if step else ():
+            name = aggregation.name
+            if name in self._precomputed:
+                rows = self._rows_now[chunk]
+                own = slice(rows.start, rows.start + len(rows.keys))
+                received[name] = Received(self._precomputed[name][own])
+                continue
+            history = self._history(aggregation)
+            block = history.block(chunk) if isinstance(history, BlockHistory) else None
+            received[name] = Received(_leaf(history.read(chunk), self._training), block)
+        return received
 
     def _compute(
         self,
@@ -206,7 +211,7 @@ class Stage:
         may_overwrite: bool,
         output_buffer: OutputBuffer | None = None,
     ) -> tuple[Values, Values]:
-        """What a step of the piece pushes and hands on; behind the last one the loss."""
+        """Return the pushed rows and the values of a step; the loss as value of the last one."""
         loss_rows = self._loss_rows if self._training else None
         is_last = step == self.num_steps - 1
         rows = (self._loss_rows_now if is_last and loss_rows is not None else self._rows_now)[chunk]
@@ -214,7 +219,7 @@ class Stage:
         pushed, values = self.stage_module.step(step, leaves, received, rows)
         pushed = {name: made for name, made in pushed.items() if name not in self._precomputed}
         if step == self.num_steps - 2 and loss_rows is not None:
-            # Inside of the step, so that autograd brings the gradients to their places.
+            # Inside the step, so that autograd scatters the gradients.
             values = {
                 name: v.index_select(0, loss_rows.places[chunk]) for name, v in values.items()
             }
@@ -223,7 +228,7 @@ class Stage:
         return pushed, values
 
     def _output_buffer(self, chunk: int, step: int) -> OutputBuffer | None:
-        """Where the step can make what it pushes; not again in backward, with ``recompute``."""
+        """Return the memory for the rows that a step pushes, if the step can use one."""
         if not self.stage_module.writes_output_buffer(step):
             return None
         (aggregation,) = self.stage_module.rounds[step]
@@ -232,55 +237,49 @@ class Stage:
         return self._history(aggregation).output_buffer(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
-        """Gradients of the values that the chunk left the stage with.
+        """Start backward with the gradients of the values that the chunk left the stage with.
 
-        Those are let go: while they are there, so is the graph behind them, with its leaves.
+        The values are dropped: they would keep their graph and its leaves alive.
         """
-        walk = self._walks[chunk]
-        walk.values, walk.grads = {}, grads
+        state = self._chunks[chunk]
+        state.values, state.grads = {}, grads
 
     def seed_loss(self, chunk: int) -> None:
-        """The last stage starts backward at the loss itself."""
-        loss = self._walks[chunk].values["loss"]
+        """Start backward at the loss, on the last stage."""
+        loss = self._chunks[chunk].values["loss"]
         self.seed(chunk, {"loss": torch.ones_like(loss)})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
-        """Undo steps, the last first; the gradients of the values in front of them.
+        """Run steps backward, the last first; return the gradients of the first one's leaves.
 
-        ``following``: a chunk whose gradients of the last step's push are all recorded by now, and
-        which comes next; those of its halo rows leave meanwhile.
+        ``following``: the next chunk, if all gradients that it pulls in the last of ``steps`` have
+        been recorded; its halo rows' gradients are sent during this chunk's backward.
         """
-        walk = self._walks[chunk]
+        state = self._chunks[chunk]
         for step in reversed(steps):
-            record = walk.tape.pop()
-            made = record.made
+            record = state.tape.pop()
             if record.output_buffer is not None:
                 record.output_buffer.check_kept()
-            if made is None:
-                with torch.enable_grad():
-                    again = self._compute(chunk, step, record.leaves, record.received, True)
-                made = _entries(again[0]), _entries(again[1])
-                del again
-            pushed, handed_on = made
+            pushed, values = record.edges or self._recomputed_edges(chunk, step, record)
             grads = [self.histories[name].pull(chunk) for name in pushed]
-            grads += [walk.grads[name] for name in handed_on]
+            grads += [state.grads[name] for name in values]
             if following is not None and step == steps.stop - 1:
                 for name in pushed:
                     self.histories[name].begin_pull(following)
-            _backward([*pushed.values(), *handed_on.values()], grads)
+            _backward([*pushed.values(), *values.values()], grads)
             for name, received in record.received.items():
                 if name not in self._precomputed:
                     self.histories[name].record(chunk, _grad(received.rows))
-            walk.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
-        return walk.grads
+            state.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
+        return state.grads
 
-    def _rows_of(self, chunk: int) -> slice:
-        """Those of a chunk among all own rows."""
-        rows = self._rows_now[chunk]
-        return slice(rows.start, rows.start + len(rows.keys))
+    def _recomputed_edges(self, chunk: int, step: int, record: _StepRecord) -> tuple[Edges, Edges]:
+        with torch.enable_grad():
+            pushed, values = self._compute(chunk, step, record.leaves, record.received, True)
+        return _edges(pushed), _edges(values)
 
     def _history(self, aggregation: Aggregation) -> History:
-        """The table of an aggregation: the lasting one in training, a passing one otherwise."""
+        """Return an aggregation's history: the stage's own in training, else a temporary one."""
         if self._training:
             return self.histories[aggregation.name]
         if aggregation.name not in self._scratch:
@@ -288,16 +287,16 @@ class Stage:
         return self._scratch[aggregation.name]
 
 
-def _in_pass(several: Sequence[Rows], epoch: int, training: bool) -> list[Rows]:
-    return [replace(rows, epoch=epoch, training=training) for rows in several]
+def _in_pass(chunks: Sequence[Rows], epoch: int, training: bool) -> list[Rows]:
+    return [replace(rows, epoch=epoch, training=training) for rows in chunks]
 
 
-def _entries(made: Values) -> Entries:
+def _edges(made: Values) -> Edges:
     return {name: get_gradient_edge(t) if t.requires_grad else None for name, t in made.items()}
 
 
-def _backward(entries: list[GradientEdge | None], grads: list[Tensor]) -> None:
-    pairs = [(e, g) for e, g in zip(entries, grads, strict=True) if e is not None]
+def _backward(edges: list[GradientEdge | None], grads: list[Tensor]) -> None:
+    pairs = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None]
     if pairs:
         torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs])
 

@@ -34,7 +34,7 @@ from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.mean import open_history
 from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
-from gnnpipe.runtime.staleness.forecast import Forecaster
+from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram, evaluation_program
 from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepared import Prepared
@@ -287,7 +287,7 @@ class _RankBuilder:
         prepared, mesh = self._prepared, self._mesh
         graph, own = prepared.graph, self._shard.own
         is_probe = np.isin(np.arange(graph.num_vertices), prepared.probes)
-        places = {
+        own_probes = {
             name: torch.from_numpy(np.flatnonzero(is_probe[layout.own])).to(mesh.device)
             for name, layout in self.layouts.items()
         }
@@ -301,13 +301,12 @@ class _RankBuilder:
         return Forecaster(
             self._stage_module,
             stage.histories,
-            lambda aggregation: self._structures[aggregation.structure_key],
-            places,
-            replace(rows, is_probe=True),
-            totals,
+            self._structures,
+            ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
             prepared.dtype,
-            bool(prepared.plan.sends(mesh.stage)),
+            {name for t in prepared.plan.sends(mesh.stage) for name in t.widths},
+            prepared.row_dtype != prepared.dtype,
         )
 
     def _history_specs(self) -> dict[str, HistorySpec]:

@@ -35,7 +35,7 @@ from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.runtime.memory_use import count_peaks_anew, held_bytes, held_memory
+from gnnpipe.runtime.memory_use import held_bytes, held_memory, reset_peak
 from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
 from gnnpipe.setup.prepare import join_world, prepare
@@ -225,7 +225,7 @@ class Trainer:
         """Predicts the time of an epoch if the config asks for it, and allocates this rank."""
         mesh, prepared = self._setup()
         epochs = self.config.epochs - (0 if start is None else start.epoch)
-        count_peaks_anew(mesh.device)
+        reset_peak(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         with held_memory(mesh.device):  # measured with the heap settings of the epochs
             predictor = Predictor.of_run(prepared, mesh, epochs)

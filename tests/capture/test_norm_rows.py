@@ -37,7 +37,7 @@ def both(function, given):
 
 @pytest.fixture(params=[1 << 20, 1000])
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr(norm_relu_blocks, "_AT_ONCE", request.param)
+    monkeypatch.setattr(norm_relu_blocks, "_BLOCK_BYTES", request.param)
     monkeypatch.setattr(norm_relu_blocks, "_LEAST", 1)
 
 

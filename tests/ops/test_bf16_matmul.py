@@ -14,7 +14,7 @@ from gnnpipe.cli.main import main
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.ops import bf16_matmul, norm_relu_blocks
-from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
+from gnnpipe.ops.norm_relu import NormReluOptions, gcnii_mix, norm_relu
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 
@@ -66,10 +66,11 @@ def test_fused_work_differs_by_the_rounding_alone(kind, rows_at_once, monkeypatc
     weight, bias = (drawn(8, 8) / 4).requires_grad_(), drawn(8)
 
     def run(is_rounded):
+        options = NormReluOptions(is_rounded)
         if kind == "norm_relu":
-            found = norm_relu(norm, bias, x, weight, first, None, is_rounded=is_rounded)
+            found = norm_relu(norm, bias, x, weight, first, None, options=options)
         else:
-            found = gcnii_mix(x, first, weight, norm, 0.5, 0.5, is_rounded)
+            found = gcnii_mix(x, first, weight, norm, 0.5, 0.5, options)
         inputs = [x, first, weight, *norm.parameters()]
         return found, torch.autograd.grad(found.square().sum(), inputs)
 
@@ -87,7 +88,7 @@ def test_two_weights_and_a_bias_of_one_norm():
     for shape in ((8,), (40, 8), (8, 8), (40, 6), (8, 6)):
         given.append(torch.randn(shape).requires_grad_())
     bias, x, first, y, second = given
-    found = norm_relu(norm, bias, x, first, y, second, is_rounded=True)
+    found = norm_relu(norm, bias, x, first, y, second, options=NormReluOptions(is_rounded=True))
     made = [rounded(rounded(a) @ rounded(w).t()) for a, w in ((x, first), (y, second))]
     total = (bias + made[0] + made[1]).detach().requires_grad_()
     expected = F.relu(norm(total))

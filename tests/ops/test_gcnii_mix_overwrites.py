@@ -9,7 +9,7 @@ from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.ops import norm_relu_blocks
 from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.norm_relu import gcnii_mix
+from gnnpipe.ops.norm_relu import NormReluOptions, gcnii_mix
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import build_rank
@@ -35,7 +35,7 @@ def test_the_same_numbers_in_the_rows_themselves(is_dropped, rows, monkeypatch):
 
     def made(overwrites):
         copies = [t.detach().clone().requires_grad_() for t in inputs]
-        out = gcnii_mix(*copies, layer, 0.1, 0.3, mask=mask, overwrites=overwrites)
+        out = gcnii_mix(*copies, layer, 0.1, 0.3, NormReluOptions(mask=mask), overwrites)
         found = out.detach().clone()
         is_changed = not torch.equal(copies[0], inputs[0])
         out.pow(3).sum().backward()

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 from gnnpipe.ops import norm_relu_blocks
 from gnnpipe.ops.hashed_dropout import Mask
-from gnnpipe.ops.norm_relu import gcnii_mix, norm_relu
+from gnnpipe.ops.norm_relu import NormReluOptions, gcnii_mix, norm_relu
 
 ROWS, WIDTH = 7, 5
 
@@ -69,8 +69,10 @@ def test_norm_relu(name, has_bias, mask):
         total = total + (x if weight is None else x @ weight.T)
     inputs = [t for t in (bias, *pairs, *layer.parameters()) if t is not None]
     plain = dropped(torch.relu(layer(total)), mask)
-    assert_same(plain, norm_relu(layer, bias, *pairs, mask=mask), inputs)
-    assert gradcheck(lambda b, *p: norm_relu(layer, b, *p, mask=mask), (bias, *pairs))
+    assert_same(plain, norm_relu(layer, bias, *pairs, options=NormReluOptions(mask=mask)), inputs)
+    assert gradcheck(
+        lambda b, *p: norm_relu(layer, b, *p, options=NormReluOptions(mask=mask)), (bias, *pairs)
+    )
 
 
 def test_gcnii_mix(mask):
@@ -81,7 +83,7 @@ def test_gcnii_mix(mask):
     plain = dropped(torch.relu(layer(0.7 * mixed + 0.3 * mixed @ weight.T)), mask)
 
     def mix(*tensors: torch.Tensor) -> torch.Tensor:
-        return gcnii_mix(*tensors, layer, 0.1, 0.3, mask=mask)
+        return gcnii_mix(*tensors, layer, 0.1, 0.3, options=NormReluOptions(mask=mask))
 
     inputs = [received, first, weight]
     assert_same(plain, mix(*inputs), [*inputs, *layer.parameters()])
@@ -104,8 +106,8 @@ def test_no_rows_are_no_rows(mask):
     layer, weight = norm(), draw(WIDTH, WIDTH)
     none, some = draw(0, WIDTH), None if mask is None else Mask(mask.kept[:0], mask.scale)
     for out in (
-        norm_relu(layer, draw(WIDTH), none, weight, mask=some),
-        gcnii_mix(none, none, weight, layer, 0.1, 0.3, mask=some),
+        norm_relu(layer, draw(WIDTH), none, weight, options=NormReluOptions(mask=some)),
+        gcnii_mix(none, none, weight, layer, 0.1, 0.3, options=NormReluOptions(mask=some)),
     ):
         assert out.shape == (0, WIDTH)
         weight.grad = None

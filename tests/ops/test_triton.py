@@ -10,11 +10,11 @@ from gnnpipe import Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.ops import hashed_dropout, triton
 from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_mask, row_keys
-from gnnpipe.ops.norm_relu_blocks import Tail, TailBackward, keep
+from gnnpipe.ops.norm_relu_blocks import NormReluBackward, norm_relu_block, to_save
 from gnnpipe.ops.spmm import default_kernel, kernel_named
 from gnnpipe.ops.triton import spmm
 from gnnpipe.ops.triton.dropout import fill_masks
-from gnnpipe.ops.triton.norm_relu import tail_backward, tail_forward
+from gnnpipe.ops.triton.norm_relu import norm_relu_backward, norm_relu_forward
 from gnnpipe.ops.triton.spmm import product
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,9 +63,9 @@ def test_pieces_grow_with_the_matrix(monkeypatch):
     """So that few sums lie apart, however many entries there are."""
     dense, parts = matrix(torch.float64)
     assert len(parts[1]) > 200
-    monkeypatch.setattr(spmm, "SHORTEST", 4)
+    monkeypatch.setattr(spmm, "MIN_PIECE", 4)
     for most, longest in ((1 << 20, 4), (20, len(parts[1]) // 20)):
-        monkeypatch.setattr(spmm, "MOST_PIECES", most)
+        monkeypatch.setattr(spmm, "MAX_PIECES", most)
         sizes = []
         cut = spmm._cut
         with monkeypatch.context() as seen:
@@ -97,16 +97,16 @@ def test_a_matrix_without_entries():
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("size", [(37, 7), (50, 130), (1, 3), (0, 5)])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
-def test_tails(kind, size, is_dropped):
+def test_norm_relu(kind, size, is_dropped):
     """Beside what CPUs do, and over more rows than the programs have at a time."""
     total, grad, scale, shift = (
         draw(*shape, kind=kind, seed=i) for i, shape in enumerate([size, size, size[1:], size[1:]])
     )
     kept = (draw(size[0], size[1] + 3) < 0.2).to(torch.int8)[:, : size[1]]
     mask = Mask(kept, 1 / 0.6) if is_dropped else None
-    tail, out = Tail(scale, shift, 1e-5, mask), torch.empty_like(total)
-    stats = tail.forward(total, out, slice(None))
-    back = TailBackward(keep(scale, shift, total, out, [stats]), tail.factor, (True, True))
+    factor, out = 1 / 0.6 if is_dropped else 1.0, torch.empty_like(total)
+    stats = norm_relu_block(total, out, slice(None), scale, shift, 1e-5, mask)
+    back = NormReluBackward(to_save(scale, shift, total, out, [stats]), factor, (True, True))
     wanted = back.rows(grad, slice(None))
     of_weights = [*back.weights(), wanted.sum(0)]
     args = total.to(HERE), scale.to(HERE), shift.to(HERE)
@@ -115,32 +115,31 @@ def test_tails(kind, size, is_dropped):
     if is_dropped:  # with room behind each row
         mine = torch.zeros(size[0], size[1] + 3, dtype=torch.int8, device=HERE)[:, : size[1]]
         mine.copy_(kept)
-    mean, rstd = tail_forward(*args, 1e-5, mine, tail.factor, made)
+    mean, rstd = norm_relu_forward(*args, 1e-5, mine, factor, made)
     near(made, out, kind)
     near(mean, stats[0], kind)
     near(rstd, stats[1], kind)
     for into in (None, args[0]):
-        found, sums = tail_backward(
-            grad.to(HERE), made, args[0], args[1], mean, rstd, tail.factor, into, programs=3
-        )
+        saved = args[1], args[2], args[0], made, mean, rstd
+        found, sums = norm_relu_backward(grad.to(HERE), saved, factor, into, programs=3)
         near(found, wanted, kind)
         for mine, other in zip(sums, of_weights, strict=True):
             near(mine, other, kind)
     assert found is args[0]
 
 
-def test_what_is_no_number_stays_none():
+def test_nan_stays_nan():
     total = draw(4, 8)
     total[2, 3] = float("nan")
     out = torch.zeros_like(total).to(HERE)
     ones = torch.ones(8, dtype=torch.float64, device=HERE)
     kept = torch.zeros(4, 8, dtype=torch.int8, device=HERE)
     for mask in (None, kept):
-        mean, rstd = tail_forward(total.to(HERE), ones, ones, 1e-5, mask, 2.0, out)
+        mean, rstd = norm_relu_forward(total.to(HERE), ones, ones, 1e-5, mask, 2.0, out)
         assert out[2].isnan().all()
         assert not out[[0, 1, 3]].isnan().any()
     grad = torch.ones_like(out)
-    found, _ = tail_backward(grad, out, total.to(HERE), ones, mean, rstd, 2.0)
+    found, _ = norm_relu_backward(grad, (ones, ones, total.to(HERE), out, mean, rstd), 2.0)
     assert found[2].isnan().all()
 
 
@@ -170,7 +169,7 @@ def test_a_mask_is_made_where_one_was(on_triton):
     keys = row_keys(torch.arange(9)).to(HERE)
     first, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 1)
     wanted, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 2)
-    again, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 2, room=first)
+    again, _ = hashed_dropout._keep_mask(keys, 6, 0.5, 2, out=first)
     assert again.data_ptr() == first.data_ptr()
     assert torch.equal(again, wanted)
 

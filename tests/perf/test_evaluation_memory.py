@@ -53,7 +53,7 @@ def held_at_most(monkeypatch, prepared):
         nonlocal most
         out = forward(self, chunk, step, walk)
         there = [*out.values(), *(history.table for history in self._scratch.values())]
-        for walk in self._walks.values():
+        for walk in self._chunks.values():
             there += walk.values.values()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in there}
         most = max(most, sum(size for place, size in storages.items() if place not in train))

@@ -39,7 +39,7 @@ def apart(monkeypatch):
     def read(self, chunk):
         self.settle()
         found = self.operator.forward.matmul(self.table, *self.into(chunk)).to(self._dtype)
-        self._read_once()
+        self._free_after_read()
         return found
 
     def clear(self):

@@ -1,8 +1,7 @@
-"""What only GPUs need: kernels in Triton, which comes with torch for CUDA, and CUDA graphs.
+"""Code for GPUs only: kernels in Triton, and recording of CUDA graphs.
 
-The kernels are modules of their own, to be imported where ``works_on`` says that they work. Triton
-builds a kernel when it is first run, and a small launcher for it with the C compiler of the
-machine: it may be installed and still be of no use, so one kernel is run before it is relied on.
+Import the kernel modules only if ``works_on``. Triton compiles a kernel at its first run, with the
+machine's C compiler, so an installed Triton may still fail; one kernel is run as a trial.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ T = TypeVar("T")
 
 
 def works_on(device: torch.device) -> bool:
-    """Whether kernels in Triton run there."""
+    """Return whether Triton kernels run on ``device``."""
     return fault_on(device) is None
 
 
 @functools.cache
 def fault_on(device: torch.device) -> str | None:
-    """Why kernels in Triton do not run there, on a line; None: they do.
+    """Return in one line why Triton kernels do not run on ``device``; ``None`` if they do.
 
-    A ``UserWarning`` says so, once, of a GPU that has to do without a Triton that is there.
+    Warns once if Triton is installed but does not run on this GPU.
     """
     if device.type != "cuda":
         return "it is for GPUs"
@@ -38,7 +37,7 @@ def fault_on(device: torch.device) -> str | None:
         return "the package triton is not installed"
     try:
         importlib.import_module("gnnpipe.ops.triton.spmm").try_out(device)
-    except Exception as error:  # whatever its compiler, the C compiler or the driver comes up with
+    except Exception as error:  # of Triton's compiler, the C compiler or the driver
         why = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
         warnings.warn(
             f"Triton is installed, but a kernel of it does not run on {device} ({why}): torch's "
@@ -52,16 +51,19 @@ def fault_on(device: torch.device) -> str | None:
 
 
 def captured(work: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """What ``work`` starts on the GPU ``device`` as one graph, and what it returned.
+    """Record the kernels that ``work`` launches on ``device`` as a CUDA graph.
 
-    It runs once, but the GPU does nothing yet: tensors that it returned have their numbers after
-    each ``replay``. An exception, also one because it waited for the GPU, is passed on.
+    Returns:
+        The graph, and the result of ``work``: its tensors hold their values after a ``replay``.
+
+    Raises:
+        Exception: ``work`` raised one, or waited for the GPU.
     """
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        # A stream of this GPU, and not the one that torch keeps of the first that it recorded on.
-        # Other threads (the one that watches NCCL, say) may do as they like meanwhile.
-        own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+        # torch's default capture stream belongs to the GPU that captured first.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # "thread_local": other threads, such as NCCL's watchdog, may use the GPU meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = work()
     return graph, found

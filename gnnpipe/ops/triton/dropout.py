@@ -1,7 +1,6 @@
-"""The masks of keyed dropout on a GPU as one kernel, in Triton; bit for bit those of the CPU.
+"""Triton kernel of keyed dropout's masks on a GPU, equal to the CPU's masks bit by bit.
 
-By torch alone the hash is some twenty kernels, and each reads and writes a number of 32 bits for
-every four that are dropped or not.
+With torch's operations the hash would take about twenty kernels over all 32-bit hashes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _fill(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A block of rows and columns of one site: see ``fill_masks``."""
+    """Fill a block of rows and columns of one site's mask (``fill_masks``)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     site = tl.program_id(2).to(tl.int64)
@@ -47,17 +46,21 @@ def _fill(
     part = (column % PER_HASH).to(tl.uint32)[None, :]
     if PER_HASH == 4:
         number = ((drawn >> (part * 8)) & 255).to(tl.int32)
-    else:  # of 16 bits with a sign
+    else:  # signed 16 bits
         number = (((drawn >> (part * 16)) & 65535) ^ 32768).to(tl.int32) - 32768
     at = (site * num_rows + row)[:, None] * full + column[None, :]
     tl.store(masks + at, (number >= least).to(tl.int8), mask=inside)
 
 
 def fill_masks(keys: Tensor, epoch_keys: Tensor, masks: Tensor, least: int, per_hash: int) -> None:
-    """Fill ``masks`` [S, R, full] int8 of S sites.
+    """Fill the masks of S sites.
 
-    ``keys`` [R] and ``epoch_keys`` [S] int32; ``full`` is a multiple of ``per_hash``, the numbers
-    that a hash of 32 bits gives: 4 or 2. What draws ``least`` or more is kept.
+    Args:
+        keys: Row keys [R] int32.
+        epoch_keys: Keys [S] int32 of each site in this epoch.
+        masks: [S, R, full] int8, ``full`` a multiple of ``per_hash``; 1 for entries that are kept.
+        least: Smallest number that is kept.
+        per_hash: Numbers in a 32-bit hash, 4 or 2.
     """
     sites, count, full = masks.shape
     if not masks.numel():

@@ -1,27 +1,28 @@
-"""LayerNorm, ReLU and dropout on a GPU as one kernel, and their adjoint as another, in Triton.
+"""Triton kernels of LayerNorm + ReLU + dropout on a GPU: one forward, one backward.
 
-As kernels of their own they go through all rows in memory six times forward and nine times
-backward. Here rows are read once and written once; backward reads the three things that it needs
-and writes one. A sum over all rows (gradients of the norm's weights, and of a bias in front of it)
-is made by each program over its own rows, and then over the programs: in a fixed order.
-R rows, F columns.
+Rows are read once and written once; separate kernels would pass over them six times forward and
+nine times backward. Sums over all rows (gradients of the norm's weights and of a bias before the
+norm) are made by each program over its own rows, then over the programs, in a fixed order.
+R rows, F columns, P programs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["WIDEST", "tail_backward", "tail_forward"]
+__all__ = ["MAX_WIDTH", "norm_relu_backward", "norm_relu_forward"]
 
-WIDEST = 2048
-"""Columns; a program has whole rows."""
-_NUMBERS = 1024
-"""Of the rows of a program."""
-_PROGRAMS = 528
-"""Of backward, four for each multiprocessor of an H100."""
+MAX_WIDTH = 2048
+"""Columns; a program processes whole rows."""
+_BLOCK_SIZE = 1024
+"""Entries that a program processes at a time."""
+_MAX_PROGRAMS = 528
+"""Programs of the backward kernel: four for each multiprocessor of an H100."""
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _forward(
     ROWS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """``ROWS`` whole rows, of ``width`` padded to ``WIDTH``: see ``tail_forward``."""
+    """Process ``ROWS`` rows of ``width`` columns, padded to ``WIDTH`` (``norm_relu_forward``)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -55,7 +56,7 @@ def _forward(
     by = tl.load(scale + column, mask=column < width, other=0.0).to(TYPE)
     plus = tl.load(shift + column, mask=column < width, other=0.0).to(TYPE)
     y = x * rstd[:, None] * by[None, :] + plus[None, :]
-    y = tl.where(y <= 0.0, 0.0, y)  # and not the larger of both: what is no number stays none
+    y = tl.where(y <= 0.0, 0.0, y)  # unlike maximum(y, 0), this keeps NaN
     if HAS_MASK:
         at = row.to(tl.int64)[:, None] * kept_stride + column[None, :]
         y = y * FACTOR * tl.load(kept + at, mask=inside, other=0).to(TYPE)
@@ -81,7 +82,7 @@ def _backward(
     ROWS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Every P-th block of rows, and the program's own part of ``sums`` [3, P, F] over them."""
+    """Process every P-th block of rows, and fill the program's part of ``sums`` [3, P, F]."""
     column = tl.arange(0, WIDTH)
     within = column < width
     by = tl.load(scale + column, mask=within, other=0.0).to(TYPE)
@@ -118,17 +119,7 @@ def _backward(
     tl.store(sums + 2 * apart + at, to_bias, mask=within)
 
 
-def _shape(width: int) -> tuple[int, int]:
-    """Padded width, and rows of a program."""
-    wide = triton.next_power_of_2(width)
-    return wide, max(1, _NUMBERS // wide)
-
-
-def _type(x: Tensor) -> tl.dtype:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
-def tail_forward(
+def norm_relu_forward(
     total: Tensor,
     scale: Tensor,
     shift: Tensor,
@@ -137,13 +128,22 @@ def tail_forward(
     factor: float,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Fill ``out`` [R, F] from ``total`` [R, F]; mean and reciprocal deviation [R, 1].
+    """Fill ``out`` [R, F] with ``factor * kept * relu(LayerNorm(total))``.
 
-    ``kept`` [R, F] int8: what dropout keeps, which is multiplied by ``factor``; none: all, as it
-    is. Rows are contiguous, at most ``WIDEST`` wide.
+    Args:
+        total: [R, F], contiguous, F <= ``MAX_WIDTH``.
+        scale: Weight of the norm, [F].
+        shift: Bias of the norm, [F].
+        eps: Of the norm.
+        kept: Dropout mask [R, F] int8; ``None``: no dropout, and no factor.
+        factor: One over the share of entries that are kept.
+        out: [R, F]
+
+    Returns:
+        Mean and reciprocal standard deviation of the rows, [R, 1] each.
     """
     count, width = total.shape
-    wide, rows = _shape(width)
+    padded, rows = _block_shape(width)
     means, rstds = total.new_empty(2, count, 1)
     if count:
         mask, stride = (total, 0) if kept is None else (kept, kept.stride(0))
@@ -161,49 +161,65 @@ def tail_forward(
             EPS=eps,
             FACTOR=factor,
             HAS_MASK=kept is not None,
-            WIDTH=wide,
+            WIDTH=padded,
             ROWS=rows,
-            TYPE=_type(total),
+            TYPE=_compute_type(total),
         )
     return means, rstds
 
 
-def tail_backward(
+def norm_relu_backward(
     grad: Tensor,
-    out: Tensor,
-    total: Tensor,
-    scale: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    saved: Sequence[Tensor],
     factor: float,
-    into: Tensor | None = None,
-    programs: int = _PROGRAMS,
+    out: Tensor | None = None,
+    programs: int = _MAX_PROGRAMS,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient [R, F] of ``total`` from that of ``out``, and of scale, of shift, its sum: [3, F].
+    """Return the gradients of ``norm_relu_forward``.
 
-    ``into``: where to make the first; it may be ``total`` itself.
+    Args:
+        grad: Gradient [R, F] of the result.
+        saved: Scale, shift, input and result, mean and reciprocal standard deviation.
+        factor: One over the share of entries that are kept, 1 without dropout.
+        out: Memory for the gradient of the input; it may be the input itself.
+        programs: Programs at most.
+
+    Returns:
+        The gradient [R, F] of the input; the gradients of scale and shift and the sum over the
+        rows of the former, together [3, F].
     """
+    scale, _, total, result, mean, rstd = saved
     count, width = total.shape
-    wide, rows = _shape(width)
-    found = torch.empty_like(total) if into is None else into
+    padded, rows = _block_shape(width)
+    out = torch.empty_like(total) if out is None else out
     if not count:
-        return found, total.new_zeros(3, width)
+        return out, total.new_zeros(3, width)
     programs = min(programs, triton.cdiv(count, rows))
     sums = total.new_empty(3, programs, width)
     _backward[(programs,)](
         grad.contiguous(),
-        out,
+        result,
         total,
         scale,
         mean,
         rstd,
-        found,
+        out,
         sums,
         count,
         width,
         FACTOR=factor,
-        WIDTH=wide,
+        WIDTH=padded,
         ROWS=rows,
-        TYPE=_type(total),
+        TYPE=_compute_type(total),
     )
-    return found, sums.sum(1)
+    return out, sums.sum(1)
+
+
+def _block_shape(width: int) -> tuple[int, int]:
+    """Return the padded width, and the rows that a program processes at a time."""
+    padded = triton.next_power_of_2(width)
+    return padded, max(1, _BLOCK_SIZE // padded)
+
+
+def _compute_type(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32

@@ -1,9 +1,9 @@
-"""Sparse rows times dense rows on a GPU, in Triton: what ``--kernel triton`` runs.
+"""Triton kernel of sparse times dense rows on a GPU (``--kernel triton``).
 
-A warp sums one row, and asks for eight neighbours' rows of 128 numbers before the first is there. A
-row of many entries (a hub) would be one warp's work for longer than all others take together, so
-such rows are cut into pieces; their sums go to rows of their own and are added up afterwards, in a
-fixed order: the bits are the same in every run. R rows, T columns, E entries, F features, P pieces.
+One warp sums one row of the result, with the loads of eight neighbours' rows (of 128 features) in
+flight. A row with many entries (a hub) would keep one warp busy after all others are done, so long
+rows are cut into pieces, whose sums are added afterwards. The order is fixed: every run gives the
+same bits. R rows, T columns, E entries, F features, P pieces.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 __all__ = ["product", "try_out"]
 
-SHORTEST = 256
-"""Entries of a piece, at least."""
-MOST_PIECES = 16384
-"""Twice the warps that a large GPU has at a time. No piece is a larger part of all entries than one
-in so many, and so at most twice as many sums lie apart: 16 MiB of them for F = 128."""
-WIDEST = 256
+MIN_PIECE = 256
+"""Entries of a piece, at least, before a row is cut."""
+MAX_PIECES = 16384
+"""Twice the warps that a large GPU runs at a time. A piece has at least 1 / ``MAX_PIECES`` of all
+entries, so the sums of pieces take little memory: 16 MiB for F = 128."""
+_MAX_WIDTH = 256
 """Features that a warp sums at a time."""
-ASKED_FOR = 1024
-"""Numbers of the neighbours' rows that a warp asks for at a time."""
+_IN_FLIGHT = 1024
+"""Numbers that a warp loads at a time."""
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def _sum_pieces(
     IS_RUN: tl.constexpr,
     TOTAL: tl.constexpr,
 ):
-    """Sum piece by piece; the first ``num_apart`` go to rows of ``apart``, all others to ``out``.
+    """Sum one piece; the sums of the first ``num_apart`` go to ``apart``, all others to ``out``.
 
-    ``ARE_ROWS``: the pieces are the rows, in their order. ``IS_RUN``: rows of ``dense`` are summed
-    as they stand, without indices and values.
+    ``ARE_ROWS``: piece i is row i. ``IS_RUN``: sum consecutive rows of ``dense``, without indices
+    and values.
     """
     piece = tl.program_id(0)
     first = tl.load(starts + piece)
@@ -85,16 +85,16 @@ def _sum_pieces(
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
-    """Runs of entries, each of one row."""
+    """Ranges of entries, each inside one row."""
 
     starts: Tensor
-    """[P], the first entry of each."""
+    """[P], first entry of each piece."""
     stops: Tensor
-    """[P], the one behind its last."""
+    """[P], end of each piece (exclusive)."""
     targets: Tensor | None = None
-    """[P], the row that each is of; none: they are the rows."""
+    """[P], row of each piece's sum; ``None``: piece i is row i."""
     num_apart: int = 0
-    """So many of the first are parts of a row, and their targets places for their sums."""
+    """The first ``num_apart`` pieces are parts of a row; their targets are rows of ``apart``."""
 
     def sum(
         self,
@@ -103,9 +103,12 @@ class _Pieces:
         out: Tensor,
         apart: Tensor | None = None,
     ) -> None:
-        """Fill the targets. ``entries``: indices and values; none: rows as they stand."""
+        """Fill the targets in ``out`` and ``apart``.
+
+        ``entries``: indices and values; ``None``: sum consecutive rows of ``dense``.
+        """
         width = dense.shape[1]
-        wide = min(triton.next_power_of_2(width), WIDEST)
+        wide = min(triton.next_power_of_2(width), _MAX_WIDTH)
         indices, values = (self.starts, dense) if entries is None else entries
         _sum_pieces[len(self.starts), triton.cdiv(width, wide)](
             self.starts,
@@ -119,7 +122,7 @@ class _Pieces:
             self.num_apart,
             width,
             WIDTH=wide,
-            ENTRIES=min(max(ASKED_FOR // wide, 4), 32),
+            ENTRIES=min(max(_IN_FLIGHT // wide, 4), 32),
             ARE_ROWS=self.targets is None,
             IS_RUN=entries is None,
             num_warps=1,
@@ -128,9 +131,10 @@ class _Pieces:
 
 
 def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
-    """Pieces of at most ``longest`` entries of rows with these ``offsets`` [R + 1].
+    """Cut rows with these ``offsets`` [R + 1] into pieces of at most ``longest`` entries.
 
-    The second, if any row has several: the runs of their sums.
+    Returns:
+        The pieces; and if any row has several, the ranges of their sums in ``apart``.
     """
     count, kind = len(offsets) - 1, offsets.dtype
     sizes = offsets.diff().long()
@@ -144,7 +148,7 @@ def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
     is_part = parts[row] > 1
     several = (parts > 1).nonzero().squeeze(1)
     num_apart = int(is_part.sum())
-    # Long ones first: what begins last is to be short.
+    # Parts of long rows first: work that starts last should be short.
     order = torch.argsort(is_part.int(), descending=True, stable=True)
     targets = row[order]
     targets[:num_apart] = torch.arange(num_apart, device=row.device)
@@ -158,15 +162,20 @@ def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
 def product(
     offsets: Tensor, indices: Tensor, values: Tensor, longest: int | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Rows [T, F] to [R, F], for offsets [R + 1], indices [E] and values [E]; R is not 0.
+    """Return the product with a matrix: dense rows [T, F] to [R, F], R > 0.
 
-    Sums are made in float32, of float64 in float64. Rows of more than ``longest`` entries are cut,
-    of ``max(SHORTEST, E / MOST_PIECES)`` if that is not given. To know whether there are any, the
-    GPU is waited for.
+    Sums are made in float32, for float64 rows in float64. Waits for the GPU once, to find out
+    whether there are long rows.
+
+    Args:
+        offsets: [R + 1]
+        indices: [E]
+        values: [E]
+        longest: Entries of a row that is not cut; default ``max(MIN_PIECE, E / MAX_PIECES)``.
     """
     if len(indices) > 2**31 - 64:
-        offsets = offsets.long()  # an entry behind the last is counted, too
-    pieces, runs = _cut(offsets, longest or max(SHORTEST, len(indices) // MOST_PIECES))
+        offsets = offsets.long()  # loops count up to 32 entries beyond the last
+    pieces, runs = _cut(offsets, longest or max(MIN_PIECE, len(indices) // MAX_PIECES))
     count = len(offsets) - 1
 
     def times(dense: Tensor) -> Tensor:
@@ -187,7 +196,7 @@ def product(
 
 
 def try_out(device: torch.device) -> None:
-    """Multiply 2 by 3 on ``device``. ``RuntimeError`` and others if that is not 6 there."""
+    """Multiply 2 by 3 on ``device``; raise an exception if that fails or is not 6."""
     index = torch.arange(2, dtype=torch.int32, device=device)
     numbers = torch.tensor([2.0, 3.0], device=device)
     found = product(index, index[:1], numbers[:1])(numbers[1:, None]).item()

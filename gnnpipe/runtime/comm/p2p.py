@@ -1,8 +1,8 @@
-"""Stage to stage: values forward, gradients back, without waiting.
+"""Point-to-point messages between stages: values forward, gradients backward.
 
-``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for everything that
-was sent. Messages between two ranks keep their order, so no tags are needed: the program checker
-has proved that both ends agree on it. Every value is its own message, by name.
+``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for all sends.
+Messages between two ranks keep their order, so no tags are needed: the program checker has proved
+that both ends use the same order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gnnpipe.runtime.comm.start_thread import Transfer
 __all__ = ["PointToPoint"]
 
 Key = tuple[str, int, int]
-"""(way 'F' or 'B', stage of the peer, position of the chunk)."""
+"""Direction ('F' or 'B'), stage of the peer, position of the chunk."""
 
 
 class PointToPoint:
-    """The messages of one rank."""
+    """Sender and receiver of one rank's messages to the same shard of other stages."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
-        """Values are of ``dtype`` and travel as ``row_dtype``."""
+        """``dtype``: type of values; ``row_dtype``: type of values in messages."""
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
@@ -36,37 +36,31 @@ class PointToPoint:
     def post(
         self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Make room for values of these sizes (rows, width) and start to receive them."""
-        room = {
+        """Start to receive values of these ``sizes`` (rows, width) from stage ``peer``."""
+        values = {
             name: torch.empty(sizes[name], dtype=self.row_dtype, device=self.mesh.device)
             for name in sorted(sizes)
         }
         source = self.mesh.peer(peer)
-        coming = [t for t in room.values() if len(t)]
+        coming = [t for t in values.values() if len(t)]
         transfer = self.mesh.start_thread.start(lambda: [dist.irecv(t, src=source) for t in coming])
-        self._arriving[way, peer, position] = (room, transfer, self.mesh.recorder.clock())
+        self._arriving[way, peer, position] = (values, transfer, self.mesh.recorder.clock())
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
-        """The values that were posted, once they are here."""
-        room, transfer, posted = self._arriving.pop((way, peer, position))
-        wait_start_s = self.mesh.recorder.clock()
+        """Wait for posted values and return them, by name."""
+        values, transfer, posted_s = self._arriving.pop((way, peer, position))
+        recorder = self.mesh.recorder
+        wait_start_s = recorder.clock()
         transfer.wait()
-        size = sum(t.nbytes for t in room.values())
-        self.mesh.recorder.add_message(
-            way, self.mesh.peer(peer), position, size, posted, wait_start_s
-        )
-        return {name: values.to(self.dtype) for name, values in room.items()}
-
-    @property
-    def is_rounding(self) -> bool:
-        """What arrives is not what was sent."""
-        return self.row_dtype != self.dtype
+        size = sum(t.nbytes for t in values.values())
+        recorder.add_message(way, self.mesh.peer(peer), position, size, posted_s, wait_start_s)
+        return {name: value.to(self.dtype) for name, value in values.items()}
 
     def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
-        """Start to send values; they must not change before ``drain``."""
-        self.mesh.recorder.add_send(way, self.mesh.peer(peer), position)
+        """Start to send values to stage ``peer``; they must not change before ``drain``."""
         target = self.mesh.peer(peer)
-        # A chunk may have no vertex of a type; nobody waits for it.
+        self.mesh.recorder.add_send(way, target, position)
+        # No message for a value without rows: a chunk may have no vertex of a type.
         leaving = [
             values[name].detach().to(self.row_dtype).contiguous()
             for name in sorted(values)
@@ -76,10 +70,10 @@ class PointToPoint:
             lambda: [dist.isend(t, dst=target) for t in leaving]
         )
         self._leaving.append((leaving, transfer))
-        self.sent_bytes += sum(t.numel() * t.element_size() for t in leaving)
+        self.sent_bytes += sum(t.nbytes for t in leaving)
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends are complete."""
         for _, transfer in self._leaving:
             transfer.wait()
         self._leaving.clear()

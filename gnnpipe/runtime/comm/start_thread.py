@@ -1,10 +1,9 @@
-"""Starts sends and receives from a thread of its own.
+"""Starts sends and receives from a separate thread.
 
-To start one over gloo takes a lock that gloo's thread holds while it handles what arrives, and
-writes into the socket. Measured beside work on a core of its own that is .3 to .6 ms for a send and
-a receive of 4 to 40 KB, and 4 ms where two ranks share a core: time in which nothing is computed.
-So a rank only says what is to be started; the thread does so in that order (docs/adr/0022). On a
-GPU a start costs nothing, and has to stand in the stream where it was asked for.
+Over gloo, starting a message takes a lock that gloo's own thread holds while it handles arriving
+data, and writes into the socket: 0.3 to 0.6 ms for a send and a receive of 4 to 40 KB, and 4 ms
+where two ranks share a core. Without the thread, nothing would be computed during that time
+(docs/adr/0022). On a GPU starting is cheap, and has to happen in stream order on the main thread.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import torch.distributed as dist
 __all__ = ["StartThread", "Transfer"]
 
 Begin = Callable[[], Sequence[dist.Work | None]]
-"""Starts some sends and receives and returns at once."""
+"""Starts sends and receives, and returns at once."""
 
 
 class Transfer:
-    """Sends and receives that were asked for together."""
+    """Sends and receives that are started and awaited together."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
@@ -31,7 +30,7 @@ class Transfer:
         self._is_begun = threading.Event()
 
     def begin(self) -> None:
-        """Start them; a fault is for who waits."""
+        """Start the messages; ``wait`` raises what this raises."""
         try:
             self._works = self._begin()
             if None in self._works:
@@ -41,7 +40,7 @@ class Transfer:
         self._is_begun.set()
 
     def wait(self) -> None:
-        """Until all of them are over. Raises what starting or moving them has raised."""
+        """Wait until all messages are complete; raise the error of a failed one."""
         self._is_begun.wait()
         if self._fault is not None:
             raise self._fault
@@ -51,7 +50,7 @@ class Transfer:
 
 
 class StartThread:
-    """Of one rank. Its thread is there from the first transfer until ``close``."""
+    """Starts one rank's messages in order; the thread runs from the first one until ``close``."""
 
     def __init__(self, has_thread: bool = True) -> None:
         self._has_thread = has_thread
@@ -59,27 +58,27 @@ class StartThread:
         self._thread: threading.Thread | None = None
 
     def start(self, begin: Begin) -> Transfer:
-        """Have these sends and receives started, behind all that were asked for before.
+        """Start messages after all earlier ones.
 
-        What they read must not change, and what they write must not be read, until ``wait``.
+        Until ``wait``, data to send must not change, and received data must not be read.
         """
         transfer = Transfer(begin)
         if not self._has_thread:
             transfer.begin()
             return transfer
         if self._thread is None:
-            self._thread = threading.Thread(target=self._carry, name="courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
             self._thread.start()
         self._queue.put(transfer)
         return transfer
 
     def close(self) -> None:
-        """End the thread, once it has started what was asked for."""
+        """End the thread after it has started all messages."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
 
-    def _carry(self) -> None:
+    def _run(self) -> None:
         while (transfer := self._queue.get()) is not None:
             transfer.begin()

@@ -1,13 +1,13 @@
-"""The history table of one layer: push, read, record, pull.
+"""History table of one layer: push, read, record, pull.
 
-Forward, chunk c pushes its rows and then aggregates over the whole table: rows of chunks that were
-pushed in this epoch are live, the others are what an earlier epoch (or a snapshot) left there; one
-table holds both. Backward, c records the gradient of what it aggregated, and pulls the gradient of
-the rows it pushed: what has been recorded by then comes from exactly those chunks that read c live
-(the program checker proved it). n own rows, h halo rows, F columns.
+Forward: chunk c pushes its rows, then aggregates over the whole table. Rows of chunks that were
+pushed in this epoch are live; all others are stale, left from an earlier epoch or a snapshot.
+Backward: c records the gradient of its aggregated rows, then pulls the gradient of its pushed rows,
+from exactly those chunks that read the rows of c live (the program checker proves the order).
+n own rows, h halo rows, F columns, C rows of a chunk.
 
 Gradients from other chunks can be scaled (GNNPipe's third technique): a neighbour is live with
-probability one half, so a factor of 2 makes the sum unbiased.
+probability 1/2, so a factor of 2 makes the sum unbiased.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["Drift", "History", "HistorySpec", "zeroed"]
 
 
 class Drift:
-    """The drift of one layer's table on one rank."""
+    """Change of one table in an epoch, measured on sampled rows."""
 
     def __init__(self, rows: Tensor) -> None:
-        """``rows`` [s]: local numbers of this shard's sampled own rows."""
+        """``rows`` [s]: numbers of the sampled own rows of this shard."""
         self.rows = rows
         self._before: Tensor | None = None
         self.sums = torch.zeros(2, dtype=torch.float64, device=rows.device)
-        """Squares of the change and of the rows, of the last whole epoch, over the sample."""
+        """Sums of squares of the change and of the rows, from the last complete epoch."""
 
     def before(self, table: Tensor) -> None:
-        """Called ahead of every push; keeps the rows [N, F] as they are at the first."""
+        """Keep the sampled rows as they are before the first push; called before every push."""
         if self._before is None:
             self._before = table[self.rows]
 
     def after(self, table: Tensor) -> None:
-        """Called at the end of the epoch."""
+        """Measure the change at the end of the epoch."""
         if self._before is None:
             return
         now = table[self.rows].to(torch.promote_types(table.dtype, torch.float32))
@@ -50,46 +50,44 @@ class Drift:
         self._before = None
 
 
-_MOVED_AT_ONCE = {"cpu": 1024, "cuda": 1 << 16}
-"""Rows, by device: on a CPU few enough that they stay near the core meanwhile; on a GPU enough that
-the three kernels of a piece take longer than to launch them. The temporary stays small."""
+_MOVE_ROWS = {"cpu": 1024, "cuda": 1 << 16}
+"""Rows per operation of ``move``: on a CPU they stay in the cache; on a GPU the kernels take longer
+than their launch."""
 
 
 @dataclass(frozen=True)
 class HistorySpec:
-    """What the tables of one rank have in common."""
+    """Common properties of the history tables of one rank."""
 
     layout: ShardLayout
     exchange: HaloExchange
     dtype: torch.dtype
-    """Of what is read; the table's own is that of ``exchange``."""
+    """Type of rows that are read; tables have the type of ``exchange``."""
     snapshot_every: int = 1
-    """Stale reads come from a snapshot this many epochs apart; 1: from the last epoch."""
+    """Stale rows come from a snapshot taken every so many epochs; 1: from the last epoch."""
     scale: float = 1.0
     """Factor on gradients from other chunks."""
     sample: Tensor | None = None
-    """[s], own rows whose drift is measured; none where nothing can be stale."""
+    """[s], own rows whose drift is measured; ``None`` if nothing can be stale."""
 
 
 class History(ABC):
-    """One layer's table on one rank, and the gradients that belong to it. F = ``width``."""
+    """Table [n + h, F] of one layer on one rank, and its gradients."""
 
     def __init__(self, spec: HistorySpec, width: int, num_rows: int | None = None) -> None:
-        """``num_rows`` of a table that is kept in float64 and has none of the layout's rows."""
+        """``width``: F; ``num_rows``: size of a float64 table that does not hold vertices' rows."""
         self.layout, self.exchange = spec.layout, spec.exchange
         self.snapshot_every, self.scale = spec.snapshot_every, 1.0
-        self._scale = spec.scale
+        self._scale, self._dtype = spec.scale, spec.dtype
         self._ptr: list[int] = spec.layout.own_ptr.tolist()
         mesh = spec.exchange.mesh
-        # A single chunk on a single shard IS the table; it then needs no copy and no memory.
+        # The pushed rows of a single chunk on a single shard are the table: no copy is needed.
         self._whole = num_rows is None and spec.layout.num_chunks == 1 and mesh.shards == 1
-        self._dtype, row_dtype = spec.dtype, spec.exchange.dtype
         if num_rows is None:
-            size = (0 if self._whole else spec.layout.num_rows, width)
-            self.table = torch.zeros(size, dtype=row_dtype, device=mesh.device)
+            size, table_dtype = 0 if self._whole else spec.layout.num_rows, spec.exchange.dtype
         else:
-            size = (num_rows, width)
-            self.table = torch.zeros(size, dtype=torch.float64, device=mesh.device)
+            size, table_dtype = num_rows, torch.float64
+        self.table = torch.zeros(size, width, dtype=table_dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
         self._arriving: list[Transfer] = []
@@ -101,44 +99,44 @@ class History(ABC):
 
     @property
     def lasting(self) -> Tensor:
-        """What the next epoch's stale reads start from: all that a later run needs of the table."""
+        """Rows that the next epoch's stale reads start from; a checkpoint holds these."""
         return self.table if self._snapshot is None else self._snapshot
 
     def forget_faults(self) -> None:
-        """What is no number becomes zero: stale readers would hand it on for ever."""
+        """Replace NaN and infinity by zero; stale readers would spread them for ever."""
         for table in (self.table, self.lasting):
             table.nan_to_num_(0.0, 0.0, 0.0)
 
     def rows(self, chunk: int) -> tuple[int, int]:
-        """Own rows of a chunk as (start, stop)."""
+        """Return the own rows of a chunk as (start, stop)."""
         return self._ptr[chunk], self._ptr[chunk + 1]
 
     def begin_epoch(self, is_exact: bool) -> None:
-        """Stale reads start from the snapshot, if there is one; no gradient is left over.
+        """Restore the snapshot, if there is one, and clear the gradients.
 
-        Where nothing is stale, there is no gradient to make up for.
+        ``is_exact``: no read is stale, so gradients from other chunks are complete and not scaled.
         """
         self.scale = 1.0 if is_exact else self._scale
-        self._arriving.clear()  # of a pass that was ended by an error
+        self._arriving.clear()  # left by a pass that failed
         self._returning.clear()
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
         self._clear_gradients()
 
     def end_epoch(self, epoch: int, is_exact: bool) -> None:
-        """Refresh the snapshot at the end of every ``snapshot_every``-th epoch (from 0).
+        """Refresh the snapshot after every ``snapshot_every``-th epoch (from 0).
 
-        Also at the end of an exact one: what comes next must not read what is older.
+        Also after an exact epoch, because later epochs must not read older rows.
         """
         self.settle()
         if self.drift is not None:
             self.drift.after(self.table)
-        due = (epoch + 1) % self.snapshot_every == 0 or is_exact
-        if self._snapshot is not None and due:
+        is_due = (epoch + 1) % self.snapshot_every == 0 or is_exact
+        if self._snapshot is not None and is_due:
             self._snapshot.copy_(self.table)
 
     def output_buffer(self, chunk: int) -> OutputBuffer | None:
-        """Where the rows of the chunk can be made that it pushes next; in the table, if at all."""
+        """Return memory in the table for the rows that the chunk pushes next, if possible."""
         if self._whole or self.table.dtype != self._dtype:
             return None
         if self.drift is not None:
@@ -146,75 +144,74 @@ class History(ABC):
         return OutputBuffer.of(self.table, *self.rows(chunk))
 
     def push(self, chunk: int, rows: Tensor) -> None:
-        """Write the chunk's rows [C, F], and its halo rows from the other shards."""
+        """Write the chunk's rows [C, F], and exchange halo rows with the other shards."""
         if self._whole:
             self.table = rows.detach().to(self.table.dtype)
             return
         if self.drift is not None:
             self.drift.before(self.table)
-        start, stop = self.rows(chunk)
-        here = self.table.data_ptr() + start * self.table.stride(0) * self.table.element_size()
-        if rows.data_ptr() != here:  # made elsewhere
-            self.table[start:stop] = rows.detach()
+        here = self.table[slice(*self.rows(chunk))]
+        if rows.data_ptr() != here.data_ptr():  # not made in the output buffer
+            here.copy_(rows.detach())
         if self.exchange.mesh.shards > 1:
             self._arriving.append(self.exchange.push(chunk, self.table))
 
     def settle(self) -> None:
-        """Wait for all halo rows that are on their way: the table is about to be read."""
+        """Wait for all halo rows; call this before the table is read."""
         for arrival in self._arriving:
             arrival.wait()
         self._arriving.clear()
 
-    def _read_once(self) -> None:
-        """What a single chunk pushed is read by itself, and by nobody else."""
+    def _free_after_read(self) -> None:
+        """Free the table of a single chunk, which only the chunk itself reads."""
         if self._whole:
             self.table = self.table.new_empty(0, self.table.shape[1])
 
     def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
-        """These ``rows`` [t], or all, become ``row @ factor + shift``: [F, F] and [F]."""
+        """Replace ``rows`` [t] (default: all) by ``row @ factor + shift``, [F, F] and [F]."""
         if rows is None:
             rows = torch.arange(len(self.table), device=self.table.device)
-        # Some at a time: no second table.
-        for some in torch.split(rows, _MOVED_AT_ONCE[self.table.device.type]):
+        # In pieces, because the temporary would be a second table.
+        for some in torch.split(rows, _MOVE_ROWS[self.table.device.type]):
             found = self.table.index_select(0, some).to(factor.dtype)
             moved = torch.addmm(shift, found, factor)
             self.table.index_copy_(0, some, moved.to(self.table.dtype))
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
-        """What the layer gets for the chunk: aggregated rows, or the rows of its block."""
+        """Return the layer's input for the chunk: aggregated rows, or the rows of its block."""
 
     @abstractmethod
     def record(self, chunk: int, grad: Tensor) -> None:
-        """Note the gradient of what ``read`` gave."""
+        """Record the gradient of the result of ``read``."""
 
     def begin_pull(self, chunk: int) -> None:
-        """All that the chunk's ``pull`` needs has been recorded: halo gradients can leave."""
+        """Start to send halo gradients for the chunk's ``pull``; all of them are recorded."""
         if self.exchange.mesh.shards > 1 and chunk not in self._returning:
             halo = self._halo_gradients(*self.exchange.halo_range(chunk))
             self._returning[chunk] = self.exchange.send_back(chunk, halo)
 
     @abstractmethod
     def pull(self, chunk: int) -> Tensor:
-        """Gradient [C, F] of the rows that the chunk pushed."""
+        """Return the gradient [C, F] of the rows that the chunk pushed."""
 
     def _add_returned(self, chunk: int, own: Tensor) -> Tensor:
-        """``own`` [C, F] with what the other shards found for these rows."""
+        """Add the gradients from other shards to ``own`` [C, F]."""
         if chunk in self._returning:
             self.exchange.add(chunk, self._returning.pop(chunk), own, self.rows(chunk)[0])
         return own
 
     @abstractmethod
     def _halo_gradients(self, low: int, high: int) -> Tensor:
-        """Gradients [high - low, F] of rows of other shards, by table row."""
+        """Return the gradients [high - low, F] of halo rows, by table row."""
 
     @abstractmethod
     def _clear_gradients(self) -> None:
-        """Forget the gradients of the last epoch."""
+        """Clear the gradients of the last epoch."""
 
 
 def zeroed(grads: Tensor, rows: int) -> Tensor:
-    """``grads`` set to zero, allocated on first use: evaluation never needs it."""
+    """Return ``grads`` filled with zeros, allocated on first use: evaluation needs none."""
     if len(grads) == rows:
         return grads.zero_()
     return grads.new_zeros(rows, grads.shape[1])

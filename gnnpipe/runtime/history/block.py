@@ -1,4 +1,7 @@
-"""The history of an aggregation that needs both ends of an edge: a convolution on blocks."""
+"""History of an aggregation that needs both ends of an edge: a convolution on blocks.
+
+C own rows of a chunk, H halo rows of its block, F columns.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,31 @@ __all__ = ["BlockHistory"]
 
 
 class BlockHistory(History):
-    """Aggregation by a convolution on a block: the own rows of a chunk, then its halo rows.
+    """Rows for a convolution on a block: the own rows of a chunk, then its halo rows.
 
-    Rows of another type than those that read are all halo rows.
+    If sources and targets are of different vertex types, all source rows are halo rows.
     """
 
     def __init__(self, spec: HistorySpec, width: int, blocks: Blocks) -> None:
         super().__init__(spec, width)
         self.blocks = blocks
-        # A row is given gradients many times, so that their sum must not be rounded each time.
+        # Many gradients are added to a row, so the sum is not rounded to the table's type.
         self._grads = self._grads.to(spec.dtype)
 
     def block(self, chunk: int) -> Block:
-        """The edges of a chunk."""
+        """Return the block of a chunk."""
         return self.blocks.chunks[chunk]
 
     def read(self, chunk: int) -> Tensor:
-        """Rows [C + H, F] of the chunk's block."""
+        """Return the rows [C + H, F] of the chunk's block."""
         self.settle()
         start, stop = self._own(chunk)
         rows = torch.cat([self.table[start:stop], self.table[self.block(chunk).halo_rows]])
-        self._read_once()
+        self._free_after_read()
         return rows.to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:
-        """Gradient [C + H, F] of the block's rows, added to what each row has."""
+        """Add the gradient [C + H, F] of the block's rows to their sums."""
         start, stop = self._own(chunk)
         block = self.block(chunk)
         own, halo = grad[: stop - start], grad[stop - start :]
@@ -46,12 +49,12 @@ class BlockHistory(History):
         self._grads.index_add_(0, block.halo_rows, halo)
 
     def _own(self, chunk: int) -> tuple[int, int]:
-        """Own rows that the chunk's block begins with."""
+        """Return the own rows at the beginning of the chunk's block."""
         start, stop = self.rows(chunk)
         return start, stop if self.blocks.is_square else start
 
     def pull(self, chunk: int) -> Tensor:
-        """What the chunk's rows were given, here and by the other shards."""
+        """Return the summed gradients [C, F] of the chunk's rows, from all shards."""
         start, stop = self.rows(chunk)
         self.begin_pull(chunk)
         return self._add_returned(chunk, self._grads[start:stop].clone())

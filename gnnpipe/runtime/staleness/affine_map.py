@@ -1,7 +1,8 @@
-"""The map from old to new pilot rows: fitted from sums over the rows that all shards can add up.
+"""Affine map from the old to the new rows of the probe vertices, fitted by ridge regression.
 
-P pilot rows (of all shards), F columns. With frozen weights old and new are the same numbers, and
-the map is the identity to the bit (law 8).
+The fit needs only sums over the rows, which the shards add up. P probe vertices on all shards, F
+columns. With frozen weights old and new rows are equal, and the map is the identity bit by bit
+(law 8).
 """
 
 from __future__ import annotations
@@ -14,41 +15,47 @@ from torch import Tensor
 __all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "gram", "mean_moments", "moments"]
 
 RIDGE = 5e-2
-"""Pull of the fitted slope towards zero, in mean squares of the pilot rows. Taken before the mean
-is removed: where the rows hardly differ from one another, only their common shift can be told."""
+"""Ridge penalty on the slope, relative to the mean square of the rows. The mean is not subtracted:
+if all rows are nearly equal, only their common shift can be estimated."""
 
 
 @dataclass(frozen=True)
 class AffineMap:
-    """``row @ (I + slope) + shift``, how far the rows moved and how much of that it misses."""
+    """The map ``row @ factor + shift``."""
 
     factor: Tensor
-    """[F, F], I + slope."""
+    """[F, F]"""
     shift: Tensor
-    """[F]."""
+    """[F]"""
     moved: float
-    """Movement of the pilot rows relative to their size (Frobenius norms)."""
+    """Change of the probe rows, relative to their size (Frobenius norms)."""
     missed: float
-    """What the map leaves of it on rows that it was not fitted on, relative to their size."""
+    """Estimated error of the map on other rows, relative to their size."""
 
 
 def gram(old: Tensor) -> Tensor:
-    """The upper triangle of old^T old, [F (F + 1) / 2] float64, of old pilot rows [P, F]."""
+    """Return the upper triangle of old^T old, [F (F + 1) / 2] float64, for old rows [p, F]."""
     row, column = torch.triu_indices(old.shape[1], old.shape[1], device=old.device)
     return (old.T @ old)[row, column].double()
 
 
-def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
-    """All that a fit needs of pilot rows old, new [P, F]: sums over the rows, float64.
+def moments(old: Tensor, new: Tensor, old_gram: Tensor | None = None) -> Tensor:
+    """Return the sums over rows that ``fit_affine`` needs.
 
-    [F (F + 1) / 2 + F F + 2 F + 2]: old^T old (its upper triangle, ``found`` by ``gram``), old^T
-    moved, the sums of old and moved, the squares of moved and new. All are made in the rows' own
-    type, and added up over the shards in float64: the pull of ``RIDGE`` is far above what float32
-    rounds.
+    Products are made in the rows' own type: the error of float32 is far below ``RIDGE``.
+
+    Args:
+        old: Rows [p, F] before the change.
+        new: Rows [p, F] after the change.
+        old_gram: ``gram(old)``, if it was computed before.
+
+    Returns:
+        [F (F + 1) / 2 + F F + 2 F + 2] float64: ``gram(old)``, old^T (new - old), the sums of old
+        and of new - old, the squares of new - old and of new.
     """
     moved = new - old
     parts = [
-        gram(old) if found is None else found,
+        gram(old) if old_gram is None else old_gram,
         old.T @ moved,
         old.sum(0),
         moved.sum(0),
@@ -61,11 +68,16 @@ def moments(old: Tensor, new: Tensor, found: Tensor | None = None) -> Tensor:
 def fit_affine(
     sums: Tensor, rows: int, width: int, dtype: torch.dtype, is_whole: bool = False
 ) -> AffineMap:
-    """Ridge regression of the movement on the old rows, intercept free, from ``moments``.
+    """Fit the change to the old rows by ridge regression, without a penalty on the intercept.
 
-    ``missed`` is the residual over 1 - (degrees of freedom / rows), as generalised
-    cross-validation has it (Golub, Heath and Wahba, Technometrics 1979); if the pilots are all
-    the rows there are (``is_whole``), the residual itself.
+    Args:
+        sums: ``moments`` of the rows, added up over the shards.
+        rows: P.
+        width: F.
+        dtype: Type of the map.
+        is_whole: The probe vertices are all vertices; then ``missed`` is the residual itself.
+            Otherwise it is the residual over 1 - (degrees of freedom / P), as in generalised
+            cross-validation (Golub, Heath and Wahba, Technometrics 1979).
     """
     half = width * (width + 1) // 2
     gram, cross, x, d, moved, size = torch.split(sums, [half, width * width, width, width, 1, 1])
@@ -73,7 +85,7 @@ def fit_affine(
     full = sums.new_empty(width, width)
     full[row, column] = gram
     full[column, row] = gram
-    pull = RIDGE * full.diagonal().mean() + 1e-30  # rows of zeros fit no slope, and must not fail
+    pull = RIDGE * full.diagonal().mean() + 1e-30  # not singular for rows of zeros
     full = full - torch.outer(x, x) / rows
     cross = cross.view(width, width) - torch.outer(x, d) / rows
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
@@ -92,13 +104,13 @@ def fit_affine(
 
 
 def mean_moments(old: Tensor, new: Tensor) -> Tensor:
-    """What ``fit_shift`` needs of pilot rows old, new [P, F]: [F + 2] float64."""
+    """Return the sums over rows old, new [p, F] that ``fit_shift`` needs: [F + 2] float64."""
     d = new.double() - old.double()
     return torch.cat([d.sum(0), d.square().sum()[None], new.double().square().sum()[None]])
 
 
 def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
-    """Of a mean over all vertices only the shift is asked for, and few pilots tell it."""
+    """Fit a shift without slope: all that a mean over all vertices needs."""
     d, moved, size = torch.split(sums, [len(sums) - 2, 1, 1])
     total = max(float(size), 1e-30)
     left = max(float(moved - d.square().sum() / rows), 0.0)

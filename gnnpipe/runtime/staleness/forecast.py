@@ -1,21 +1,21 @@
-"""Forecast: what the stale rows would be, had they been computed with today's weights.
+"""Forecast of stale rows: what they would be, computed with the current weights.
 
-Between two epochs the rows of a table move because the weights moved, and they move together: an
-affine map, fitted on a few rows, tells most of where all the others went (on real graphs 80 to 97 %
-of the movement of what a layer aggregates, docs/benchmarks/staleness.md). So before the chunks are
-walked, a small fixed set of PILOT rows passes through all layers with the weights of this epoch, as
-it has passed in the last one, when all tables were written, with the weights of that. At each layer
-the map from old to new pilot rows is fitted and applied to the whole table. Stale rows stay
-constants: the forecast changes what is read, not where gradients go.
+Between two epochs the rows of a history table move because the weights moved, and they move
+together: an affine map, fitted to a few rows, explains most of the movement (80 to 97 % of what a
+layer aggregates on real graphs, docs/benchmarks/staleness.md). A small fixed set of probe vertices
+passes through all layers twice: after an epoch with the weights that wrote the tables (``recall``),
+and before the chunks of the next epoch with the new weights (``run``). At each layer a map from the
+old to the new probe rows is fitted, and applied to all stale rows of the table (``carry``). Stale
+rows stay constants in backward.
 
-P pilot rows (of all shards), F columns. With frozen weights old and new are the same numbers, the
-map is the identity to the bit, and nothing changes (law 8).
+P probe vertices on all shards, p on this one, F columns. With frozen weights old and new rows are
+equal, and the map is the identity bit by bit (law 8).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,119 +43,124 @@ from gnnpipe.runtime.staleness.affine_map import (
 __all__ = ["Forecaster", "ProbeRows"]
 
 
+_Structure = LinearOperator | Blocks | Everyone
+_Over = tuple[str, str, str]
+"""``Aggregation.structure_key``"""
+
+
+@dataclass(frozen=True, eq=False)
 class ProbeRows:
-    """The pilot rows of one rank's stage on their way in and out. P rows."""
+    """Probe vertices of one rank."""
 
-    def __init__(self, forecaster: Forecaster, leaving: Collection[str], is_rounded: bool) -> None:
-        """``leaving``: what goes on to other stages, by name."""
-        self._forecaster, self._names, self._is_rounded = forecaster, leaving, is_rounded
-        self._entered: dict[str, Tensor] = {}
-        self._left: dict[str, Tensor] = {}
-        """Of the last recall."""
-
-    def recall(self, values: Values) -> Values:
-        """What leaves of the rows that came in, [P, width] by name, with the last weights."""
-        out = self._forecaster.recall(values)
-        if self._is_rounded:
-            self._entered, self._left = values, {name: out[name] for name in self._names}
-        return out
-
-    def run(self, values: Values) -> Values:
-        """The same with the current weights; maps are fitted on the way."""
-        if not self._is_rounded:
-            return self._forecaster.run(values)
-        now = {name: self._entered[name] + moved for name, moved in values.items()}
-        out = self._forecaster.run(now)
-        moved = {name: out[name] - was for name, was in self._left.items()}
-        self._entered, self._left = {}, {}
-        return moved
+    rows: Rows
+    own: Mapping[str, Tensor]
+    """By vertex type [p], the own rows of the shard that are probe vertices."""
+    totals: Mapping[str, tuple[int, bool]]
+    """By vertex type, the probe vertices on all shards, and whether these are all vertices."""
 
 
 @dataclass(frozen=True)
 class _Recalled:
-    """What a forecast has to know of the last epoch, of one aggregation."""
+    """Result of a recall for one aggregation."""
 
     rows: Tensor | None
-    """[p, F], what the pilots pushed; none where that does not move."""
+    """[p, F], pushed rows of the probe vertices; ``None`` if these do not move."""
     read: Tensor | None
-    """What they read of the table as it is; none where it is read again, or not at all."""
+    """[p, F], rows aggregated from the table; ``None`` if read again by ``run``, or not needed."""
     gram: Tensor | None
 
 
 class Forecaster:
-    """The pilot rows of one rank's stage, and the weights of the last epoch."""
+    """Probe vertices of one rank's stage, and the stage's weights of the last epoch."""
 
     def __init__(
         self,
         stage_module: StageModule,
         histories: Mapping[str, History],
-        structures: Callable[[Aggregation], LinearOperator | Blocks | Everyone],
-        probes: Mapping[str, Tensor],
-        rows: Rows,
-        totals: Mapping[str, tuple[int, bool]],
+        structures: Mapping[_Over, _Structure],
+        probes: ProbeRows,
         mesh: Mesh,
         dtype: torch.dtype,
-        hands_on: bool = True,
+        leaving: Collection[str],
+        is_rounded: bool,
     ) -> None:
-        """By the type of the vertices, ``probes`` [p]: this shard's own rows among the pilot rows;
-        ``totals``: those of all shards, and whether these are all vertices. Where the stage
-        ``hands_on`` nothing to another one, what its last tables would give is not made.
+        """Prepare the forecast of one stage.
+
+        Args:
+            stage_module: The ops of the stage.
+            histories: Histories by name of the aggregation.
+            structures: What each aggregation aggregates over.
+            probes: The probe vertices.
+            mesh: The ranks.
+            dtype: Type of values.
+            leaving: Names of the values that go to other stages.
+            is_rounded: Messages between stages are rounded. Then ``recall`` sends rows and ``run``
+                sends their changes, so that rounding is relative to the change.
         """
         self.stage_module, self.histories, self.mesh = stage_module, histories, mesh
-        self.rows, self._totals = rows, totals
-        self.num_rows = {name: len(mine) for name, mine in probes.items()}
+        self.num_rows = {name: len(own) for name, own in probes.own.items()}
         self.sent_bytes = 0
-        self._num_steps = stage_module.num_steps if hands_on else stage_module.num_steps - 1
         self.maps: dict[str, AffineMap] = {}
-        """By aggregation, of the last pass."""
+        """By aggregation, from the last ``run``."""
         self.before = copy.deepcopy(stage_module)
-        """With the weights of the last epoch."""
+        """The ops with the weights of the last epoch."""
         self.is_ready = False
-        """Whether the pilot rows have passed with these weights, and the tables are still those."""
+        """The last ``recall`` used the weights in ``before`` and the current tables."""
+        self._probes = probes
+        self._leaving, self._is_rounded = leaving, is_rounded
+        # If no value leaves the stage, the last step is not needed.
+        self._num_steps = stage_module.num_steps - (not leaving)
         self._recalled: dict[str, _Recalled] = {}
-        self._places: dict[tuple[str, str], Tensor] = {}
-        """By aggregation, where what is recalled lies: the same in every epoch."""
-        self._neighbours: dict[Hashable, _Neighbours] = {}
-        self._stale: dict[Hashable, StaleRows] = {}
+        self._entered: Values = {}
+        self._left: Values = {}
+        self._memory: dict[tuple[str, str], Tensor] = {}
         self._over = {a.name: a.structure_key for a in stage_module.aggregations}
+        self._neighbours: dict[_Over, _Neighbours] = {}
+        self._stale: dict[_Over, StaleRows] = {}
         for a in stage_module.aggregations:
             if a.structure_key in self._neighbours:
                 continue
-            structure, history = structures(a), histories[a.name]
-            self._neighbours[a.structure_key] = _Neighbours(structure, probes[a.vertex_type], dtype)
+            structure, history = structures[a.structure_key], histories[a.name]
+            self._neighbours[a.structure_key] = _Neighbours(structure, probes.own[a.vertex_type], dtype)
             if not isinstance(structure, Everyone):
-                # The measured rows, too: drift is what a forecast leaves.
+                # Rows whose drift is measured count as stale: drift is the error of the forecast.
                 measured = None if history.drift is None else history.drift.rows
                 self._stale[a.structure_key] = StaleRows(structure, history.layout, measured)
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Keep the weights as those of the last epoch; called before they change."""
+        """Copy the current weights to ``before``; call this before the optimizer's step."""
         for kept, now in zip(self.before.parameters(), self.stage_module.parameters(), strict=True):
             kept.copy_(now)
 
     def forget(self) -> None:
-        """The tables are others now, or the weights of the last epoch."""
+        """Drop the last ``recall``: the tables or the weights in ``before`` have changed."""
         self.is_ready = False
         self._recalled = {}
 
     @torch.no_grad()
     def recall(self, values: Values) -> Values:
-        """Pass the pilot rows through this stage with the weights of ``before``; [p, width].
+        """Pass the probe vertices through this stage with the weights in ``before``.
 
-        Dropout is off: its noise, different in each epoch, is not movement. No table changes until
-        the next ``run``.
+        Dropout is off, because its noise differs between epochs and is not movement. The tables
+        must not change until ``run``.
+
+        Args:
+            values: Rows [p, width] from earlier stages, by name.
+
+        Returns:
+            Rows [p, width] for later stages.
         """
+        self._recalled, self._entered = {}, values if self._is_rounded else {}
         received: dict[str, Received] = {}
-        self._recalled = {}
         for step in range(self._num_steps):
-            pushed, values = self.before.step(step, values, received, self.rows)
-            received = {}
+            pushed, values = self.before.step(step, values, received, self._probes.rows)
+            received, is_read = {}, step < self._num_steps - 1
             for a in self._pushed(step):
                 rows, read, history = pushed[a.name], None, self.histories[a.name]
                 history.settle()
                 neighbours = self._neighbours[a.structure_key]
-                if step < self._num_steps - 1:
+                if is_read:
                     read = neighbours.read(history.table, rows)
                     received[a.name] = neighbours.received(history.table, read, rows)
                 self._recalled[a.name] = _Recalled(
@@ -163,60 +168,70 @@ class Forecaster:
                     None if read is None else self._keep(a.name, "read", read),
                     gram(rows) if a.moves and not a.is_mean else None,
                 )
+        self._left = {name: values[name] for name in self._leaving} if self._is_rounded else {}
         self.is_ready = True
         return values
 
     def _keep(self, name: str, what: str, found: Tensor) -> Tensor:
-        """A copy of ``found`` in its place.
+        """Return a copy of ``found`` in memory that stays the same in all epochs.
 
-        It is made amid the drain and read in front of the next fill: taken anew each time, it would
-        lie where the fill's rows are to be, and those elsewhere, and the heap would grow by both.
+        New memory would be allocated during the drain and freed during the next fill; the heap
+        would fragment and grow.
         """
-        place = self._places.get((name, what))
-        if place is None or place.shape != found.shape or place.dtype != found.dtype:
-            place = self._places[name, what] = torch.empty_like(found)
-        return place.copy_(found)
+        memory = self._memory.get((name, what))
+        if memory is None or memory.shape != found.shape or memory.dtype != found.dtype:
+            memory = self._memory[name, what] = torch.empty_like(found)
+        return memory.copy_(found)
 
     @torch.no_grad()
     def run(self, values: Values) -> Values:
-        """Fit the maps of this stage on the way of the pilot rows, values [p, width], through it.
+        """Pass the probe vertices with the current weights and fit ``maps`` on the way.
 
-        The tables stay as they are until ``carry``, so that the next stage need not wait for that.
+        The tables change later, in ``carry``, so that the next stage need not wait for that.
+
+        Args:
+            values: Rows [p, width] from earlier stages, or their changes if messages are rounded.
+
+        Returns:
+            The same for later stages.
         """
         assert self.is_ready
+        if self._is_rounded:
+            values = {name: self._entered[name] + change for name, change in values.items()}
         received: dict[str, Received] = {}
         self.maps = {}
         for step in range(self._num_steps):
-            pushed, values = self.stage_module.step(step, values, received, self.rows)
+            pushed, values = self.stage_module.step(step, values, received, self._probes.rows)
             received, is_read = {}, step < self._num_steps - 1
             for a in self._pushed(step):
-                rows, was = pushed[a.name], self._recalled.pop(a.name)
+                rows, old = pushed[a.name], self._recalled.pop(a.name)
                 neighbours, table = self._neighbours[a.structure_key], self.histories[a.name].table
-                if was.rows is not None:
-                    self.maps[a.name] = found = self._fit(was.rows, was.gram, rows, a)
+                if old.rows is not None:
+                    self.maps[a.name] = found = self._fit(old.rows, old.gram, rows, a)
                     if is_read:
-                        received[a.name] = neighbours.foresee(table, was.read, rows, found)
+                        received[a.name] = neighbours.foresee(table, old.read, rows, found)
                 elif is_read:
-                    received[a.name] = neighbours.received(table, was.read, rows)
+                    received[a.name] = neighbours.received(table, old.read, rows)
+        if self._is_rounded:
+            values = {name: values[name] - left for name, left in self._left.items()}
+        self._entered, self._left = {}, {}
         self.forget()
         return values
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
-        """What the end of a step pushes."""
+        """Return the aggregations that a step pushes rows for."""
         return self.stage_module.rounds[step] if step < self.stage_module.num_steps - 1 else ()
 
-    def _fit(self, old: Tensor, found: Tensor | None, new: Tensor, a: Aggregation) -> AffineMap:
-        total, is_whole = self._totals[a.pushed_type]
-        if a.is_mean:
-            sums = mean_moments(old, new)
-            self.sent_bytes += sum_over_shards(sums, self.mesh)
-            return fit_shift(sums, total, old.dtype)
-        sums = moments(old, new, found)
+    def _fit(self, old: Tensor, old_gram: Tensor | None, new: Tensor, a: Aggregation) -> AffineMap:
+        total, is_whole = self._probes.totals[a.pushed_type]
+        sums = mean_moments(old, new) if a.is_mean else moments(old, new, old_gram)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
+        if a.is_mean:
+            return fit_shift(sums, total, old.dtype)
         return fit_affine(sums, total, old.shape[1], old.dtype, is_whole)
 
     def carry(self, order: Sequence[int], stale_pairs: npt.NDArray[np.bool_]) -> None:
-        """Apply the maps to the rows that are read stale (see ``StaleRows.in_order``)."""
+        """Apply the maps to the rows that are read stale (arguments of ``StaleRows.in_order``)."""
         for name, found in self.maps.items():
             stale = self._stale.get(self._over[name])
             rows = None if stale is None else stale.in_order(order, stale_pairs)
@@ -224,45 +239,43 @@ class Forecaster:
 
 
 class _Neighbours:
-    """What the pilot rows [p, F] read of a table, before and after a map, with one product."""
+    """Aggregation of the probe vertices' neighbours, before and after a map, by one product."""
 
-    def __init__(
-        self, structure: LinearOperator | Blocks | Everyone, probes: Tensor, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, structure: _Structure, probes: Tensor, dtype: torch.dtype) -> None:
         self.block: Block | None = None
         self._linear: RowCSR | None = None
-        if isinstance(structure, Everyone):
-            return
         if isinstance(structure, Blocks):
             self.block = structure.select(probes)
             self._is_square = structure.is_square
-        else:
+        elif isinstance(structure, LinearOperator):
             self._linear = structure.forward.select(probes)
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
             self._weights = self._linear.matmul(ones).to(dtype)
 
     def read(self, table: Tensor, own: Tensor) -> Tensor | None:
-        """What they read of a table; none where the block's own code must."""
+        """Return the rows aggregated from a table; ``None`` if a convolution aggregates them."""
         if self._linear is not None:
             return self._linear.matmul(table).to(own.dtype)
         return table.sum(0).to(own.dtype) if self.block is None else None
 
     def received(self, table: Tensor, read: Tensor | None, own: Tensor) -> Received:
-        """What the next step gets of the table as it is."""
+        """Return the next step's input; ``read``: result of ``read`` for this table."""
         if read is None:
             assert self.block is not None
-            return self._of_block(table[self.block.halo_rows].to(own.dtype), own)
+            return self._block_input(table[self.block.halo_rows].to(own.dtype), own)
         return Received(read if self._linear is not None else read.expand(len(own), -1))
 
-    def foresee(self, table: Tensor, was: Tensor | None, new: Tensor, found: AffineMap) -> Received:
-        """What the next step gets of the table as it will be."""
-        if was is None:
+    def foresee(
+        self, table: Tensor, read: Tensor | None, new: Tensor, found: AffineMap
+    ) -> Received:
+        """Return the next step's input after the map is applied to the table's rows."""
+        if read is None:
             assert self.block is not None
             halo = table[self.block.halo_rows].to(new.dtype)
-            return self._of_block(torch.addmm(found.shift, halo, found.factor), new)
+            return self._block_input(torch.addmm(found.shift, halo, found.factor), new)
         if self._linear is not None:
-            return Received(was @ found.factor + self._weights * found.shift)
-        return Received((was + found.shift).expand(len(new), -1))
+            return Received(read @ found.factor + self._weights * found.shift)
+        return Received((read + found.shift).expand(len(new), -1))
 
-    def _of_block(self, halo: Tensor, own: Tensor) -> Received:
+    def _block_input(self, halo: Tensor, own: Tensor) -> Received:
         return Received(torch.cat([own, halo]) if self._is_square else halo, self.block)
