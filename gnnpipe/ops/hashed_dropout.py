@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,27 +85,43 @@ def _scalar_key(*parts: int) -> int:
     return state - 2**32 if state >= 2**31 else state
 
 
-def _keep_mask(
-    keys: Tensor, width: int, probability: float, key: int, out: Tensor | None = None
-) -> tuple[Tensor, float]:
+def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[Tensor, float]:
     """Return a mask [C, width] int8 (1: kept), and the share of entries that are kept.
 
-    ``out``: an earlier mask of the same size, whose memory is reused. The share differs from 1 -
-    ``probability`` by at most 1 / 65,536.
+    The share differs from 1 - ``probability`` by at most 1 / 65,536.
     """
     per_hash, least, share = _levels(probability)
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a CUDA graph would repeat the dropout mask of one epoch")
-    size = len(keys), -(-width // per_hash) * per_hash
-    if out is None:
-        mask = keys.new_empty(size, dtype=torch.int8)
-    else:
-        mask = out.as_strided(size, (size[1], 1))
+    masks = keys.new_empty(1, len(keys), -(-width // per_hash) * per_hash, dtype=torch.int8)
+    _fill(keys, [key], masks, per_hash, least)
+    return masks[0, :, :width], share
+
+
+def _levels(probability: float) -> tuple[int, int, float]:
+    """Return the numbers in a hash, the smallest number that is kept, and the share that is kept.
+
+    A hash holds four bytes if the probability is a multiple of 1 / 256, else two 16-bit numbers.
+    """
+    is_byte = float(probability * 256).is_integer()
+    levels = 256 if is_byte else 65536
+    # Never all and never none, because kept entries are scaled by one over their share.
+    threshold = min(max(round(probability * levels), 1), levels - 1)
+    least = threshold if is_byte else threshold - 32768  # 16-bit numbers are signed
+    return 4 if is_byte else 2, least, 1.0 - threshold / levels
+
+
+def _fill(
+    keys: Tensor, epoch_keys: Sequence[int], masks: Tensor, per_hash: int, least: int
+) -> None:
+    """Fill ``masks`` [S, C, full] of S sites from row keys [C] and the sites' keys in the epoch."""
     if triton.works_on(keys.device):
-        _fill_by_triton(keys, [key], mask[None], per_hash, least)
-    else:
+        fill = importlib.import_module("gnnpipe.ops.triton.dropout").fill_masks
+        of_sites = torch.tensor(epoch_keys, dtype=torch.int32).to(keys.device)
+        fill(keys, of_sites, masks, least, per_hash)
+        return
+    for key, mask in zip(epoch_keys, masks, strict=True):
         _fill_by_torch(_mix(keys ^ key), mask, per_hash, least)
-    return mask[:, :width], share
 
 
 def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> None:
@@ -125,31 +142,6 @@ def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> Non
         torch.ge(drawn, least, out=mask[start : start + step])
 
 
-def _levels(probability: float) -> tuple[int, int, float]:
-    """Return the numbers in a hash, the smallest number that is kept, and the share that is kept.
-
-    A hash holds four bytes if the probability is a multiple of 1 / 256, else two 16-bit numbers.
-    """
-    is_byte = float(probability * 256).is_integer()
-    levels = 256 if is_byte else 65536
-    # Never all and never none, because kept entries are scaled by one over their share.
-    threshold = min(max(round(probability * levels), 1), levels - 1)
-    least = threshold if is_byte else threshold - 32768  # 16-bit numbers are signed
-    return 4 if is_byte else 2, least, 1.0 - threshold / levels
-
-
-def _fill_by_triton(
-    keys: Tensor, epoch_keys: list[int], masks: Tensor, per_hash: int, least: int
-) -> None:
-    """Fill ``masks`` [S, C, full] of S sites, on a GPU."""
-    fill = importlib.import_module("gnnpipe.ops.triton.dropout").fill_masks
-    fill(keys, torch.tensor(epoch_keys, dtype=torch.int32).to(keys.device), masks, least, per_hash)
-
-
-_MaskKind = tuple[int, int, float]
-"""Site, width and probability."""
-
-
 class KeptMasks:
     """Masks of all rows of a shard, kept during a training pass.
 
@@ -161,12 +153,10 @@ class KeptMasks:
     def __init__(self, keys: Tensor) -> None:
         """``keys`` [n] from ``row_keys``."""
         self._keys = keys
-        self._made: dict[_MaskKind, tuple[int, Tensor, float]] = {}
-        """Epoch key, mask [n, width] and share of kept entries."""
-        self._contiguous: list[_MaskKind] = []
-        """Masks that were allocated one after another when a pass began."""
-        self._stacked: dict[tuple[int, float], Tensor] = {}
-        """On a GPU the masks of all sites, by width and probability."""
+        self._made: dict[tuple[int, int, float], tuple[int, Tensor, float]] = {}
+        """By site, width and probability: key in the epoch, mask [n, width], share kept."""
+        self._stacks: dict[tuple[int, float], Tensor] = {}
+        """By width and probability: the masks of all sites in one tensor."""
 
     def rows(
         self,
@@ -179,9 +169,9 @@ class KeptMasks:
         site: int,
     ) -> tuple[Tensor, float]:
         """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
-        kind = site, width, probability
-        if kind not in self._made or self._made[kind][0] != _scalar_key(seed, epoch, site):
-            self._make(kind, seed, epoch)
+        kind, key = (site, width, probability), _scalar_key(seed, epoch, site)
+        if kind not in self._made or self._made[kind][0] != key:
+            self._made[kind] = key, *_keep_mask(self._keys, width, probability, key)
         _, mask, share = self._made[kind]
         return mask[start : start + count], share
 
@@ -192,42 +182,30 @@ class KeptMasks:
 
     def begin(self, seed: int, epoch: int) -> None:
         """Make all masks that the last training pass used, for a new pass."""
-        if triton.works_on(self._keys.device):
-            self._make_stacked(seed, epoch)
-            return
-        kinds = list(self._made)
-        if kinds != self._contiguous:
-            # The first pass allocated them between the rows of its layers, which would fragment the
-            # heap (docs/adr/0018). From now on they lie next to each other.
-            self._made.clear()
-            self._contiguous = kinds
-        for kind in kinds:
-            self._make(kind, seed, epoch)
-
-    def _make(self, kind: _MaskKind, seed: int, epoch: int) -> None:
-        site, width, probability = kind
-        out = self._made[kind][1] if kind in self._made else None
-        key = _scalar_key(seed, epoch, site)
-        self._made[kind] = key, *_keep_mask(self._keys, width, probability, key, out)
-
-    def _make_stacked(self, seed: int, epoch: int) -> None:
-        """Fill all masks of one shape by one kernel, always in the same memory."""
         sites_by_shape: dict[tuple[int, float], list[int]] = {}
         for site, width, probability in self._made:
             sites_by_shape.setdefault((width, probability), []).append(site)
+        counts = {shape: len(sites) for shape, sites in sites_by_shape.items()}
+        if counts != {shape: len(masks) for shape, masks in self._stacks.items()}:
+            self._allocate(counts)
         for (width, probability), sites in sites_by_shape.items():
             per_hash, least, share = _levels(probability)
-            masks = self._stacked.get((width, probability))
-            if masks is None or len(masks) != len(sites):
-                for site in sites:  # free their memory first
-                    del self._made[site, width, probability]
-                full = -(-width // per_hash) * per_hash
-                masks = self._keys.new_empty(len(sites), len(self._keys), full, dtype=torch.int8)
-                self._stacked[width, probability] = masks
+            masks = self._stacks[width, probability]
             keys = [_scalar_key(seed, epoch, site) for site in sites]
-            _fill_by_triton(self._keys, keys, masks, per_hash, least)
+            _fill(self._keys, keys, masks, per_hash, least)
             for site, key, mask in zip(sites, keys, masks, strict=True):
                 self._made[site, width, probability] = key, mask[:, :width], share
+
+    def _allocate(self, counts: dict[tuple[int, float], int]) -> None:
+        """Allocate masks of ``counts`` sites by width and probability."""
+        # The first pass allocated masks between the rows of its layers, which would fragment the
+        # heap (docs/adr/0018); they are freed first.
+        self._made.clear()
+        self._stacks.clear()
+        for (width, probability), count in counts.items():
+            per_hash, *_ = _levels(probability)
+            size = count, len(self._keys), -(-width // per_hash) * per_hash
+            self._stacks[width, probability] = self._keys.new_empty(size, dtype=torch.int8)
 
 
 class _Dropout(torch.autograd.Function):

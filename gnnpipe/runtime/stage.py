@@ -130,7 +130,7 @@ class Stage:
                 history.begin_epoch(is_exact)
 
     def end(self, has_stepped: bool = True) -> None:
-        """End the pass; ``has_stepped``: the optimizer stepped, so running statistics follow."""
+        """End the pass; running statistics are updated only if the optimizer ``has_stepped``."""
         if self._training:
             for table in self._feature_tables():
                 table.end()
@@ -182,7 +182,7 @@ class Stage:
         return values
 
     def _free_scratch(self, step: int) -> None:
-        """Free the tables that an evaluation by steps no longer needs."""
+        """Free the tables that this and later steps of an evaluation do not use."""
         rounds = self.stage_module.rounds[max(step - 1, 0) : step + 1]
         needed = {aggregation.name for one in rounds for aggregation in one}
         self._scratch = {k: h for k, h in self._scratch.items() if k in needed}

@@ -72,22 +72,22 @@ def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
     for site, p in ((0, 0.5), (1, 0.3)):
         keyed_dropout(x, keys, p, **drop | {"site": site})
     first = [weakref.ref(made[1]) for made in masks._made.values()]
-    made, left = hashed_dropout._keep_mask, []
+    fill, left = hashed_dropout._fill, []
     with monkeypatch.context() as seen:
         seen.setattr(
-            hashed_dropout, "_keep_mask", lambda *a: left.append([r() for r in first]) or made(*a)
+            hashed_dropout, "_fill", lambda *a: left.append([r() for r in first]) or fill(*a)
         )
         masks.begin(KEY["seed"], 6)
     assert left == [[None, None]] * 2, "what lay between rows goes before they come to lie together"
     rooms = [made[1].data_ptr() for made in masks._made.values()]
     masks.begin(KEY["seed"], 7)
     assert [made[1].data_ptr() for made in masks._made.values()] == rooms
-    monkeypatch.setattr(masks, "_make", None)  # all of them are there
     for site, p in ((0, 0.5), (1, 0.3)):
         key = KEY | {"epoch": 7, "site": site}
-        assert torch.equal(
-            keyed_dropout(x, keys, p, **key, masks=masks), keyed_dropout(x, keys, p, **key)
-        )
+        wanted = keyed_dropout(x, keys, p, **key)
+        with monkeypatch.context() as seen:
+            seen.setattr(hashed_dropout, "_keep_mask", None)  # all of them are there
+            assert torch.equal(keyed_dropout(x, keys, p, **key, masks=masks), wanted)
 
 
 def test_zero_probability_is_the_identity():

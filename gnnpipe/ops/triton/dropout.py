@@ -53,14 +53,10 @@ def _fill(
 
 
 def fill_masks(keys: Tensor, epoch_keys: Tensor, masks: Tensor, least: int, per_hash: int) -> None:
-    """Fill the masks of S sites.
+    """Fill ``masks`` [S, R, full] int8 of S sites; 1 for entries that are kept.
 
-    Args:
-        keys: Row keys [R] int32.
-        epoch_keys: Keys [S] int32 of each site in this epoch.
-        masks: [S, R, full] int8, ``full`` a multiple of ``per_hash``; 1 for entries that are kept.
-        least: Smallest number that is kept.
-        per_hash: Numbers in a 32-bit hash, 4 or 2.
+    From row keys [R] int32 and the keys [S] int32 of the sites in this epoch. A 32-bit hash gives
+    ``per_hash`` (4 or 2) numbers, which divides ``full``; ``least`` is the smallest kept number.
     """
     sites, count, full = masks.shape
     if not masks.numel():

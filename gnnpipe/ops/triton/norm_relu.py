@@ -9,6 +9,7 @@ R rows, F columns, P programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -130,40 +131,19 @@ def norm_relu_forward(
 ) -> tuple[Tensor, Tensor]:
     """Fill ``out`` [R, F] with ``factor * kept * relu(LayerNorm(total))``.
 
-    Args:
-        total: [R, F], contiguous, F <= ``MAX_WIDTH``.
-        scale: Weight of the norm, [F].
-        shift: Bias of the norm, [F].
-        eps: Of the norm.
-        kept: Dropout mask [R, F] int8; ``None``: no dropout, and no factor.
-        factor: One over the share of entries that are kept.
-        out: [R, F]
+    ``total`` [R, F] is contiguous, F <= ``MAX_WIDTH``; scale and shift [F]; the dropout mask
+    ``kept`` [R, F] int8, ``None`` without dropout and factor.
 
     Returns:
         Mean and reciprocal standard deviation of the rows, [R, 1] each.
     """
     count, width = total.shape
-    padded, rows = _block_shape(width)
     means, rstds = total.new_empty(2, count, 1)
+    constants = _constants(total) | {"EPS": eps, "FACTOR": factor, "HAS_MASK": kept is not None}
+    mask, stride = (total, 0) if kept is None else (kept, kept.stride(0))
     if count:
-        mask, stride = (total, 0) if kept is None else (kept, kept.stride(0))
-        _forward[(triton.cdiv(count, rows),)](
-            total,
-            scale,
-            shift,
-            mask,
-            out,
-            means,
-            rstds,
-            count,
-            width,
-            stride,
-            EPS=eps,
-            FACTOR=factor,
-            HAS_MASK=kept is not None,
-            WIDTH=padded,
-            ROWS=rows,
-            TYPE=_compute_type(total),
+        _forward[(triton.cdiv(count, constants["ROWS"]),)](
+            total, scale, shift, mask, out, means, rstds, count, width, stride, **constants
         )
     return means, rstds
 
@@ -175,12 +155,12 @@ def norm_relu_backward(
     out: Tensor | None = None,
     programs: int = _MAX_PROGRAMS,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``norm_relu_forward``.
+    """Return the gradients of ``norm_relu_forward`` from the gradient [R, F] of its result.
 
     Args:
-        grad: Gradient [R, F] of the result.
+        grad: Gradient of the result.
         saved: Scale, shift, input and result, mean and reciprocal standard deviation.
-        factor: One over the share of entries that are kept, 1 without dropout.
+        factor: Of the dropout, 1 without dropout.
         out: Memory for the gradient of the input; it may be the input itself.
         programs: Programs at most.
 
@@ -190,36 +170,21 @@ def norm_relu_backward(
     """
     scale, _, total, result, mean, rstd = saved
     count, width = total.shape
-    padded, rows = _block_shape(width)
     out = torch.empty_like(total) if out is None else out
     if not count:
         return out, total.new_zeros(3, width)
-    programs = min(programs, triton.cdiv(count, rows))
+    constants = _constants(total) | {"FACTOR": factor}
+    programs = min(programs, triton.cdiv(count, constants["ROWS"]))
     sums = total.new_empty(3, programs, width)
+    grad = grad.contiguous()
     _backward[(programs,)](
-        grad.contiguous(),
-        result,
-        total,
-        scale,
-        mean,
-        rstd,
-        out,
-        sums,
-        count,
-        width,
-        FACTOR=factor,
-        WIDTH=padded,
-        ROWS=rows,
-        TYPE=_compute_type(total),
+        grad, result, total, scale, mean, rstd, out, sums, count, width, **constants
     )
     return out, sums.sum(1)
 
 
-def _block_shape(width: int) -> tuple[int, int]:
-    """Return the padded width, and the rows that a program processes at a time."""
-    padded = triton.next_power_of_2(width)
-    return padded, max(1, _BLOCK_SIZE // padded)
-
-
-def _compute_type(x: Tensor) -> tl.dtype:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
+def _constants(x: Tensor) -> dict[str, Any]:
+    """Return the padded width, the rows that a program processes at a time, and their type."""
+    padded = triton.next_power_of_2(x.shape[1])
+    dtype = tl.float64 if x.dtype == torch.float64 else tl.float32
+    return {"WIDTH": padded, "ROWS": max(1, _BLOCK_SIZE // padded), "TYPE": dtype}

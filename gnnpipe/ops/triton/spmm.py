@@ -110,24 +110,18 @@ class _Pieces:
         width = dense.shape[1]
         wide = min(triton.next_power_of_2(width), _MAX_WIDTH)
         indices, values = (self.starts, dense) if entries is None else entries
-        _sum_pieces[len(self.starts), triton.cdiv(width, wide)](
-            self.starts,
-            self.stops,
-            self.starts if self.targets is None else self.targets,
-            indices,
-            values,
-            dense,
-            out,
-            out if apart is None else apart,
-            self.num_apart,
-            width,
-            WIDTH=wide,
-            ENTRIES=min(max(_IN_FLIGHT // wide, 4), 32),
-            ARE_ROWS=self.targets is None,
-            IS_RUN=entries is None,
-            num_warps=1,
-            TOTAL=tl.float64 if dense.dtype == torch.float64 else tl.float32,
-        )
+        targets = self.starts if self.targets is None else self.targets
+        apart = out if apart is None else apart
+        constants = {
+            "WIDTH": wide,
+            "ENTRIES": min(max(_IN_FLIGHT // wide, 4), 32),
+            "ARE_ROWS": self.targets is None,
+            "IS_RUN": entries is None,
+            "TOTAL": tl.float64 if dense.dtype == torch.float64 else tl.float32,
+        }
+        grid = len(self.starts), triton.cdiv(width, wide)
+        tensors = self.starts, self.stops, targets, indices, values, dense, out, apart
+        _sum_pieces[grid](*tensors, self.num_apart, width, **constants, num_warps=1)
 
 
 def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
@@ -162,16 +156,11 @@ def _cut(offsets: Tensor, longest: int) -> tuple[_Pieces, _Pieces | None]:
 def product(
     offsets: Tensor, indices: Tensor, values: Tensor, longest: int | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return the product with a matrix: dense rows [T, F] to [R, F], R > 0.
+    """Return the product with a matrix of R > 0 rows: dense rows [T, F] to [R, F].
 
     Sums are made in float32, for float64 rows in float64. Waits for the GPU once, to find out
-    whether there are long rows.
-
-    Args:
-        offsets: [R + 1]
-        indices: [E]
-        values: [E]
-        longest: Entries of a row that is not cut; default ``max(MIN_PIECE, E / MAX_PIECES)``.
+    whether there are long rows. Rows with more than ``longest`` entries are cut, by default
+    ``max(MIN_PIECE, E / MAX_PIECES)``.
     """
     if len(indices) > 2**31 - 64:
         offsets = offsets.long()  # loops count up to 32 entries beyond the last

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -66,12 +65,7 @@ class Heartbeat:
                 thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=2 * BEAT_S)

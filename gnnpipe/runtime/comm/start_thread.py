@@ -67,7 +67,7 @@ class StartThread:
             transfer.begin()
             return transfer
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="start messages", daemon=True)
             self._thread.start()
         self._queue.put(transfer)
         return transfer

@@ -39,7 +39,7 @@ class MeanHistory(History):
         return self.table.sum(0)
 
     def settle_at(self, parts: Tensor) -> None:
-        """Load parts [K', F]; with other chunks, their sum is divided among the chunks."""
+        """Load parts [K', F]; if saved with other chunks, divide their sum among the chunks."""
         is_same = parts.shape == self.table.shape
         self.lasting.copy_(parts if is_same else self._shares * parts.sum(0))
 
