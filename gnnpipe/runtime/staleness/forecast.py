@@ -44,7 +44,7 @@ __all__ = ["Forecaster", "ProbeRows"]
 
 
 _Structure = LinearOperator | Blocks | Everyone
-_Over = tuple[str, str, str]
+_StructureKey = tuple[str, str, str]
 """``Aggregation.structure_key``"""
 
 
@@ -77,7 +77,7 @@ class Forecaster:
         self,
         stage_module: StageModule,
         histories: Mapping[str, History],
-        structures: Mapping[_Over, _Structure],
+        structures: Mapping[_StructureKey, _Structure],
         probes: ProbeRows,
         mesh: Mesh,
         dtype: torch.dtype,
@@ -115,13 +115,15 @@ class Forecaster:
         self._left: Values = {}
         self._memory: dict[tuple[str, str], Tensor] = {}
         self._over = {a.name: a.structure_key for a in stage_module.aggregations}
-        self._neighbours: dict[_Over, _Neighbours] = {}
-        self._stale: dict[_Over, StaleRows] = {}
+        self._neighbours: dict[_StructureKey, _Neighbours] = {}
+        self._stale: dict[_StructureKey, StaleRows] = {}
         for a in stage_module.aggregations:
             if a.structure_key in self._neighbours:
                 continue
             structure, history = structures[a.structure_key], histories[a.name]
-            self._neighbours[a.structure_key] = _Neighbours(structure, probes.own[a.vertex_type], dtype)
+            self._neighbours[a.structure_key] = _Neighbours(
+                structure, probes.own[a.vertex_type], dtype
+            )
             if not isinstance(structure, Everyone):
                 # Rows whose drift is measured count as stale: drift is the error of the forecast.
                 measured = None if history.drift is None else history.drift.rows
