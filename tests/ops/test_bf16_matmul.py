@@ -1,4 +1,4 @@
-"""``--matmul-dtype bf16``: products with weights lose bits, everything else keeps its own."""
+"""``--matmul-dtype bf16``: products with weights are rounded, and nothing else."""
 
 import warnings
 
@@ -29,12 +29,12 @@ def rounded(x):
 
 
 def drawn(*shape):
-    """Numbers of few bits: their products are the same in any order, and in bf16."""
+    """Numbers with few bits, whose products are exact in bf16 and in any order."""
     return torch.randint(-4, 5, shape).float()
 
 
 @pytest.mark.parametrize("leading", [(7,), (3, 4)])
-def test_a_rounded_linear_map_and_its_gradients_are_products_of_rounded_factors(leading):
+def test_rounded_linear_and_its_gradients(leading):
     torch.manual_seed(0)
     x, weight, bias, grad = (torch.randn(s) for s in ((*leading, 33), (17, 33), (17,), (17,)))
     x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
@@ -58,7 +58,7 @@ def norm_of(width):
 @pytest.mark.parametrize("rows_at_once", [7, 10**6])
 @pytest.mark.parametrize("kind", ["norm_relu", "gcnii_mix"])
 def test_fused_work_differs_by_the_rounding_alone(kind, rows_at_once, monkeypatch):
-    """Where nothing is lost by rounding, values and gradients are those of float32."""
+    """If rounding is exact, values and gradients are those of float32."""
     monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows_at_once)
     torch.manual_seed(0)
     norm = norm_of(8)
@@ -125,7 +125,7 @@ MODELS = ("gcn", "sage", "gcnii", "resgcn", "gat", "own")
 
 
 def losses_of(shape, kind):
-    """Of each epoch, by model."""
+    """Losses of each epoch, by model."""
     stages, shards, chunks = shape
     mesh, found = Mesh.join(stages, shards), {}
     for model in MODELS:
@@ -149,8 +149,8 @@ def losses_of(shape, kind):
 
 
 @pytest.mark.parametrize("chunks", [1, 6])
-def test_losses_are_near_and_do_not_depend_on_the_stages(chunks):
-    """Rows are multiplied in the same chunks whatever the stages, so not one bit differs."""
+def test_losses_are_close_and_do_not_depend_on_the_stages(chunks):
+    """Chunks do not depend on the stages, so every bit is the same."""
     whole, alone = (losses_of((1, 1, chunks), kind) for kind in ("same", "bf16"))
     staged = run_ranks(losses_of, 2, (2, 1, chunks), "bf16")[0]
     shared = run_ranks(losses_of, 2, (1, 2, chunks), "bf16")[0]
@@ -208,23 +208,23 @@ SCORING = {
 
 
 @pytest.mark.parametrize("name", SCORING)
-def test_the_maps_nearest_the_scores_are_not_rounded(name):
+def test_last_linear_map_is_not_rounded(name):
     module, of_sparse = SCORING[name]
     assert rounded_maps(module) == of_sparse
     # Dense features are, unless their map gives the scores.
     assert rounded_maps(module, sparse=False) == of_sparse | {FIRST}
 
 
-def test_the_map_in_front_of_attention_that_gives_the_scores_is_not_rounded():
+def test_linear_map_before_the_last_attention_is_not_rounded():
     chain = Chain(GATConv(7, 16), GATConv(16, 12), GATConv(12, 3, residual=True))
     assert rounded_maps(chain, sparse=False) == {MIDDLE}
 
 
-def test_features_that_give_the_scores_are_not_rounded():
+def test_features_of_a_single_layer_are_not_rounded():
     assert rounded_maps(Chain(nn.Linear(7, 3)), sparse=False) == set()
 
 
-def test_a_model_without_a_map_to_round_is_told():
+def test_warning_if_a_model_has_nothing_to_round():
     config = quick_config(dtype="float32", matmul_dtype="bf16")
     with pytest.warns(UserWarning, match="has no linear map of rows that it rounds"):
         Trainer(config, graph=small_graph(), model=Chain(nn.Linear(7, 3), SimpleConv())).fit()
@@ -244,7 +244,7 @@ def test_a_model_without_a_map_to_round_is_told():
         ("sage", 1, False, True),
     ],
 )
-def test_a_built_in_model_tells_whether_it_rounds_anything(
+def test_warning_if_a_built_in_model_has_nothing_to_round(
     model, layers, sparse, is_any, monkeypatch
 ):
     monkeypatch.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: True)
@@ -271,7 +271,7 @@ def test_a_built_in_model_tells_whether_it_rounds_anything(
     assert (line in head_lines(trainer._setup()[1])) == is_any
 
 
-def test_layers_of_ones_own_must_agree():
+def test_error_if_layers_disagree():
     spec = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8)
     model = GNN([GCNLayer(0, spec), GCNLayer(1, spec)])
     config = quick_config(dtype="float32", hidden=8, matmul_dtype="bf16")
@@ -320,7 +320,7 @@ def test_a_linear_map_with_a_hook_runs_as_it_is():
     assert found[0] == pytest.approx(found[2])
 
 
-def test_a_processor_without_bf16_is_told(monkeypatch):
+def test_warning_on_a_processor_without_bf16(monkeypatch):
     monkeypatch.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: False)
     config = quick_config(dtype="float32", matmul_dtype="bf16")
     with pytest.warns(UserWarning, match="--matmul-dtype bf16: no faster here"):
@@ -335,7 +335,7 @@ def test_a_processor_without_bf16_is_told(monkeypatch):
         (["train", "--matmul-dtype", "fp8"], "--matmul-dtype 'fp8'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(words, text, capsys):
+def test_invalid_combinations_are_refused(words, text, capsys):
     if "fp8" not in words:
         words = [*words, "--matmul-dtype", "bf16"]
     assert main([*words, "--dataset", "karate", "--device", "cpu"]) == 2

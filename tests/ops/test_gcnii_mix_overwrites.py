@@ -1,4 +1,4 @@
-"""GCNII writes its mix, and the mix's gradient, over the rows that it received."""
+"""gcnii_mix with ``overwrites``: results and gradients in the memory of the received rows."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def draw(*shape):
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_the_same_numbers_in_the_rows_themselves(is_dropped, rows, monkeypatch):
+def test_same_values_in_place(is_dropped, rows, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows)
     layer = nn.LayerNorm(WIDTH).double()
@@ -50,11 +50,11 @@ def test_the_same_numbers_in_the_rows_themselves(is_dropped, rows, monkeypatch):
 
 
 class Same(GCNIILayer):
-    """A subclass, which may read what it received again."""
+    """A subclass, which may read the received rows again."""
 
 
 class Reading(GCNIILayer):
-    """A subclass that does."""
+    """A subclass that reads the received rows again."""
 
     def after(self, received, values, rows):
         found = super().after(received, values, rows)
@@ -81,7 +81,7 @@ def trained(kind, **settings):
 
 
 def watched(monkeypatch):
-    """Whether each recorded gradient lies over the rows that were read."""
+    """For each recorded gradient, whether it lies in the memory of the rows that were read."""
     found, places, read, record = [], {}, LinearHistory.read, LinearHistory.record
 
     def note(self, chunk):
@@ -112,7 +112,7 @@ def watched(monkeypatch):
     ],
     ids=str,
 )
-def test_the_same_bits_as_beside_it(settings, monkeypatch):
+def test_same_bits_as_without_overwriting(settings, monkeypatch):
     seen = watched(monkeypatch)
     over = trained(GCNIILayer, **settings)
     assert sum(seen) == 3 * settings["chunks"] * EPOCHS
@@ -125,7 +125,7 @@ def test_the_same_bits_as_beside_it(settings, monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_a_subclass_may_read_what_it_received(monkeypatch):
+def test_subclass_may_read_the_received_rows(monkeypatch):
     seen = watched(monkeypatch)
     trained(Reading, chunks=CHUNKS)
     assert not any(seen)

@@ -1,4 +1,4 @@
-"""Dropout is a function of (seed, epoch, site, vertex, feature) and of nothing else."""
+"""The dropout mask depends on seed, epoch, site, vertex and feature only."""
 
 import itertools
 import weakref
@@ -22,7 +22,7 @@ def keyed_dropout(x, keys, probability, **key):
     return drop_kept(x, keyed_mask(keys, x.shape[1], probability, **key))
 
 
-def test_a_row_is_dropped_alike_wherever_it_stands():
+def test_mask_of_a_row_does_not_depend_on_its_place():
     keys = row_keys(torch.arange(1000))
     x = torch.ones(1000, 24)
     whole = keyed_dropout(x, keys, 0.5, **KEY)
@@ -64,7 +64,7 @@ def test_gradient_has_the_same_mask():
     assert kept.min() == kept.max()
 
 
-def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
+def test_masks_are_made_when_a_pass_begins(monkeypatch):
     keys, x = row_keys(torch.arange(300)), torch.ones(300, 8)
     masks = KeptMasks(keys)
     masks.begin(KEY["seed"], 0)  # nothing was used yet
@@ -78,7 +78,7 @@ def test_masks_are_made_anew_where_a_pass_begins(monkeypatch):
             hashed_dropout, "_fill", lambda *a: left.append([r() for r in first]) or fill(*a)
         )
         masks.begin(KEY["seed"], 6)
-    assert left == [[None, None]] * 2, "what lay between rows goes before they come to lie together"
+    assert left == [[None, None]] * 2, "the first masks are freed before new ones are allocated"
     rooms = [made[1].data_ptr() for made in masks._made.values()]
     masks.begin(KEY["seed"], 7)
     assert [made[1].data_ptr() for made in masks._made.values()] == rooms
@@ -96,7 +96,7 @@ def test_zero_probability_is_the_identity():
 
 
 @pytest.mark.parametrize("probability", [0.5, 0.3])
-def test_masks_made_together_are_those_of_each_chunk(probability):
+def test_kept_masks_equal_those_of_each_chunk(probability):
     keys = row_keys(torch.arange(3000))
     x = torch.ones(3000, 130)  # More rows than are hashed in one go, and half a hash over.
     whole = keyed_dropout(x, keys, probability, **KEY)
@@ -113,7 +113,7 @@ KINDS = ("gcn", "sage", "resgcn", "gat")
 
 @pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS, 3)), ids="-".join)
 def test_rows_are_dropped_once_between_layers_of_any_kinds(kinds, monkeypatch):
-    """Every site once, where the rows are made; ``resgcn`` drops inside and at the end."""
+    """Every site is used once; ``resgcn`` drops inside and at the end."""
     sites = []
 
     def noted(*args, site, **rest):

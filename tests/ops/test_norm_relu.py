@@ -1,4 +1,4 @@
-"""Fused row-wise work: the values and gradients of the plain formulas, in blocks of any size."""
+"""Fused row-wise work: values and gradients equal the plain formulas, for any block size."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS, WIDTH = 7, 5
 
 @pytest.fixture(params=[1, 3, 7, 100], ids="{} rows".format, autouse=True)
 def _block(request, monkeypatch):
-    """Rows that are walked at a time: one, some with a rest, all, and room for more."""
+    """Rows of a block: one, some with a remainder, all, more than there are."""
     monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: request.param)
 
 
@@ -91,7 +91,7 @@ def test_gcnii_mix(mask):
 
 
 @pytest.mark.parametrize("frozen", ["weight", "norm", "rows", "first"])
-def test_what_is_frozen_gets_no_gradient(frozen):
+def test_frozen_inputs_get_no_gradient(frozen):
     layer, x, weight = norm(), draw(ROWS, WIDTH), draw(WIDTH, WIDTH)
     first = draw(ROWS, WIDTH)
     inputs = {"weight": weight, "norm": layer.weight, "rows": x, "first": first}
@@ -102,7 +102,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
         assert (tensor.grad is None) == (name == frozen)
 
 
-def test_no_rows_are_no_rows(mask):
+def test_empty_input(mask):
     layer, weight = norm(), draw(WIDTH, WIDTH)
     none, some = draw(0, WIDTH), None if mask is None else Mask(mask.kept[:0], mask.scale)
     for out in (
@@ -115,7 +115,7 @@ def test_no_rows_are_no_rows(mask):
         assert not weight.grad.any()
 
 
-def test_rows_and_gradients_that_do_not_lie_together():
+def test_strided_rows_and_gradients():
     torch.manual_seed(0)
     layer, wide, weight = norm(), draw(ROWS, 2 * WIDTH), draw(WIDTH, WIDTH)
     x = wide[:, ::2]
@@ -126,7 +126,7 @@ def test_rows_and_gradients_that_do_not_lie_together():
     assert torch.allclose(first, second, atol=1e-12)
 
 
-def test_blocks_stay_in_the_cache_of_their_threads(monkeypatch):
+def test_block_size(monkeypatch):
     monkeypatch.undo()
     x = torch.empty(0, 4)
     threads = torch.get_num_threads()

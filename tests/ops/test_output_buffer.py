@@ -1,4 +1,4 @@
-"""Rows that are pushed are made in the history table, where a layer says that it does."""
+"""Layers that declare a push_maker compute pushed rows inside the history table."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
 class Doubled(GCNLayer):
-    """What it makes of its place is not what goes on; backward needs both."""
+    """Returns other rows than those in the output buffer; backward needs both."""
 
     def after(self, received, values, rows):
         found = super().after(received, values, rows)
@@ -30,15 +30,15 @@ class Doubled(GCNLayer):
 
 
 class Twice(GCNLayer):
-    """It pushes something else than the layer before it has made, and says no word of it."""
+    """Pushes other rows than the layer before returned, without declaring a push_maker."""
 
     def before(self, values, rows):
         pushed, kept = super().before(values, rows)
         return pushed.tanh(), kept
 
 
-class Saying(GCNLayer):
-    """Both are its own, and made where they are to be."""
+class Declaring(GCNLayer):
+    """Overrides both methods and declares its push_maker."""
 
     push_maker = PushMaker.AFTER
 
@@ -52,7 +52,7 @@ class Saying(GCNLayer):
 STACKS = {
     "after of its own": [Doubled] * 4,
     "before of its own": [Twice] * 4,
-    "both, and it says so": [Saying] * 4,
+    "both, and it says so": [Declaring] * 4,
     "mixed": [GCNLayer, ResGCNLayer, ResGCNLayer, GCNLayer, SAGELayer, Twice],
 }
 PLACES = {"after of its own": 0, "before of its own": 0, "both, and it says so": 3, "mixed": 3}
@@ -68,7 +68,7 @@ def stack(name):
 
 
 def trained(name, epochs=EPOCHS, chunks=CHUNKS, **settings):
-    """Losses, weights, tables, drift and scores of the parts behind some epochs."""
+    """Losses, weights, tables, drift and scores after some epochs."""
     kind = {"layers": len(STACKS.get(name, [None] * 4)), "hidden": 16, "dropout": 0.3}
     kind |= {} if name in STACKS else {"model": name}
     config = quick_config(epochs=epochs, chunks=chunks, **kind, **settings)
@@ -87,7 +87,7 @@ def trained(name, epochs=EPOCHS, chunks=CHUNKS, **settings):
 
 
 def counted(monkeypatch):
-    """By chunk that is pushed whether its rows were made in the table."""
+    """For each push, whether the rows were computed in the table."""
     found, push = [], History.push
 
     def watched(self, chunk, rows):
@@ -112,7 +112,7 @@ def counted(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gcn", "sage", "gcnii", "resgcn", "gat", *STACKS])
-def test_the_same_bits_as_copied(name, settings, monkeypatch):
+def test_same_bits_as_with_copies(name, settings, monkeypatch):
     if "dtype" in settings and name in STACKS:
         settings = settings | {"dtype": "float64"}
     made = counted(monkeypatch)
@@ -131,7 +131,7 @@ def test_the_same_bits_as_copied(name, settings, monkeypatch):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_who_makes_what_is_pushed(name):
+def test_which_pushes_need_no_copy(name):
     model = stack(name)
     count = len(STACKS[name])
     stage_module = model.stage_module(range(count))
@@ -142,7 +142,7 @@ def test_who_makes_what_is_pushed(name):
     )
 
 
-def test_backward_finds_rows_that_other_chunks_stood_beside():
+def test_backward_when_other_rows_of_the_table_change():
     table = torch.zeros(6, 4)
     norm, x = torch.nn.LayerNorm(4), torch.randn(3, 4, requires_grad=True)
     buffer = OutputBuffer.of(table, 2, 5)
@@ -157,13 +157,13 @@ def test_backward_finds_rows_that_other_chunks_stood_beside():
     torch.testing.assert_close(found, x.grad)
 
 
-def test_an_empty_chunk_has_an_empty_place():
+def test_empty_chunk_has_an_empty_buffer():
     output_buffer = OutputBuffer.of(torch.zeros(4, 3), 2, 2)
     assert output_buffer.rows.shape == (0, 3)
 
 
 class Breaking(GCNLayer):
-    """What it says of ``after`` is not so."""
+    """Declares AFTER, but ``after`` returns other rows."""
 
     push_maker = PushMaker.AFTER
 
@@ -172,26 +172,26 @@ class Breaking(GCNLayer):
 
 
 class Beginning(GCNLayer):
-    """Where the features are there aggregated, the first layer makes something else of them."""
+    """Overrides the method of the first layer for aggregated features."""
 
     def from_aggregated_features(self, aggregated, rows):
         return {"x": 2 * super().from_aggregated_features(aggregated, rows)["x"]}
 
 
-def test_who_breaks_its_word_is_told(monkeypatch):
+def test_error_if_the_declaration_is_wrong(monkeypatch):
     monkeypatch.setitem(STACKS, "breaking", [Breaking] * 3)
     with pytest.raises(TypeError, match=r"pushes other rows than rows\.output_buffer"):
         trained("breaking")
 
 
-def test_a_beginning_of_its_own_is_copied(monkeypatch):
+def test_rows_of_an_overridden_first_layer_are_copied(monkeypatch):
     monkeypatch.setitem(STACKS, "beginning", [Beginning, GCNLayer, GCNLayer])
     made = counted(monkeypatch)
     trained("beginning", epochs=1, staleness="exact")
     assert sum(made) == CHUNKS * 2  # of layer 1, in training and in evaluation
 
 
-def test_widths_that_do_not_meet():
+def test_error_if_widths_differ():
     first, second = (LayerSpec(7, 3, 2, hidden) for hidden in (16, 8))
     with pytest.raises(
         InputError, match=r"layer 1, GCNLayer, pushes rows of 8, but layer 0 returns"
@@ -204,8 +204,8 @@ def test_widths_that_do_not_meet():
         )
 
 
-class WritingLater(Saying):
-    """It keeps what it has pushed, and writes to it when its neighbours are aggregated."""
+class WritingLater(Declaring):
+    """Writes to its pushed rows after the push."""
 
     push_maker = PushMaker.AFTER
 
@@ -222,7 +222,7 @@ class WritingLater(Saying):
 
 
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
-def test_rows_that_are_written_to_behind_their_push(staleness, monkeypatch):
+def test_error_if_pushed_rows_are_written_to(staleness, monkeypatch):
     monkeypatch.setitem(STACKS, "writing later", [WritingLater] * 4)
     with pytest.raises(TypeError, match="wrote to rows after they were pushed"):
         trained("writing later", staleness=staleness)
@@ -242,7 +242,7 @@ def test_evaluation_in_inference_mode(name, staleness):
 
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 @pytest.mark.parametrize("name", ["gcn", "gcnii", "gat"])
-def test_what_is_made_in_inference_mode_serves_training(name, staleness):
+def test_training_after_evaluation_in_inference_mode(name, staleness):
     config = quick_config(epochs=2, chunks=CHUNKS, model=name, staleness=staleness)
     graph = small_graph(n=120, degree=3)
     with torch.inference_mode():
@@ -252,7 +252,7 @@ def test_what_is_made_in_inference_mode_serves_training(name, staleness):
     assert trainer.fit().history[-1].loss == Trainer(config, graph=graph).fit().history[-1].loss
 
 
-def test_nothing_is_learned_in_inference_mode():
+def test_training_in_inference_mode_changes_no_weight():
     config, graph = quick_config(epochs=2, chunks=CHUNKS), small_graph(n=120, degree=3)
     with torch.inference_mode():
         made = stack("mixed").float()

@@ -1,4 +1,4 @@
-"""Every kernel gives the same product; the fastest is taken where it is asked for."""
+"""All kernels give the same product; ``--kernel measured`` takes the fastest."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ HERE = [
 
 
 def matrix(seed=0, rows=50, columns=40):
-    """With empty rows at both ends and in between."""
+    """A matrix with empty rows at both ends and in between."""
     rng = np.random.default_rng(seed)
     dense = rng.standard_normal((rows, columns)) * (rng.random((rows, columns)) < 0.2)
     dense[[0, 7, rows - 1]] = 0
@@ -66,7 +66,7 @@ def test_training(name):
 
 
 def fastest_is_csr(shape):
-    """Each rank would measure another kernel; rank 0's holds for all."""
+    """Each rank would measure another kernel; all take that of rank 0."""
     import torch.distributed as dist
 
     from gnnpipe.setup import build
@@ -85,7 +85,7 @@ def test_all_ranks_take_what_rank_0_measures():
     assert run_ranks(fastest_is_csr, 2, (1, 2, 3)) == [["csr"], ["csr"]]
 
 
-def test_one_that_fails_is_not_taken():
+def test_failing_kernels_are_not_timed():
     a = matrix()
     args = [torch.from_numpy(x) for x in (a.indptr, a.indices)]
     times = spmm.time_kernels(*args, torch.from_numpy(a.data).to(torch.bfloat16), 40, 8)
@@ -94,14 +94,14 @@ def test_one_that_fails_is_not_taken():
 
 
 @pytest.mark.skipif("torch-sparse" in HERE, reason="torch_sparse is installed")
-def test_a_package_that_is_missing_is_named_before_the_graph_is_read():
+def test_error_for_a_missing_package_before_the_graph_is_read():
     config = TrainConfig(dataset="no-such-graph", kernel="torch-sparse", out="off")
     with pytest.raises(InputError, match=r"--kernel torch-sparse: .* is not installed; try"):
         Trainer(config).fit()
 
 
-def test_a_package_that_is_broken_is_refused_and_not_measured(tmp_path, monkeypatch):
-    """As one is that was built for another torch: its library cannot be loaded."""
+def test_broken_package_is_refused_and_not_timed(tmp_path, monkeypatch):
+    """A package built for another torch: its library cannot be loaded."""
     (tmp_path / "torch_sparse.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch_sparse", raising=False)

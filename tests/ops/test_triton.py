@@ -1,4 +1,4 @@
-"""Kernels for GPUs: on one where there is one, else by Triton's interpreter."""
+"""Triton kernels: on a GPU if there is one, else by Triton's interpreter."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def draw(*size, kind=torch.float64, seed=0):
 
 
 def matrix(kind, rows=40, columns=45, wide=torch.int32):
-    """With empty rows, the last one among them, and two of many entries, parallel ones too."""
+    """A matrix with empty rows, two long rows and parallel entries."""
     generator = torch.Generator().manual_seed(1)
     counts = torch.randint(0, 9, (rows,), generator=generator)
     counts[3], counts[rows - 2], counts[0], counts[rows - 1] = 57, 21, 0, 0
@@ -60,7 +60,7 @@ def test_products(kind, width, longest):
 
 
 def test_pieces_grow_with_the_matrix(monkeypatch):
-    """So that few sums lie apart, however many entries there are."""
+    """The number of partial sums is bounded, however many entries there are."""
     dense, parts = matrix(torch.float64)
     assert len(parts[1]) > 200
     monkeypatch.setattr(spmm, "MIN_PIECE", 4)
@@ -77,12 +77,12 @@ def test_pieces_grow_with_the_matrix(monkeypatch):
         assert stage_modules.num_apart <= max(2 * most, 2 * len(parts[1]) // 4)
 
 
-def test_rows_of_no_features():
+def test_product_without_features():
     _, parts = matrix(torch.float32)
     assert product(*parts)(torch.empty(45, 0, device=HERE)).shape == (40, 0)
 
 
-def test_products_with_wide_indices_and_other_strides():
+def test_products_with_int64_indices_and_strided_rows():
     dense, parts = matrix(torch.float64, wide=torch.int64)
     rows = draw(16, 45).t()
     near(product(*parts, 8)(rows.to(HERE)), dense @ rows, torch.float64)
@@ -98,7 +98,7 @@ def test_a_matrix_without_entries():
 @pytest.mark.parametrize("size", [(37, 7), (50, 130), (1, 3), (0, 5)])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
 def test_norm_relu(kind, size, is_dropped):
-    """Beside what CPUs do, and over more rows than the programs have at a time."""
+    """Compared with the CPU code, with more rows than the programs process at a time."""
     total, grad, scale, shift = (
         draw(*shape, kind=kind, seed=i) for i, shape in enumerate([size, size, size[1:], size[1:]])
     )
@@ -145,7 +145,7 @@ def test_nan_stays_nan():
 
 @pytest.mark.parametrize("probability", [0.5, 0.1, 1e-9, 0.999999])
 @pytest.mark.parametrize("width", [5, 128, 300])
-def test_masks_are_those_of_the_cpu(width, probability):
+def test_masks_equal_those_of_the_cpu(width, probability):
     keys = row_keys(torch.arange(2**33, 2**33 + 77))
     sites = [hashed_dropout._scalar_key(3, 4, site) for site in range(3)]
     per_hash, least, _ = hashed_dropout._levels(probability)
@@ -161,12 +161,12 @@ def test_masks_are_those_of_the_cpu(width, probability):
 
 @pytest.fixture
 def on_triton(monkeypatch):
-    """Everything that asks is told that Triton works here."""
+    """Make ``works_on`` return True."""
     monkeypatch.setattr(triton, "works_on", lambda device: True)
 
 
-def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
-    """So that a recorded epoch finds the next one's."""
+def test_masks_stay_in_the_same_memory(on_triton, monkeypatch):
+    """A CUDA graph reads the masks of all epochs from the same addresses."""
     keys = row_keys(torch.arange(9)).to(HERE)
     masks, what = KeptMasks(keys), [(6, 0.5, 0), (6, 0.5, 1), (3, 0.1, 2)]
     places = []
@@ -187,15 +187,15 @@ def test_masks_of_a_pass_lie_where_they_lay(on_triton, monkeypatch):
 
 
 @pytest.fixture
-def asked_anew():
-    """Whether Triton works is found out once a process, but not here."""
+def fresh_cache():
+    """Clear the cached result of ``fault_on``."""
     triton.fault_on.cache_clear()
     yield
     triton.fault_on.cache_clear()
 
 
-def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
-    """It may be installed where no C compiler is: that shows when the first kernel is run."""
+def test_fallback_if_triton_fails(monkeypatch, fresh_cache):
+    """Triton may be installed without a C compiler, which shows at the first kernel."""
 
     def fails(device):
         raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
@@ -210,7 +210,7 @@ def test_a_triton_that_is_of_no_use_is_done_without(monkeypatch, asked_anew):
         kernel_named("triton", torch.float32, there)
 
 
-def test_a_triton_that_works_is_tried_out_once(monkeypatch, asked_anew):
+def test_triton_is_tried_once(monkeypatch, fresh_cache):
     tried = []
     monkeypatch.setattr(spmm, "try_out", tried.append)
     there = torch.device("cuda", 0)
@@ -222,7 +222,7 @@ def test_a_triton_that_works_is_tried_out_once(monkeypatch, asked_anew):
     assert triton.fault_on(there) == "the package triton is not installed"
 
 
-def test_what_is_tried_out():
+def test_trial_product():
     spmm.try_out(HERE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spmm, "product", lambda *_: lambda rows: 2 * rows - 1)

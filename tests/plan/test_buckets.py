@@ -1,4 +1,4 @@
-"""Buckets of the gradient sum: the same bits and bytes, begun once their weights are whole."""
+"""Buckets of the gradient sum: same bits and bytes; each starts after its last weight."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def stack(*weights):
     return ModelGraph("drawn", 8, 8, tuple(layer(i, names) for i, names in enumerate(weights)))
 
 
-def test_a_weight_is_whole_behind_the_first_step_that_uses_it():
+def test_gradient_is_complete_after_the_first_step_that_uses_a_weight():
     model = stack(("a",), ("b",), ("b", "c"), ("d",))
     assert gradient_steps(model, range(4)) == {"a": 0, "b": 1, "c": 2, "d": 3}
     assert gradient_steps(model, range(1, 3)) == {"b": 0, "c": 1}
@@ -43,7 +43,7 @@ def plan_of(model, shards, *cuts):
     return plan_of_runs(runs, steps, shards, 1, "fill-drain", model.transfers(ops))
 
 
-def test_buckets_are_filled_from_the_last_step_on(monkeypatch):
+def test_buckets_are_filled_from_the_last_step(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # of two shards each sends half
     model = stack(*((name,) for name in "abcdefg"))
     # Of 400 bytes each, two make a bucket; what is left goes with the first step.
@@ -53,7 +53,7 @@ def test_buckets_are_filled_from_the_last_step_on(monkeypatch):
 
 
 def losses_of(shapes, bucket_bytes):
-    """By shape: losses, counted bytes, those by formula, and the sums in the program."""
+    """By shape: losses, counted bytes, bytes by formula, and sums in the program."""
     stages, shards, chunks = shapes
     buckets.BUCKET_BYTES = bucket_bytes
     mesh = Mesh.join(stages, shards)

@@ -35,7 +35,7 @@ def losses_of(shape, comm_dtype, staleness="auto"):
 @pytest.mark.parametrize(
     ("ranks", "shape"), [(1, (1, 1, 1)), (1, (1, 1, 6)), (2, (1, 2, 6)), (4, (2, 2, 6))]
 )
-def test_losses_are_near_and_rows_take_half(ranks, shape):
+def test_losses_are_close_and_messages_half_as_large(ranks, shape):
     whole = run_ranks(losses_of, ranks, shape, "same")[0]
     half = run_ranks(losses_of, ranks, shape, "bf16")[0]
     for model in MODELS:
@@ -44,7 +44,7 @@ def test_losses_are_near_and_rows_take_half(ranks, shape):
         assert rounded != losses, model
         for axis in ("pipeline", "graph"):
             assert 2 * fewer[axis] == sent[axis]
-        # Weights are summed as they are, and so is what maps are fitted from. All rows are pilots
+        # Weights are summed as they are, and so is what maps are fitted from. All rows are probes
         # here, and pass between stages twice, forward only.
         assert fewer["gradient"] == sent["gradient"]
         probes = sent["pipeline"] if shape[2] > 1 else 0
@@ -52,7 +52,7 @@ def test_losses_are_near_and_rows_take_half(ranks, shape):
 
 
 def movement_of(lr, comm_dtype="bf16"):
-    """By epoch, how far the forecast of each layer says that rows move."""
+    """By epoch, the movement of each layer's rows in the forecast."""
     config = quick_config(
         model="gcnii",
         layers=4,
@@ -67,8 +67,8 @@ def movement_of(lr, comm_dtype="bf16"):
     return [row.staleness.moved for row in Trainer(config, graph=small_graph()).fit().history]
 
 
-def test_pilot_rows_tell_their_movement_although_they_are_rounded():
-    """Where weights hardly change, rows hardly seem to move, on any stage."""
+def test_movement_of_probe_rows_is_not_hidden_by_rounding():
+    """If weights hardly change, rows hardly move on any stage."""
     still = run_ranks(movement_of, 4, 1e-30)[0]
     assert all(moved < 1e-20 for row in still[1:] for moved in row)
     exact, rounded = (run_ranks(movement_of, 4, 1e-5, kind)[0] for kind in ("same", "bf16"))

@@ -17,7 +17,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 
 
 def shares(monkeypatch, places, threads):
-    """What each of several ranks gets that may use the cores of its (machine, cores)."""
+    """Cores of each rank; ``places``: machine and usable cores by rank."""
     everyone = [((host, frozenset(mine)), threads, True) for host, mine in places]
     found = []
     for rank, (host, mine) in enumerate(places):
@@ -27,7 +27,7 @@ def shares(monkeypatch, places, threads):
     return found
 
 
-def test_cores_are_shared_out(monkeypatch):
+def test_cores_are_divided_among_ranks(monkeypatch):
     one, other = ("a", range(6)), ("b", {1, 9})
     assert shares(monkeypatch, [one] * 2, 1) == [{0, 1, 2}, {3, 4, 5}]
     assert shares(monkeypatch, [one] * 4, 1) == [{0}, {1, 2}, {3}, {4, 5}]
@@ -35,23 +35,23 @@ def test_cores_are_shared_out(monkeypatch):
     assert shares(monkeypatch, [one, other, one, other], 1) == [{0, 1, 2}, {1}, {3, 4, 5}, {9}]
 
 
-def test_no_core_is_left_over(monkeypatch):
+def test_all_cores_are_used(monkeypatch):
     assert shares(monkeypatch, [("a", range(8))] * 5, 1) == [{0}, {1, 2}, {3}, {4, 5}, {6, 7}]
     assert shares(monkeypatch, [("a", range(8))] * 3, 2) == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
 
 
-def test_who_needs_more_than_a_share_keeps_all(monkeypatch):
+def test_ranks_with_many_threads_are_not_bound(monkeypatch):
     assert shares(monkeypatch, [("a", range(6))] * 7, 1) == [set(range(6))] * 7
     assert shares(monkeypatch, [("a", range(6))] * 2, 4) == [set(range(6))] * 2
 
 
-def test_who_was_given_cores_keeps_them(monkeypatch):
+def test_ranks_bound_from_outside_stay_so(monkeypatch):
     given = [("a", {0, 1}), ("a", {2, 3})]
     assert shares(monkeypatch, given, 1) == [{0, 1}, {2, 3}]
 
 
 def where(stages):
-    """Cores of this process before, while ranks are together, and when they have parted."""
+    """Cores of this process before, during and after a run."""
     before = usable_cores()
     mesh = Mesh.join(stages, 1, "cpu")
     with mesh.on_own_cores():
@@ -66,7 +66,7 @@ def where(stages):
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
-def test_real_ranks_stay_on_their_own():
+def test_real_ranks_have_separate_cores():
     found = run_ranks(where, 2, 2)
     before = found[0][0]
     own = [rank[1] for rank in found]
@@ -78,7 +78,7 @@ def test_real_ranks_stay_on_their_own():
 
 
 def failing(stages):
-    """Cores while a run trains, and behind its fault."""
+    """Cores during a run and after its failure."""
     config = quick_config(stages=stages, epochs=3, on_nan="stop")
     seen = []
 
@@ -95,7 +95,7 @@ def failing(stages):
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
-def test_a_run_that_fails_gives_its_cores_back():
+def test_a_failed_run_restores_the_cores():
     found = run_ranks(failing, 2, 2)
     assert found[1][0][0] < usable_cores(), "the last stage has the loss"
     assert all(after == usable_cores() for _, after in found)
@@ -117,7 +117,7 @@ print(json.dumps([before, within, places()]))
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
-def test_threads_that_were_given_places_stay_there():
+def test_threads_bound_by_openmp_stay_so():
     run = subprocess.run(
         [sys.executable, "-c", BOUND, str(Path(cpu_affinity.__file__).parents[3])],
         env=os.environ | {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2"},
@@ -136,7 +136,7 @@ def test_one_rank_may_use_all_cores():
     assert usable_cores() == before
 
 
-def test_how_crowded_the_fullest_machine_is():
+def test_crowding_of_the_fullest_machine():
     fine, full = ("a", frozenset(range(8)), 2), ("b", frozenset({3}), 1)
     assert crowding(1, lambda said: [fine, fine]) == 0.5
     assert crowding(1, lambda said: [fine, full, fine, full, full]) == 3.0
@@ -145,7 +145,7 @@ def test_how_crowded_the_fullest_machine_is():
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
-def test_threads_that_are_there_already_move():
+def test_existing_threads_are_bound_too():
     before = usable_cores()
     is_over, places = threading.Event(), []
 

@@ -1,6 +1,6 @@
-"""Work that is repeated as a CUDA graph: when, and what becomes of gradients; the GPU is a fake.
+"""Replay of work as a CUDA graph: when it is recorded, and its gradients. The GPU is a fake.
 
-The real one is in test_cuda.py, where there is one.
+tests/test_cuda.py runs on a real GPU.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Graph:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Graphs in the order they were made; ``work`` runs while one is made, as on a GPU."""
+    """Recorded graphs, in order; recording runs ``work`` once, as on a GPU."""
     graphs = []
 
     def captured(work, device):
@@ -45,7 +45,7 @@ def made(monkeypatch):
 
 
 class Work:
-    """Leaves a gradient, and takes some of the memory."""
+    """Sets a gradient and allocates memory."""
 
     def __init__(self, weight, stats, takes=0, fails_at=0):
         self.weight, self.stats, self.takes, self.fails_at = weight, stats, takes, fails_at
@@ -61,7 +61,7 @@ class Work:
 
 
 def epochs(replay, work, count, what="all"):
-    """What each gives, and the gradient behind it."""
+    """Result and gradient of each epoch."""
     found = []
     for _ in range(count):
         work.weight.grad = None
@@ -74,7 +74,7 @@ def begin(stats, **how):
     return Replay([weight], torch.device("cuda")), Work(weight, stats, **how)
 
 
-def test_from_the_fourth_on_it_is_repeated(made):
+def test_the_fourth_epoch_is_recorded(made):
     graphs, stats = made
     replay, work = begin(stats, takes=49)
     assert epochs(replay, work, 6) == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 4), (4, 4)]
@@ -82,7 +82,7 @@ def test_from_the_fourth_on_it_is_repeated(made):
     assert graphs[0].replays == 3  # the recording did nothing yet
 
 
-def test_other_work_is_recorded_anew(made):
+def test_other_work_is_recorded_again(made):
     graphs, stats = made
     replay, work = begin(stats)
     epochs(replay, work, 5)
@@ -90,14 +90,14 @@ def test_other_work_is_recorded_anew(made):
     assert [graph.replays for graph in graphs] == [2, 1]
 
 
-def test_not_where_memory_is_short(made):
+def test_no_graph_if_memory_is_short(made):
     graphs, stats = made
     replay, work = begin(stats, takes=51)
     assert epochs(replay, work, 6)[-1] == (6, 6)
     assert not graphs
 
 
-def test_not_where_the_gpu_is_what_takes_the_time(made, monkeypatch):
+def test_no_graph_if_launches_are_not_the_bottleneck(made, monkeypatch):
     graphs, stats = made
     clock = iter([0.0, 0.4, 1.0])
     monkeypatch.setattr("gnnpipe.runtime.cuda_graph.time.perf_counter", lambda: next(clock))
@@ -106,7 +106,7 @@ def test_not_where_the_gpu_is_what_takes_the_time(made, monkeypatch):
     assert not graphs
 
 
-def test_what_cannot_be_recorded_is_done_as_before(made):
+def test_work_that_cannot_be_recorded_runs_as_before(made):
     graphs, stats = made
     replay, work = begin(stats, fails_at=4)
     assert epochs(replay, work, 6) == [(1, 1), (2, 2), (3, 3), (5, 5), (6, 6), (7, 7)]
@@ -114,8 +114,8 @@ def test_what_cannot_be_recorded_is_done_as_before(made):
     assert not replay.is_recorded
 
 
-def test_who_may_be_repeated():
-    """Not a layer with a step of its own that does not say so."""
+def test_which_layers_can_be_recorded():
+    """A subclass that changes a layer must declare it again."""
     spec = LayerSpec(num_features=3, num_classes=2, num_layers=2, hidden=4)
     for name in ("gcn", "sage", "gcnii", "resgcn"):
         kind = MODELS[name]

@@ -1,4 +1,4 @@
-"""What the executor leaves behind an epoch."""
+"""State of the executor after an epoch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is measured of staleness is what is there, in every shape; and runs repeat to the bit."""
+"""Forecast and measured staleness, against the one-device reference; runs repeat bit by bit."""
 
 import csv
 import math
@@ -44,7 +44,7 @@ def measured(shape, **settings):
 
 
 def truth(**settings):
-    """Per epoch the drift by layer, from the tables of the one-device reference."""
+    """Drift by epoch and layer, from the tables of the one-device reference."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
     from gnnpipe.verify.verify import reference_of
@@ -93,7 +93,7 @@ def test_drift_is_the_error_of_the_stale_rows(settings):
     assert found[-1].stale_reads > 0
 
 
-def test_what_is_measured_does_not_depend_on_the_shape():
+def test_measured_staleness_does_not_depend_on_the_shape():
     alone = measured((1, 1))
     for per_rank in run_ranks(measured, 4, (2, 2)):
         for row, other in zip(alone, per_rank, strict=True):
@@ -105,7 +105,7 @@ def test_what_is_measured_does_not_depend_on_the_shape():
 
 def distance_to_exact(**settings):
     """By layer, how far the rows that stale readers see are from a forward pass with the same
-    weights, on rows that are no pilots, in the last of some epochs."""
+    weights, on rows that are no probes, in the last of some epochs."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
     from gnnpipe.verify.verify import reference_of
@@ -129,15 +129,15 @@ def distance_to_exact(**settings):
     return [float((a[rows] - b[rows]).norm() / b[rows].norm()) for a, b in pairs]
 
 
-def test_the_forecast_brings_other_rows_nearer_to_exact():
+def test_forecast_brings_stale_rows_closer_to_exact():
     forecast = distance_to_exact(staleness="auto")
     plain = distance_to_exact(staleness="none", shuffle_chunks=True, exact_epochs=1)
     assert max(forecast) < 0.75 * max(plain)
     assert all(a < b for a, b in zip(forecast, plain, strict=True))
 
 
-def test_missed_is_told_of_rows_that_are_not_pilots():
-    """Pure noise cannot be forecast; a fit on few rows must not claim that it was."""
+def test_missed_estimates_the_error_on_other_rows():
+    """Pure noise cannot be forecast, so a fit to few rows must not report a small error."""
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(120, 32, generator=generator)
     new = old + 0.1 * torch.randn(120, 32, generator=generator)
@@ -152,7 +152,7 @@ def test_missed_is_told_of_rows_that_are_not_pilots():
     assert whole.missed == pytest.approx(error, rel=1e-4)
 
 
-def test_nothing_is_measured_where_nothing_can_be_stale():
+def test_no_measurement_if_nothing_can_be_stale():
     assert measured((1, 1), chunks=1) == [None] * EPOCHS
     assert measured((1, 1), staleness="exact") == [None] * EPOCHS
 
@@ -200,7 +200,7 @@ def test_same_seed_and_shape_give_the_same_bits(shape, tmp_path):
     assert {"stale_reads", "drift_0", "moved_3", "missed_3"} <= set(tables[0][0])
 
 
-def test_what_is_recalled_lies_in_the_same_place_in_every_epoch(monkeypatch):
+def test_recalled_rows_stay_in_the_same_memory(monkeypatch):
     found, recall = [], Forecaster.recall
 
     def look(self, values):

@@ -1,4 +1,4 @@
-"""Rows made of the features alone do not move with the weights: no pilot is needed for them."""
+"""Rows computed from features alone do not move with the weights and need no forecast."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
 
 class Twice(nn.Module):
-    """What the first convolution gives is not learned either."""
+    """Two convolutions without weights."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Twice(nn.Module):
 
 
 def attention(kind=GATConv):
-    """Its map would make rows wider, so that it pushes the features as they are."""
+    """A convolution whose map widens rows, so that the features are pushed as they are."""
     return kind(FEATURES, HIDDEN, heads=8, concat=False)
 
 
@@ -81,7 +81,7 @@ def module_of(name, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pilots_are_as_many_as_the_rows_that_move_are_wide(name):
+def test_number_of_probes_follows_the_width_of_moving_rows(name):
     prepared = prepare(config(), Mesh.alone(), graph(), module_of(name))
     fixed = [op.name for op in prepared.model_graph.aggregations if not op.moves]
     assert len(fixed) == MODELS[name][1]
@@ -97,8 +97,8 @@ def losses(name, **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_forecast_of_them_would_change_nothing(name, monkeypatch):
-    """With all vertices for pilots, so that these are the same ones."""
+def test_a_forecast_of_fixed_rows_changes_nothing(name, monkeypatch):
+    """With all vertices as probes, so that both runs have the same ones."""
     every = {"probes_per_column": 200}
     found = losses(name, **every)
     monkeypatch.setattr(Recording, "is_fixed", lambda *_: False)
@@ -138,7 +138,7 @@ class MapBehind(nn.Module):
         return self.out(self.mean(x, edge_index))
 
 
-def test_a_model_whose_rows_never_move_has_no_pilots():
+def test_model_without_moving_rows_has_no_probes():
     trainer = Trainer(config(), graph=graph(), model=MapBehind())
     assert len(trainer.fit().history) == 6
     prepared = trainer._setup()[1]
@@ -146,7 +146,7 @@ def test_a_model_whose_rows_never_move_has_no_pilots():
     assert len(prepared.probes) == 0
 
 
-def test_a_stage_of_them_alone_is_measured_and_predicted():
+def test_stage_without_moving_rows_is_measured_and_predicted():
     prepared = prepare(config(), Mesh.alone(), graph(), module_of("gatv2"))
     fitted = fit_costs(measure_steps(prepared, CPU))
     for op in prepared.model_graph.aggregations:

@@ -1,4 +1,4 @@
-"""All-to-alls between real shards, small ones and large ones: what arrives, and over what."""
+"""All-to-alls between real shards, small and large: received rows and process groups used."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ def test_every_shard_gets_its_rows(large):
     assert sum(sent_bytes for *_, sent_bytes in results) == 2 * 2 * 7 * 4
 
 
-def test_a_courier_hands_a_fault_to_who_waits():
+def test_wait_raises_the_error_of_the_start_thread():
     def fails():
         raise ConnectionError("gone")
 
@@ -79,8 +79,8 @@ def recorded(setting):
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="this torch cannot tell"
 )
 @pytest.mark.parametrize("setting", [None, "50"])
-def test_torch_keeps_no_record_of_exchanges_unless_it_is_asked_to(setting):
-    """Its records lie in the heap between the rows of many epochs."""
+def test_flight_recorder_is_off_unless_set(setting):
+    """Its records would fragment the heap."""
     for entries, size in run_ranks(recorded, 2, setting):
         assert (entries > 0) == (setting is not None)
         assert size == (setting or "0")

@@ -1,4 +1,4 @@
-"""One table for what was aggregated and its gradients, which go back over live edges only."""
+"""Shared table of LinearHistory: aggregated rows and their gradients in the same memory."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from gnnpipe.train.evaluate import evaluate, train_epoch
 
 
 def trained(epochs=3, **settings):
-    """Losses, weights and scores of the parts behind some epochs, and what ran."""
+    """Losses, weights and scores after some epochs, and the rank's runtime."""
     config = quick_config(epochs=epochs, layers=3, hidden=16, dropout=0.3, **settings)
     mesh = Mesh.alone()
     prepared = prepare(config, mesh, small_graph(n=120, degree=3))
@@ -34,7 +34,7 @@ def trained(epochs=3, **settings):
 
 
 def apart(monkeypatch):
-    """As it was done with two tables: what has not been recorded is zero, and is read."""
+    """Use two tables: rows without a recorded gradient are zero, and are multiplied too."""
 
     def read(self, chunk):
         self.settle()
@@ -66,7 +66,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
-def test_the_same_bits_as_with_two_tables(model, settings, monkeypatch):
+def test_same_bits_as_with_two_tables(model, settings, monkeypatch):
     one = trained(model=model, chunks=5, **settings)
     apart(monkeypatch)
     two = trained(model=model, chunks=5, **settings)
@@ -101,7 +101,7 @@ def test_rows_of_chunks_that_have_not_recorded_are_not_read(settings, monkeypatc
         assert torch.equal(mine, other)
 
 
-def test_evaluation_has_no_table_of_gradients():
+def test_evaluation_allocates_no_gradients():
     rank_runtime = trained(model="gcn", chunks=4)[3]
     stage, seen = rank_runtime.executor.stage, []
     stage.watch = lambda *_: seen.extend(stage._scratch.values())
@@ -116,7 +116,7 @@ def test_evaluation_has_no_table_of_gradients():
         assert history.read(1).data_ptr() == place
 
 
-def test_who_shares():
+def test_which_aggregations_share_a_table():
     def names(**settings):
         config = quick_config(**{"layers": 4, "hidden": 16, "chunks": 5} | settings)
         graph = small_graph(n=120, degree=3)
@@ -168,7 +168,7 @@ def operator(index=None, dtype=torch.float64):
 
 @pytest.mark.parametrize("kernel", [None, "csr"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_back_over_the_edges_of_some_chunks(kernel, dtype):
+def test_transposed_product_over_some_chunks(kernel, dtype):
     dense, made = operator(kernel, dtype)
     grads = torch.from_numpy(np.random.default_rng(1).random((9, 3))).to(dtype)
     ranges = ((0, 4), (4, 9), (0, 9), (3, 3))

@@ -1,4 +1,4 @@
-"""--recompute: the same bits on every shape, and nothing kept on the way forward."""
+"""--recompute: the same bits on every shape, and forward saves no tensors."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_same_bits_on_ranks(shape):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("model", OURS)
-def test_nothing_is_kept_on_the_way_forward(model, chunks, monkeypatch):
+def test_forward_saves_no_tensors(model, chunks, monkeypatch):
     forward, kept = Stage.forward, []
 
     def watched(self, chunk, steps):
