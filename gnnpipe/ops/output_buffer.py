@@ -48,8 +48,8 @@ class OutputBuffer:
         """Raise ``TypeError`` if the rows were written to after ``check``."""
         if self.rows._version != self._pushed_version:
             raise TypeError(
-                "a layer wrote to rows after they were pushed, and others read them from the "
-                "history table; write to a copy, or declare PushMaker.COPY"
+                "a layer wrote to rows after they were pushed, but they lie in the history table, "
+                "which others read; write to a copy, or declare PushMaker.COPY"
             )
 
 
@@ -59,8 +59,8 @@ def output_rows(output_buffer: OutputBuffer | None, like: Tensor, width: int) ->
         return like.new_empty(len(like), width)
     if output_buffer.rows.shape != (len(like), width):
         raise ValueError(
-            f"[{len(like)}, {width}] rows do not fit into their place in the history table, "
-            f"{list(output_buffer.rows.shape)}; a layer must make rows as wide as the next one "
-            "pushes"
+            f"[{len(like)}, {width}] rows do not fit into the output buffer, "
+            f"{list(output_buffer.rows.shape)}; a layer must return rows of the width that the "
+            "next layer pushes"
         )
     return output_buffer.rows

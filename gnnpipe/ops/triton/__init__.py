@@ -32,7 +32,7 @@ def fault_on(device: torch.device) -> str | None:
     Warns once if Triton is installed but does not run on this GPU.
     """
     if device.type != "cuda":
-        return "it is for GPUs"
+        return "Triton kernels run on GPUs only"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     try:
@@ -40,9 +40,9 @@ def fault_on(device: torch.device) -> str | None:
     except Exception as error:  # of Triton's compiler, the C compiler or the driver
         why = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
         warnings.warn(
-            f"Triton is installed, but a kernel of it does not run on {device} ({why}): torch's "
-            "own are used, which take longer. It needs a C compiler (gcc or clang), Python's "
-            "headers and a GPU of compute capability 7.0 or more",
+            f"Triton is installed, but its kernels do not run on {device} ({why}): torch's own, "
+            "slower ones are used. Triton needs a C compiler (gcc or clang), Python's headers and "
+            "a GPU of compute capability 7.0 or more",
             UserWarning,
             stacklevel=2,
         )

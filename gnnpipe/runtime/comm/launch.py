@@ -45,12 +45,12 @@ def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
     host = environment.get("MASTER_ADDR", "")
     port = _whole(environment, "MASTER_PORT", 1, 65_535)
     if not host:
-        raise InputError("MASTER_ADDR '': names no machine; try 127.0.0.1, or start with torchrun")
+        raise InputError("MASTER_ADDR '': is empty; try 127.0.0.1, or start with torchrun")
     try:
         socket.getaddrinfo(host, port)
     except (OSError, UnicodeError) as error:
         raise InputError(
-            f"MASTER_ADDR {host!r}: is no machine that is known here ({error}); try its IP address"
+            f"MASTER_ADDR {host!r}: is an unknown host ({error}); try its IP address"
         ) from None
 
 

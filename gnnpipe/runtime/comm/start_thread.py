@@ -34,7 +34,7 @@ class Transfer:
         try:
             self._works = self._begin()
             if None in self._works:
-                raise RuntimeError("this rank is not part of the process group it sends in")
+                raise RuntimeError("this rank is not a member of the message's process group")
         except BaseException as fault:
             self._fault = fault
         self._is_begun.set()
