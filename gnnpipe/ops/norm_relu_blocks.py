@@ -43,9 +43,8 @@ def rows_at_once(x: Tensor, width: int) -> int:
     """Return the rows of a block; on a GPU all rows, because kernel launches cost more there."""
     if x.device.type != "cpu":
         return max(len(x), 1)
-    return (
-        max(_BLOCK_BYTES // (width * x.element_size()), _MIN_BLOCK_ROWS) * torch.get_num_threads()
-    )
+    rows = max(_BLOCK_BYTES // (width * x.element_size()), _MIN_BLOCK_ROWS)
+    return rows * torch.get_num_threads()
 
 
 def blocks_of(x: Tensor, width: int) -> list[slice]:
