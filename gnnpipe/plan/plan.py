@@ -44,7 +44,11 @@ class StagePlan:
     ranks: tuple[int, ...]
     """Its ranks, by shard."""
     shares: tuple[float, ...]
-    """The part of the rows of each shard; they sum to 1."""
+    """The part of the work of every chunk that each shard gets; the shares sum to 1.
+
+    The work of a vertex is 50 + its degree (``graph.partition.vertex_work``): a shard of vertices
+    of high degree gets fewer rows.
+    """
 
     @property
     def num_shards(self) -> int:
@@ -130,7 +134,7 @@ class Plan:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the rows of each shard, the same in every stage."""
+        """The part of the work of each shard, the same in every stage."""
         return self.stages[0].shares
 
     @property

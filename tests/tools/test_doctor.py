@@ -14,7 +14,7 @@ from gnnpipe.cli.main import main
 from gnnpipe.tools import doctor
 from gnnpipe.tools.collective_check import round_trip
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def faults(capsys):

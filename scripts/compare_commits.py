@@ -1,0 +1,157 @@
+"""Time and memory of two commits in turns: are runs slower, or larger, than they were?
+
+    python scripts/compare_commits.py b8d01c6 HEAD --repeats 5
+
+Trains the same cells (models, graphs, shapes) with both commits, one after the other, so that
+whatever else the machine does meets both alike. For each cell the median epoch time and the peak
+memory per rank, and the ratio of the second commit to the first with its spread. Writes
+docs/benchmarks/compare_commits.md. Threads are pinned (OMP_NUM_THREADS=1 per rank). Graphs of
+``--data`` (a folder of npz files) that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {
+    "gcn": ["--layers", "16", "--hidden", "128"],
+    "sage": ["--layers", "3", "--hidden", "128"],
+    "gcnii": ["--layers", "8", "--hidden", "64"],
+    "gat": ["--layers", "3", "--hidden", "64", "--heads", "4"],
+}
+GRAPHS = ("squirrel", "coauthor_physics", "debian")
+SHAPES = [
+    ("gcnii", "debian", ["--stages", "2", "--chunks", "8"]),
+    ("gcnii", "debian", ["--shards", "2"]),
+]
+EPOCHS = 8
+
+
+def train(tree: Path, flags: list[str], ranks: int) -> tuple[float, float]:
+    """Median seconds of an epoch and peak MiB of the largest rank."""
+    launch = [sys.executable, "-m", "gnnpipe"]
+    if ranks > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(ranks), "-m", "gnnpipe"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        common = ["--epochs", str(EPOCHS), "--eval-every", "0", "--no-predict", "--quiet"]
+        subprocess.run(
+            [*launch, "train", *flags, *common, "--out", str(run)],
+            check=True,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        result = json.loads((run / "result.json").read_text())
+    return result["epoch_time_s"], max(result["peak_memory_bytes"]) / 2**20
+
+
+def cells(data: Path) -> list[tuple[str, list[str], int]]:
+    """Name, flags and number of ranks of every cell."""
+    found = []
+    for model, settings in MODELS.items():
+        for graph in GRAPHS:
+            found.append((f"{model} {graph} (1,1,1)", ["--model", model, *settings], graph, 1))
+    for model, graph, shape in SHAPES:
+        name = f"{model} {graph} {' '.join(shape)}"
+        found.append((name, ["--model", model, *MODELS[model], *shape], graph, 2))
+    known = []
+    for name, flags, graph, ranks in found:
+        path = data / f"{graph}.npz"
+        if graph == "debian":
+            known.append((name, ["--dataset", "debian", *flags], ranks))
+        elif path.exists():
+            known.append((name, ["--dataset", str(path), *flags], ranks))
+    return known
+
+
+def row_of(name: str, first: list[tuple[float, float]], second: list[tuple[float, float]]) -> dict:
+    """Medians of a cell, and the ratios of the second commit to the first."""
+    ratios = [b[0] / a[0] for a, b in zip(first, second, strict=True)]
+    return {
+        "cell": name,
+        "before_ms": statistics.median(t for t, _ in first) * 1e3,
+        "after_ms": statistics.median(t for t, _ in second) * 1e3,
+        "time": statistics.median(ratios),
+        "spread": (min(ratios), max(ratios)),
+        "before_mib": statistics.median(m for _, m in first),
+        "after_mib": statistics.median(m for _, m in second),
+    }
+
+
+def page(rows: list[dict], commits: tuple[str, str], repeats: int) -> str:
+    """The benchmark page."""
+    mean = statistics.geometric_mean([row["time"] for row in rows])
+    memory = statistics.geometric_mean([row["after_mib"] / row["before_mib"] for row in rows])
+    head = ["cell", "before, ms", "after, ms", "time, after / before"]
+    head += ["before, MiB", "after, MiB", "memory"]
+    lines = [
+        "# Two commits in turns",
+        "",
+        f"Time and memory of {commits[1]} beside {commits[0]}, measured by "
+        f"`scripts/compare_commits.py {' '.join(commits)} --repeats {repeats}` on "
+        f"{os.cpu_count()} cores ({platform.machine()}). Runs of {EPOCHS} epochs take turns; one "
+        "thread per rank; medians over the repeats, and the ratio of each pair of runs with the "
+        "smallest and the largest. Memory is the peak of the largest rank.",
+        "",
+        f"Geometric mean of the ratios: time {mean:.3f}, memory {memory:.3f}.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for row in rows:
+        low, high = row["spread"]
+        lines.append(
+            f"| {row['cell']} | {row['before_ms']:.1f} | {row['after_ms']:.1f} | "
+            f"{row['time']:.3f} ({low:.2f} to {high:.2f}) | {row['before_mib']:.0f} | "
+            f"{row['after_mib']:.0f} | {row['after_mib'] / row['before_mib']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the cells and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("before")
+    parser.add_argument("after")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--only", default="", help="cells whose name contains this text")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        trees, names = [], []
+        for commit in (options.before, options.after):
+            name = subprocess.check_output(
+                ["git", "rev-parse", "--short", commit], cwd=ROOT, text=True
+            ).strip()
+            tree = Path(folder) / name
+            subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(tree)], check=True)
+            subprocess.run(["git", "checkout", "-q", name], cwd=tree, check=True)
+            trees.append(tree)
+            names.append(name)
+        rows = []
+        for name, flags, ranks in cells(options.data):
+            if options.only not in name:
+                continue
+            runs: tuple[list, list] = ([], [])
+            for _ in range(options.repeats):
+                for tree, found in zip(trees, runs, strict=True):
+                    found.append(train(tree, flags, ranks))
+            rows.append(row_of(name, *runs))
+            print(rows[-1], flush=True)
+    target = ROOT / "docs" / "benchmarks" / "compare_commits.md"
+    target.write_text(page(rows, (names[0], names[1]), options.repeats), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
