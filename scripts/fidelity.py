@@ -79,7 +79,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
                 ):
                     into += [round(statistics.mean(values), 5)] if values else []
     graph = prepared.graph
-    into_pilots = int(graph.degrees[prepared.probes].sum()) if len(prepared.probes) else 0
+    into_probes = int(graph.degrees[prepared.probes].sum()) if len(prepared.probes) else 0
     return {
         **asdict(cell),
         "commit": commit(),
@@ -94,7 +94,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "missed": missed,
         "epoch_time_s": round(statistics.median(times), 4),
         "train_s": round(sum(times), 1),
-        "extra_edges": into_pilots / (2 * graph.num_edges),
+        "extra_edges": into_probes / (2 * graph.num_edges),
         "extra_rows": len(prepared.probes) / graph.num_vertices,
         "exact_epochs": walked_exactly / config.epochs,
     }

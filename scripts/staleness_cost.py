@@ -67,8 +67,8 @@ def main() -> None:
         f"Made by `scripts/staleness_cost.py` at commit {commit()}, "
         f"{time.strftime('%Y-%m-%d')}; one process, one thread,"
         f" K = 32, hidden 64; shares of the epoch's time, median and range of {EPOCHS} epochs."
-        " SpMM: edges that the pilot rows read, of those that the epoch reads forward and backward."
-        " Rows: what the pilots add to the values that cross a stage boundary.",
+        " SpMM: edges that the probe rows read, of those that the epoch reads forward and backward."
+        " Rows: what the probe vertices add to the values that cross a stage boundary.",
         "",
         "| graph | model | epoch | measuring | forecast | SpMM | rows sent |",
         "|---|---|---|---|---|---|---|",
