@@ -51,36 +51,41 @@ def tally(logits: Tensor, y: Tensor) -> Tensor:
     if y.dim() == 1:
         columns = torch.arange(logits.shape[1], device=y.device)
         known = (y >= 0)[:, None].expand_as(logits)
-        truth, answer = y[:, None] == columns, logits.argmax(1)[:, None] == columns
+        truth, predicted = y[:, None] == columns, logits.argmax(1)[:, None] == columns
     else:
-        known, truth, answer = y >= 0, y == 1, logits > 0
-    parts = [truth & answer, known & ~truth & answer, truth & ~answer, known]
+        known, truth, predicted = y >= 0, y == 1, logits > 0
+    parts = [truth & predicted, known & ~truth & predicted, truth & ~predicted, known]
     return torch.stack([part.sum(0, dtype=torch.float64) for part in parts], dim=1)
 
 
-def accuracy(counts: Counts, several: bool) -> float:
+def accuracy(counts: Counts, is_multi_label: bool) -> float:
     """Returns the share of correct predictions; for several labels the mean over labels, as OGB."""
-    right, wrongly, missed, known = counts.T
-    if not several:
-        return float(right.sum() / known[0]) if known[0] else math.nan
-    each = [1 - (a + b) / n for a, b, n in zip(wrongly, missed, known, strict=True) if n]
+    hits, false_positives, false_negatives, known = counts.T
+    if not is_multi_label:
+        return float(hits.sum() / known[0]) if known[0] else math.nan
+    each = [
+        1 - (a + b) / n
+        for a, b, n in zip(false_positives, false_negatives, known, strict=True)
+        if n
+    ]
     return float(np.mean(each)) if each else math.nan
 
 
-def f1(counts: Counts, several: bool, average: str) -> float:
+def f1(counts: Counts, is_multi_label: bool, average: str) -> float:
     """Returns F1 over all predictions ('micro') or the mean over classes or labels ('macro').
 
     As scikit-learn's ``f1_score``: classes that are neither present nor predicted are left out;
     labels that are neither count as 0.
     """
-    right, wrongly, missed, known = counts.T
+    hits, false_positives, false_negatives, known = counts.T
     if not known.any():
         return math.nan
     if average == "micro":
-        right, wrongly, missed = right.sum(keepdims=True), wrongly.sum(), missed.sum()
-    below = 2 * right + wrongly + missed
-    each = np.divide(2 * right, below, out=np.zeros_like(below), where=below > 0)
-    return float(np.mean(each if several or average == "micro" else each[below > 0]))
+        hits = hits.sum(keepdims=True)
+        false_positives, false_negatives = false_positives.sum(), false_negatives.sum()
+    total = 2 * hits + false_positives + false_negatives
+    each = np.divide(2 * hits, total, out=np.zeros_like(total), where=total > 0)
+    return float(np.mean(each if is_multi_label or average == "micro" else each[total > 0]))
 
 
 def target_sums(y: Tensor) -> Tensor:

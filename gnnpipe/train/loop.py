@@ -97,8 +97,8 @@ class Loop:
     def take(self, start: Start) -> None:
         """Continues from a checkpoint."""
         start.check(self.identity)
-        if told := start.recut(cut_of(self.prepared)):
-            self.progress.say(told)
+        if message := start.recut(cut_of(self.prepared)):
+            self.progress.say(message)
         kept = load_tensors(start.stored, self.prepared, self.rank_runtime, self.mesh)
         restore_generators(start.stored, self.mesh.rank, self.mesh.world_size)
         self.rows = list(start.rows)

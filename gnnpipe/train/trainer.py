@@ -179,14 +179,14 @@ class Trainer:
         log: RankLog,
     ) -> RunResult:
         config = self.config
-        start, told = self._find_start(world, resumed)
+        start, message = self._find_start(world, resumed)
         check_profile_file(config, world)
         mesh, prepared = self._setup(start)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = Progress(
             config.epochs, prepared.metric, is_visible=mesh.rank == 0 and not config.quiet
         )
-        for line in [*told.splitlines(), *head_lines(prepared)]:
+        for line in [*message.splitlines(), *head_lines(prepared)]:
             progress.say(line)
         predictor, rank_runtime = self._predict_and_build(progress, start)
         identity = identity_of(config, prepared)
@@ -213,11 +213,11 @@ class Trainer:
 
     def _find_start(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
         """Returns the checkpoint to start from, of the first folder that has one, and messages."""
-        start, told = None, ""
+        start, message = None, ""
         for run in resumed:
             if start is None:
-                start, told = find_start(run, self.config, world, run == self._resume)
-        return start, told
+                start, message = find_start(run, self.config, world, run == self._resume)
+        return start, message
 
     def _predict_and_build(
         self, progress: Progress, start: Start | None

@@ -83,7 +83,7 @@ def test_rows_and_gradients_are_those_of_gatconv(read, heads, width, concat, loo
     both(conv, x, torch.randn(reading, 5, dtype=torch.float64), edges, reading)
 
 
-def test_both_ends_may_have_maps_of_their_own():
+def test_source_and_target_with_separate_linear_maps():
     torch.manual_seed(0)
     conv = GATConv((5, 3), 4, heads=2, add_self_loops=False).double()
     edges = draw_edges(20, 9, 50, 0, loops=True)
@@ -126,7 +126,7 @@ def test_dropout_takes_edges_off_the_sum_and_not_off_the_softmax(monkeypatch):
     both(conv, torch.randn(20, 5).double(), None, edges, 9)
 
 
-def test_only_what_is_known_goes_without_messages():
+def test_only_unchanged_gatconv_runs_without_messages():
     assert is_additive(GATConv(4, 4))
     assert not is_additive(GATConv(4, 4, edge_dim=2))
     assert not is_additive(GATConv(4, 4, flow="target_to_source"))
@@ -252,7 +252,7 @@ def test_wide_rows_are_mapped_before_they_are_pushed(name, kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
-def test_mapped_first_it_is_pygs_own(name, kind):
+def test_mapping_first_equals_pyg(name, kind):
     """Losses of plain PyG over the whole graph, to the last digits; without dropout."""
     graph = small_graph(n=60, features=16, degree=3)
     width = (4 if name == "transformer" else 8) // (1 if kind.get("concat", True) else 2)

@@ -1,4 +1,4 @@
-"""A layer of the user's own that would depend on the number of chunks is refused, and named."""
+"""User layers whose results would depend on the number of chunks are refused by name."""
 
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def stack(kind, place):
 @pytest.mark.parametrize(
     ("kind", "place"), [(k, i) for k in WRONG for i in range(3) if k is not Dense or i == 0]
 )
-def test_who_would_depend_on_the_chunks_is_refused(kind, place):
+def test_layers_that_mix_rows_are_refused(kind, place):
     config = quick_config(layers=3, hidden=16, chunks=2)
     model = stack(kind, place)
     state = torch.random.get_rng_state()
@@ -120,7 +120,7 @@ def test_who_would_depend_on_the_chunks_is_refused(kind, place):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_who_works_row_by_row_is_left_alone(dtype):
+def test_row_wise_layers_pass(dtype):
     model = stack(Plain, 1)
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     check_layers(model.to(getattr(torch, dtype)).stack(), 40)
@@ -145,7 +145,7 @@ class Caching(Plain):
         return pushed, kept
 
 
-def test_a_layer_may_hold_on_to_what_it_made():
+def test_a_layer_may_keep_its_output():
     model = stack(Caching, 1)
     config = quick_config(layers=3, hidden=16, chunks=2, epochs=1)
     Trainer(config, graph=small_graph(n=40), model=model).fit()
@@ -157,7 +157,7 @@ def test_a_layer_may_hold_on_to_what_it_made():
     assert torch.equal(layer.calls, calls)
 
 
-def test_ours_are_not_tried(monkeypatch):
+def test_built_in_layers_are_not_run(monkeypatch):
     monkeypatch.setattr(GCNLayer, "before", None)
     check_layers(stack(GCNLayer, 0).stack(), 40)
 

@@ -28,7 +28,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_is_said(message):
+def test_the_error_names_the_layer(message):
     with pytest.raises(InputError, match=message):
         GNN(WRONG[message]())
 

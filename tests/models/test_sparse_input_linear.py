@@ -50,7 +50,7 @@ def test_chunks_give_the_gradient_of_the_whole(is_sparse, uses):
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_a_weight_made_for_each_chunk(is_sparse):
+def test_a_weight_computed_for_each_chunk(is_sparse):
     made, x = table(is_sparse)
     weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
     for start, stop in pairwise(CUTS):
@@ -70,7 +70,7 @@ def test_two_weights_do_not_mix():
     assert torch.allclose(b.grad, expected[1])
 
 
-def test_a_gradient_that_never_came_is_told():
+def test_a_missing_gradient_raises():
     made, x = table(is_sparse=True)
     weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
     made.begin()

@@ -1,4 +1,4 @@
-"""What evaluation holds is what the estimate counts: measured table by table, and by hand."""
+"""The memory of evaluation equals the estimate, measured table by table."""
 
 import pytest
 from helpers import quick_config, small_graph

@@ -107,7 +107,7 @@ def trained(name, graph, epochs=3, **settings):
     ids=str,
 )
 @pytest.mark.parametrize("name", [*LAYERS, "jumping", "viewing"])
-def test_the_same_as_with_all_rows(name, settings, monkeypatch):
+def test_same_results_as_with_all_rows(name, settings, monkeypatch):
     graph = sparse_graph()
     few = trained(name, graph, **settings)
     monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)
@@ -181,7 +181,7 @@ def test_chunks_and_shards_without_a_training_vertex(shapes, settings):
 
 
 @pytest.mark.parametrize("kind", ["several labels", "numbers", "loss of one's own"])
-def test_other_answers(kind):
+def test_other_kinds_of_labels(kind):
     graph, loss = unevenly(sparse_graph(), 4, 1), None
     rng = np.random.default_rng(0)
     if kind == "several labels":
@@ -208,7 +208,7 @@ def test_rounded_rows():
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", ["gcn", "sage", "jumping"])
-def test_no_other_row_is_made(name, chunks, monkeypatch):
+def test_only_loss_rows_are_computed(name, chunks, monkeypatch):
     graph, rows = unevenly(sparse_graph(), chunks, 1), []
     matmul, settings = RowCSR.matmul, {"chunks": chunks, "staleness": "none"}
     *_, prepared, rank_runtime = trained(name, graph, epochs=1, **settings)
@@ -243,7 +243,7 @@ def loss_rows(graph, name="gcn", model=None, **settings):
     return prepare(config, Mesh.alone(), graph, model).loss_rows
 
 
-def test_where_the_model_and_the_labels_allow_it():
+def test_conditions_of_loss_rows():
     graph = sparse_graph()
     assert loss_rows(graph).ops == {"gcn2"}
     assert (loss_rows(graph).rows, loss_rows(graph).edges) == (
@@ -298,7 +298,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_who_is_asked_for_few_rows_takes_no_single_one(name):
+def test_a_chunk_has_at_least_two_loss_rows(name):
     """Where fewer rows may be made is said of plain ops, and of the recorded ones they come from:
     a step of which few rows are asked chooses them, and cannot choose of one that stands for all.
     """
@@ -336,7 +336,7 @@ def test_transpose_of_some_rows():
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_counted_by_memory_and_predictions(shards, monkeypatch):
+def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     settings = {**settings_of("gcnii"), "dtype": "float32", "chunks": 4, "shards": shards}
     prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
     sizes = chunk_sizes(prepared)

@@ -76,7 +76,7 @@ def config(name="gcn", **settings):
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_which_aggregations_are_made_once(name):
+def test_precomputed_aggregations_of_each_model(name):
     prepared = prepare(config(name), Mesh.alone(), small_graph(), module_of(name))
     assert len(prepared.precomputed) == ONCE[name]
 
@@ -96,7 +96,7 @@ def test_which_aggregations_are_made_once(name):
         ({}, {"features": 17}, 0),
     ],
 )
-def test_when_they_are(settings, features, count):
+def test_conditions_of_precomputing(settings, features, count):
     prepared = prepare(config(**settings), Mesh.alone(), small_graph(**features))
     assert len(prepared.precomputed) == count
 
@@ -154,7 +154,7 @@ def products(monkeypatch, name, epochs, **settings):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["gcn", "sage", "own gcn", "own sage"])
-def test_an_epoch_has_two_products_less(name, recompute, monkeypatch):
+def test_an_epoch_has_two_products_fewer(name, recompute, monkeypatch):
     """Forward and backward of the first of three layers: 4 are left, and what comes once."""
     counts = [products(monkeypatch, name, e, recompute=recompute) for e in (2, 5)]
     assert counts[1] - counts[0] == 3 * 4
@@ -171,7 +171,7 @@ def trained(name, **settings):
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage", "own gcn", "own sage"])
-def test_training_and_scores_are_those_of_making_them_anew(name, monkeypatch):
+def test_same_results_as_without_precomputing(name, monkeypatch):
     losses, scores, _ = trained(name, epochs=6, eval_every=1)
     again, _, _ = trained(name, epochs=6, eval_every=1, recompute=True)
     assert again == losses
@@ -182,7 +182,7 @@ def test_training_and_scores_are_those_of_making_them_anew(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage"])
-def test_a_run_goes_on_under_a_shape_that_makes_them_anew(name, tmp_path):
+def test_a_run_resumes_under_a_shape_that_precomputes_nothing(name, tmp_path):
     """And back: exact shapes leave no tables."""
     out, graph = str(tmp_path / "run"), small_graph()
     whole = Trainer(config(name, epochs=6), graph=graph).fit()
@@ -195,7 +195,7 @@ def test_a_run_goes_on_under_a_shape_that_makes_them_anew(name, tmp_path):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", ["gcn", "sage", "own sage"])
-def test_pairs_are_scored_behind_them(name, chunks):
+def test_pairs_are_scored_after_precomputed_aggregations(name, chunks):
     graph = split_links(small_graph(), "60/20/20", seed=0)
     # As wide as the features, so that no product would tell A x from A x W.
     given = replace(config(name, chunks=chunks, staleness="exact"), hidden=7)
@@ -235,7 +235,7 @@ class Same(GCNLayer):
 
 
 @pytest.mark.parametrize(("kind", "count"), [(Bent, 0), (Deep, 0), (Same, 1)])
-def test_layers_of_ones_own_say_what_they_push(kind, count):
+def test_user_layers_declare_what_they_push(kind, count):
     spec = LayerSpec(num_features=7, num_classes=3, num_layers=3, hidden=8)
     torch.manual_seed(0)
     model = GNN([kind(i, spec) for i in range(3)])
@@ -262,7 +262,7 @@ def test_products_in_bf16_are_rounded_at_other_places():
         assert shared[name] == pytest.approx(loss, rel=2**-9), name
 
 
-def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
+def test_a_profile_for_every_shape_precomputes_nothing(monkeypatch):
     seen, real = [], measure_steps
 
     def watched(prepared, *args):
@@ -275,7 +275,7 @@ def test_a_profile_for_every_shape_makes_them_anew(monkeypatch):
     assert all(prepared.program.is_exact and not prepared.precomputed for prepared in seen)
 
 
-def test_one_product_serves_all_that_add_up_the_same():
+def test_aggregations_over_the_same_matrix_share_one_product():
     class Thrice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -292,7 +292,7 @@ def test_one_product_serves_all_that_add_up_the_same():
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_edges_of_such_an_op_take_no_time(chunks):
+def test_edges_of_a_precomputed_op_take_no_time(chunks):
     prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
     sizes = chunk_sizes(prepared)
     first, second = prepared.model_graph.ops[:2]

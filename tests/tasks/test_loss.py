@@ -1,4 +1,4 @@
-"""A loss of the user's own: the same on every shape, and refused where it is no sum over rows."""
+"""User losses: the same results on every shape; refused unless a sum over rows."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def own_loss(shapes):
     return max(found)
 
 
-def test_a_loss_of_ones_own():
+def test_user_loss():
     assert own_loss([(1, 1, 1), (1, 1, 20)]) < 1e-11
     assert run_ranks(own_loss, 2, [(2, 1, 6), (1, 2, 6)])[0] < 1e-11
     graph = small_graph()
@@ -59,7 +59,7 @@ def test_a_loss_of_ones_own():
         ("ce", "'ce' is not a function"),
     ],
 )
-def test_a_loss_that_is_no_sum_is_refused(loss, message):
+def test_a_loss_that_is_not_a_sum_is_refused(loss, message):
     with pytest.raises(InputError, match=message):
         Trainer(TrainConfig(out="off"), graph=small_graph(), loss_fn=loss).fit()
 

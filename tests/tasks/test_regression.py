@@ -1,4 +1,4 @@
-"""Numbers in place of classes: the loss, the scores and what is refused."""
+"""Regression: loss, scores and errors."""
 
 import copy
 import math
@@ -78,7 +78,7 @@ def on_ranks(stages, shards):
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_the_same_on_ranks(shape):
+def test_same_results_on_ranks(shape):
     alone = on_ranks(1, 1)
     for losses, metric in run_ranks(on_ranks, 2, *shape):
         np.testing.assert_allclose(losses, alone[0], rtol=1e-9)
@@ -110,7 +110,7 @@ def r2(found, y):
     return regression_score(error_sums(found, y, counts[:, 1] / counts[:, 0]).numpy(), "r2")
 
 
-def test_a_number_that_never_varies():
+def test_a_constant_target():
     y = torch.full((4, 1), 0.1)
     assert r2(y, y) == 1.0
     assert r2(torch.zeros(4, 1), y) == 0.0
@@ -155,7 +155,7 @@ def data(y):
     return Data(x=torch.rand(5, 2), y=y, edge_index=torch.tensor([[0, 1], [1, 2]]), **masks)
 
 
-def test_numbers_are_asked_for_by_name(tmp_path):
+def test_regression_is_requested_by_name(tmp_path):
     y = torch.tensor([0.5, 1, 2, 3, 4])
     with pytest.raises(InputError, match=r"y\[0\] = 0\.5.*task='regression'"):
         Graph.from_pyg(data(y))
@@ -178,7 +178,7 @@ def test_numbers_are_asked_for_by_name(tmp_path):
         ({"y": torch.tensor([0, 1, math.nan, 1, 2])}, "test_mask: 1 of its vertices have no label"),
     ],
 )
-def test_what_is_no_number_is_refused(change, message):
+def test_values_that_are_not_numbers_are_refused(change, message):
     given = {"y": torch.rand(5), "task": "regression"} | change
     with pytest.raises(InputError, match=message):
         Graph.from_pyg(data(given["y"]), task=given["task"])

@@ -29,11 +29,11 @@ def test_one_class_of_several(seed, n, classes):
     logits, y = rng.standard_normal((n, classes)), rng.integers(0, classes, n)
     counts = tally(torch.tensor(logits), torch.tensor(y)).numpy()
     answer = logits.argmax(1)
-    assert accuracy(counts, several=False) == pytest.approx((answer == y).mean())
-    assert f1(counts, several=False, average="micro") == pytest.approx((answer == y).mean())
+    assert accuracy(counts, is_multi_label=False) == pytest.approx((answer == y).mean())
+    assert f1(counts, is_multi_label=False, average="micro") == pytest.approx((answer == y).mean())
     there = sorted(set(y) | set(answer))
     macro = np.mean([f1_of(y == c, answer == c) for c in there])
-    assert f1(counts, several=False, average="macro") == pytest.approx(macro)
+    assert f1(counts, is_multi_label=False, average="macro") == pytest.approx(macro)
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,15 +45,17 @@ def test_several_labels_with_some_unknown(seed, n, labels):
     columns = [(y[:, t][y[:, t] >= 0], logits[:, t][y[:, t] >= 0] > 0) for t in range(labels)]
     known = [(t, a) for t, a in columns if len(t)]
     if not known:
-        assert math.isnan(accuracy(counts, several=True))
-        assert math.isnan(f1(counts, several=True, average="micro"))
+        assert math.isnan(accuracy(counts, is_multi_label=True))
+        assert math.isnan(f1(counts, is_multi_label=True, average="micro"))
         return
     right = np.mean([(t == a).mean() for t, a in known])
-    assert accuracy(counts, several=True) == pytest.approx(right)
+    assert accuracy(counts, is_multi_label=True) == pytest.approx(right)
     macro = np.mean([f1_of(t == 1, a) for t, a in columns])
-    assert f1(counts, several=True, average="macro") == pytest.approx(macro)
+    assert f1(counts, is_multi_label=True, average="macro") == pytest.approx(macro)
     flat = [np.concatenate(part) for part in zip(*columns, strict=True)]
-    assert f1(counts, several=True, average="micro") == pytest.approx(f1_of(flat[0] == 1, flat[1]))
+    assert f1(counts, is_multi_label=True, average="micro") == pytest.approx(
+        f1_of(flat[0] == 1, flat[1])
+    )
 
 
 def area_of(scores, truth):

@@ -161,7 +161,7 @@ def best_weights(shape, keep):
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
-def test_what_is_kept_is_what_is_scored_in_every_shape(keep, on_four_ranks):
+def test_kept_weights_are_scored_in_every_shape(keep, on_four_ranks):
     for found in [best_weights((1, 1), keep), *(found[keep] for found in on_four_ranks)]:
         best, last, after = found
         assert best > last, "the example must have its best epoch on the way"

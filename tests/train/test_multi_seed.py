@@ -1,4 +1,4 @@
-"""Several seeds: the runs, their mean and deviation, and what is refused."""
+"""Several seeds: runs, mean, deviation and errors."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def config(**settings):
     return TrainConfig(**(defaults | settings))
 
 
-def test_seeds_of_a_model_and_a_loss_of_ones_own():
+def test_seeds_of_a_user_model_and_loss():
     from torch_geometric.nn import SGConv
 
     def loss(out, y):

@@ -223,7 +223,7 @@ def test_best_epoch_is_the_first_with_the_best_validation_and_time_is_training_a
     assert all(row.eval_time_s >= 0.2 for row in result.history)
 
 
-def test_a_loss_that_is_no_number_ends_the_run():
+def test_nan_loss_ends_the_run():
     config = TrainConfig(dataset="karate", epochs=50, lr=1e25, out="off", quiet=True)
     with pytest.raises(FloatingPointError, match=r"epoch \d+: the loss is .*--lr"):
         Trainer(config).fit()
@@ -282,7 +282,7 @@ def test_parts_that_do_not_fit_are_refused():
         ({"model": "gat", "heads": 2}, None),
     ],
 )
-def test_a_setting_that_the_model_does_not_read_is_told(changes, text):
+def test_a_setting_that_the_model_does_not_read_warns(changes, text):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert Trainer(quick_config(hidden=8, **changes), graph=small_graph()).plan.chunks == 1

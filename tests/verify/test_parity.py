@@ -110,7 +110,7 @@ def empty_halos():
     ]
 
 
-def test_shards_that_read_nobody():
+def test_shards_without_halo_rows():
     assert_equal(run_ranks(empty_halos, 2)[0], "float64")
 
 

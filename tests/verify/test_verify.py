@@ -1,4 +1,4 @@
-"""``verify`` finds every fault that is planted in the run, and none where there is none."""
+"""``verify`` finds every planted fault, and no fault in a correct run."""
 
 from dataclasses import replace
 
