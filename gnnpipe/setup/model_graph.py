@@ -71,11 +71,6 @@ def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:
     return replace(inner, ops=(*inner.ops, scores), num_classes=1)
 
 
-def _width(graph: Graph, recording: Recording, call: fx.Node) -> int:
-    """F of the features that an op reads."""
-    return max(int(graph.features(recording.facts[call].vertex_type).shape[1]), 1)
-
-
 def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
     """Returns one op per recorded call; shared weights count for the first call."""
     ops: list[Op] = []
@@ -84,42 +79,50 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
     aggregations = {a.name: a for one in cut.rounds for a in one}
     handed_on, besides = _handed_on(cut), _kept_besides(cut)
     for call in recording.ops:
+        facts, found = recording.facts[call], aggregations.get(call.name)
         weights = dict(recording.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
         counted |= set(weights)
         is_product = call.target is not of_vertices
         flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2 and is_product)
         reads = recording.reads_features(call)
-        found = aggregations.get(call.name)
-        pushed, width = found.width if found else 0, recording.facts[call].width
-        ops.append(
-            Op(
-                name=call.name,
-                inputs=tuple(source.name for source in recording.inputs(call)),
-                outputs={call.name: width},
-                num_parameters=sum(p.numel() for p in new),
-                flops_per_row=0 if reads else flops,
-                flops_per_feature=flops // _width(graph, recording, call) if reads else 0,
-                push_width=pushed,
-                kept_per_row=_kept(recording, call, found, call in handed_on, besides[call]),
-                kept_per_row_recomputed=_kept_recomputed(call, found, width * (call in handed_on)),
-                passing_per_row=6 * pushed + 2 * (found.kept_per_read_row if found else 0),
-                kept_per_edge=found.kept_per_edge if found else 0,
-                kept_per_read_row=found.kept_per_read_row if found else 0,
-                structure_per_edge=found.structure_per_edge if found else 0,
-                vertex_type=recording.facts[call].vertex_type,
-                pushed_type=found.pushed_type if found else "",
-                structure=found.structure if found else "",
-                is_linear=found.is_linear if found else True,
-                is_mean=found.is_mean if found else False,
-                is_one_row=is_mean(call),
-                moves=found.moves if found else True,
-                reads_features=reads,
-                of_features=_is_made_once(found, graph),
-                weights=(*weights, *recording.buffers(call)),
-            )
+        num_features = max(int(graph.features(facts.vertex_type).shape[1]), 1) if reads else 1
+        op = Op(
+            name=call.name,
+            inputs=tuple(source.name for source in recording.inputs(call)),
+            outputs={call.name: facts.width},
+            num_parameters=sum(p.numel() for p in new),
+            flops_per_row=0 if reads else flops,
+            flops_per_feature=flops // num_features if reads else 0,
+            kept_per_row=_kept(recording, call, found, call in handed_on, besides[call]),
+            kept_per_row_recomputed=_kept_recomputed(
+                call, found, facts.width * (call in handed_on)
+            ),
+            vertex_type=facts.vertex_type,
+            is_one_row=is_mean(call),
+            reads_features=reads,
+            weights=(*weights, *recording.buffers(call)),
         )
+        ops.append(op if found is None else _with_aggregation(op, found, graph))
     return tuple(ops)
+
+
+def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
+    return replace(
+        op,
+        push_width=found.width,
+        passing_per_row=6 * found.width + 2 * found.kept_per_read_row,
+        kept_per_edge=found.kept_per_edge,
+        kept_per_read_row=found.kept_per_read_row,
+        structure_per_edge=found.structure_per_edge,
+        pushed_type=found.pushed_type,
+        structure=found.structure,
+        is_linear=found.is_linear,
+        is_mean=found.is_mean,
+        moves=found.moves,
+        # With several vertex types a stage may have several aggregations of features.
+        of_features=found.of_features and found.is_linear and graph.types is None,
+    )
 
 
 def _handed_on(cut: Cut) -> set[fx.Node]:
@@ -165,11 +168,6 @@ def _kept_recomputed(call: fx.Node, found: Aggregation | None, handed_on: int) -
         return handed_on
     # An unchanged convolution reads the table's rows and returns other rows.
     return found.width if found.is_linear else found.width + handed_on
-
-
-def _is_made_once(found: Aggregation | None, graph: Graph) -> bool:
-    """Whether a recorded aggregation of features is computed once for all epochs."""
-    return found is not None and found.of_features and found.is_linear and graph.types is None
 
 
 def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMemory) -> Op:
