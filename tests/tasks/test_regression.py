@@ -172,7 +172,7 @@ def test_regression_is_requested_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "ranking"}, "task 'ranking'; try classification, regression or links"),
+        ({"task": "ranking"}, "task 'ranking'; try: classification, regression or links"),
         ({"y": torch.tensor([0, 1, 2, 3, math.inf])}, r"y\[4, 0\] = inf"),
         ({"y": torch.full((5,), math.nan)}, "no vertex is labelled.*NaN"),
         ({"y": torch.tensor([0, 1, math.nan, 1, 2])}, "test_mask: 1 of its vertices have no label"),
