@@ -15,7 +15,6 @@ __all__ = [
     "BY_HAND",
     "EDGES",
     "FEATURES",
-    "OUT_OF_PLACE",
     "attribute",
     "called",
     "dropout_arguments",
@@ -33,9 +32,6 @@ FEATURES, EDGES = "x", "edge_index"
 """Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
 
 BY_HAND = "or write the layers by hand (docs/how-to/write-layers-by-hand.md)"
-
-OUT_OF_PLACE = "_out_of_place"
-"""Suffix of the copy that replaces a module with ``inplace=True``."""
 
 
 def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:

@@ -15,14 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import (
-    FEATURES,
-    OUT_OF_PLACE,
-    attribute,
-    edges_read,
-    input_number,
-    is_input,
-)
+from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.linear import is_linear
@@ -59,25 +52,17 @@ class Recording:
         twin = copy.deepcopy(self.model, memo)
         root = nn.Module()
         root.add_module("model", twin)
-        out_of_place: list[tuple[nn.Module, str]] = []
         for call in self.graph_module.graph.nodes:
             path = str(call.target)
-            if call.op == "call_module" and path.endswith(OUT_OF_PLACE):
-                owner_path, _, name = path.rpartition(".")
-                owner = root.get_submodule(owner_path)
-                owner.add_module(name, self.graph_module.get_submodule(path))
-                out_of_place.append((owner, name))
-            elif call.op == "call_module" and not path.startswith("model."):
-                # A convolution made by a rule; it shares weights with the model.
+            if path.startswith("model."):
+                continue
+            if call.op == "call_module":
+                # Made by a rule or by ``make_out_of_place``; shares weights with the model.
                 root.add_module(path, copy.deepcopy(self.graph_module.get_submodule(path), memo))
-            elif call.op == "get_attr" and not path.startswith("model."):
+            elif call.op == "get_attr":
                 # A constant tensor made in forward.
                 setattr(root, path, getattr(self.graph_module, path))
         calls = fx.GraphModule(root, self.graph_module.graph)
-        # They belong to the recorded calls alone: a Sequential of the user would call them, too.
-        for owner, name in out_of_place:
-            if hasattr(owner, name):
-                delattr(owner, name)
         return Recording(twin, calls, self.facts, self.ends, self.relations, self.is_rounded)
 
     @property

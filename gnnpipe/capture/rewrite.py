@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from gnnpipe.capture.fx_names import OUT_OF_PLACE, dropout_arguments, name_of, refuse
+from gnnpipe.capture.fx_names import dropout_arguments, name_of, refuse
 from gnnpipe.capture.markers import drop
 
 __all__ = ["check_same_calls", "make_out_of_place", "replace_dropout"]
@@ -114,6 +114,7 @@ def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
         return False
     twin: Any = copy.copy(module)
     twin.inplace = False
-    call.target = f"{name}{OUT_OF_PLACE}"
+    # Not below the user's modules: a Sequential would run the twin as a further layer.
+    call.target = f"{call.name}_out_of_place"
     recording.add_submodule(call.target, twin)
     return True

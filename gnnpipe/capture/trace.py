@@ -67,7 +67,7 @@ class _ModelCall(nn.Module):
 def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
     """Record a method of the model; the model's modules have the prefix ``model.``.
 
-    ``names``: edge data that the method takes (``edge_inputs``). If ``graph`` has several vertex
+    ``names``: fields of edge data that the method takes. If ``graph`` has several vertex
     types, the method is called with dicts of features and edges. Inputs that no call reads are
     removed.
     """
