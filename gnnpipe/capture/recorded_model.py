@@ -32,7 +32,7 @@ class RecordedModel(Model):
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module; its weights are those that are trained."""
+        """The user's own module, whose weights are trained."""
         return self.recording.model
 
     @property
@@ -105,7 +105,7 @@ def _edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[
     for p in named:
         if p.default is p.empty and p.name not in known:
             refuse(
-                f"{name} needs {p.name!r}, which the graph has not",
+                f"{name} needs {p.name!r}, which the graph lacks",
                 "give it a default, or wrap the model in a module that passes it",
             )
     return [p.name for p in named if p.name in known]

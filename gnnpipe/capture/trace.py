@@ -257,7 +257,7 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
             where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
         if isinstance(error, KeyError) and graph.types is not None:
             refuse(
-                f"{name} asks for {error} ({where}), which the graph has not: its types with "
+                f"{name} reads {error} ({where}), which the graph lacks: its types with "
                 f"features are {', '.join(graph.types.features) or 'none'}, its relations "
                 f"{', '.join(map(str, graph.relations))}"
             )

@@ -1,8 +1,8 @@
 """The data graph: one immutable value that holds structure, features, labels and split.
 
-Everything above reads a ``Graph`` and nothing changes one: readers build it, ``clean`` checks it,
-a partition renumbers it into a new one. Arrays are numpy (or scipy CSR for sparse features), so
-that a graph can be hashed, sliced per rank and memory-mapped before any tensor exists.
+A ``Graph`` is never changed: data sources return raw arrays, ``clean`` builds a graph from them,
+and ``renumber`` returns a new graph. Arrays are numpy (or scipy CSR for sparse features), so that a
+graph can be hashed, sliced per rank and memory-mapped before any tensor exists.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Graph:
 
     @property
     def edge_index(self) -> npt.NDArray[np.int64]:
-        """[2, E] as in PyG: row 0 the sources, row 1 the targets (built anew on each call)."""
+        """[2, E] as in PyG: row 0 the sources, row 1 the targets (computed on each call)."""
         target = np.repeat(np.arange(self.num_vertices, dtype=np.int64), self.degrees)
         return np.stack([self.indices.astype(np.int64), target])
 

@@ -1,10 +1,9 @@
 """Local row numbers, halo and send lists of one shard.
 
-With the vertices renumbered chunk by chunk and, inside a chunk, shard by shard, a shard keeps two
-runs of rows side by side: its OWN rows, chunk after chunk, and behind them its HALO (rows it reads
-that other shards own), sorted by chunk and then by owner. So what arrives when chunk c is pushed is
-one contiguous range of the halo, ready for an all-to-all to write into, and the halo's gradients of
-chunk c are one contiguous range to send back.
+A shard's table has its OWN rows, chunk after chunk, and behind them its HALO (rows that the shard
+reads and other shards own), sorted by chunk and then by owner. So the rows that arrive when chunk c
+is pushed are one contiguous range of the halo, into which an all-to-all can write, and the halo's
+gradients of chunk c are one contiguous range to send back.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ShardLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a history table here: n + h."""
+        """Rows of the shard's history table: n + h."""
         return len(self.own) + len(self.halo)
 
 
@@ -97,9 +96,9 @@ def table_layouts(graph: Graph, chunking: Chunking, whole: ShardLayout) -> dict[
 
 
 def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
-    """The layout of some rows (``chosen`` [N]) alone, in a numbering of their own.
+    """The layout of only the rows ``chosen`` [N], numbered without gaps.
 
-    In it a chunk or a shard may have no row at all.
+    A chunk or a shard may then have no rows.
     """
     if chosen.all():
         return layout
@@ -125,7 +124,7 @@ def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
 
 
 def _before(chosen: BoolArray) -> Int64:
-    """The number of chosen rows before each, [R + 1]."""
+    """Number of chosen rows before each row, [R + 1]."""
     return np.concatenate([[0], np.cumsum(chosen)]).astype(np.int64)
 
 

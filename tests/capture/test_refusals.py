@@ -162,7 +162,7 @@ def test_what_mixes_edges_is_refused(fault, message):
 
 
 def test_what_edges_do_not_carry_is_asked_for_in_vain():
-    with pytest.raises(InputError, match="needs 'edge_attr', which the graph has not"):
+    with pytest.raises(InputError, match="needs 'edge_attr', which the graph lacks"):
         Trainer(quick_config(), graph=small_graph(), model=WrongOnEdges("normed")).fit()
 
 

@@ -1,6 +1,6 @@
 """Unchanged PyG convolutions on a chunk's block: own rows C, then halo rows H.
 
-A convolution is called in one of two forms (``Form``); ``trial.run`` finds the one that gives the
+A convolution is called in one of two forms (``Form``); ``trial.run`` finds the form that gives the
 same rows as the whole graph.
 """
 

@@ -184,7 +184,7 @@ class _Writer:
         return self._graph.call_module(path, (found, block, self._rows_of(op), own, carried))
 
     def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
-        """An edge value of an op's block; ``made``: those that were added for this op."""
+        """An edge value of an op's block; ``made``: edge values already added for this op."""
         if call not in made:
             if call.op == "placeholder":
                 made[call] = self._call(edge_data_of, block, str(call.target))
