@@ -33,10 +33,6 @@ def _square(x: Any) -> Any:
     return x * x
 
 
-def _affine(module: Any, x: Any) -> Any:
-    return x if module.weight is None else x * module.weight + module.bias
-
-
 def batch_norm(module: Any, x: Any, path: str) -> Any:
     """BatchNorm: statistics of all vertices in training, running ones in evaluation."""
     if isinstance(module, pyg.BatchNorm):
@@ -57,7 +53,8 @@ def layer_norm(module: Any, x: Any, path: str) -> Any:
         return None
     centred = x - _mean(x.mean(dim=-1, keepdim=True))
     variance = _mean(_square(centred).mean(dim=-1, keepdim=True))
-    return _affine(module, centred / (torch.sqrt(positive(variance)) + module.eps))
+    out = centred / (torch.sqrt(positive(variance)) + module.eps)
+    return out if module.weight is None else out * module.weight + module.bias
 
 
 def graph_norm(module: Any, x: Any, path: str) -> Any:

@@ -121,7 +121,8 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
 
 def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[str, int]:
     """A number of vertices for each type; neither it nor its halves are a width of the model."""
-    taken = set(widths) | {size for p in model.parameters() for size in _sizes(p)}
+    known = (p.shape for p in model.parameters() if not nn.parameter.is_lazy(p))
+    taken = set(widths).union(*known)
     found = {}
     for name in types:
         n = next(n for n in itertools.count(23, 2) if not taken & {n, n // 2, n - n // 2})
@@ -192,7 +193,3 @@ def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt
     if values.dtype.kind in "iu":
         return rng.integers(0, int(values.max(initial=0)) + 1, count)
     return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
-
-
-def _sizes(parameter: Tensor) -> tuple[int, ...]:
-    return () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
