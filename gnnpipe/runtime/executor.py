@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from gnnpipe.schedule import (
     recall_actions,
 )
 
-__all__ = ["CommBytes", "Executor", "WeightUpdate"]
+__all__ = ["CommBytes", "Executor", "LatestWeights", "WeightPolicy", "WeightUpdate"]
 
 _EXCERPT = 4
 """Actions shown before and after one that fails."""
@@ -47,6 +49,32 @@ class CommBytes:
     """For the forecast of stale rows."""
 
 
+class WeightPolicy(Protocol):
+    """Weights that a stage computes with, for each pass of a chunk.
+
+    A policy may put other weights into the stage's parameters for the time of a context. When the
+    context ends, the parameters hold the same bits as before it.
+    """
+
+    def for_forward(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context in which a FORWARD action runs."""
+
+    def for_backward(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context in which a BACKWARD action runs."""
+
+
+class LatestWeights:
+    """The weights after the last optimizer step, in every pass."""
+
+    def for_forward(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def for_backward(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
     """Parts of the optimizer step."""
@@ -54,6 +82,7 @@ class WeightUpdate:
     gradient_sum: GradientSum
     grad_clip: GradClip
     optimizer: torch.optim.Optimizer | None
+    policy: WeightPolicy = field(default_factory=LatestWeights)
 
 
 class Executor:
@@ -88,6 +117,7 @@ class Executor:
         self.layouts = layouts
         self.exchanges = exchanges
         self.optimizer = update.optimizer
+        self.weight_policy = update.policy
         self.forecaster = forecaster
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
@@ -213,7 +243,8 @@ class Executor:
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
             self.stage.enter(chunk, values)
-        values = self.stage.forward(chunk, range(*action.steps))
+        with self.weight_policy.for_forward(action):
+            values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
             values = {name: value.detach() for name, value in values.items()}
@@ -230,7 +261,8 @@ class Executor:
                 self.stage.seed(chunk, grads)
             else:
                 self.stage.seed_loss(chunk)
-        grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
+        with self.weight_policy.for_backward(action):
+            grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
 
