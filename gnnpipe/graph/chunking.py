@@ -272,7 +272,7 @@ def _partition(graph: Graph, request: _Request, partition: Partitioner) -> Chunk
         least=min(graph.num_vertices // chunks, _LEAST),
         seed=request.seed,
     )
-    chunk = np.zeros(len(whole.work), np.int32) if chunks == 1 else partition(whole)
+    chunk = np.zeros(len(whole.work), np.int32) if chunks == 1 else _parts(partition, whole)
     part = _part_of_vertex(whole, chunk, request, partition)
     shard = _match_shards(whole.adjacency, chunk, part, request)
     cell = chunk.astype(np.int64) * shards + shard
@@ -281,6 +281,22 @@ def _partition(graph: Graph, request: _Request, partition: Partitioner) -> Chunk
     rank = locality_rank(whole.adjacency, whole.work, request.order, request.seed)
     perm = np.lexsort((rank, cell))
     return Chunking(perm.astype(np.int64), ptr.astype(np.int64))
+
+
+def _parts(partition: Partitioner, task: PartitionTask) -> Parts:
+    """The partitioner's answer; ``InputError`` if it is not one part for each vertex."""
+    found = np.asarray(partition(task))
+    name, shape = getattr(partition, "__name__", repr(partition)), task.work.shape
+    fault = ""
+    if found.shape != shape or found.dtype.kind not in "iu":
+        fault = f"{found.dtype} {list(found.shape)}, not a whole number for each of {shape[0]}"
+    elif found.min() < 0 or found.max() >= task.parts:
+        fault = f"part numbers {found.min()} to {found.max()}, not 0 to {task.parts - 1} for all"
+    elif (empty := np.bincount(found, minlength=task.parts) == 0).any():
+        fault = f"no vertex in part {int(empty.argmax())} of {task.parts} for"
+    if fault:
+        raise InputError(f"--partitioner: {name} returned {fault} vertices; see Partitioner")
+    return found.astype(np.int32)
 
 
 def _part_of_vertex(
@@ -307,7 +323,7 @@ def _part_of_vertex(
             seed=request.seed,
             objective=Objective.ROWS,
         )
-        part[members] = partition(task)
+        part[members] = _parts(partition, task)
     return part
 
 

@@ -90,6 +90,7 @@ class Stage:
         self._precomputed = precomputed or {}
         self.recompute = recompute
         self.stage_module = stage_module
+        self.num_steps = stage_module.num_steps
         self.rows = list(rows)
         self.criterion = criterion
         self.watch: Callable[[int, int, Values], None] | None = None
@@ -107,11 +108,6 @@ class Stage:
         self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
         self._training = self._is_exact = False
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps."""
-        return self.stage_module.num_steps
 
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
         """Start a pass over all chunks; ``is_exact``: no read is stale."""

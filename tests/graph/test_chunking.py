@@ -270,3 +270,23 @@ def test_a_graph_with_a_heavy_hub_is_balanced():
     quality = cut_quality(graph, make(graph, 32, 4))
     assert quality.chunk_balance < 1.1
     assert quality.cell_balance < 1.1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda task: np.zeros(len(task.work), np.int32), "no vertex in part 1 of 3"),
+        (lambda task: np.zeros(3, np.int32), r"int32 \[3\]"),
+        (lambda task: np.zeros(len(task.work)), "float64"),
+        (lambda task: np.arange(len(task.work)), "0 to 29, not 0 to 2"),
+    ],
+)
+def test_a_partitioner_that_answers_wrongly_is_named(wrong, words, monkeypatch):
+    graph = graph_of(30, [(i, i + 1) for i in range(29)])
+
+    def own_partitioner(task):
+        return wrong(task)
+
+    monkeypatch.setitem(PARTITIONERS._things, "own", own_partitioner)
+    with pytest.raises(InputError, match=f"own_partitioner returned.*{words}"):
+        make(graph, 3, 1, "own")

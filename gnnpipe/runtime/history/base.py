@@ -82,7 +82,8 @@ class History(ABC):
         self._ptr: list[int] = spec.layout.own_ptr.tolist()
         mesh = spec.exchange.mesh
         # The pushed rows of a single chunk on a single shard are the table: no copy is needed.
-        self._whole = num_rows is None and spec.layout.num_chunks == 1 and mesh.shards == 1
+        self._has_peers = mesh.shards > 1
+        self._whole = num_rows is None and spec.layout.num_chunks == 1 and not self._has_peers
         if num_rows is None:
             size, table_dtype = 0 if self._whole else spec.layout.num_rows, spec.exchange.dtype
         else:
@@ -153,7 +154,7 @@ class History(ABC):
         here = self.table[slice(*self.rows(chunk))]
         if rows.data_ptr() != here.data_ptr():  # not made in the output buffer
             here.copy_(rows.detach())
-        if self.exchange.mesh.shards > 1:
+        if self._has_peers:
             self._arriving.append(self.exchange.push(chunk, self.table))
 
     def settle(self) -> None:
@@ -187,7 +188,7 @@ class History(ABC):
 
     def begin_pull(self, chunk: int) -> None:
         """Start to send halo gradients for the chunk's ``pull``; all of them are recorded."""
-        if self.exchange.mesh.shards > 1 and chunk not in self._returning:
+        if self._has_peers and chunk not in self._returning:
             halo = self._halo_gradients(*self.exchange.halo_range(chunk))
             self._returning[chunk] = self.exchange.send_back(chunk, halo)
 
