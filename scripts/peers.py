@@ -216,6 +216,88 @@ def with_pyg(graph: Any, model: str, layers: int, width: int, form: str) -> Epoc
     )
 
 
+STEPS = ("transpose", "features", "order", "even")
+"""What PyG is given beyond a torch CSR matrix; each step has those before it."""
+
+
+def with_pyg_evened(graph: Any, model: str, layers: int, width: int, steps: int) -> Epoch:
+    """PyG on a torch CSR matrix with some of ``STEPS``: what a careful user can do by hand.
+
+    1 a transposed matrix that is kept for backward (as torch_sparse's SparseTensor keeps it; here
+    by an autograd function, since torch_sparse does not compile everywhere); 2 sparse features,
+    multiplied by the first Linear before anything else; 3 the order of the vertices that gnnpipe
+    makes. (4, the heap, is set in ``main``.)
+    """
+    import numpy as np
+    import scipy.sparse as sp
+    import torch
+    from torch_geometric import nn as pyg
+
+    from gnnpipe.graph.chunking import make_chunking, renumber
+
+    if steps >= 3:
+        graph = renumber(
+            graph, make_chunking(graph, chunks=1, shards=1, partitioner="metis", seed=0)
+        )
+    n = graph.num_vertices
+    a = sp.csr_array((np.ones(graph.num_edges, np.float32), graph.indices, graph.indptr), (n, n))
+    if model == "sage":
+        a = sp.diags_array(1 / np.maximum(a.sum(1), 1)) @ a
+    else:
+        a = a + sp.eye_array(n, dtype=np.float32)
+        root = sp.diags_array(1 / np.sqrt(a.sum(1)))
+        a = root @ a @ root
+
+    def tensor(matrix: Any) -> Any:
+        matrix = sp.csr_array(matrix, dtype=np.float32)
+        parts = (matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data)
+        return torch.sparse_csr_tensor(*map(torch.from_numpy, parts), size=matrix.shape)
+
+    class Product(torch.autograd.Function):
+        """``matrix @ rows`` with the transposed matrix for backward."""
+
+        @staticmethod
+        def forward(ctx: Any, rows: Any, matrix: Any, transposed: Any) -> Any:
+            ctx.transposed = transposed
+            return matrix @ rows
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return ctx.transposed @ grads[0], None, None
+
+    both = tensor(a), tensor(a.T)
+    sparse = steps >= 2 and not isinstance(graph.x, np.ndarray)
+    features = (tensor(graph.x), tensor(graph.x.T)) if sparse else None
+
+    def linear(lin: Any) -> Any:
+        """The first Linear on the sparse features."""
+        made = Product.apply(lin.weight.t(), *features)
+        return made if lin.bias is None else made + lin.bias
+
+    def conv(i: int, wide: int, out: int) -> Any:
+        if model == "gcn":
+            made = pyg.GCNConv(wide, out, normalize=False)
+            made.message_and_aggregate = lambda _, x: Product.apply(x, *both)
+            if sparse and i == 0:
+                made.lin.forward = lambda _: linear(made.lin)
+        elif model == "gcnii":
+            made = pyg.GCN2Conv(width, 0.1, 0.5, i + 1, normalize=False)
+            made.message_and_aggregate = lambda _, x: Product.apply(x, *both)
+        else:
+            made = pyg.SAGEConv(wide, out, aggr="sum")
+            made.message_and_aggregate = lambda _, x: Product.apply(x[0], *both)
+            if sparse and i == 0:
+                made.forward = lambda *_: (
+                    Product.apply(linear(made.lin_l), *both) + linear(made.lin_r)
+                )
+        return made
+
+    def call(c: Any, x: Any, first: Any) -> Any:
+        return c(x, first, both[0]) if model == "gcnii" else c(x, both[0])
+
+    return _stack(graph, model, layers, width, conv, call, linear if sparse else None)
+
+
 def with_dgl(graph: Any, model: str, layers: int, width: int) -> Epoch:
     """DGL's modules; loops are added once, as DGL advises."""
     import dgl
@@ -253,8 +335,12 @@ def _stack(
     width: int,
     conv: Callable[[int, int, int], Any],
     call: Callable[[Any, Any, Any], Any],
+    encoded: Callable[[Any], Any] | None = None,
 ) -> Epoch:
-    """Layers as ours: GCN and SAGE end in classes, GCNII and GAT decode."""
+    """Layers as ours: GCN and SAGE end in classes, GCNII and GAT decode.
+
+    ``encoded``: what an encoder makes of the features, instead of calling it with them.
+    """
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -274,7 +360,9 @@ def _stack(
         whole.append(decode := nn.Linear(width, classes))
 
     def forward(x: Any) -> Any:
-        x = first = torch.relu(encode(x)) if coded else x
+        if coded:
+            x = torch.relu(encoded(encode) if encoded else encode(x))
+        first = x
         for i, one in enumerate(convs):
             if i or coded:
                 x = F.dropout(x, DROPOUT, True)
@@ -294,6 +382,8 @@ def build(contender: str, dataset: str, model: str, layers: int, width: int) -> 
         return ours(graph, model, layers, width, int(form or 1), staleness=staleness)[0]
     if name == "floor":
         return floor(graph, model, layers, width)
+    if form in STEPS:
+        return with_pyg_evened(graph, model, layers, width, STEPS.index(form) + 1)
     if name == "pyg":
         return with_pyg(graph, model, layers, width, form)
     return with_dgl(graph, model, layers, width)
@@ -310,7 +400,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-        if contender.startswith(OWN):
+        if contender.startswith(OWN) or contender == "pyg:even":
             held = held_heap()  # as ``Trainer.fit`` does; nothing where the caller has set it
             held.__enter__()
         epoch = build(contender, dataset, model, int(layers), int(width))
