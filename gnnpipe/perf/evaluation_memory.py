@@ -22,7 +22,7 @@ class StageTables:
     plan: Plan
     ops: Sequence[Op]
     depths: Sequence[int]
-    """By op the step that ends it."""
+    """The step in which each op ends."""
     stage: int
     pushing: Collection[Op]
     """Ops with a history table."""
@@ -61,7 +61,7 @@ def evaluation_bytes(stage: StageTables) -> int:
 
 
 def _waiting_numbers(stage: StageTables) -> list[int]:
-    """By step the numbers that wait behind it for a later step, or leave at the end."""
+    """Return for each step the numbers kept after it for a later step or for the output."""
     found = [0] * (stage.last_step + 1)
     for value in _waiting_values(stage):
         for step in range(value.made, value.read):

@@ -151,7 +151,7 @@ class _RankMemory:
 
     @cached_property
     def depths(self) -> dict[str, int]:
-        """By op the step that ends it."""
+        """The step in which each op ends."""
         steps = self.model.depths(self.plan.stages[self.stage].ops)
         return dict(zip((op.name for op in self.ops), steps, strict=True))
 

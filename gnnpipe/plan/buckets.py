@@ -1,8 +1,8 @@
-"""Buckets of the gradient sum: which weights are added up together, and how early they can be.
+"""Buckets of the gradient sum over the shards: which gradients are summed together, and when.
 
-Backward ends a stage's weights step by step, the last ones first; their sum over the shards can
-travel under the steps that are left (wait-free backpropagation: Poseidon, arXiv 1706.03292; the
-S-SGD model of Shi et al., arXiv 1805.03812). Small buckets leave early, and each costs a start.
+Backward completes the gradients of a stage step by step, the last step first. A bucket is summed
+while the remaining steps compute (wait-free backpropagation: Poseidon, arXiv 1706.03292; the S-SGD
+model of Shi et al., arXiv 1805.03812). A small bucket starts early, but each has a fixed cost.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from gnnpipe.plan.plan import Plan
 __all__ = ["BUCKET_BYTES", "gradient_buckets", "gradient_steps", "op_gradient_steps"]
 
 BUCKET_BYTES = 1 << 18
-"""What a shard sends at once of gradients that are worth a sum of their own: enough for exchanges
-that go up and down (docs/adr/0021)."""
+"""Bytes that a shard sends for a bucket, at least: enough for an all-to-all that is split into two
+(docs/adr/0021)."""
 
 
 def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
-    """The step after whose backward each weight's gradient is complete, in a stage of ``ops``.
+    """Return the step after whose backward each weight's gradient is complete in a stage.
 
-    Backward walks the steps from the last to the first; a weight that several calls share is whole
-    behind the first step that uses it.
+    Backward runs the steps in reverse, so a shared weight is complete after the first step that
+    uses it.
     """
     found: dict[str, int] = {}
     for op, depth in zip(model.select(ops), model.depths(ops), strict=True):
-        # In front of its push it may have weights, too.
+        # The op may also use weights before its push.
         step = depth - op.aggregates
         for name in op.weights:
             found[name] = min(step, found.get(name, step))
@@ -35,14 +35,14 @@ def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
 
 
 def gradient_buckets(model: ModelGraph, plan: Plan, number_bytes: int) -> list[tuple[int, ...]]:
-    """By stage, the steps that its buckets begin with, ascending from 0; one where G is 1."""
+    """Return for each stage the first steps of its buckets, ascending from 0; (0,) if G = 1."""
     if plan.shards == 1:
         return [(0,)] * plan.num_stages
     return [_of_stage(model, stage.ops, number_bytes, plan.shards) for stage in plan.stages]
 
 
 def op_gradient_steps(model: ModelGraph, ops: Sequence[int]) -> list[int]:
-    """The step after whose backward the gradients of each op's weights are complete."""
+    """Return the step after whose backward the gradients of each op's weights are complete."""
     steps = gradient_steps(model, ops)
     return [min((steps[name] for name in op.weights), default=0) for op in model.select(ops)]
 

@@ -29,12 +29,12 @@ from gnnpipe.files import read_text
 __all__ = ["Cluster", "Device", "Link"]
 
 MOST_DEVICES = 100_000
-"""More are a slip of the keyboard."""
+"""More are taken for a typing error."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank runs on."""
+    """Device of one rank."""
 
     speed: float
     """Relative to the device that the profile is of."""
@@ -47,7 +47,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """One way between two devices."""
+    """Connection of two devices, one way."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -59,12 +59,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices by rank, and what joins them."""
+    """Devices by rank, and the links between them."""
 
     devices: tuple[Device, ...]
     link: Link
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """By two ranks, the lower first, where it is another one."""
+    """Links that differ from ``link``, by two ranks, the lower first."""
 
     def __post_init__(self) -> None:
         if not self.devices:

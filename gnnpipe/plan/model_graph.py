@@ -1,8 +1,8 @@
 """The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
-Widths are numbers per row, so multiplying by rows and the size of a number gives bytes. A hand-made
-layer is one op. Ops stand in the order in which they run, and a stage is a run of consecutive ops:
-where its ops read values of several earlier stages, or of none, the stages form a DAG as well.
+Widths are numbers per row: bytes are width x rows x bytes of a number. A built-in layer is one op.
+Ops are listed in the order in which they run. A stage is a set of ops; because an op may read
+values of several earlier stages, the stages form a DAG as well.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
 
 
 EDGE_FLOPS = 10
-"""Operations of a dense product in the time that one number of a neighbour's row takes to be read
-and added."""
+"""Floating-point operations of a dense product that take as long as reading and adding one number
+of a neighbour's row."""
 KEPT_FLOPS = 80
-"""The same for a number of a row that is written, and kept until backward as a rule: norm,
-activation, dropout and copies pass over it."""
+"""Floating-point operations that take as long as one number of an output row: norm, activation,
+dropout and copies read and write it, and most such numbers are kept until backward."""
 
 
 def shared_tables(
@@ -40,12 +40,15 @@ def shared_tables(
     rounds_rows: bool,
     is_exact: bool,
 ) -> frozenset[str]:
-    """Names of their ops.
+    """Return the aggregations whose results and gradients share one table (docs/adr/0028).
 
-    ``precomputed``: aggregations that are made once (``precomputed_aggregations``); ``loss_rows``:
-    ops that make the rows that the loss asks for, with a matrix of their own (``LossRows.ops``);
-    ``rounds_rows``: the tables have fewer bits, and hold nothing that is aggregated;
-    ``is_exact``: the program has no stale reads.
+    Args:
+        model: The ops.
+        plan: The plan.
+        precomputed: Aggregations that are computed once (``precomputed_aggregations``).
+        loss_rows: Ops that are limited to loss rows, with a matrix of their own (``LossRows.ops``).
+        rounds_rows: Whether the tables hold rounded rows (``--comm-dtype bf16``).
+        is_exact: Whether the program has no stale reads.
     """
     if plan.chunks == 1 or rounds_rows:
         return frozenset()
@@ -56,7 +59,8 @@ def shared_tables(
             if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
                 alike[op.structure, op.name in loss_rows].append(op.name)
         for names in alike.values():
-            # Where nothing is stale, nothing is cut out.
+            # With stale reads, backward needs a matrix without the stale entries. Making it costs
+            # as much as one aggregation saves, so at least two must use it.
             if len(names) > 1 or is_exact:
                 found.update(names)
     return frozenset(found)
@@ -65,10 +69,10 @@ def shared_tables(
 def precomputed_aggregations(
     model: ModelGraph, plan: Plan, rounds_rows: bool, is_exact: bool
 ) -> frozenset[str]:
-    """The ops whose aggregation is made once for all epochs.
+    """Return the ops whose aggregation, of input features, is computed once for all epochs.
 
-    ``rounds_rows``: the tables have fewer bits, which other shapes would show and this one not;
-    ``is_exact``: the program has no stale reads.
+    None if the program has stale reads, several shards, or rounded rows (``rounds_rows``): results
+    would then depend on the shape of the run.
     """
     if plan.shards > 1 or not is_exact or rounds_rows:
         return frozenset()
@@ -81,102 +85,102 @@ class Op:
 
     name: str
     inputs: tuple[str, ...]
-    """Values it reads, each made by an earlier op. Features are not among them."""
+    """Values that the op reads, each the output of an earlier op; without the input features."""
     outputs: Mapping[str, int]
-    """Values it makes and their widths; names are unique in the model."""
+    """Values that the op computes, and their widths; names are unique in the model."""
     num_parameters: int
     flops_per_row: int
-    """Multiply-adds x 2 of its dense products for one row, forward, features left out."""
+    """Multiply-adds x 2 of its dense products for one row, forward, without input features."""
     flops_per_feature: int = 0
     """Multiply-adds x 2 for one stored number of the input features."""
     push_width: int = 0
-    """Width of the rows it pushes into its history table and aggregates; 0: row-wise."""
+    """Width of the rows that the op pushes into its history table and aggregates; 0: row-wise."""
     kept_widths: Mapping[str, int] = field(default_factory=dict)
-    """Values it holds for a row while the row's neighbours are aggregated."""
+    """Values and widths that the op keeps for a row while the row's neighbours are aggregated."""
     kept_per_row: int = 0
-    """Numbers that are kept of a row until backward."""
+    """Numbers per row that are kept until backward."""
     kept_per_row_recomputed: int = 0
-    """The same with ``--recompute``."""
+    """Numbers per row that are kept until backward with ``--recompute``."""
     kept_before: int = 0
-    """Those of ``kept_per_row`` that are made in front of its push."""
+    """The part of ``kept_per_row`` that is computed before the push."""
     push_maker: str = ""
-    """The op that makes the rows it pushes, itself or an earlier one, and keeps them until
-    backward: in the table, where that holds rows as they are made. '' where they are copied."""
+    """The op, this or an earlier one, that writes the pushed rows straight into the history table;
+    '' if the rows are copied into the table."""
     holds_pushed: bool = False
-    """What it holds of a row is the row that it pushes: with ``--recompute`` that is kept."""
+    """The rows in ``kept_widths`` are the pushed rows; with ``--recompute`` these are kept."""
     passing_per_row: int = 0
-    """Numbers that exist of a row for a moment in backward."""
+    """Numbers per row of temporaries in backward."""
     kept_per_edge: int = 0
-    """Numbers that are kept of an edge, without ``--recompute``."""
+    """Numbers per edge that are kept until backward; 0 with ``--recompute``."""
     kept_per_read_row: int = 0
-    """Those of ``kept_per_row`` that are kept, beside the row itself, of a row that it reads."""
+    """The part of ``kept_per_row`` that is kept for each row that the op reads."""
     structure_per_edge: int = 0
-    """Bytes of structure for an edge, beyond the edge itself."""
+    """Bytes per edge of index arrays, beyond the edge itself."""
     structure: str = ""
-    """What it aggregates over (``models.Aggregation``)."""
+    """Name of the matrix or edges that the op aggregates over (``models.Aggregation``)."""
     is_linear: bool = True
-    """Its aggregation, if it is one, is a product with a fixed matrix."""
+    """The aggregation, if any, is a product with a fixed matrix."""
     is_mean: bool = False
-    """It aggregates to the mean over all vertices, or all edges."""
+    """The aggregation is the mean over all vertices, or over all edges."""
     is_one_row: bool = False
-    """All rows of what it makes are the same, and inside of a stage a single one is handed on."""
+    """All rows of the output are equal; inside a stage a single row stands for them."""
     moves: bool = True
-    """The rows it pushes, if any, move with the weights: they are not made of features alone."""
+    """The pushed rows, if any, depend on weights."""
     vertex_type: str = ""
-    """The type of the vertices that its outputs are rows of, '' if there is but one."""
+    """Type of the vertices of the output rows; '' in a graph of one type."""
     pushed_type: str = ""
-    """The type of the vertices whose rows it pushes."""
+    """Type of the vertices of the pushed rows."""
     over_pairs: bool = False
-    """It reads over the pairs of a link prediction, each a row to it, and stays with the op before
-    it, whose rows leave the model."""
+    """The op scores the vertex pairs of a link prediction, on the stage of the op before it."""
     reads_features: bool = False
     of_features: bool = False
-    """What it pushes is the features or a linear map of them, and not wider than that is worth."""
+    """The pushed rows are the input features, or a linear map of them, and narrow enough for their
+    aggregation to be precomputed."""
     features_kept: int = 0
-    """Where its aggregation is precomputed: numbers of a row kept for it, beside the features."""
+    """Numbers per row of a precomputed aggregation, beside the features."""
     rows_spared: int = 0
-    """In that place: numbers that are not kept of a row until backward."""
+    """Numbers per row that are not kept until backward if the aggregation is precomputed."""
     weights: tuple[str, ...] = ()
-    """Names of the weights and buffers it uses."""
+    """Names of the weights and buffers that the op uses."""
 
     @property
     def aggregates(self) -> bool:
-        """It pushes rows."""
+        """The op pushes rows and aggregates them."""
         return self.push_width > 0
 
     def kept_by_rows(self, recompute: bool) -> tuple[int, int, int]:
-        """Numbers that are kept until backward of a row that it pushes and of one that it makes.
+        """Numbers kept until backward per pushed row, per output row, and of ``kept_widths``.
 
-        And, where it makes fewer rows than it pushes, of what it holds of one that it makes.
+        The third is added per output row if the op computes fewer rows than it pushes.
         """
         held = sum(self.kept_widths.values())
         if not recompute:
             return self.kept_before, self.kept_per_row - self.kept_before, held
-        # Kept is the aggregated row and what only this op holds; the rest that it holds is copied.
+        # The aggregated row and values of this op alone are kept; other kept values are copied.
         kept = self.kept_per_row_recomputed
         return 0, kept, held - (kept - self.push_width)
 
     @property
     def clears(self) -> bool:
-        """Gradients are added up in a table of its own, which an epoch of several chunks clears."""
+        """The op has a gradient table, which is cleared in every epoch of several chunks."""
         return self.aggregates and not (self.is_linear or self.is_mean)
 
     @property
     def is_forecast(self) -> bool:
-        """Pilots tell where the rows go that it pushes."""
+        """The probe vertices predict the stale rows of its table."""
         return self.aggregates and self.moves
 
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """Ops over features of ``num_features``; the last one gives the logits."""
+    """The ops of a model; the last one computes the logits."""
 
     name: str
     num_features: int
     num_classes: int
     ops: tuple[Op, ...]
     unit: str = "layer"
-    """What a person calls one of the ops."""
+    """Word for an op in messages."""
 
     @property
     def num_ops(self) -> int:
@@ -195,7 +199,7 @@ class ModelGraph:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Ops in front of which a stage may begin: no weight is used on both sides."""
+        """Ops before which a stage may begin: no weight is used on both sides."""
         last = {name: i for i, op in enumerate(self.ops) for name in op.weights}
         free, reach = [], 0
         for i, op in enumerate(self.ops):
@@ -205,7 +209,7 @@ class ModelGraph:
         return tuple(free)
 
     def crossing(self) -> list[int]:
-        """By op the width of all values that are made before it and read by it or later ones."""
+        """Return for each op the width of all earlier values that it or a later op reads."""
         last = {value: i for i, op in enumerate(self.ops) for value in op.inputs}
         change = [0] * (self.num_ops + 1)
         for i, op in enumerate(self.ops):
@@ -220,10 +224,10 @@ class ModelGraph:
         return [self.ops[i] for i in ops]
 
     def depths(self, ops: Sequence[int]) -> list[int]:
-        """The step that ends each op of a stage of these ``ops``.
+        """Return the step in which each of a stage's ``ops`` ends.
 
-        That is the longest chain of aggregations up to it; an aggregation itself begins one step
-        before.
+        The number is the length of the longest chain of aggregations up to the op; an aggregation
+        begins in the step before.
         """
         reached: dict[str, int] = {}
         found = []
@@ -234,11 +238,11 @@ class ModelGraph:
         return found
 
     def num_steps(self, ops: Sequence[int]) -> int:
-        """Steps of a stage of these ops: its longest chain of aggregations, and one."""
+        """Return the steps of a stage of these ops: its longest chain of aggregations plus 1."""
         return max(self.depths(ops), default=0) + 1
 
     def transfers(self, stages: Sequence[Sequence[int]]) -> tuple[Transfer, ...]:
-        """What the stages must send each other: every value once to every stage that reads it."""
+        """Return the transfers between stages: each value once to every stage that reads it."""
         source: dict[str, tuple[int, int]] = {}
         types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}

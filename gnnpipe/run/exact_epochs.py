@@ -1,14 +1,14 @@
-"""Which epochs are walked layer by layer, so that nothing in them is stale.
+"""Chooses the epochs that run layer by layer, without stale reads, and the clipping norm of all.
 
-Those at the start, for there is nothing yet that stale readers could read. And one behind each
-jump: where the gradients are suddenly much longer than they were, the rows have moved too far for
-stale readers, or for a forecast, and a step along such gradients moves them further still. An epoch
-without stale reads ends that loop (docs/benchmarks/staleness.md). It costs no more than another one
-in work and bytes, but its stages hardly overlap.
+The first epochs are exact, because the history tables are still empty. One more follows each jump
+of the gradient norm: the rows have then moved too far for stale reads and for the forecast, and a
+step along such gradients moves them further. An exact epoch breaks this loop
+(docs/benchmarks/staleness.md). It takes the same work and bytes, but its stages hardly overlap.
 
-Its gradients are whole, and so several times as long as those that the optimizer has seen: Adam,
-which divides by what it has seen, would make a step several times as long. They are cut to the
-usual length. So that a jump itself does less harm, all others are cut to twice the usual length.
+Gradients of an exact epoch are complete, and their norm is several times that of other epochs.
+Adam divides by the gradients that it has seen, so its step would be several times as large. The
+gradients of exact epochs are therefore clipped to the median norm, those of other epochs to twice
+the median.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gnnpipe.setup.prepared import Prepared
 __all__ = ["LONGEST", "ExactEpochs"]
 
 WINDOW, LEAST = 20, 5
-"""Epochs that the median is of, and how many there must be."""
+"""Epochs in the median, and epochs needed before it is used."""
 
 LONGEST = 2.0
-"""Times the median, which gradients of epochs with stale reads are cut to."""
+"""Clipping norm of epochs with stale reads, in multiples of the median norm."""
 
 
 class ExactEpochs:
-    """Of one run; every rank comes to the same answers, for the length is summed over all."""
+    """Exact epochs of one run; equal on every rank, because the norm is over all ranks."""
 
     def __init__(
         self,
@@ -41,16 +41,20 @@ class ExactEpochs:
         was_faulty: bool = False,
         has_jumped: bool = False,
     ) -> None:
-        """``lengths`` of the gradients of the last epochs that were not exact.
+        """Start with the state of a checkpoint, or without any.
 
-        The last epoch made no step (``was_faulty``) or was a jump: the next one is to be exact.
+        Args:
+            prepared: The run.
+            lengths: Gradient norms of the last epochs with stale reads.
+            was_faulty: The last epoch made no step; the next one is exact.
+            has_jumped: The gradient norm of the last epoch jumped; the next one is exact.
         """
         self._prepared = prepared
         self.lengths = deque(lengths, maxlen=WINDOW)
         self.was_faulty, self.has_jumped = was_faulty, has_jumped
 
     def begin(self, epoch: int, grad_clip: GradClip) -> CheckedProgram:
-        """What an epoch (from 0) runs; ``grad_clip`` is told how long its gradients may be."""
+        """Return the program of an epoch (from 0) and set the clipping norm of ``grad_clip``."""
         program = self._prepared.program_of(epoch)
         if (self.was_faulty or self.has_jumped) and self._factor:
             program = self._prepared.exact_program
@@ -59,24 +63,24 @@ class ExactEpochs:
         return program
 
     def end(self, program: CheckedProgram, length: float, has_stepped: bool) -> None:
-        """An epoch was walked; ``length`` (2-norm) of its gradients, before they were cut."""
-        # Behind a fault there may be zeros in the tables.
+        """Record the end of an epoch; ``length``: gradient norm before clipping."""
+        # After a fault the tables may hold zeros.
         self.was_faulty, self.has_jumped = not has_stepped, False
         if not has_stepped or program.is_exact:
             return
-        # Jumps are counted too: where they are usual, they are none.
+        # Jumps enter the median, too: if large norms are usual, they are no jumps.
         self.lengths.append(length)
         self.has_jumped = 0 < self._factor * self._usual < length
 
     @property
     def _factor(self) -> float:
-        """0: nothing is done."""
+        """Norm of a jump in multiples of the median; 0: no exact epochs after jumps."""
         exact = self._prepared.program.is_exact
         return 0.0 if exact else self._prepared.staleness.exact_above
 
     @property
     def _usual(self) -> float:
-        """The median length; 0 where it says nothing."""
+        """The median norm; 0 if there are too few epochs."""
         if not self._factor or len(self.lengths) < LEAST:
             return 0.0
         return statistics.median(self.lengths)

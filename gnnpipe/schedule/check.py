@@ -231,10 +231,10 @@ def _check_forecast(program: Program) -> None:
 
 
 def _check_recall(program: Program) -> None:
-    """Where rows are forecast, every stage runs RECALL once, after its last F and before its STEP.
+    """Check that every stage of a forecast runs RECALL once, between its last F and its STEP.
 
-    Its tables are written and its weights unchanged there. Exact epochs recall for the epochs that
-    forecast.
+    The tables are complete there, and the weights are still those of the epoch. Exact epochs run
+    RECALL for the FORECAST of the next epoch.
     """
     kinds = {a.kind for actions in program.stages for a in actions}
     if not kinds & {ActionKind.FORECAST, ActionKind.RECALL}:

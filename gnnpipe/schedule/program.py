@@ -150,7 +150,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Consistency:
-    """What a schedule promises about the values that an epoch computes with; by default exact."""
+    """Promise of a schedule about the values that an epoch computes with; by default exact."""
 
     max_stale_epochs: int = 0
     """Age in epochs of the oldest rows that an aggregation reads; 0: all rows are of this epoch."""

@@ -28,7 +28,7 @@ __all__ = ["DropoutKind", "DropoutKinds", "KeyedDropout", "NoDropout"]
 
 
 class DropoutKind(StrEnum):
-    """What the rows of a dropped tensor belong to."""
+    """Owner of the rows of a dropped tensor."""
 
     ROWS = "rows"
     """Target vertices."""

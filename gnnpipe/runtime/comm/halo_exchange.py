@@ -88,7 +88,7 @@ class HaloExchange:
 
 
 def _largest_rows(sent: list[list[int]], received: list[list[int]], mesh: Mesh) -> list[int]:
-    """By chunk, the most rows that a shard sends or receives; equal on all shards."""
+    """Return for each chunk the most rows that a shard sends or receives; equal on all shards."""
     if mesh.shards == 1 or mesh.down_group is None:
         return [0] * len(sent)
     rows = torch.tensor([max(sum(s), sum(r)) for s, r in zip(sent, received, strict=True)])
