@@ -212,7 +212,7 @@ class Plain(nn.Module):
         (Joining, r"cat mixes rows of author and paper.*torch\.cat\(parts\)"),
         (Elsewhere, "gives results for author, but 'paper' has the labels"),
         (Backwards, "given rows of author, but the edges lead from paper to author"),
-        (Misspelt, r"asks for 'papers' .*types with features are paper, author, its relations"),
+        (Misspelt, r"reads 'papers' .*types with features are paper, author, its relations"),
         (Plain, "lin mixes rows of author and paper"),
     ],
 )

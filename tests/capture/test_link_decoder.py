@@ -320,7 +320,7 @@ def other_graphs():
     from gnnpipe.runtime.comm.mesh import Mesh
 
     seed = Mesh.join(2, 1).rank
-    with pytest.raises(InputError, match=r"another on every rank.*seed_everything"):
+    with pytest.raises(InputError, match=r"differs between ranks.*seed_everything"):
         Trainer(quick_config(stages=2), graph=linked(seed=seed), model=link_models.Net()).fit()
 
 

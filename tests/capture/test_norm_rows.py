@@ -38,7 +38,7 @@ def both(function, given):
 @pytest.fixture(params=[1 << 20, 1000])
 def block_bytes(request, monkeypatch):
     monkeypatch.setattr(norm_relu_blocks, "_BLOCK_BYTES", request.param)
-    monkeypatch.setattr(norm_relu_blocks, "_LEAST", 1)
+    monkeypatch.setattr(norm_relu_blocks, "_MIN_BLOCK_ROWS", 1)
 
 
 @pytest.mark.parametrize("is_affine", [True, False])

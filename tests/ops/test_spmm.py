@@ -118,5 +118,5 @@ def test_kernels_that_do_not_take_bf16_are_refused():
 
 def test_a_kernel_for_gpus_is_refused_on_a_cpu():
     config = TrainConfig(dataset="no-such-graph", kernel="triton", device="cpu", out="off")
-    with pytest.raises(InputError, match=r"--kernel triton: .* on cpu .*for GPUs.*; try"):
+    with pytest.raises(InputError, match=r"--kernel triton: .* on cpu .*on GPUs only.*; try"):
         Trainer(config).fit()
