@@ -78,18 +78,19 @@ NOT_ASKED = {
     "CuGraphSAGEConv": "needs the cugraph library and its own graph format",
     "CuGraphGATConv": "needs the cugraph library and its own graph format",
     "CuGraphRGCNConv": "needs the cugraph library and its own graph format",
-    "FusedGATConv": "needs the dgNN library and its own graph format; GATConv is the same",
+    "FusedGATConv": "needs the dgNN library and its own graph format; use GATConv, which computes "
+    "the same",
     "GravNetConv": "builds its graph from the features of all vertices",
     "DynamicEdgeConv": "builds its graph from the features of all vertices",
     "XConv": "builds its graph from the positions of all vertices",
     "PANConv": "needs torch_sparse, and works on powers of the whole adjacency",
     "HypergraphConv": "takes a hypergraph",
     "SignedConv": "takes two edge lists",
-    "HEATConv": "needs the type of every vertex beside one `x`",
+    "HEATConv": "needs one `x` of all types, and the type of every vertex",
     "WLConv": "counts colours of vertices; nothing to train",
     "SplineConv": "needs the pyg-lib library",
     "PPFConv": "takes positions and normals; pass them as features and split them in `forward`",
-    "MeshCNNConv": "takes the edges of a mesh as its vertices, four neighbours each in order",
+    "MeshCNNConv": "takes a mesh: its vertices are edges with four neighbours in a fixed order",
 }
 """Convolutions that are not tried, and why."""
 
@@ -211,21 +212,25 @@ def page() -> str:
         "# How each PyG convolution runs",
         "",
         f"This page says for every convolution of torch_geometric {version} whether gnnpipe runs "
-        "it, and how. Each was captured in a small model and compared with plain PyG. "
-        "`scripts/conv_table.py` writes the page.",
+        "it, and how. Each convolution was put into a small model, which was compared with plain "
+        "PyG. `scripts/conv_table.py` writes the page.",
         "",
-        "- *lowered*: row-wise work and sparse products with a fixed matrix.",
+        "- *lowered*: becomes row-wise work and sparse products with a fixed matrix. For some "
+        "arguments such a convolution runs unchanged instead.",
         "- *unchanged*: PyG's own module runs on a block: the rows of a chunk and their "
-        "neighbours. It gets the pair (rows of the block, rows of the chunk), or, where it "
-        "takes no pair, the whole block, of which the rows of the chunk are kept.",
-        "- *without messages*: on a block, by a "
+        "neighbours. *Called on a pair*: its input is the pair (rows of the block, rows of the "
+        "chunk), as for bipartite graphs. *Called on the whole block*: it takes no pair, so it "
+        "computes all rows of the block, and those of the chunk are kept.",
+        "- *without messages*: runs on a block, by a "
         "[kernel of gnnpipe](../adr/0024-attention-without-messages.md) that makes no tensor with "
         "a row for each edge.",
-        "- *refused*: computed chunk by chunk the result would differ; `fit` raises an error.",
-        "- *does not apply*: needs another input or library.",
+        "- *refused*: would give other results when it is computed chunk by chunk, so `fit` raises "
+        "an error. The note is its message.",
+        "- *does not apply*: needs another kind of input, or a library.",
+        "- *n aggregations*: how often the convolution aggregates neighbours.",
         "",
-        "Arguments matter: `SAGEConv` with `max` runs unchanged, and with an LSTM it is refused, "
-        "for it pads to the largest degree.",
+        "Arguments matter: `SAGEConv` with `max` aggregation runs unchanged. With an LSTM it is "
+        "refused, because PyG pads sequences to the largest degree.",
         "",
         "| convolution | how | notes |",
         "|---|---|---|",

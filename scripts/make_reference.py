@@ -39,18 +39,18 @@ it from the code. See also [how PyG's convolutions run](reference/convolutions.m
 |---|---|
 {commands}
 
-All but `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting below.
-Flags override the file, and the file overrides the defaults.
+All commands except `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting
+below. Flags override the file, and the file overrides the defaults.
 
 * `info --list` lists the built-in datasets.
 * `train --seeds N` trains N times, with seeds `--seed`, `--seed` + 1, ..., each in a folder of its
   own (`seed-0`, ...), and writes `summary.json` with means and standard deviations.
 * `train --resume DIR` continues a run ([how](how-to/checkpoint-and-resume.md)).
-* `verify --tolerance X` sets the largest relative difference (default {tolerance}). Its
-  defaults differ from those of `train`: {verify}.
+* `verify --tolerance X` sets the largest relative difference that counts as equal (default
+  {tolerance}). These defaults of `verify` differ from those of `train`: {verify}.
 * `profile --save FILE` writes the profile. `profile` takes neither `--stages` nor `--shards`: a
-  profile serves any number of ranks. `--hardware DEVICE:LINK` uses data sheets instead:
-  {sheets}.
+  profile serves any number of ranks. `--hardware DEVICE:LINK` uses data sheets instead of
+  measuring: {sheets}.
 * `simulate` needs `--profile FILE` or `--hardware`. `--cluster FILE` (TOML) gives devices and
   links, `--shape vertices=..,edges=..,features=..,classes=..` replaces the dataset, and
   `--json FILE` also writes the result.
@@ -60,12 +60,14 @@ Flags override the file, and the file overrides the defaults.
 
 Every setting is a flag, a TOML key and an argument of `TrainConfig`: `--snapshot-every 5`,
 `snapshot_every = 5`, `TrainConfig(snapshot_every=5)`. The flag leaves out a unit in the name:
-`timeout_s` is `--timeout`. A boolean flag also has the form `--no-...`.
+`timeout_s` is `--timeout`. A boolean flag also has the form `--no-...`, which turns it off. An
+empty default is explained in the last column.
 """
 
 FILES = """## The run folder
 
-`--out`, or a new folder below `runs/`. `--out off`: no folder.
+A run writes its files into the folder `--out`, or into a new folder below `runs/`. With
+`--out off` it writes none.
 
 | file | written | content |
 |---|---|---|
@@ -92,15 +94,16 @@ graph, the seed and the partitioner; another version of METIS may give another p
 CELLS = {
     "epoch": "counted from 1",
     "loss": "mean over the training vertices, with dropout, before the optimizer step of the epoch",
-    "train_acc": "accuracy of an exact evaluation after the step; empty if not evaluated",
-    "val_acc": "the same for validation",
-    "test_acc": "the same for test",
-    "train_metric": "metric of the run (`metric` in result.json) on the training vertices",
-    "val_metric": "the same for validation",
-    "test_metric": "the same for test",
+    "train_acc": "accuracy on the training vertices, by an exact evaluation after the step; empty "
+    "if the epoch was not evaluated",
+    "val_acc": "the same on the validation vertices",
+    "test_acc": "the same on the test vertices",
+    "train_metric": "metric of the run (named by `metric` in result.json) on the training vertices",
+    "val_metric": "the same on the validation vertices",
+    "test_metric": "the same on the test vertices",
     "lr": "learning rate of the optimizer step",
-    "epoch_time_s": "time of training",
-    "eval_time_s": "time of evaluation; empty if there was none",
+    "epoch_time_s": "seconds of training in the epoch, without evaluation",
+    "eval_time_s": "seconds of evaluation; empty if there was none",
 }
 
 SEEDS = """
@@ -108,7 +111,8 @@ SEEDS = """
 
 Written by `train --seeds N` beside the run folders, and updated after every run: `seeds`;
 `metric`; `mean` and `deviation` (sample standard deviation; null for a single run) of the numbers
-in result.json; `runs`, the numbers of each run by seed. null: some run does not have the number.
+in result.json; `runs`, the numbers of each run by seed. A mean is null if some run does not have
+the number.
 """
 
 STALE_CELLS = {
@@ -129,21 +133,22 @@ RESULTS = {
     "world_size": "ranks, S * G",
     "exact": "true if no epoch had a stale read",
     "loss": "training loss of the last epoch",
-    "train_acc": "last epoch",
-    "val_acc": "last epoch; null if the split has no validation vertices",
-    "test_acc": "last epoch",
+    "train_acc": "training accuracy of the last epoch",
+    "val_acc": "validation accuracy of the last epoch; null if the split has no validation "
+    "vertices",
+    "test_acc": "test accuracy of the last epoch",
     "best_val_acc": "validation accuracy of the best epoch by the validation metric",
-    "test_acc_at_best_val": "test accuracy of that epoch",
+    "test_acc_at_best_val": "test accuracy of the best epoch",
     "best_epoch": "best epoch by the validation metric; of equal ones the earliest",
-    "train_metric": "last epoch",
-    "val_metric": "last epoch",
-    "test_metric": "last epoch",
-    "best_val_metric": "best value among the evaluated epochs",
-    "test_metric_at_best_val": "test metric of that epoch",
+    "train_metric": "value of this metric in the last epoch, on the training vertices",
+    "val_metric": "the same on the validation vertices",
+    "test_metric": "the same on the test vertices",
+    "best_val_metric": "best value of the validation metric among the evaluated epochs",
+    "test_metric_at_best_val": "test metric of the best epoch",
     "comm_bytes_per_epoch": "bytes sent in the last epoch by all ranks: pipeline, graph, gradient, "
     "control (for the forecast of stale rows), total",
-    "comm_bytes_closed_form": "the same by the closed form",
-    "versions": "gnnpipe, python, torch, torch_geometric, numpy, scipy",
+    "comm_bytes_closed_form": "the same bytes by the [closed form](explanation/bytes.md)",
+    "versions": "versions of gnnpipe, python, torch, torch_geometric, numpy, scipy",
 }
 
 

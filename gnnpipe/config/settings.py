@@ -168,8 +168,8 @@ class Settings:
     )
     snapshot_every: int | None = _staleness(
         None,
-        "read stale embeddings from a snapshot that is refreshed every n epochs; 1: from the "
-        "previous epoch (default: by --staleness)",
+        "read stale embeddings from a snapshot that is refreshed every n epochs; 1: as the last "
+        "epoch left them (default: by --staleness)",
         low=1,
     )
     scale_live_gradients: float | None = _staleness(
@@ -212,7 +212,7 @@ class Settings:
     timeout_s: float = _ranks(
         120.0,
         "seconds that a rank waits for another rank before the run fails; a rank without a "
-        "heartbeat is given up after an eighth of this time",
+        "heartbeat counts as lost after an eighth of this time",
         above=0,
         high=1e6,
     )

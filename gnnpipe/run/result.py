@@ -64,37 +64,39 @@ class RunResult:
     weights_of_epoch: int
     """Epoch whose weights the model and model.pt have."""
     epoch_time_s: float
-    """Median over the epochs, without the first three (warm-up) if there are more."""
+    """Median training time of an epoch; without the first three epochs (warm-up) if there are
+    more."""
     predicted_epoch_time_s: float | None
-    """Predicted from a profile before training, for the chunk order of the epoch of
-    ``time_shares``; null if nothing was predicted."""
+    """Epoch time that was predicted from a profile before training, for the chunk order of the
+    epoch of ``time_shares``; null if nothing was predicted."""
     exact_epochs: int
     """Number of epochs without stale reads."""
     stale_reads: float
     """Share of the edges that read a stale row, mean over the epochs."""
     drift: list[float]
-    """By layer, in the last epoch with stale reads: relative error of the stale rows; empty if
-    nothing is stale. ``drift``, ``moved`` and ``missed`` are those of metrics.csv."""
+    """By layer, in the last epoch with stale reads: relative error of the stale rows, as in
+    metrics.csv; empty if nothing is stale."""
     moved: list[float]
-    """By layer, in the same epoch, with a forecast: relative change of the rows by the optimizer
-    step."""
+    """By layer, in the epoch of ``drift``, with a forecast: relative change of the rows by the
+    optimizer step, as in metrics.csv."""
     missed: list[float]
-    """By layer, in the same epoch: relative error of the forecast of that change."""
+    """By layer, in the epoch of ``drift``: relative error of the forecast, as in metrics.csv."""
     comm_bytes_per_epoch: dict[str, int]
     comm_bytes_closed_form: dict[str, int]
     time_shares: list[TimeShares]
-    """By rank: how the time of one epoch was spent (the median of the last five after warm-up);
-    empty on a GPU."""
+    """By rank: how the time of one epoch was spent. It is the epoch of median length among the last
+    five after warm-up; empty on a GPU."""
     predicted_time_shares: list[TimeShares]
-    """The same for the predicted epoch."""
+    """By rank: how the time of the predicted epoch is spent."""
     link_bytes_per_s: list[float]
-    """By rank: rate of receiving from other stages, measured before the first epoch; null with one
-    stage."""
+    """By rank: bandwidth of receiving from other stages, measured before the first epoch; null with
+    one stage."""
     peak_memory_bytes: list[int]
-    """By rank: peak in training; on a CPU of the process, on a GPU of torch's allocations."""
+    """By rank: peak memory in training. On a CPU it is that of the process, on a GPU that of
+    torch's allocations."""
     memory_before_bytes: list[int]
     """By rank: memory before training: the interpreter, torch, the graph as read, and the code
-    pages of torch that training loads. The peak minus this is what the estimate predicts."""
+    pages of torch that training loads. The estimate predicts the peak minus this."""
     memory_estimate_bytes: list[MemoryEstimate]
     """By rank: the estimate of `gnnpipe info` by part; without the interpreter and torch."""
     cut: CutQuality

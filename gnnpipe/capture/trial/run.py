@@ -172,8 +172,8 @@ class SampleRun:
                 reason = reason or str(error)
         else:
             refuse(
-                f"{name_of(call)} ({type(conv).__name__}) does not give the same rows when it is "
-                f"shown only the edges into them: {reason}",
+                f"{name_of(call)} ({type(conv).__name__}) does not give the same rows from a "
+                f"chunk and its neighbours as from the whole graph: {reason}",
                 _advice(conv),
                 call,
             )
