@@ -1,14 +1,16 @@
-"""Proof, before anything runs, that a program computes what its plan says.
+"""Proves, before anything runs, that a program computes what its plan says.
 
-A wrong order does not crash: it drops gradients and leaves the loss unchanged (measured: 50 to 88 %
-error in a prototype). ``check`` proves that
+A wrong order of actions does not crash. Gradients are lost while the loss stays the same (measured
+in a prototype: gradient errors of 50 to 88 %). ``check`` proves that
 
 - each stage runs every step of every chunk once, forward before backward;
 - the gradients of exactly the rows that were read live are recorded before they are pulled;
-- every optimizer step follows complete gradient sums, and the schedule keeps its promise;
+- every optimizer step follows complete gradient sums, and the schedule keeps its promise
+  (``Consistency``);
 - sends and receives pair up in the same order, and no stage waits forever.
 
-On the way it counts live and stale reads: whether a program is exact is derived here alone.
+``check`` also counts live and stale reads. A program without stale reads is exact; this is the only
+place that decides whether a program is exact.
 """
 
 from __future__ import annotations
@@ -26,23 +28,30 @@ __all__ = ["CheckedProgram", "ProgramError", "check"]
 
 
 class ProgramError(ValueError):
-    """A program that would compute something else than its plan says, or hang."""
+    """Raised for a program that would hang, or compute something other than its plan says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedProgram(Program):
-    """A proved program and its reads: pairs (reading chunk, other chunk) of all aggregations."""
+    """A program that has passed ``check``, with the number of its live and stale reads.
+
+    A read is a pair (reading chunk, other chunk) in one aggregation of one stage.
+    """
 
     live_reads: int
     stale_reads: int
 
     @property
     def is_exact(self) -> bool:
-        """No read is stale: losses and gradients equal those of one device."""
+        """Whether no read is stale, so that losses and gradients equal those of one device."""
         return self.stale_reads == 0
 
     def stale_pairs(self, stage: int) -> npt.NDArray[np.bool_]:
-        """[K, K] by position: chunk a reads rows of chunk b stale in some step of the stage."""
+        """Return which chunks read stale rows of which chunks in some step of the stage.
+
+        Returns:
+            [K, K] by position in the chunk order: row, the reading chunk; column, the chunk read.
+        """
         forward, _ = _step_times(stage, self.stages[stage], self)
         found = np.zeros((self.chunks, self.chunks), dtype=bool)
         for step in range(1, self.num_steps[stage]):
@@ -50,7 +59,7 @@ class CheckedProgram(Program):
         return found
 
     def reads_text(self) -> str:
-        """One line about stale reads for the head of a run."""
+        """Return the line about stale reads that is printed at the start of a run."""
         total = self.live_reads + self.stale_reads
         if self.is_exact:
             return "exact: no stale read"
@@ -58,7 +67,7 @@ class CheckedProgram(Program):
 
 
 def check(program: Program) -> CheckedProgram:
-    """Prove ``program`` and count its reads; ``ProgramError`` names the fault."""
+    """Check ``program`` and count its reads; ``ProgramError`` names the first fault."""
     live = stale = 0
     for stage, actions in enumerate(program.stages):
         forward, backward = _step_times(stage, actions, program)
@@ -95,7 +104,10 @@ Times = npt.NDArray[np.int64]
 def _step_times(
     stage: int, actions: tuple[Action, ...], program: Program
 ) -> tuple[Times, Times | None]:
-    """Order in which each step of each chunk runs, [steps, K], forward and (if any) backward."""
+    """Return when each step of each chunk runs, forward and (``None`` in evaluation) backward.
+
+    A time is the number of steps that the stage has run before, [steps, K] by position.
+    """
     steps, chunks = program.num_steps[stage], program.chunks
     forward, backward = (np.full((steps, chunks), -1, dtype=np.int64) for _ in Direction)
     times = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
@@ -130,7 +142,8 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
     """Count live and stale pairs of one aggregation; check that gradients follow the live pairs.
 
     Step ``step`` of chunk a aggregates the rows that step - 1 of chunk b pushed. The read is live
-    if the push came first; then, and only then, a's gradient must be recorded before b's is pulled.
+    if the push came first. If and only if the read is live, the gradient of a must be recorded
+    before the gradient of b is pulled.
     """
     reads, pushes = forward[step], forward[step - 1]
     live = pushes[None, :] < reads[:, None]
@@ -149,24 +162,27 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
 
 
 def _check_optimizer_steps(stage: int, actions: tuple[Action, ...], program: Program) -> None:
-    """The stage ends with STEP, steps as often as promised, and sums all gradients before each."""
+    """Check that the stage has the promised number of STEPs, each after complete gradient sums.
+
+    The last STEP must come after the last B.
+    """
     windows = list(_optimizer_windows(actions))
     promised = program.consistency.optimizer_steps
     kinds = [a.kind for a in actions if a.kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STEP)]
     ends_with_step = all(a.kind is not ActionKind.BACKWARD for a in windows[-1])
     if len(windows) < 2 or not ends_with_step or (promised or len(windows) - 1) != len(windows) - 1:
         raise ProgramError(
-            f"stage {stage}: must end with STEP behind its last B, has "
+            f"stage {stage}: must end with STEP after its last B, has "
             f"{' '.join(kinds) or 'nothing'}"
         )
     if any(a.kind is ActionKind.REDUCE_GRADIENTS for a in windows[-1]):
-        raise ProgramError(f"stage {stage}: sums gradients behind its last STEP")
+        raise ProgramError(f"stage {stage}: sums gradients after its last STEP")
     for window in windows[:-1]:
         _check_gradient_sums(stage, window, program)
 
 
 def _optimizer_windows(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Actions before the first STEP, between two STEPs, and after the last STEP."""
+    """Yield the actions before the first STEP, between two STEPs, and after the last STEP."""
     window: list[Action] = []
     for a in actions:
         if a.kind is ActionKind.STEP:
@@ -178,7 +194,7 @@ def _optimizer_windows(actions: Sequence[Action]) -> Iterator[list[Action]]:
 
 
 def _check_gradient_sums(stage: int, window: Sequence[Action], program: Program) -> None:
-    """The gradients of every step are summed over the shards once, after their last backward."""
+    """Check that each step's gradients are summed over the shards once, after their last B."""
     num_steps = program.num_steps[stage]
     sums = [(i, a) for i, a in enumerate(window) if a.kind is ActionKind.REDUCE_GRADIENTS]
     summed = [step for _, a in sums for step in range(*a.steps)]
@@ -196,7 +212,7 @@ def _check_gradient_sums(stage: int, window: Sequence[Action], program: Program)
 
 
 def _check_versions(stage: int, actions: Sequence[Action], program: Program) -> None:
-    """Few enough optimizer steps lie between a chunk's forward and its backward."""
+    """Check that no chunk has more STEPs between its F and its B than the schedule promises."""
     promised = program.consistency.max_versions_behind
     version = 0
     version_of: dict[int, int] = {}
@@ -207,13 +223,14 @@ def _check_versions(stage: int, actions: Sequence[Action], program: Program) -> 
             version_of.setdefault(a.position, version)
         elif a.kind is ActionKind.BACKWARD and version - version_of[a.position] > promised:
             raise ProgramError(
-                f"stage {stage}: {a.text(program.num_steps[stage])} uses weights "
-                f"{version - version_of[a.position]} steps behind; promised are {promised}"
+                f"stage {stage}: weights at {a.text(program.num_steps[stage])} are "
+                f"{version - version_of[a.position]} optimizer steps newer than at the chunk's F; "
+                f"the schedule promises at most {promised}"
             )
 
 
 def _check_forecast(program: Program) -> None:
-    """Every stage or none runs FORECAST and CARRY once, before any chunk reads a stale row."""
+    """Check that all stages or none run FORECAST and CARRY once, before their first F."""
     has_forecast = any(a.kind in _FORECAST for s in program.stages for a in s)
     wanted = [*(_FORECAST if has_forecast else ()), ActionKind.FORWARD]
     for stage, actions in enumerate(program.stages):
@@ -255,10 +272,10 @@ def _check_recall(program: Program) -> None:
 
 
 def _check_pairs(program: Program) -> None:
-    """Every send has its receive, in the same order on both ends.
+    """Check that every send has its receive, in the same order on both ends.
 
-    The order covers all messages of two stages, both directions together: NCCL runs the messages
-    of two ranks in the order in which they were issued.
+    The order covers all messages between two stages, both directions together: NCCL runs the
+    messages of two ranks in the order in which they were issued.
     """
     messages: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     """By (stage, other stage): direction, source and position of each message."""
@@ -272,21 +289,21 @@ def _check_pairs(program: Program) -> None:
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
             if at < 0:
-                fault = f"has {len(theirs)} messages where it has {len(mine)}"
+                fault = f"stage {stage} has {len(mine)} messages, stage {peer} {len(theirs)}"
             else:
-                fault = f"has {theirs[at]} where it has {mine[at]}"
+                fault = f"stage {stage} has {mine[at]} where stage {peer} has {theirs[at]}"
             raise ProgramError(
                 f"stages {stage} and {peer} do not exchange the same messages in the same order "
-                f"(way, source, position): beside stage {stage}, stage {peer} {fault}"
+                f"(direction, source, position): {fault}"
             )
 
 
 class _Progress:
-    """Runs a program with tokens for messages: every stage must reach its end.
+    """Dry run of a program without data, to prove that every stage reaches its end.
 
-    A compute action waits for the receives posted for its chunk; a receive completes once the other
-    side has run its send. A value that is used before its receive is posted, or sent before it is
-    made, is an error.
+    A compute action waits for the receives posted for its chunk. A receive completes once the other
+    stage has run its send. To use a value before its receive is posted, or to send a value before
+    it is computed, is an error.
     """
 
     def __init__(self, program: Program) -> None:
@@ -294,7 +311,7 @@ class _Progress:
         self._sent: set[tuple[Direction, int, int, int]] = set()
         """Direction, source, target and position of the messages that were sent."""
         self._made: set[tuple[Direction, int, int]] = set()
-        """Direction, stage and position of the values that exist."""
+        """Direction, stage and position of the values that have been computed."""
         self._posted: list[dict[tuple[Direction, int], set[int]]] = [
             defaultdict(set) for _ in program.stages
         ]
@@ -307,7 +324,7 @@ class _Progress:
                     self._sources[a.kind.direction, a.peer].add(a.stage)
 
     def run(self) -> None:
-        """Advance all stages as far as they come; ``ProgramError`` if a stage does not end."""
+        """Advance all stages as far as possible; ``ProgramError`` if a stage does not end."""
         stages = self._program.stages
         at = [0] * len(stages)
         has_moved = True
@@ -324,12 +341,12 @@ class _Progress:
                 )
 
     def _runs(self, a: Action) -> bool:
-        """Run one action; False if it must wait for a message."""
+        """Run one action; return ``False`` if the action must wait for a message."""
         num_steps, direction = self._program.num_steps[a.stage], a.kind.direction
         if a.kind.is_send:
             if (direction, a.stage, a.position) not in self._made:
                 raise ProgramError(
-                    f"stage {a.stage}: {self._text(a)} comes before what it sends is made"
+                    f"stage {a.stage}: {self._text(a)} comes before its value is computed"
                 )
             self._sent.add((direction, a.stage, a.peer, a.position))
         elif a.kind.is_receive:

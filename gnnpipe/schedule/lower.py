@@ -23,7 +23,7 @@ __all__ = ["evaluation_program", "recall_actions", "training_program", "with_for
 
 
 def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> CheckedProgram:
-    """Program of one epoch under ``plan.schedule``.
+    """Return the checked program of one training epoch under ``plan.schedule``.
 
     ``buckets``: by stage, the first steps of the buckets of the gradient sum, ascending from 0
     (``plan.gradient_buckets``); default: one bucket per stage.
@@ -34,14 +34,14 @@ def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> Check
     stages = []
     for stage, num_steps in enumerate(plan.steps):
         compute = schedule.actions(stage, num_steps, plan.chunks)
-        begins = buckets[stage] if buckets else (0,)
-        stages.append(tuple(_lower_stage(plan, compute, num_steps, begins)))
+        bucket_starts = buckets[stage] if buckets else (0,)
+        stages.append(tuple(_lower_stage(plan, compute, num_steps, bucket_starts)))
     program = Program(tuple(stages), plan.steps, plan.chunks, plan.placement, schedule.consistency)
     return check(program)
 
 
 def evaluation_program(plan: Plan) -> CheckedProgram:
-    """One exact forward pass, layer by layer."""
+    """Return the checked program of one exact forward pass, layer by layer."""
     schedule = SCHEDULES[EXACT_SCHEDULE]
     stages = (
         tuple(_with_messages(plan, schedule.forward(stage, num_steps, plan.chunks), num_steps))
@@ -51,10 +51,11 @@ def evaluation_program(plan: Plan) -> CheckedProgram:
 
 
 def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
-    """The program with its probe passes.
+    """Return ``program`` with the actions of the forecast added.
 
-    Before the chunks, FORECAST and CARRY bring the stale rows to the current weights; an exact
-    program has no stale rows and needs neither. RECALL prepares the FORECAST of the next epoch.
+    FORECAST and CARRY, before the first chunk, update the stale rows to the current weights; an
+    exact program has no stale rows and needs neither. RECALL prepares the FORECAST of the next
+    epoch.
     """
     stages: list[tuple[Action, ...]] = []
     for stage, actions in enumerate(program.stages):
@@ -64,14 +65,14 @@ def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
 
 
 def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """RECALL and its messages alone, for a run that was resumed."""
+    """Return RECALL and its messages alone, for the first FORECAST of a resumed run."""
     return (*_receives(plan, stage, SpecialPosition.RECALLED_PROBE), *_recall(plan, stage))
 
 
 def _lower_stage(
-    plan: Plan, compute: list[Action], num_steps: int, begins: Sequence[int]
+    plan: Plan, compute: list[Action], num_steps: int, bucket_starts: Sequence[int]
 ) -> list[Action]:
-    """All actions of a stage, one optimizer step after the other."""
+    """Add messages and gradient sums to the actions before each optimizer step of a stage."""
     found: list[Action] = []
     for is_step, part in groupby(compute, key=lambda a: a.kind is ActionKind.STEP):
         actions = list(part)
@@ -80,33 +81,33 @@ def _lower_stage(
         elif plan.shards == 1:
             found += _with_messages(plan, actions, num_steps)
         else:
-            split = _split_last(actions, begins)
-            found += _with_sums(_with_messages(plan, split, num_steps), num_steps, begins)
+            split = _split_last(actions, bucket_starts)
+            found += _with_sums(_with_messages(plan, split, num_steps), num_steps, bucket_starts)
     return found
 
 
-def _split_last(actions: list[Action], begins: Sequence[int]) -> list[Action]:
-    """Split the last B action where a bucket begins, so that sums start under backward."""
+def _split_last(actions: list[Action], bucket_starts: Sequence[int]) -> list[Action]:
+    """Split the last B action where a bucket begins, so that sums overlap with backward."""
     *others, last = actions
-    inner = [step for step in begins if last.steps[0] < step < last.steps[1]]
+    inner = [step for step in bucket_starts if last.steps[0] < step < last.steps[1]]
     bounds = [last.steps[0], *inner, last.steps[1]]
     parts = [replace(last, steps=steps) for steps in pairwise(bounds)]
     return [*others, *reversed(parts)]
 
 
-def _with_sums(actions: list[Action], num_steps: int, begins: Sequence[int]) -> list[Action]:
+def _with_sums(actions: list[Action], num_steps: int, bucket_starts: Sequence[int]) -> list[Action]:
     """Insert each REDUCE_GRAD after the last B of its steps and the sends of that B."""
     found = list(actions)
-    for first, end in zip(begins, (*begins[1:], num_steps), strict=True):
-        place = 1 + max(
+    for first, end in zip(bucket_starts, (*bucket_starts[1:], num_steps), strict=True):
+        index = 1 + max(
             i
             for i, b in enumerate(found)
             if b.kind is ActionKind.BACKWARD and first in range(*b.steps)
         )
-        while place < len(found) and found[place].kind is ActionKind.SEND_BACKWARD:
-            place += 1
-        stage = found[place - 1].stage
-        found.insert(place, Action(ActionKind.REDUCE_GRADIENTS, stage, steps=(first, end)))
+        while index < len(found) and found[index].kind is ActionKind.SEND_BACKWARD:
+            index += 1
+        stage = found[index - 1].stage
+        found.insert(index, Action(ActionKind.REDUCE_GRADIENTS, stage, steps=(first, end)))
     return found
 
 
@@ -201,7 +202,7 @@ def _with_recall(
 def _place_of_receive(
     receive: Action, actions: Sequence[Action], source_actions: Sequence[Action]
 ) -> int:
-    """Index in ``actions`` before which ``receive`` has the place of its send at the source."""
+    """Return the index at which to insert ``receive``, for the same order as at the source."""
     stage, source = receive.stage, receive.peer
     send = Action(ActionKind.SEND_FORWARD, source, receive.position, peer=stage)
     before = source_actions[: source_actions.index(send)]

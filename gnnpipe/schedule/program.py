@@ -48,11 +48,13 @@ class ActionKind(StrEnum):
     RECEIVE_BACKWARD = "RECV_B"
     """Start to receive gradients of a later stage."""
     FORECAST = "FORECAST"
-    """Pass the probe rows with the current weights and fit the maps from old to new rows."""
+    """Run the probe vertices forward with the current weights, and fit maps from their old to their
+    new rows."""
     CARRY = "CARRY"
     """Apply the fitted maps to the stale rows of the history tables."""
     RECALL = "RECALL"
-    """Pass the probe rows with the weights of this epoch, for the FORECAST of the next epoch."""
+    """Run the probe vertices forward with the weights of this epoch. The FORECAST of the next epoch
+    takes the result as the old rows."""
     REDUCE_GRADIENTS = "REDUCE_GRAD"
     """Start to sum a bucket of weight gradients over the shards."""
     STEP = "STEP"
@@ -169,12 +171,12 @@ class Program:
     """Number of steps of each stage."""
     chunks: int
     placement: Placement
-    """Ranks that run each list; the gradients of several shards are summed."""
+    """Ranks that run each stage's list. Gradients are summed over the shards of a stage."""
     consistency: Consistency = Consistency()
     """Promise of the schedule; ``check`` verifies it."""
 
     def text(self) -> str:
-        """One line per stage, actions separated by blanks."""
+        """Return one line per stage, its actions separated by blanks."""
         return "".join(
             f"stage {s}: " + " ".join(a.text(steps) for a in actions) + "\n"
             for s, (actions, steps) in enumerate(zip(self.stages, self.num_steps, strict=True))

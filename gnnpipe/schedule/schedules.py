@@ -24,15 +24,18 @@ class Schedule(ABC):
 
     @abstractmethod
     def forward(self, stage: int, num_steps: int, chunks: int) -> list[Action]:
-        """F actions of a stage in order; together they run every step of every chunk once."""
+        """Return the F actions of a stage in order; they run every step of every chunk once."""
 
     def backward(self, stage: int, num_steps: int, chunks: int) -> list[Action]:
-        """B actions in order: the forward order reversed, the only one that loses no gradient."""
+        """Return the B actions: the F actions reversed, the only order that loses no gradient."""
         forward = self.forward(stage, num_steps, chunks)
         return [Action(ActionKind.BACKWARD, stage, a.position, a.steps) for a in reversed(forward)]
 
     def actions(self, stage: int, num_steps: int, chunks: int) -> list[Action]:
-        """F, B and STEP actions of an epoch; by default one flush with one optimizer step."""
+        """Return the F, B and STEP actions of an epoch.
+
+        By default all F, then all B, then one optimizer step.
+        """
         return [
             *self.forward(stage, num_steps, chunks),
             *self.backward(stage, num_steps, chunks),

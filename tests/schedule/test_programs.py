@@ -86,9 +86,9 @@ FAULTS = {
     "stages 0 and 1 do not exchange": lambda a: [
         x for x in a if (x.kind, x.position) != ("SEND_F", 1)
     ],
-    "must end with STEP behind": lambda a: [a[-1], *a[:-1]],
+    "must end with STEP after": lambda a: [a[-1], *a[:-1]],
     "has nothing": lambda a: a[:-1],
-    "before what it sends is made": lambda a: sorted(a, key=lambda x: x.kind != "SEND_F"),
+    "before its value is computed": lambda a: sorted(a, key=lambda x: x.kind != "SEND_F"),
     "outside": lambda a: [Action(ActionKind.FORWARD, 0, 9, (0, 3)), *a],
 }
 
