@@ -1,4 +1,4 @@
-"""Row exchange by one all-to-all with split sizes: each shard sends every other what it reads."""
+"""Row exchange by one all-to-all with split sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["AllToAll"]
 
 
 class AllToAll(RowExchange):
-    """Sends M rows for M (row, other shard that reads it) pairs: nothing that is not read."""
+    """Sends each row to the other shards that read the row, and nothing else.
+
+    These are M rows for M pairs (row, other shard that reads the row).
+    """
 
     def start(
         self,
@@ -29,11 +32,11 @@ class AllToAll(RowExchange):
         return group.all_to_all(out, data, receive_counts, send_counts, largest_bytes)
 
     def sent_bytes(self, shards: int, row_bytes: int) -> int:
-        """All of the rows that others read."""
+        """Return ``row_bytes``: exactly the rows that others read are sent."""
         return row_bytes
 
     def link_use(self, shards: int, row_bytes: int) -> LinkUse:
-        """A message to each other shard."""
+        """Return one message to each other shard."""
         return LinkUse(shards - 1, row_bytes)
 
 

@@ -3,8 +3,9 @@
 A collective is one object that holds its implementation, the bytes that it sends and its cost on a
 link, so that the runtime, the closed forms of bytes and the simulator cannot disagree. There are
 two kinds: a ``RowExchange`` moves boundary rows to the shards that read them (and gradients back),
-a ``ShardSum`` adds up a vector over the shards. The plan names one of each (``Collectives``). G
-shards.
+a ``ShardSum`` adds up a vector over the shards. The plan names one of each (``Collectives``).
+
+G is the number of shards of a stage.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 
 class Transfer(Protocol):
-    """A collective that has been started; it goes on while other work is done."""
+    """Handle of a collective that has been started and runs while other work is done."""
 
     sent_bytes: int
     """Bytes that this shard has sent to others so far."""
@@ -42,7 +43,7 @@ class Transfer(Protocol):
     def proceed(self) -> None:
         """Wait for the current phase and start the next one, if there is one.
 
-        All shards call it at the same place of their programs.
+        All shards must call this at the same place of their programs.
         """
 
     def wait(self) -> Tensor:
@@ -62,7 +63,7 @@ class ShardGroup(Protocol):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The group of the shards, for calls of ``torch.distributed``."""
+        """The ``torch.distributed`` group of the shards."""
 
     def all_to_all(
         self,
@@ -90,7 +91,7 @@ class LinkUse:
     messages: int
     """Messages that a shard sends one after another."""
     sent_bytes: float
-    """Bytes that a shard sends, of the shard that sends most."""
+    """Bytes sent by the shard that sends most."""
 
 
 class RowExchange(ABC):
@@ -106,15 +107,18 @@ class RowExchange(ABC):
         send_counts: Sequence[int],
         largest_bytes: int,
     ) -> Transfer:
-        """Start to move rows; arguments as of ``ShardGroup.all_to_all``."""
+        """Start to move rows; the arguments are those of ``ShardGroup.all_to_all``."""
 
     @abstractmethod
     def sent_bytes(self, shards: int, row_bytes: int) -> int:
-        """Bytes that all G shards send if the rows that others read take ``row_bytes``."""
+        """Return the bytes that all G shards send together.
+
+        ``row_bytes``: bytes of all rows that other shards read, each counted once per reader.
+        """
 
     @abstractmethod
     def link_use(self, shards: int, row_bytes: int) -> LinkUse:
-        """Use of the link of a shard with ``row_bytes`` of rows for the others."""
+        """Return the use of a shard's link; ``row_bytes``: bytes of its rows for the others."""
 
 
 class ShardSum(ABC):
@@ -124,7 +128,7 @@ class ShardSum(ABC):
     """
 
     phases: int
-    """Rounds of messages that follow one another; other work can be done under each."""
+    """Number of phases; messages of a phase start after the phase before, under other work."""
 
     @abstractmethod
     def start(self, group: ShardGroup, flat: Tensor) -> Transfer:
@@ -132,11 +136,11 @@ class ShardSum(ABC):
 
     @abstractmethod
     def sent_bytes(self, shards: int, size_bytes: int) -> int:
-        """Bytes that all G shards send for a vector of ``size_bytes``."""
+        """Return the bytes that all G shards send together for a vector of ``size_bytes``."""
 
     @abstractmethod
     def link_use(self, shards: int, size_bytes: int) -> LinkUse:
-        """Use of a shard's link by all phases."""
+        """Return the use of a shard's link by all phases together."""
 
 
 ROW_EXCHANGES: Registry[RowExchange] = Registry("row-exchange")

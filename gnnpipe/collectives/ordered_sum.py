@@ -1,7 +1,7 @@
 """Sum over the shards in a fixed order, by two all-to-alls (docs/adr/0003).
 
-Each shard adds up its part of the vector in the order of the shards and sends the sum to everyone:
-as many bytes as a ring all-reduce, and the same bits whatever the network does.
+Each shard adds up one part of the vector, in the order of the shards, and sends the sum to all
+other shards. This takes as many bytes as a ring all-reduce, and gives the same bits in every run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["OrderedSum"]
 
 
 class OrderedSum(ShardSum):
-    """Sends 2 (G - 1) n numbers over all shards for a vector of n."""
+    """Sum by a reduce-scatter and an all-gather: 2 (G - 1) n numbers are sent for a vector of n."""
 
     phases = 2
 
@@ -26,16 +26,16 @@ class OrderedSum(ShardSum):
         return _OrderedSumTransfer(group, flat)
 
     def sent_bytes(self, shards: int, size_bytes: int) -> int:
-        """2 (G - 1) times the vector."""
+        """Return 2 (G - 1) times the size of the vector."""
         return 2 * (shards - 1) * size_bytes
 
     def link_use(self, shards: int, size_bytes: int) -> LinkUse:
-        """Two messages to each other shard, each with one part of G."""
+        """Return two messages to each other shard, each with one of G parts of the vector."""
         return LinkUse(2 * (shards - 1), 2 * (shards - 1) * size_bytes / shards)
 
 
 class _OrderedSumTransfer:
-    """An ordered sum under way."""
+    """An ordered sum that has been started."""
 
     def __init__(self, group: ShardGroup, flat: Tensor) -> None:
         shards, n = group.shards, flat.numel()
@@ -51,7 +51,7 @@ class _OrderedSumTransfer:
         self.sent_bytes = self._first.sent_bytes
 
     def proceed(self) -> None:
-        """Add up this shard's part and send the sum to everyone."""
+        """Add up this shard's part and send the sum to all other shards."""
         if self._first is None:
             return
         shards = self._group.shards
@@ -63,7 +63,7 @@ class _OrderedSumTransfer:
         self.sent_bytes += self._current.sent_bytes
 
     def wait(self) -> Tensor:
-        """The sum [n], in the memory of the vector."""
+        """Return the sum [n], in the memory of the vector."""
         self.proceed()
         return self._current.wait()
 

@@ -1,4 +1,4 @@
-"""WHAT goes where: the model as plain data, and the plan that places it. No torch in here."""
+"""The model as plain data, and the plan that assigns its ops to stages and ranks; without torch."""
 
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows

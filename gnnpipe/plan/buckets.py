@@ -2,7 +2,8 @@
 
 Backward completes the gradients of a stage step by step, the last step first. A bucket is summed
 while the remaining steps compute (wait-free backpropagation: Poseidon, arXiv 1706.03292; the S-SGD
-model of Shi et al., arXiv 1805.03812). A small bucket starts early, but each has a fixed cost.
+model of Shi et al., arXiv 1805.03812). A small bucket can start early, but every bucket has a fixed
+cost.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from gnnpipe.plan.plan import Plan
 __all__ = ["BUCKET_BYTES", "gradient_buckets", "gradient_steps", "op_gradient_steps"]
 
 BUCKET_BYTES = 1 << 18
-"""Bytes that a shard sends for a bucket, at least: enough for an all-to-all that is split into two
-(docs/adr/0021)."""
+"""Least bytes that a shard sends for a bucket (the bucket of step 0 may be smaller): from this size
+on, an all-to-all is split into two that run at once (docs/adr/0021)."""
 
 
 def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
@@ -27,7 +28,7 @@ def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for op, depth in zip(model.select(ops), model.depths(ops), strict=True):
-        # The op may also use weights before its push.
+        # The op may also use its weights before its push, in the step before.
         step = depth - op.aggregates
         for name in op.weights:
             found[name] = min(step, found.get(name, step))
@@ -38,7 +39,7 @@ def gradient_buckets(model: ModelGraph, plan: Plan, number_bytes: int) -> list[t
     """Return for each stage the first steps of its buckets, ascending from 0; (0,) if G = 1."""
     if plan.shards == 1:
         return [(0,)] * plan.num_stages
-    return [_of_stage(model, stage.ops, number_bytes, plan.shards) for stage in plan.stages]
+    return [_stage_buckets(model, stage.ops, number_bytes, plan.shards) for stage in plan.stages]
 
 
 def op_gradient_steps(model: ModelGraph, ops: Sequence[int]) -> list[int]:
@@ -47,7 +48,7 @@ def op_gradient_steps(model: ModelGraph, ops: Sequence[int]) -> list[int]:
     return [min((steps[name] for name in op.weights), default=0) for op in model.select(ops)]
 
 
-def _of_stage(
+def _stage_buckets(
     model: ModelGraph, ops: Sequence[int], number_bytes: int, shards: int
 ) -> tuple[int, ...]:
     sizes = [0] * model.num_steps(ops)

@@ -1,15 +1,15 @@
-"""The devices and links that a plan is to run on: a TOML file, written by hand.
+"""Cluster file: the devices and links that a plan runs on, in TOML, written by hand.
 
-[[devices]]                      # in the order of the ranks
+[[devices]]                      # one per rank, in rank order
 count = 4
-speed = 1.0                      # relative to the device that the profile is of
+speed = 1.0                      # relative to the profiled device
 memory_bytes = 17_179_869_184
 
-[link]                           # between any two of them
+[link]                           # between any two devices
 bandwidth_bytes_per_s = 1.25e9
 latency_s = 50e-6
 
-[[pairs]]                        # except between these
+[[pairs]]                        # except between two ranks
 ranks = [0, 1]
 bandwidth_bytes_per_s = 25e9
 latency_s = 10e-6
@@ -29,7 +29,7 @@ from gnnpipe.files import read_text
 __all__ = ["Cluster", "Device", "Link"]
 
 MOST_DEVICES = 100_000
-"""More are taken for a typing error."""
+"""A larger count is rejected as a typing error."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Device:
     """Device of one rank."""
 
     speed: float
-    """Relative to the device that the profile is of."""
+    """Relative to the device on which the profile was measured."""
     memory_bytes: int
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Connection of two devices, one way."""
+    """Connection of two devices, in one direction."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -64,11 +64,11 @@ class Cluster:
     devices: tuple[Device, ...]
     link: Link
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Links that differ from ``link``, by two ranks, the lower first."""
+    """Links that differ from ``link``, by their two ranks, the lower first."""
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise InputError("cluster: devices: there is none; give at least one [[devices]]")
+            raise InputError("cluster: devices: the list is empty; give at least one [[devices]]")
         for low, high in self.pairs:
             if not 0 <= low < high < len(self.devices):
                 raise InputError(
@@ -77,12 +77,12 @@ class Cluster:
                 )
 
     def between(self, rank: int, other: int) -> Link:
-        """The link of two ranks."""
+        """Return the link between two ranks."""
         return self.pairs.get((min(rank, other), max(rank, other)), self.link)
 
     @classmethod
     def read(cls, path: str) -> Cluster:
-        """From a file; ``InputError`` names it, the field that is wrong and its value."""
+        """Read a cluster file; ``InputError`` names the file, the wrong field and its value."""
         source = f"--cluster {path!r}"
         try:
             values = tomllib.loads(read_text(Path(path)))
@@ -99,10 +99,10 @@ class Cluster:
 
     @classmethod
     def _from(cls, values: dict[str, Any]) -> Cluster:
-        _fields(values, "the file", {"devices", "link"}, {"pairs"})
+        _check_fields(values, "the file", {"devices", "link"}, {"pairs"})
         devices: list[Device] = []
         for group in _tables(values["devices"], "devices"):
-            _fields(group, "devices", {"speed", "memory_bytes"}, {"count"})
+            _check_fields(group, "devices", {"speed", "memory_bytes"}, {"count"})
             count = _whole(group.get("count", 1), "devices: count")
             if not 1 <= count <= MOST_DEVICES - len(devices):
                 raise InputError(f"devices: count {count}: give 1 to {MOST_DEVICES:,} in all")
@@ -110,14 +110,15 @@ class Cluster:
             devices += [Device(_number(group["speed"], "devices: speed"), memory)] * count
         pairs = {}
         for group in _tables(values.get("pairs", []), "pairs"):
-            _fields(group, "pairs", {"ranks", "bandwidth_bytes_per_s", "latency_s"}, set())
+            _check_fields(group, "pairs", {"ranks", "bandwidth_bytes_per_s", "latency_s"}, set())
             ranks = group["ranks"]
             if not isinstance(ranks, list) or len(ranks) != 2:
                 raise InputError(f"pairs: ranks {ranks!r}: give two ranks, like [0, 1]")
             low, high = sorted(_whole(rank, "pairs: ranks") for rank in ranks)
             pairs[low, high] = _link(group, "pairs")
-        _fields(*_only(values["link"], "link"), {"bandwidth_bytes_per_s", "latency_s"}, set())
-        return cls(tuple(devices), _link(values["link"], "link"), pairs)
+        link = _as_table(values["link"], "link")
+        _check_fields(link, "link", {"bandwidth_bytes_per_s", "latency_s"}, set())
+        return cls(tuple(devices), _link(link, "link"), pairs)
 
 
 def _link(values: dict[str, Any], where: str) -> Link:
@@ -127,24 +128,24 @@ def _link(values: dict[str, Any], where: str) -> Link:
     return Link(bandwidth, latency)
 
 
-def _only(value: Any, where: str) -> tuple[dict[str, Any], str]:
+def _as_table(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"{where}: is no table; write [{where}] and its fields below")
-    return value, where
+        raise InputError(f"{where}: is not a table; write [{where}] and its fields below")
+    return value
 
 
 def _tables(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise InputError(f"{where}: is no list of tables; write [[{where}]] for each")
+        raise InputError(f"{where}: is not a list of tables; write [[{where}]] before each")
     return value
 
 
-def _fields(values: dict[str, Any], where: str, needed: set[str], more: set[str]) -> None:
-    known = ", ".join(sorted(needed | more))
+def _check_fields(values: dict[str, Any], where: str, needed: set[str], optional: set[str]) -> None:
+    known = ", ".join(sorted(needed | optional))
     for name in sorted(needed - values.keys()):
         raise InputError(f"{where}: {name} is missing; the fields are {known}")
-    for name in sorted(values.keys() - needed - more):
-        raise InputError(f"{where}: {name[:40]!r} is no field; the fields are {known}")
+    for name in sorted(values.keys() - needed - optional):
+        raise InputError(f"{where}: {name[:40]!r} is not a field; the fields are {known}")
 
 
 def _number(value: Any, where: str) -> float:
@@ -154,7 +155,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _whole(value: Any, where: str) -> int:
-    # 80e9 is one, too.
+    # TOML reads 80e9 as a float.
     is_whole = type(value) is int or (type(value) is float and value.is_integer())
     if not is_whole or abs(value) > 10**18:
         raise InputError(f"{where} {str(value)[:40]!r}: give a whole number")

@@ -2,7 +2,8 @@
 
 Rows without a training label change neither the loss nor a gradient. The last aggregation of the
 last stage therefore multiplies with the loss rows of its matrix only, and the ops behind it work on
-as many rows (docs/adr/0027). Pushes stay whole, because loss rows read neighbours without a label.
+as many rows (docs/adr/0027). All rows are still pushed, because loss rows aggregate neighbours
+without a label.
 Evaluation computes all rows.
 """
 
@@ -16,12 +17,12 @@ from gnnpipe.plan.model_graph import ModelGraph, Op
 __all__ = ["ALL_ROWS", "LossRows", "choose_loss_rows"]
 
 MAX_SHARE = 0.75
-"""Of all rows; with more loss rows the saved work is not worth a second copy of their matrix."""
+"""Largest share of loss rows among all rows; with more, a second matrix is not worth its memory."""
 
 
 @dataclass(frozen=True)
 class LossRows:
-    """The number of loss rows, of the whole graph or of one shard, and the ops limited to them."""
+    """Number of loss rows (of the whole graph or of one shard), and the ops limited to them."""
 
     rows: int
     edges: int
@@ -30,15 +31,18 @@ class LossRows:
     """Names of the ops whose values have loss rows only; empty: all ops compute all rows."""
 
     def rows_of(self, op: str, num_rows: int) -> int:
-        """Rows that ``op`` computes, where other ops compute ``num_rows``."""
+        """Return the rows that ``op`` computes; an op without a limit computes ``num_rows``."""
         return self.rows if op in self.ops else num_rows
 
     def kept_numbers(self, op: Op, num_rows: int, recompute: bool) -> int:
-        """Numbers that ``op`` keeps until backward, where others compute ``num_rows`` rows."""
+        """Return the numbers that ``op`` keeps until backward.
+
+        An op that is not limited to loss rows computes ``num_rows`` rows.
+        """
         pushed, made, held = op.kept_by_rows(recompute)
         if op.name not in self.ops:
             return (pushed + made) * num_rows
-        # The values that pass by the aggregation are copied, for the loss rows.
+        # Values that are read after the aggregation are copied for the loss rows.
         return pushed * num_rows + (made + held) * self.rows
 
 
@@ -55,9 +59,9 @@ def choose_loss_rows(
 ) -> LossRows:
     """Returns ``counts`` with the ops that are limited to loss rows, or ``ALL_ROWS``.
 
-    ``last_stage``: range of its ops. ``precomputed``: aggregations that are made once for all
-    epochs (``plan.precomputed_aggregations``). ``--recompute`` does not matter, so that runs with
-    and without it agree to the bit.
+    ``last_stage``: its ops. ``precomputed``: aggregations that are computed once for all epochs
+    (``plan.precomputed_aggregations``). The result does not depend on ``--recompute``, so that runs
+    with and without this flag agree to the bit.
     """
     depths = model.depths(last_stage)
     last_depth = max(depths, default=0)
@@ -71,9 +75,9 @@ def choose_loss_rows(
 
 
 def _can_limit_rows(op: Op, precomputed: Collection[str]) -> bool:
-    """Whether ``op`` is row-wise, or a product with a fixed matrix that is made in every epoch.
+    """Whether ``op`` is row-wise, or a product with a fixed matrix that is computed in every epoch.
 
-    An op that reads features cannot: features are there for all rows.
+    An op that reads features cannot be limited, because features are given for all rows.
     """
     if op.vertex_type or op.reads_features:
         return False

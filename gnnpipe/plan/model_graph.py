@@ -1,8 +1,8 @@
 """The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
-Widths are numbers per row: bytes are width x rows x bytes of a number. A built-in layer is one op.
-Ops are listed in the order in which they run. A stage is a set of ops; because an op may read
-values of several earlier stages, the stages form a DAG as well.
+A width is a count of numbers per row. A built-in layer is one op. Ops are listed in the order in
+which they run. A stage is a set of ops; because an op may read values of several earlier stages,
+the stages form a DAG as well.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EDGE_FLOPS = 10
 """Floating-point operations of a dense product that take as long as reading and adding one number
 of a neighbour's row."""
 KEPT_FLOPS = 80
-"""Floating-point operations that take as long as one number of an output row: norm, activation,
-dropout and copies read and write it, and most such numbers are kept until backward."""
+"""Floating-point operations of a dense product that take as long as the row-wise work (norm,
+activation, dropout, copies) on one number that is kept until backward."""
 
 
 def shared_tables(
@@ -54,13 +54,13 @@ def shared_tables(
         return frozenset()
     found: set[str] = set()
     for stage in plan.stages:
-        alike = defaultdict(list)
+        by_matrix = defaultdict(list)
         for op in model.select(stage.ops):
             if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
-                alike[op.structure, op.name in loss_rows].append(op.name)
-        for names in alike.values():
-            # With stale reads, backward needs a matrix without the stale entries. Making it costs
-            # as much as one aggregation saves, so at least two must use it.
+                by_matrix[op.structure, op.name in loss_rows].append(op.name)
+        for names in by_matrix.values():
+            # With stale reads, backward needs a matrix without the stale entries. Making this
+            # matrix costs as much as one aggregation saves, so at least two must use the matrix.
             if len(names) > 1 or is_exact:
                 found.update(names)
     return frozenset(found)
@@ -69,10 +69,10 @@ def shared_tables(
 def precomputed_aggregations(
     model: ModelGraph, plan: Plan, rounds_rows: bool, is_exact: bool
 ) -> frozenset[str]:
-    """Return the ops whose aggregation, of input features, is computed once for all epochs.
+    """Return the ops whose aggregation of input features is computed once for all epochs.
 
-    None if the program has stale reads, several shards, or rounded rows (``rounds_rows``): results
-    would then depend on the shape of the run.
+    Empty for programs with stale reads, several shards, or rounded rows (``rounds_rows``), where
+    results would depend on the shape of the run.
     """
     if plan.shards > 1 or not is_exact or rounds_rows:
         return frozenset()
@@ -85,7 +85,7 @@ class Op:
 
     name: str
     inputs: tuple[str, ...]
-    """Values that the op reads, each the output of an earlier op; without the input features."""
+    """Values that the op reads, each the output of an earlier op; not the input features."""
     outputs: Mapping[str, int]
     """Values that the op computes, and their widths; names are unique in the model."""
     num_parameters: int
@@ -133,11 +133,13 @@ class Op:
     over_pairs: bool = False
     """The op scores the vertex pairs of a link prediction, on the stage of the op before it."""
     reads_features: bool = False
+    """The op reads the input features."""
     of_features: bool = False
     """The pushed rows are the input features, or a linear map of them, and narrow enough for their
     aggregation to be precomputed."""
     features_kept: int = 0
-    """Numbers per row of a precomputed aggregation, beside the features."""
+    """Numbers per row that a precomputed aggregation takes in addition to the features: their width
+    if the op still reads the features themselves, else 0."""
     rows_spared: int = 0
     """Numbers per row that are not kept until backward if the aggregation is precomputed."""
     weights: tuple[str, ...] = ()
@@ -149,7 +151,7 @@ class Op:
         return self.push_width > 0
 
     def kept_by_rows(self, recompute: bool) -> tuple[int, int, int]:
-        """Numbers kept until backward per pushed row, per output row, and of ``kept_widths``.
+        """Return the numbers kept until backward: per pushed row, output row, of ``kept_widths``.
 
         The third is added per output row if the op computes fewer rows than it pushes.
         """
@@ -189,7 +191,7 @@ class ModelGraph:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all ops together."""
+        """Number of parameters of all ops."""
         return sum(op.num_parameters for op in self.ops)
 
     @property
@@ -209,7 +211,7 @@ class ModelGraph:
         return tuple(free)
 
     def crossing(self) -> list[int]:
-        """Return for each op the width of all earlier values that it or a later op reads."""
+        """Return for each op the total width of earlier values that this or a later op reads."""
         last = {value: i for i, op in enumerate(self.ops) for value in op.inputs}
         change = [0] * (self.num_ops + 1)
         for i, op in enumerate(self.ops):
@@ -220,14 +222,14 @@ class ModelGraph:
         return list(accumulate(change[:-1]))
 
     def select(self, ops: Sequence[int]) -> list[Op]:
-        """The ops of these indices."""
+        """Return the ops with these indices."""
         return [self.ops[i] for i in ops]
 
     def depths(self, ops: Sequence[int]) -> list[int]:
         """Return the step in which each of a stage's ``ops`` ends.
 
-        The number is the length of the longest chain of aggregations up to the op; an aggregation
-        begins in the step before.
+        The number of the step is the length of the longest chain of aggregations up to the op. An
+        aggregation pushes its rows in the step before.
         """
         reached: dict[str, int] = {}
         found = []
@@ -238,11 +240,11 @@ class ModelGraph:
         return found
 
     def num_steps(self, ops: Sequence[int]) -> int:
-        """Return the steps of a stage of these ops: its longest chain of aggregations plus 1."""
+        """Return the number of steps of a stage: its longest chain of aggregations plus 1."""
         return max(self.depths(ops), default=0) + 1
 
     def transfers(self, stages: Sequence[Sequence[int]]) -> tuple[Transfer, ...]:
-        """Return the transfers between stages: each value once to every stage that reads it."""
+        """Return the transfers: each value goes once to every other stage that reads the value."""
         source: dict[str, tuple[int, int]] = {}
         types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}

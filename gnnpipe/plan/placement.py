@@ -1,7 +1,7 @@
 """The placement: which rank holds which shard of which stage.
 
-This is the one place that maps ranks to (stage, shard) and back; the mesh of a run, simulated
-timelines and reports all ask it.
+Only this module maps ranks to (stage, shard) and back; the mesh of a run, simulated timelines and
+reports all use ``Placement``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks by stage and shard."""
+    """The ranks of a run, by stage and shard."""
 
     stages: tuple[tuple[int, ...], ...]
     """The ranks of every stage, by shard."""
 
     @classmethod
     def grid(cls, stages: int, shards: int) -> Placement:
-        """S stages of G shards each, ranks numbered stage by stage.
+        """Return S stages of G shards each, with ranks numbered stage by stage.
 
         >>> Placement.grid(2, 3).place(4)
         (1, 1)

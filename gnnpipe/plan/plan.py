@@ -66,7 +66,7 @@ class Plan:
     """S stages, each on its own ranks, and K chunks of a model."""
 
     stages: tuple[StagePlan, ...]
-    """In an order in which every value is made before it is read."""
+    """In an order in which every value is computed before a stage reads it."""
     chunks: int
     schedule: str
     """Name of the schedule (see ``schedule.schedules``)."""
@@ -97,14 +97,16 @@ class Plan:
     def _check_ranks(self) -> None:
         ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
         if ranks != list(range(len(ranks))) or not all(stage.ranks for stage in self.stages):
-            raise InputError("plan: every rank from 0 must be in exactly one stage, none empty")
+            raise InputError(
+                "plan: every rank from 0 on must be in exactly one stage, and no stage may be empty"
+            )
         for i, stage in enumerate(self.stages):
             shares = stage.shares
             is_whole = len(shares) == len(stage.ranks) and math.isclose(sum(shares), 1)
             if not is_whole or min(shares) <= 0:
                 raise InputError(
                     f"plan: the shares of stage {i} are {list(shares)}; give each of its "
-                    f"{len(stage.ranks)} ranks one above 0, 1 in sum"
+                    f"{len(stage.ranks)} ranks a share above 0; the shares must sum to 1"
                 )
 
     @property
@@ -151,12 +153,12 @@ class Plan:
         return [t for t in self.transfers if t.target == stage]
 
     def to_json(self) -> str:
-        """The plan as text, with a version."""
+        """Return the plan as JSON text, with a format version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Plan:
-        """A plan from ``to_json``'s text; ``InputError`` names what is wrong with it."""
+        """Read a plan from the text of ``to_json``; ``InputError`` names what is wrong."""
         try:
             data: dict[str, Any] = dict(json.loads(text))
             if data.pop("version") != VERSION:
@@ -196,7 +198,7 @@ def _transfer(data: Any) -> Transfer:
 
 
 def _whole(value: Any) -> int:
-    """A number of a plan, which is never a fraction, a word or a truth value."""
+    """Return ``value`` if it is an int; ``TypeError`` otherwise, also for a bool."""
     if type(value) is not int:
         raise TypeError(f"{value!r} is not a whole number")
     return value

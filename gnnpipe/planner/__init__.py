@@ -1,4 +1,4 @@
-"""Planners: which op, which rank and which share of the rows go to which stage."""
+"""Planners: assign ops, ranks and shares of the work to stages."""
 
 from gnnpipe.planner.from_file import GivenPlan, check_plan, planner_named
 from gnnpipe.planner.request import PLANNERS, GraphCounts, Planner, PlanRequest, Shape

@@ -1,4 +1,4 @@
-"""Reads a plan that was written before: the plan.json of a run, or one made by hand."""
+"""Planner that reads a plan from a file: the plan.json of a run, or one written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GivenPlan", "check_plan", "planner_named"]
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """The planner that returns a plan made elsewhere, if it fits the model."""
+    """Planner that returns a given plan, if the plan fits the model."""
 
     given: Plan
 
@@ -26,7 +26,7 @@ class GivenPlan:
 
     @classmethod
     def read(cls, path: str) -> GivenPlan:
-        """The plan of a JSON file; ``InputError`` if it cannot be read or is no plan."""
+        """Read the plan of a JSON file; ``InputError`` if this fails."""
         source = f"--plan {path!r}"
         try:
             text = read_text(Path(path))
@@ -38,12 +38,12 @@ class GivenPlan:
         return cls(Plan.from_json(text, source))
 
     def num_ranks(self, shape: Shape) -> int:
-        """Ranks of the plan."""
+        """Return the number of ranks of the plan."""
         del shape
         return self.given.num_ranks
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The given plan, checked against the model."""
+        """Return the given plan, checked against the model."""
         check_plan(self.given, request.model)
         may_be_stale = SCHEDULES[self.given.schedule].consistency.max_stale_epochs > 0
         if request.shape.is_exact and may_be_stale and self.given.chunks > 1:
@@ -55,12 +55,12 @@ class GivenPlan:
 
 
 def planner_named(name: str) -> Planner:
-    """The planner that ``--plan`` names, or the one that reads the file it names."""
+    """Return the planner for a value of ``--plan``: a registered planner, or the path of a plan."""
     return PLANNERS[name] if name in set(PLANNERS) else GivenPlan.read(name)
 
 
 def check_plan(plan: Plan, model: ModelGraph) -> None:
-    """``InputError`` if the plan is for another model, or cannot run."""
+    """Raise ``InputError`` if the plan is for another model, or cannot run."""
     if plan.num_ops != model.num_ops:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     if plan.schedule not in set(SCHEDULES):
@@ -83,7 +83,10 @@ def check_plan(plan: Plan, model: ModelGraph) -> None:
 
 
 def _check_weights(plan: Plan, model: ModelGraph) -> None:
-    """Ops that share a weight are in one stage, and so is scoring of pairs with the op before."""
+    """Check that ops that share a weight are in one stage.
+
+    The op that scores pairs must be in the stage of the op before.
+    """
     stage_of = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
     first_use: dict[str, int] = {}
     for i, op in enumerate(model.ops):

@@ -18,7 +18,7 @@ __all__ = ["PLANNERS", "GraphCounts", "PlanRequest", "Planner", "Shape"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that the flags ask for; a planner may choose what they leave open."""
+    """The shape (S, G, K) that the config asks for."""
 
     stages: int
     """S."""
@@ -36,11 +36,11 @@ class GraphCounts:
 
     num_vertices: Mapping[str, int]
     num_edges: Mapping[str, int]
-    """Edges into the vertices of a type; 'pairs' of a link prediction."""
+    """Edges into the vertices of a type; for link prediction also the number of 'pairs'."""
     feature_entries: Mapping[str, int]
     """Stored numbers of the input features."""
     loss_rows: LossRows = ALL_ROWS
-    """The rows that the last aggregation computes in training."""
+    """Rows that the last aggregation computes in training, as estimated before the partition."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Planner(Protocol):
     """A planner; an entry of ``PLANNERS``."""
 
     def num_ranks(self, shape: Shape) -> int:
-        """Ranks that the plan will need, known before anything is read."""
+        """Return the number of ranks of the plan; called before the graph is read."""
 
     def plan(self, request: PlanRequest) -> Plan:
-        """The plan; ``InputError`` if there is none for this model and shape."""
+        """Return the plan; ``InputError`` if no plan exists for this model and shape."""
 
 
 PLANNERS: Registry[Planner] = Registry("plan")

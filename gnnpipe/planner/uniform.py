@@ -1,10 +1,10 @@
-"""Plans for equal devices: runs of consecutive ops, so that the slowest stage takes least.
+"""Planner for equal devices: stages of consecutive ops, with the slowest stage as fast as possible.
 
-The cost of an op is told in floating-point operations: those of its dense products, of the encoder
-by the entries of the features, and what reading a neighbour's number and passing over a row's take
-of them, by measurement (docs/benchmarks/op_costs.md). GNNPipe splits layers in the same way by
-operations alone: arXiv 2308.10087, released code. Of splits that are as fast, the one that sends
-least is taken.
+The cost of an op is measured in floating-point operations of a dense product: its own dense
+products (that of sparse features by their stored entries), plus the time to read neighbours' rows
+and the time of row-wise work, converted by measured factors (docs/benchmarks/op_costs.md). GNNPipe
+splits layers by floating-point operations alone (arXiv 2308.10087, released code). Of equally
+balanced splits, the planner takes the one that sends the fewest values between stages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["UniformPlanner", "op_costs", "split_evenly"]
 
 
 def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
-    """The work of each op, in floating-point operations of a dense product.
+    """Return the cost of each op, in floating-point operations of a dense product.
 
-    Edges count for the type of the vertices that they lead into, of all relations together (an
-    upper bound in a graph of several relations).
+    The edges of an op are all edges into the vertices of its type. With several relations this is
+    an upper bound.
     """
     return [
         _cost(op, graph)
@@ -39,19 +39,20 @@ def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
 
 
 def _cost(op: Op, graph: GraphCounts) -> float:
-    """The work of an op without that of its features."""
-    made = graph.loss_rows.rows_of(op.name, graph.num_vertices[op.vertex_type])
-    scored = graph.num_edges[op.pushed_type] if op.over_pairs else made
-    read = graph.loss_rows.edges if op.name in graph.loss_rows.ops else _read(op, graph)
+    """Return the cost of an op without its product with the input features."""
+    rows = graph.loss_rows.rows_of(op.name, graph.num_vertices[op.vertex_type])
+    scored_rows = graph.num_edges[op.pushed_type] if op.over_pairs else rows
+    is_limited = op.name in graph.loss_rows.ops
+    read_rows = graph.loss_rows.edges if is_limited else _num_read_rows(op, graph)
     return float(
-        op.flops_per_row * scored
-        + EDGE_FLOPS * op.push_width * read
-        + KEPT_FLOPS * op.kept_per_row * made
+        op.flops_per_row * scored_rows
+        + EDGE_FLOPS * op.push_width * read_rows
+        + KEPT_FLOPS * op.kept_per_row * rows
     )
 
 
-def _read(op: Op, graph: GraphCounts) -> int:
-    """Rows that an op reads, each counted as often as it is read."""
+def _num_read_rows(op: Op, graph: GraphCounts) -> int:
+    """Return the number of rows that an op reads; a row that is read twice counts twice."""
     if op.is_mean:
         return graph.num_vertices[op.vertex_type]
     return graph.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
@@ -60,77 +61,88 @@ def _read(op: Op, graph: GraphCounts) -> int:
 def split_evenly(
     costs: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Cut the costs into runs, none empty, so that the largest sum is least.
+    """Split the ops into non-empty consecutive runs that minimise the largest sum of costs.
 
-    ``cuts``: ops in front of which a run may begin, ascending, and the ``widths`` that cross there;
-    of equally good splits the one with the least sum of widths is taken.
+    Args:
+        costs: Cost of each op.
+        stages: Number of runs.
+        cuts: Ops at which a run may begin, ascending.
+        widths: Total width of the values that cross each cut. Of equally balanced splits the one
+            with the smallest sum of widths is returned.
+
+    Returns:
+        First op and one past the last op of each run.
 
     >>> split_evenly([1.0, 1.0, 1.0, 3.0], 2, [1, 2, 3], [8, 8, 8])
     ((0, 3), (3, 4))
     """
-    total = list(accumulate(costs, initial=0.0))
-    # Sums of floats in another order must not make two equal splits differ.
-    limit = _least_limit(total, stages, cuts) + 1e-9 * total[-1]
-    return tuple(pairwise((0, *_narrowest(total, stages, cuts, widths, limit), len(costs))))
+    prefix = list(accumulate(costs, initial=0.0))
+    # Splits whose largest sums differ by rounding errors only count as equally balanced.
+    limit = _smallest_limit(prefix, stages, cuts) + 1e-9 * prefix[-1]
+    return tuple(pairwise((0, *_narrowest_cuts(prefix, stages, cuts, widths, limit), len(costs))))
 
 
-def _least_limit(total: Sequence[float], stages: int, cuts: Sequence[int]) -> float:
-    """The least largest sum, to a part in 10^12: halving between what cannot be and what can.
+def _smallest_limit(prefix: Sequence[float], stages: int, cuts: Sequence[int]) -> float:
+    """Return the smallest possible largest sum, by bisection to a relative error of 1e-12.
 
-    That at most so many runs do is enough: cutting one in two makes no sum larger.
+    ``prefix``: prefix sums of the costs. A limit is feasible if at most ``stages`` runs suffice,
+    because splitting a run further makes no sum larger.
     """
-    ends = [*cuts, len(total) - 1]
-    at = [total[end] for end in ends]
-    low, high = 0.0, total[-1]
-    while high - low > 1e-12 * total[-1]:
+    ends = [*cuts, len(prefix) - 1]
+    end_sums = [prefix[end] for end in ends]
+    low, high = 0.0, prefix[-1]
+    while high - low > 1e-12 * prefix[-1]:
         limit = (low + high) / 2
         begin, runs = 0.0, 0
-        while begin < total[-1] and runs <= stages:
+        while begin < prefix[-1] and runs <= stages:
             # The longest run that the limit allows.
-            i = bisect_right(at, begin + limit) - 1
-            if i < 0 or at[i] <= begin:
+            i = bisect_right(end_sums, begin + limit) - 1
+            if i < 0 or end_sums[i] <= begin:
                 runs = stages + 1
                 break
-            begin, runs = at[i], runs + 1
+            begin, runs = end_sums[i], runs + 1
         low, high = (limit, high) if runs > stages else (low, limit)
     return high
 
 
-def _narrowest(
-    total: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int], limit: float
+def _narrowest_cuts(
+    prefix: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int], limit: float
 ) -> tuple[int, ...]:
-    """The cuts into exactly ``stages`` runs, none above the limit, whose widths sum to least.
+    """Return the ``stages - 1`` cuts with the smallest sum of widths and no run above ``limit``.
 
-    One pass over the cuts for each stage: those that a run may have begun at slide along.
+    Dynamic programming with one pass over the cuts per stage. The minimum over the allowed begins
+    of a run is a sliding-window minimum.
     """
-    ends = [*cuts, len(total) - 1]
-    before = [0.0 if total[end] <= limit else math.inf for end in ends]
-    chosen: list[list[int]] = []
+    ends = [*cuts, len(prefix) - 1]
+    # Smallest sum of widths of splits that end at each of ``ends``, for a growing number of runs.
+    best = [0.0 if prefix[end] <= limit else math.inf for end in ends]
+    previous_cuts: list[list[int]] = []
     for _ in range(stages - 1):
-        now, came = [math.inf] * len(ends), [-1] * len(ends)
-        # Indices into ``cuts``, least sum first; of equal ones the first.
+        next_best, previous_cut = [math.inf] * len(ends), [-1] * len(ends)
+        # Indices into ``cuts``, smallest sum first; of equal sums the first cut.
         window: deque[int] = deque()
         for i, end in enumerate(ends):
             if i:
-                added = before[i - 1] + widths[i - 1]
-                while window and before[window[-1]] + widths[window[-1]] > added:
+                added = best[i - 1] + widths[i - 1]
+                while window and best[window[-1]] + widths[window[-1]] > added:
                     window.pop()
                 window.append(i - 1)
-            while window and total[end] - total[cuts[window[0]]] > limit:
+            while window and prefix[end] - prefix[cuts[window[0]]] > limit:
                 window.popleft()
             if window:
-                now[i], came[i] = before[window[0]] + widths[window[0]], window[0]
-        chosen.append(came)
-        before = now
-    place, found = len(ends) - 1, []
-    for came in reversed(chosen):
-        place = came[place]
-        found.append(cuts[place])
+                next_best[i] = best[window[0]] + widths[window[0]]
+                previous_cut[i] = window[0]
+        previous_cuts.append(previous_cut)
+        best = next_best
+    index, found = len(ends) - 1, []
+    for previous_cut in reversed(previous_cuts):
+        index = previous_cut[index]
+        found.append(cuts[index])
     return tuple(reversed(found))
 
 
-def _shared(model: ModelGraph) -> str:
-    """Some weights that several ops use, for a person."""
+def _tied_weights(model: ModelGraph) -> str:
+    """Return up to three names of weights that several ops use, for the error message."""
     uses = Counter(name for op in model.ops for name in set(op.weights))
     names = [name for name, count in uses.items() if count > 1]
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: " if names else ""
@@ -140,17 +152,17 @@ class UniformPlanner:
     """Stages of consecutive ops on equal devices, balanced by estimated work."""
 
     def num_ranks(self, shape: Shape) -> int:
-        """S * G."""
+        """Return S x G."""
         return Placement.grid(shape.stages, shape.shards).num_ranks
 
     def plan(self, request: PlanRequest) -> Plan:
-        """S stages of G ranks each; ``InputError`` if the model cannot be cut into S stages."""
+        """Return S stages of G ranks each; ``InputError`` if the model has too few cuts."""
         model, shape = request.model, request.shape
         cuts = model.cuts
         if shape.stages > len(cuts) + 1:
             raise InputError(
                 f"--stages {shape.stages}: {model.name} can be cut in {len(cuts)} places "
-                f"({_shared(model)}weights that several calls share must stay on one stage); "
+                f"({_tied_weights(model)}weights that several calls share must stay on one stage); "
                 f"try --stages {len(cuts) + 1} or more --shards"
             )
         crossing = model.crossing()
@@ -160,8 +172,8 @@ class UniformPlanner:
         ranks = Placement.grid(shape.stages, shape.shards).stages
         return Plan(
             tuple(
-                StagePlan.even(own, model.num_steps(own), of)
-                for own, of in zip(ops, ranks, strict=True)
+                StagePlan.even(stage_ops, model.num_steps(stage_ops), stage_ranks)
+                for stage_ops, stage_ranks in zip(ops, ranks, strict=True)
             ),
             shape.chunks,
             EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",

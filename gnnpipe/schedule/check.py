@@ -242,8 +242,8 @@ def _check_forecast(program: Program) -> None:
             or any(a.position != SpecialPosition.PROBE for a in found)
         ):
             raise ProgramError(
-                f"stage {stage}: must run FORECAST and then CARRY, once and before its first F, as "
-                "every stage, or none does"
+                f"stage {stage}: must run FORECAST and then CARRY, once and before its first F; "
+                "either all stages do, or none"
             )
 
 
@@ -266,8 +266,8 @@ def _check_recall(program: Program) -> None:
             or found[0][1] != SpecialPosition.RECALLED_PROBE
         ):
             raise ProgramError(
-                f"stage {stage}: must run RECALL once, between its last F and its STEP, as every "
-                "stage, or none does"
+                f"stage {stage}: must run RECALL once, between its last F and its STEP; either "
+                "all stages do, or none"
             )
 
 

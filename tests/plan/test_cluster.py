@@ -44,7 +44,7 @@ def test_a_cluster(tmp_path):
         (GOOD, "", ["devices is missing"]),
         (GOOD, "[", ["not valid TOML"]),
         ("[link]", "[wire]", ["link is missing"]),
-        ("[link]", "[[link]]", ["link", "no table"]),
+        ("[link]", "[[link]]", ["link", "not a table"]),
         ("[[pairs]]", "[pairs]", ["pairs", "[[pairs]]"]),
         ("speed = 0.5", "", ["devices", "speed is missing"]),
         ("speed = 0.5", "speed = 0", ["devices", "speed 0", "1e-06 to"]),
