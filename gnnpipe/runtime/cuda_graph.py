@@ -1,9 +1,9 @@
 """Runs training epochs on one GPU as a CUDA graph.
 
 With some ten thousand vertices, a GPU finishes each kernel before Python, autograd and the driver
-have launched the next. So forward and backward are recorded once and replayed as a whole: the same
-kernels, the same results. Dropout masks are made before the replay, where a pass begins
-(``ops.hashed_dropout``), and the optimizer steps after it.
+have launched the next. So forward and backward are recorded once as a CUDA graph, and replayed as a
+whole: the same kernels, the same results. Dropout masks are drawn before the replay, at the start
+of a pass (``ops.hashed_dropout``). The optimizer steps after the replay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 _WARM_UP = 2
 """Epochs before the timed one: the first compiles kernels, the second allocates the masks."""
 _MIN_LAUNCH_SHARE = 0.5
-"""If launching the kernels takes less of an epoch's time, a graph would not be faster."""
+"""Least share of an epoch's time that launching kernels must take; below, a graph is not faster."""
 _MIN_FREE = 2
 """Free memory that recording needs, relative to all allocations of an epoch."""
 
@@ -52,7 +52,7 @@ class Replay(Generic[T]):
         """Do the work, or replay its graph, and return its result.
 
         A replay returns the tensors of the recording with new values. Another ``key`` than in the
-        last call means other work.
+        last call means other work: the recording is dropped and a new one is made.
         """
         if key != self._key:
             self._key, self._times, self._graph = key, 0, None

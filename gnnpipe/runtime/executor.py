@@ -50,10 +50,10 @@ class CommBytes:
 
 
 class WeightPolicy(Protocol):
-    """Weights that a stage computes with, for each pass of a chunk.
+    """Choice of the weights that a stage computes with, for each pass of a chunk.
 
-    A policy may put other weights into the stage's parameters for the time of a context. When the
-    context ends, the parameters hold the same bits as before it.
+    A policy may put other weights into the stage's parameters while a context is open. When the
+    context ends, the parameters hold the same bits as before.
     """
 
     def for_forward(self, action: Action) -> AbstractContextManager[None]:
@@ -64,7 +64,7 @@ class WeightPolicy(Protocol):
 
 
 class LatestWeights:
-    """The weights after the last optimizer step, in every pass."""
+    """Policy that uses the weights after the last optimizer step in every pass."""
 
     def for_forward(self, action: Action) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
@@ -77,7 +77,7 @@ class LatestWeights:
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """Parts of the optimizer step."""
+    """Parts of the optimizer step, and the weight policy."""
 
     gradient_sum: GradientSum
     grad_clip: GradClip
@@ -123,11 +123,12 @@ class Executor:
         self.gradient_sum = update.gradient_sum
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
-        """The last training pass changed the weights; not if loss or gradients were not finite."""
+        """Whether the last training pass changed the weights: not if its loss or gradients were not
+        finite."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was not finite in the last training pass."""
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
-        """Of the last training pass."""
+        """Bytes sent in the last training pass."""
         self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
         self._types = {k: v for t in plan.transfers for k, v in t.types.items()}
@@ -193,7 +194,7 @@ class Executor:
         self._at = None
 
     def _recall_last_epoch(self, epoch: int) -> None:
-        """Run the last epoch's RECALL if no result is there: in a resumed run, or after a fault.
+        """Run the last epoch's RECALL if its result is missing: in a resumed run, or after a fault.
 
         The forecaster has kept the weights that the last epoch's RECALL would have used.
         """
@@ -222,7 +223,7 @@ class Executor:
         return f"{place}{chunk}, epoch {epoch + 1}, action {action.text(self.stage.num_steps)}"
 
     def _excerpt(self, actions: Sequence[Action], index: int) -> str:
-        """Return the part of the stage's program around an action, which is marked."""
+        """Return the part of the stage's program around an action; the action itself is marked."""
         first, last = max(index - _EXCERPT, 0), index + _EXCERPT + 1
         texts = [a.text(self.stage.num_steps) for a in actions[first:last]]
         texts[index - first] = f">>> {texts[index - first]} <<<"
@@ -231,7 +232,7 @@ class Executor:
         return f"stage {self.mesh.stage}, action {index + 1} of {len(actions)}: {words}"
 
     def _take(self, direction: Direction, peers: Iterable[int], position: int) -> Values:
-        """Return the values that other stages sent; gradients of one value are added up."""
+        """Return the values that other stages sent; gradients of the same value are added up."""
         values: Values = {}
         for peer in peers:
             for name, value in self.p2p.take(direction, peer, position).items():
@@ -267,10 +268,10 @@ class Executor:
             self._leaving[action.position] = grads
 
     def _next_chunk(self, action: Action) -> int | None:
-        """Return the chunk of the next action, if it is backward of the same single step.
+        """Return the chunk of the next action if that is the backward of the same single step.
 
-        All gradients that this chunk pulls have been recorded: every chunk has passed the step
-        after.
+        All gradients that the next chunk pulls in this step have then been recorded, because every
+        chunk has finished the backward of the following step.
         """
         is_same = self._next is not None and replace(self._next, position=action.position) == action
         if not is_same or action.steps[1] - action.steps[0] > 1 or self._next is None:
@@ -310,7 +311,7 @@ class Executor:
         self.p2p.post(action.kind.direction, action.peer, action.position, sizes)
 
     def _rows(self, action: Action, value: str) -> int:
-        """Return the rows of a value in a message."""
+        """Return the number of rows of a value in a message."""
         vertex_type = self._types.get(value, "")
         if action.position in PROBE_POSITIONS:
             assert self.forecaster is not None

@@ -17,7 +17,7 @@ __all__ = ["GradClip"]
 
 
 class GradClip:
-    """Check of one rank's gradients before the optimizer step."""
+    """Clips and checks the gradients of one rank before the optimizer step."""
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, clip_norm: float
@@ -26,11 +26,11 @@ class GradClip:
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self._mesh, self._clip_norm = mesh, clip_norm or math.inf
         self.longest = math.inf
-        """A lower limit for the next step."""
+        """Further limit on the gradient norm of the next step; infinity: none."""
         self.norm = 0.0
         """2-norm of the last gradients over all stages, before clipping."""
         self.faulty: list[str] = []
-        """Weights of this stage whose last gradients were not finite."""
+        """Names of this stage's weights whose last gradients were not finite."""
 
     @torch.no_grad()
     def passes(self, loss: float) -> bool:
@@ -40,7 +40,7 @@ class GradClip:
         """
         grads = [(name, p.grad) for name, p in self._named if p.grad is not None]
         squares = _squares([g for _, g in grads])
-        # All shards of a stage hold the same gradients.
+        # All shards of a stage hold the same gradients, and the sum runs over all ranks.
         mine = sum(squares) / self._mesh.shards
         wait_start_s = self._mesh.recorder.clock()
         total, whole_loss = self._mesh.sum([mine, loss])

@@ -1,4 +1,4 @@
-"""Memory of this rank: the process's on a CPU, that of torch's tensors on a GPU."""
+"""Memory of this rank: of the process on a CPU, of torch's tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["code_bytes", "held_bytes", "held_memory", "peak_bytes", "reset_peak"
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak since ``reset_peak``; without Linux, since the start of the process."""
+    """Return the peak in bytes since ``reset_peak``; without /proc, since the process started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -33,7 +33,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the memory in use, without ``code_bytes``."""
+    """Return the bytes in use, without ``code_bytes``."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") - _status_bytes("RssFile")
@@ -45,7 +45,7 @@ def held_memory(device: torch.device) -> contextlib.AbstractContextManager[None]
 
 
 def code_bytes(device: torch.device) -> int:
-    """Return the mapped pages of files (mostly torch's code), which are loaded on first use."""
+    """Return the bytes of mapped files (mostly torch's code), which are loaded on first use."""
     return 0 if device.type == "cuda" else _status_bytes("RssFile")
 
 

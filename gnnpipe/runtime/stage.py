@@ -1,9 +1,11 @@
 """One stage on one rank: its ops, its histories, and the tape for backward.
 
 The steps of a stage are cut where rows are pushed. Each step of a chunk is a small autograd graph
-of its own, from leaves (aggregated rows, values of the step before) to pushed rows and values; the
-histories connect the steps. So the order of steps is free, and the same code serves a pipeline and
-a layer-by-layer order. C rows of a chunk.
+of its own, from leaves (aggregated rows, values of the previous step) to pushed rows and values.
+The histories connect the steps. The same code therefore runs the steps of all chunks in any order
+that ``schedule.check`` accepts: chunk by chunk in a pipeline, or layer by layer.
+
+Shapes: C rows of a chunk, R loss rows of a chunk, F columns.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Criterion = Callable[[Tensor, int], Tensor]
 """Maps the logits [C or R, classes] and the number of a chunk to its part of the loss, a scalar."""
 
 Edges = dict[str, GradientEdge | None]
-"""Start of backward by name; ``None`` if the value depends on no weight and no leaf. An edge keeps
-no tensor alive that autograd has not saved."""
+"""Start of backward by name; ``None`` if the value depends on no weight and no leaf. Unlike a value
+tensor, an edge keeps nothing alive that autograd has not saved."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class _StepRecord:
     leaves: Values
     received: dict[str, Received]
     edges: tuple[Edges, Edges] | None
-    """Of pushed rows and of values; ``None``: the step is recomputed."""
+    """Gradient edges of the pushed rows and of the values; ``None``: the step is recomputed."""
     output_buffer: OutputBuffer | None
 
 
@@ -82,10 +84,10 @@ class Stage:
             rows: Rows of each chunk.
             open_history: Makes the history of an aggregation, for training (True) or evaluation.
             criterion: Loss of a chunk, on the last stage.
-            recompute: Keep only the inputs of a step for backward and run the step again. Its
-                aggregated rows are kept, because the tables have changed by then.
-            precomputed: Results [n, F] of aggregations of features, which need no history.
-            loss_rows: Rows that the last step computes in training; ``None``: all.
+            recompute: Keep only the inputs of a step until backward, and run the step again there.
+                Aggregated rows are kept, because the tables have changed by then.
+            precomputed: Aggregated features [n, F] by aggregation; these need no history.
+            loss_rows: Rows that the last step computes in training; ``None``: all rows.
         """
         self._precomputed = precomputed or {}
         self.recompute = recompute
@@ -103,6 +105,7 @@ class Stage:
         }
         """By aggregation, except precomputed ones."""
         self._scratch: dict[str, History] = {}
+        """Histories of the current evaluation, by aggregation."""
         self._chunks: dict[int, _ChunkState] = {}
         self._loss_rows = loss_rows
         self._rows_now = self._loss_rows_now = self.rows
@@ -142,7 +145,7 @@ class Stage:
         return {part.features.table for part in parts if part.features is not None}
 
     def _parts(self, chunks: Sequence[Rows]) -> list[Rows]:
-        """Return the rows of all vertex types."""
+        """Return the rows of all chunks and of all vertex types."""
         return [part for rows in chunks for part in (rows, *rows.parts.values())]
 
     def enter(self, chunk: int, values: Values) -> None:
@@ -150,7 +153,7 @@ class Stage:
         self._chunks[chunk] = _ChunkState(values)
 
     def forward(self, chunk: int, steps: range) -> Values:
-        """Run steps of a chunk; return the values of the last one."""
+        """Run steps of a chunk; return the values of the last step."""
         state = self._chunks[chunk]
         for step in steps:
             state.values = self._forward_step(chunk, step, state)
@@ -184,7 +187,7 @@ class Stage:
         self._scratch = {k: h for k, h in self._scratch.items() if k in needed}
 
     def _received(self, chunk: int, step: int) -> dict[str, Received]:
-        """Aggregate what the step before has pushed."""
+        """Aggregate the rows that the previous step pushed."""
         received: dict[str, Received] = {}
         for aggregation in self.stage_module.rounds[step - 1] if step else ():
             name = aggregation.name
@@ -207,7 +210,7 @@ class Stage:
         may_overwrite: bool,
         output_buffer: OutputBuffer | None = None,
     ) -> tuple[Values, Values]:
-        """Return the pushed rows and the values of a step; the loss as value of the last one."""
+        """Return the pushed rows and the values of a step; of the last training step the loss."""
         loss_rows = self._loss_rows if self._training else None
         is_last = step == self.num_steps - 1
         rows = (self._loss_rows_now if is_last and loss_rows is not None else self._rows_now)[chunk]
@@ -233,9 +236,9 @@ class Stage:
         return self._history(aggregation).output_buffer(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
-        """Start backward with the gradients of the values that the chunk left the stage with.
+        """Start backward from the gradients of the chunk's output values.
 
-        The values are dropped: they would keep their graph and its leaves alive.
+        The values themselves are dropped, because they keep their graph and its leaves alive.
         """
         state = self._chunks[chunk]
         state.values, state.grads = {}, grads
@@ -246,10 +249,10 @@ class Stage:
         self.seed(chunk, {"loss": torch.ones_like(loss)})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
-        """Run steps backward, the last first; return the gradients of the first one's leaves.
+        """Run steps backward, the last first; return the gradients of the first step's leaves.
 
         ``following``: the next chunk, if all gradients that it pulls in the last of ``steps`` have
-        been recorded; its halo rows' gradients are sent during this chunk's backward.
+        been recorded. Its halo gradients are then sent during this chunk's backward.
         """
         state = self._chunks[chunk]
         for step in reversed(steps):

@@ -4,7 +4,8 @@ Forward: chunk c pushes its rows, then aggregates over the whole table. Rows of 
 pushed in this epoch are live; all others are stale, left from an earlier epoch or a snapshot.
 Backward: c records the gradient of its aggregated rows, then pulls the gradient of its pushed rows,
 from exactly those chunks that read the rows of c live (the program checker proves the order).
-n own rows, h halo rows, F columns, C rows of a chunk.
+
+Shapes: n own rows, h halo rows, F columns, C rows of a chunk.
 
 Gradients from other chunks can be scaled (GNNPipe's third technique): a neighbour is live with
 probability 1/2, so a factor of 2 makes the sum unbiased.
@@ -27,7 +28,7 @@ __all__ = ["Drift", "History", "HistorySpec", "zeroed"]
 
 
 class Drift:
-    """Change of one table in an epoch, measured on sampled rows."""
+    """Relative change of one table in an epoch, measured on sampled rows."""
 
     def __init__(self, rows: Tensor) -> None:
         """``rows`` [s]: numbers of the sampled own rows of this shard."""
@@ -51,8 +52,8 @@ class Drift:
 
 
 _MOVE_ROWS = {"cpu": 1024, "cuda": 1 << 16}
-"""Rows per operation of ``move``: on a CPU they stay in the cache; on a GPU the kernels take longer
-than their launch."""
+"""Rows per operation of ``move``: few enough for the cache of a CPU, enough for kernels on a GPU to
+take longer than their launch."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class HistorySpec:
     layout: ShardLayout
     exchange: HaloExchange
     dtype: torch.dtype
-    """Type of rows that are read; tables have the type of ``exchange``."""
+    """Number type of rows that are read; tables have the number type of ``exchange``."""
     snapshot_every: int = 1
     """Stale rows come from a snapshot taken every so many epochs; 1: from the last epoch."""
     scale: float = 1.0
@@ -100,11 +101,11 @@ class History(ABC):
 
     @property
     def lasting(self) -> Tensor:
-        """Rows that the next epoch's stale reads start from; a checkpoint holds these."""
+        """The rows that outlast the epoch: stale reads of the next epoch, and a checkpoint."""
         return self.table if self._snapshot is None else self._snapshot
 
     def forget_faults(self) -> None:
-        """Replace NaN and infinity by zero; stale readers would spread them for ever."""
+        """Replace NaN and infinity by zero, which stale reads would spread through later epochs."""
         for table in (self.table, self.lasting):
             table.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -173,10 +174,10 @@ class History(ABC):
         if rows is None:
             rows = torch.arange(len(self.table), device=self.table.device)
         # In pieces, because the temporary would be a second table.
-        for some in torch.split(rows, _MOVE_ROWS[self.table.device.type]):
-            found = self.table.index_select(0, some).to(factor.dtype)
-            moved = torch.addmm(shift, found, factor)
-            self.table.index_copy_(0, some, moved.to(self.table.dtype))
+        for piece in torch.split(rows, _MOVE_ROWS[self.table.device.type]):
+            old = self.table.index_select(0, piece).to(factor.dtype)
+            moved = torch.addmm(shift, old, factor)
+            self.table.index_copy_(0, piece, moved.to(self.table.dtype))
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
@@ -187,7 +188,7 @@ class History(ABC):
         """Record the gradient of the result of ``read``."""
 
     def begin_pull(self, chunk: int) -> None:
-        """Start to send halo gradients for the chunk's ``pull``; all of them are recorded."""
+        """Start to send the halo gradients that ``pull`` needs; all must have been recorded."""
         if self._has_peers and chunk not in self._returning:
             halo = self._halo_gradients(*self.exchange.halo_range(chunk))
             self._returning[chunk] = self.exchange.send_back(chunk, halo)

@@ -1,6 +1,6 @@
 """History of an aggregation that needs both ends of an edge: a convolution on blocks.
 
-C own rows of a chunk, H halo rows of its block, F columns.
+Shapes: C own rows of a chunk, H halo rows of its block, F columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BlockHistory"]
 
 
 class BlockHistory(History):
-    """Rows for a convolution on a block: the own rows of a chunk, then its halo rows.
+    """History whose reads are the rows of a block: the own rows of a chunk, then its halo rows.
 
     If sources and targets are of different vertex types, all source rows are halo rows.
     """
@@ -39,7 +39,7 @@ class BlockHistory(History):
         return rows.to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:
-        """Add the gradient [C + H, F] of the block's rows to their sums."""
+        """Add the gradient [C + H, F] of the block's rows to the sums of these rows."""
         start, stop = self._own(chunk)
         block = self.block(chunk)
         own, halo = grad[: stop - start], grad[stop - start :]
@@ -49,7 +49,7 @@ class BlockHistory(History):
         self._grads.index_add_(0, block.halo_rows, halo)
 
     def _own(self, chunk: int) -> tuple[int, int]:
-        """Return the own rows at the beginning of the chunk's block."""
+        """Return the own rows at the beginning of the chunk's block, as (start, stop)."""
         start, stop = self.rows(chunk)
         return start, stop if self.blocks.is_square else start
 

@@ -1,10 +1,11 @@
 """History of an aggregation with fixed weights: A[c] @ table, backward At[c] @ gradients.
 
-With a shared table (``plan.shared_tables``), the aggregated rows of a chunk lie in the memory of
-their gradients: first the rows, and the gradient after the chunk has recorded it, when the rows are
-no longer needed. Rows of chunks that have not recorded are no gradients yet, so a shared table is
-multiplied over the edges of the other chunks only.
-m target rows, F columns, C rows of a chunk.
+With a shared table (``plan.shared_tables``), the aggregated rows of a chunk and their gradients use
+the same memory: when a chunk records its gradient, its aggregated rows are no longer needed. Until
+then its part of the table holds no gradient. The backward product therefore uses only the edges of
+chunks that have recorded.
+
+Shapes: m target rows, F columns, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class LinearHistory(History):
     def __init__(
         self, spec: HistorySpec, width: int, operator: LinearOperator, is_shared: bool = False
     ) -> None:
-        """``is_shared``: with a shared table; only for several chunks and unrounded tables."""
+        """``is_shared``: use a shared table; only for several chunks and unrounded tables."""
         super().__init__(spec, width)
         self.operator, self._is_shared = operator, is_shared
         self._recorded = 0
@@ -33,7 +34,7 @@ class LinearHistory(History):
         """Rows of the shared table by chunk."""
 
     def into(self, chunk: int) -> tuple[int, int]:
-        """Return the target rows of a chunk as (start, stop); maybe of another vertex type."""
+        """Return the target rows of a chunk as (start, stop); their vertex type may differ."""
         return self.operator.into_ptr[chunk], self.operator.into_ptr[chunk + 1]
 
     def read(self, chunk: int) -> Tensor:
@@ -83,7 +84,7 @@ class LinearHistory(History):
         if not self._is_shared:
             self._grads = zeroed(self._grads, count)
             return
-        # Not zeroed, because only recorded rows are read.
+        # Not zeroed: only rows that have been recorded are read.
         self._recorded = 0
         self.operator.forget()
         if len(self._grads) != count:

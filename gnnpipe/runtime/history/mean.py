@@ -1,9 +1,10 @@
 """History of a mean over all vertices or edges, for a normalisation over the graph.
 
 The mean is an aggregation in which every chunk reads every chunk; only the sum of each chunk's rows
-is kept. With one chunk, or layer by layer, the mean is that of the whole graph. Otherwise later
-chunks count with their rows of the last epoch, or with their forecast.
-K chunks, F columns, C rows of a chunk.
+is kept. With one chunk, or layer by layer, the mean is that of the whole graph. Otherwise the parts
+of later chunks are those of the last epoch, or their forecast.
+
+Shapes: K chunks, F columns, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class MeanHistory(History):
 
     @property
     def mean(self) -> Tensor:
-        """[F] float64."""
+        """The mean of all rows, [F] float64."""
         return self.table.sum(0)
 
     def settle_at(self, parts: Tensor) -> None:
-        """Load parts [K', F]; if saved with other chunks, divide their sum among the chunks."""
+        """Load saved parts [K', F]; if the chunks were others, divide the sum among the chunks."""
         is_same = parts.shape == self.table.shape
         self.lasting.copy_(parts if is_same else self._shares * parts.sum(0))
 

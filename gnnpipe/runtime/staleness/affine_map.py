@@ -1,8 +1,9 @@
 """Affine map from the old to the new rows of the probe vertices, fitted by ridge regression.
 
-The fit needs only sums over the rows, which the shards add up. P probe vertices on all shards, F
-columns. With frozen weights old and new rows are equal, and the map is the identity bit by bit
-(law 8).
+The fit needs only sums over the rows, which the shards add up. With frozen weights, old and new
+rows are equal, and the map is the identity bit by bit.
+
+Shapes: P probe vertices on all shards, p on this shard, F columns.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 __all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "gram", "mean_moments", "moments"]
 
 RIDGE = 5e-2
-"""Ridge penalty on the slope, relative to the mean square of the rows. The mean is not subtracted:
-if all rows are nearly equal, only their common shift can be estimated."""
+"""Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
+subtracted for this: if all rows are nearly equal, only their common shift can be estimated."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def gram(old: Tensor) -> Tensor:
 def moments(old: Tensor, new: Tensor, old_gram: Tensor | None = None) -> Tensor:
     """Return the sums over rows that ``fit_affine`` needs.
 
-    Products are made in the rows' own type: the error of float32 is far below ``RIDGE``.
+    Products are computed in the number type of the rows: the error of float32 is far below
+    ``RIDGE``.
 
     Args:
         old: Rows [p, F] before the change.
@@ -85,21 +87,21 @@ def fit_affine(
     full = sums.new_empty(width, width)
     full[row, column] = gram
     full[column, row] = gram
-    pull = RIDGE * full.diagonal().mean() + 1e-30  # not singular for rows of zeros
+    ridge = RIDGE * full.diagonal().mean() + 1e-30  # not singular for rows of zeros
     full = full - torch.outer(x, x) / rows
     cross = cross.view(width, width) - torch.outer(x, d) / rows
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
-    both = torch.linalg.solve(full + pull * eye, torch.cat([cross, full], dim=1))
+    both = torch.linalg.solve(full + ridge * eye, torch.cat([cross, full], dim=1))
     slope, freedom = both[:, :width], 1 + float(both[:, width:].diagonal().sum())
     shift = (d - x @ slope) / rows
     explained = 2 * (slope * cross).sum() - (slope * (full @ slope)).sum() + (d * d).sum() / rows
     total = max(float(size), 1e-30)
-    left = 1.0 if is_whole else max(1 - freedom / rows, 1 / rows)
+    left_freedom = 1.0 if is_whole else max(1 - freedom / rows, 1 / rows)
     return AffineMap(
         (eye + slope).to(dtype),
         shift.to(dtype),
         (float(moved) / total) ** 0.5,
-        (max(float(moved - explained), 0.0) / total) ** 0.5 / left,
+        (max(float(moved - explained), 0.0) / total) ** 0.5 / left_freedom,
     )
 
 
@@ -110,11 +112,11 @@ def mean_moments(old: Tensor, new: Tensor) -> Tensor:
 
 
 def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
-    """Fit a shift without slope: all that a mean over all vertices needs."""
+    """Fit a shift without slope, which is enough for a mean over all vertices."""
     d, moved, size = torch.split(sums, [len(sums) - 2, 1, 1])
     total = max(float(size), 1e-30)
-    left = max(float(moved - d.square().sum() / rows), 0.0)
+    residual = max(float(moved - d.square().sum() / rows), 0.0)
     eye = torch.eye(len(d), dtype=dtype, device=sums.device)
     return AffineMap(
-        eye, (d / rows).to(dtype), (float(moved) / total) ** 0.5, (left / total) ** 0.5
+        eye, (d / rows).to(dtype), (float(moved) / total) ** 0.5, (residual / total) ** 0.5
     )

@@ -1,15 +1,15 @@
-"""Forecast of stale rows: what they would be, computed with the current weights.
+"""Forecast of stale rows: predicts their values under the current weights.
 
-Between two epochs the rows of a history table move because the weights moved, and they move
-together: an affine map, fitted to a few rows, explains most of the movement (80 to 97 % of what a
-layer aggregates on real graphs, docs/benchmarks/staleness.md). A small fixed set of probe vertices
-passes through all layers twice: after an epoch with the weights that wrote the tables (``recall``),
-and before the chunks of the next epoch with the new weights (``run``). At each layer a map from the
-old to the new probe rows is fitted, and applied to all stale rows of the table (``carry``). Stale
-rows stay constants in backward.
+From one epoch to the next the rows of a history table change because the weights change, and all
+rows change in a similar way: an affine map, fitted to a few rows, explains most of the change (80
+to 97 % of what a layer aggregates on real graphs, docs/benchmarks/staleness.md). A small fixed set
+of probe vertices is run through all layers twice: at the end of an epoch with the weights that
+wrote the tables (``recall``), and before the first chunk of the next epoch with the new weights
+(``run``). At each layer a map from the old to the new probe rows is fitted, and then applied to all
+stale rows of the table (``carry``). Stale rows stay constants in backward.
 
-P probe vertices on all shards, p on this one, F columns. With frozen weights old and new rows are
-equal, and the map is the identity bit by bit (law 8).
+Shapes: P probe vertices on all shards, p on this shard, F columns. With frozen weights, old and new
+rows are equal, and the map is the identity bit by bit.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class _Recalled:
     """Result of a recall for one aggregation."""
 
     rows: Tensor | None
-    """[p, F], pushed rows of the probe vertices; ``None`` if these do not move."""
+    """[p, F], pushed rows of the probe vertices; ``None`` if they depend on no weight."""
     read: Tensor | None
-    """[p, F], rows aggregated from the table; ``None`` if read again by ``run``, or not needed."""
+    """[p, F], rows aggregated from the table; ``None`` if ``run`` aggregates or needs none."""
     gram: Tensor | None
+    """``affine_map.gram`` of ``rows``, if an affine map is fitted."""
 
 
 class Forecaster:
@@ -89,13 +90,14 @@ class Forecaster:
         Args:
             stage_module: The ops of the stage.
             histories: Histories by name of the aggregation.
-            structures: What each aggregation aggregates over.
+            structures: Matrix, blocks or mean by ``Aggregation.structure_key``.
             probes: The probe vertices.
             mesh: The ranks.
-            dtype: Type of values.
+            dtype: Number type of values.
             leaving: Names of the values that go to other stages.
-            is_rounded: Messages between stages are rounded. Then ``recall`` sends rows and ``run``
-                sends their changes, so that rounding is relative to the change.
+            is_rounded: Whether messages between stages are rounded. If so, ``recall`` sends rows
+                and ``run`` sends their changes, so that the rounding error is relative to the
+                change.
         """
         self.stage_module, self.histories, self.mesh = stage_module, histories, mesh
         self.num_rows = {name: len(own) for name, own in probes.own.items()}
@@ -105,7 +107,7 @@ class Forecaster:
         self.before = copy.deepcopy(stage_module)
         """The ops with the weights of the last epoch."""
         self.is_ready = False
-        """The last ``recall`` used the weights in ``before`` and the current tables."""
+        """Whether the last ``recall`` used the weights in ``before`` and the current tables."""
         self._probes = probes
         self._leaving, self._is_rounded = leaving, is_rounded
         # If no value leaves the stage, the last step is not needed.
@@ -142,9 +144,9 @@ class Forecaster:
 
     @torch.no_grad()
     def recall(self, values: Values) -> Values:
-        """Pass the probe vertices through this stage with the weights in ``before``.
+        """Run the probe vertices through this stage with the weights in ``before``.
 
-        Dropout is off, because its noise differs between epochs and is not movement. The tables
+        Dropout is off: its noise differs between epochs and would be fitted as a change. The tables
         must not change until ``run``.
 
         Args:
@@ -177,8 +179,8 @@ class Forecaster:
     def _keep(self, name: str, what: str, found: Tensor) -> Tensor:
         """Return a copy of ``found`` in memory that stays the same in all epochs.
 
-        New memory would be allocated during the drain and freed during the next fill; the heap
-        would fragment and grow.
+        New memory in every epoch, allocated in the drain and freed in the next fill, would fragment
+        the heap.
         """
         memory = self._memory.get((name, what))
         if memory is None or memory.shape != found.shape or memory.dtype != found.dtype:
@@ -187,9 +189,9 @@ class Forecaster:
 
     @torch.no_grad()
     def run(self, values: Values) -> Values:
-        """Pass the probe vertices with the current weights and fit ``maps`` on the way.
+        """Run the probe vertices with the current weights and fit ``maps``, layer by layer.
 
-        The tables change later, in ``carry``, so that the next stage need not wait for that.
+        The tables change later, in ``carry``, so that the next stage need not wait for the tables.
 
         Args:
             values: Rows [p, width] from earlier stages, or their changes if messages are rounded.
@@ -241,7 +243,11 @@ class Forecaster:
 
 
 class _Neighbours:
-    """Aggregation of the probe vertices' neighbours, before and after a map, by one product."""
+    """Aggregation of the probe vertices' neighbours, from a table or from the mapped table.
+
+    The mapped rows are not computed: ``A (T F + 1 s) = (A T) F + (A 1) s``, for a table T and a map
+    of factor F and shift s.
+    """
 
     def __init__(self, structure: _Structure, probes: Tensor, dtype: torch.dtype) -> None:
         self.block: Block | None = None
@@ -255,13 +261,13 @@ class _Neighbours:
             self._weights = self._linear.matmul(ones).to(dtype)
 
     def read(self, table: Tensor, own: Tensor) -> Tensor | None:
-        """Return the rows aggregated from a table; ``None`` if a convolution aggregates them."""
+        """Return the rows aggregated from a table; ``None`` if a convolution aggregates."""
         if self._linear is not None:
             return self._linear.matmul(table).to(own.dtype)
         return table.sum(0).to(own.dtype) if self.block is None else None
 
     def received(self, table: Tensor, read: Tensor | None, own: Tensor) -> Received:
-        """Return the next step's input; ``read``: result of ``read`` for this table."""
+        """Return the next step's input; ``read``: the result of ``self.read`` for this table."""
         if read is None:
             assert self.block is not None
             return self._block_input(table[self.block.halo_rows].to(own.dtype), own)
