@@ -2,9 +2,9 @@
 
 Without binding, Linux often wakes a receiver on the core of the sender, and both share this core
 for milliseconds while another core is idle (10 to 25 % of an epoch of 0.1 s, docs/adr/0020). All
-usable cores of a machine are divided among its ranks, so gloo's threads find room where there are
-more cores than ranks. Ranks with more threads than cores, and ranks that were bound from outside,
-stay as they are.
+usable cores of a machine are divided among its ranks, so gloo's threads have cores to run on if
+there are more cores than ranks. Ranks with more threads than cores, and ranks that were bound from
+outside (by a launcher, a container or ``OMP_PROC_BIND``), stay as they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Moves rows and gradients between the shards of a stage, by the collectives of the plan."""
+"""Moves rows and gradients between the shards of a stage, by the collectives of the plan.
+
+Shapes: n own rows, h halo rows, F columns.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ __all__ = ["GradientSum", "HaloExchange", "sum_over_shards"]
 
 
 class HaloExchange:
-    """Moves the boundary rows of one chunk between the shards of a stage. H columns."""
+    """Sends boundary rows of a chunk to the shards that read them, and brings gradients back."""
 
     def __init__(self, layout: ShardLayout, mesh: Mesh, dtype: torch.dtype) -> None:
-        """``dtype``: of the tables, and so of the rows that are sent."""
+        """``dtype``: number type of the tables and of the rows that are sent."""
         self.mesh, self.dtype = mesh, dtype
         self.sent_bytes = 0
         self._send_rows = [torch.from_numpy(rows).to(mesh.device) for rows in layout.send_rows]
@@ -34,13 +37,13 @@ class HaloExchange:
         self._group = MeshShards(mesh)
 
     def halo_range(self, chunk: int) -> tuple[int, int]:
-        """Table rows that hold the halo of one chunk."""
+        """Return the table rows that hold the halo of a chunk, as (start, stop)."""
         return self._halo[chunk]
 
     def push(self, chunk: int, table: Tensor) -> Transfer:
-        """Send the chunk's boundary rows of ``table`` [n + h, H], receive its halo rows into it.
+        """Send the chunk's boundary rows of ``table`` [n + h, F] and receive its halo rows there.
 
-        The halo rows must not be read before the transfer has been waited for.
+        The halo rows must not be read before ``Transfer.wait``.
         """
         start, stop = self._halo[chunk]
         boundary = table[self._send_rows[chunk]]
@@ -48,9 +51,9 @@ class HaloExchange:
         return self._start(chunk, table[start:stop], boundary, *counts)
 
     def send_back(self, chunk: int, halo: Tensor) -> Transfer:
-        """The adjoint of ``push``: gradients ``halo`` [halo rows of the chunk, H] to their owners.
+        """Send the gradients of halo rows back to the owners of the rows: the adjoint of ``push``.
 
-        ``add`` takes the transfer.
+        ``halo``: [halo rows of the chunk, F]. The owner passes the transfer to ``add``.
         """
         counts = self._send_counts[chunk]
         arrived = halo.new_empty(sum(counts), halo.shape[1], dtype=self.dtype)
@@ -58,14 +61,17 @@ class HaloExchange:
         return self._start(chunk, arrived, data, counts, self._receive_counts[chunk])
 
     def add(self, chunk: int, transfer: Transfer, own: Tensor, first: int) -> None:
-        """Add the gradients of boundary rows that other shards sent.
+        """Add the gradients of boundary rows that other shards sent to the gradients of own rows.
 
-        They are added to ``own`` [own rows of the chunk, H], whose first row is table row
-        ``first``.
+        Args:
+            chunk: The chunk.
+            transfer: Result of ``send_back``.
+            own: [own rows of the chunk, F], changed in place.
+            first: Table row of the first row of ``own``.
         """
         arrived, counts = transfer.wait(), self._send_counts[chunk]
         rows = self._send_rows[chunk] - first
-        # Shard by shard: within one shard no row repeats, so the sum has one fixed order.
+        # Shard by shard: no row repeats within a shard, so the order of the sum is fixed.
         for part, where in zip(
             torch.split(arrived.to(own.dtype), counts), torch.split(rows, counts), strict=True
         ):
@@ -88,7 +94,7 @@ class HaloExchange:
 
 
 def _largest_rows(sent: list[list[int]], received: list[list[int]], mesh: Mesh) -> list[int]:
-    """Return for each chunk the most rows that a shard sends or receives; equal on all shards."""
+    """Return for each chunk the most rows that any shard sends or receives, on all shards."""
     if mesh.shards == 1 or mesh.down_group is None:
         return [0] * len(sent)
     rows = torch.tensor([max(sum(s), sum(r)) for s, r in zip(sent, received, strict=True)])
@@ -97,12 +103,15 @@ def _largest_rows(sent: list[list[int]], received: list[list[int]], mesh: Mesh) 
 
 
 class GradientSum:
-    """Adds the weight gradients of a stage over its shards, in buckets under backward."""
+    """Sums the weight gradients of a stage over its shards, in buckets, during backward."""
 
     def __init__(self, whole: Sequence[tuple[torch.nn.Parameter, int]], mesh: Mesh) -> None:
-        """``whole``: the weights, each with the step after whose backward its gradient is complete.
+        """Prepare the sums.
 
-        The same on all shards of the stage.
+        Args:
+            whole: Weights, each with the step after whose backward its gradient is complete. The
+                same on all shards of the stage.
+            mesh: The ranks.
         """
         self.mesh = mesh
         self._whole = list(whole)
@@ -124,7 +133,7 @@ class GradientSum:
         self._summing.append((transfer, grads))
 
     def finish(self) -> None:
-        """Every ``.grad`` is the sum over the shards."""
+        """Wait for all sums; every ``.grad`` is then the sum over the shards."""
         self._proceed()
         for transfer, grads in self._summing:
             parts = torch.split(transfer.wait(), [g.numel() for g in grads])
@@ -134,7 +143,7 @@ class GradientSum:
         self._summing.clear()
 
     def forget(self) -> None:
-        """Drop the sums of a pass that was ended by an error."""
+        """Drop the sums of a pass that failed."""
         self._summing.clear()
 
     def _proceed(self) -> None:
@@ -143,7 +152,7 @@ class GradientSum:
 
 
 def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
-    """Replace ``flat`` [n] by its sum over the shards; returns the bytes that this shard sent."""
+    """Replace ``flat`` [n] by its sum over the shards; return the bytes that this shard sent."""
     if mesh.shards == 1:
         return 0
     transfer = mesh.collectives.sum.start(MeshShards(mesh), flat)

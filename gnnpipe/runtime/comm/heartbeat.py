@@ -1,10 +1,10 @@
-"""Detects a silent rank, and tells what every rank was doing.
+"""Detects a rank that no longer responds, and reports what every rank was doing.
 
 A process that dies closes its connections, and gloo reports this to its peers at once. A stopped
-process, or one behind a cut network, closes nothing: gloo would wait as long as a slow epoch may
-take. So every rank writes a sign of life to torch's store once a second, with the current action of
-its program. When a rank is silent for too long, the others end themselves with the reason. torchrun
-then ends the silent rank; a stopped rank that wakes up finds the others gone, and ends as well.
+process, or a process behind a cut network, closes nothing: gloo would wait as long as a slow epoch
+may take. So every rank writes a heartbeat to torch's store once a second, with the current action
+of its program. When a rank is silent for too long, the other ranks exit with the reason. torchrun
+then ends the silent rank. A stopped rank that wakes up finds the others gone, and exits as well.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from gnnpipe.runtime.comm.mesh import Mesh
 __all__ = ["SILENCE_SHARE", "Heartbeat"]
 
 SILENCE_SHARE = 1 / 8
-"""Allowed silence as a share of the time that a rank waits for another: 15 s by default."""
+"""Allowed silence as a share of ``World.timeout_s``: 15 s by default."""
 
 BEAT_S = 1.0
+"""Seconds between two heartbeats."""
 OVER = "over"
+"""Heartbeat of a rank that has left the ``with`` block."""
 
 
 class Heartbeat:
@@ -38,7 +40,7 @@ class Heartbeat:
 
         Args:
             mesh: The ranks.
-            silence_s: Seconds without a sign of life after which a rank is given up.
+            silence_s: Seconds without a heartbeat after which a rank counts as lost.
             doing: Returns the current action of this rank.
             lost: Called with the reason before this process ends. The process ends from a thread
                 of the heartbeat, because the main thread may wait in gloo.
@@ -49,7 +51,7 @@ class Heartbeat:
         self._reached_s = 0.0
         """Time of the last answer of the store."""
         self._seen: dict[int, tuple[str, float]] = {}
-        """Last sign of life of each other rank, and its time."""
+        """Last heartbeat of each other rank, and when it was read."""
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Heartbeat:
@@ -71,14 +73,14 @@ class Heartbeat:
             thread.join(timeout=2 * BEAT_S)
 
     def _beat(self, store: Store) -> None:
-        """Write this rank's signs of life and read those of the others."""
+        """Write this rank's heartbeats and read the heartbeats of the other ranks."""
         number, is_over = 0, False
         while not is_over:
             is_over = self._over.wait(BEAT_S if number else 0.0)
             number += 1
             try:
                 if number == 1:
-                    # Keys of their own for every run of these processes.
+                    # Every run of these processes has its own keys.
                     run = store.add(f"beat/{self._mesh.rank}", 1)
                 doing = OVER if is_over else self._doing()
                 store.set(f"beat/{run}/{self._mesh.rank}", f"{number} {doing}")
@@ -89,7 +91,7 @@ class Heartbeat:
                             self._seen[rank] = new, time.monotonic()
                 self._reached_s = time.monotonic()
             except Exception:
-                # The store's host has ended, and tells the reason; or the watch thread will.
+                # Rank 0, which hosts the store, has ended; the watch thread reports the silence.
                 return
 
     def _watch(self) -> None:

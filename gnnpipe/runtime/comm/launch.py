@@ -1,7 +1,7 @@
 """Reads and validates the environment variables that torchrun sets for each rank.
 
 torch itself does not validate them, and waits for minutes at a wrong address. Variables left over
-from another job, or set wrongly by hand, raise ``InputError`` as a wrong flag does.
+from another job, or set wrongly by hand, raise ``InputError``, like a wrong flag.
 """
 
 from __future__ import annotations

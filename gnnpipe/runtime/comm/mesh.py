@@ -1,4 +1,4 @@
-"""The place of this rank in a plan: its stage, its shard and the groups it talks in."""
+"""The position of this rank in a plan: its stage, its shard and its process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Mesh"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(World):
-    """A ``World`` whose ranks have been placed on stages and shards."""
+    """A ``World`` whose ranks have been assigned to stages and shards."""
 
     placement: Placement
     collectives: Collectives = DEFAULT_COLLECTIVES
@@ -35,7 +35,7 @@ class Mesh(World):
     def of(
         cls, world: World, placement: Placement, collectives: Collectives = DEFAULT_COLLECTIVES
     ) -> Mesh:
-        """Place the ranks of ``world``, on every rank at once; makes the groups of the stages."""
+        """Assign ranks to stages and shards and make the groups; every rank must call this."""
         if isinstance(world, Mesh) and world.placement == placement:
             same = world.collectives == collectives
             return world if same else replace(world, collectives=collectives)
@@ -56,14 +56,14 @@ class Mesh(World):
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:
-        """Meet the other processes and take places in a grid of S stages of G shards."""
+        """Join the other processes in a grid of S stages of G shards."""
         placement = Placement.grid(stages, shards)
         shape = f"--stages {stages} --shards {shards}"
         return cls.of(World.meet(placement.num_ranks, device, timeout_s, shape), placement)
 
     @classmethod
     def alone(cls) -> Mesh:
-        """One rank on the CPU, without any process group; for reports about any shape."""
+        """Return the mesh of a single CPU rank without process groups, for reports."""
         return cls.of(World.alone(), Placement.grid(1, 1))
 
     @property
@@ -91,7 +91,7 @@ class Mesh(World):
         return self.placement.rank(stage, self.shard)
 
     def leave(self) -> None:
-        """Stop the thread that starts messages, then as ``World.leave``."""
+        """Stop the thread that starts messages, and close the process groups."""
         self.start_thread.close()
         super().leave()
 
@@ -99,7 +99,7 @@ class Mesh(World):
 def _stage_group(
     world: World, placement: Placement, backend: str | None
 ) -> dist.ProcessGroup | None:
-    """The group of this rank's stage. Every rank takes part in making those of all stages."""
+    """Return the group of this rank's stage. Every rank must make the groups of all stages."""
     own: dist.ProcessGroup | None = None
     for ranks in placement.stages:
         if len(ranks) > 1:

@@ -1,8 +1,8 @@
 """Point-to-point messages between stages: values forward, gradients backward.
 
 ``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for all sends.
-Messages between two ranks keep their order, so no tags are needed: the program checker has proved
-that both ends use the same order.
+Messages between two ranks arrive in the order in which they were sent, so no tags are needed:
+``schedule.check`` has proved that both ends use the same order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Key = tuple[str, int, int]
 
 
 class PointToPoint:
-    """Sender and receiver of one rank's messages to the same shard of other stages."""
+    """Sends and receives one rank's messages, to and from the same shard of other stages."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
-        """``dtype``: type of values; ``row_dtype``: type of values in messages."""
+        """``dtype``: number type of values; ``row_dtype``: number type in messages."""
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0

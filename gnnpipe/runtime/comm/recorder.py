@@ -1,8 +1,8 @@
 """Records when a rank starts and ends actions, messages and collectives during training.
 
 ``perf.time_shares`` and trace.json are made from these times. A message costs a few clock readings
-and an action two, each well under a microsecond; the last epochs are kept. On a GPU actions only
-launch kernels, so the recorder of a run is off there.
+and an action two, each well under a microsecond. The last ``KEPT`` epochs are kept. On a GPU
+actions only launch kernels, so the recorder is off there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Recorder:
         self._epoch: EpochSpans | None = None
 
     def clear(self) -> None:
-        """Drop all epochs: a new run begins."""
+        """Drop all epochs, before a new run."""
         self.epochs.clear()
         self.discard_epoch()
 

@@ -1,9 +1,9 @@
 """The shards of one stage, and all-to-alls of rows among them.
 
 A large all-to-all is split into two that run at once: one to the shards of higher number and one to
-those of lower number, each over connections of its own. Over one connection, gloo's message that a
-shard is ready to receive waits behind the data that the shard sends, so that the two directions of
-a link take turns (docs/adr/0021).
+those of lower number, each over its own connections. Over one connection, gloo's "ready to receive"
+message waits behind the data that the shard sends, so that the two directions of a link take turns
+(docs/adr/0021).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gnnpipe.runtime.comm.mesh import Mesh
 __all__ = ["LARGE", "AllToAllTransfer", "MeshShards"]
 
 LARGE = 1 << 18
-"""Bytes that a shard sends from which an all-to-all is split into two."""
+"""Least bytes sent by a shard for which an all-to-all is split into two."""
 
 
 class MeshShards:
@@ -45,7 +45,7 @@ class MeshShards:
 
 
 class AllToAllTransfer:
-    """An all-to-all under way (``collectives.Transfer``)."""
+    """An all-to-all that has been started (``collectives.Transfer``)."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class AllToAllTransfer:
         largest_bytes: int,
     ) -> None:
         self._out, self._recorder = out, mesh.recorder
-        self._data = data  # must live until it has left
+        self._data = data  # keeps the memory alive until it has been sent
         own_bytes = send_counts[mesh.shard] * data[:1].nbytes
         self.sent_bytes = data.nbytes - own_bytes
         self._start_s = mesh.recorder.clock()
@@ -68,10 +68,10 @@ class AllToAllTransfer:
             self._works = _start_both_ways(out, data, *counts, mesh)
 
     def proceed(self) -> None:
-        """Nothing: there is one phase."""
+        """Do nothing: there is one phase."""
 
     def wait(self) -> Tensor:
-        """The rows that have arrived."""
+        """Wait for the rows and return them."""
         wait_start_s = self._recorder.clock()
         for work in self._works:
             work.wait()
@@ -95,7 +95,7 @@ def _start(
 def _start_both_ways(
     out: Tensor, data: Tensor, receive_counts: list[int], send_counts: list[int], mesh: Mesh
 ) -> list[dist.Work]:
-    """Rows to shards of higher number over one group, to shards of lower number over the other."""
+    """Start two all-to-alls: to shards of higher number, and to shards of lower number."""
     shard = mesh.shard
 
     def split(rows: Tensor, counts: list[int]) -> tuple[Tensor, ...]:

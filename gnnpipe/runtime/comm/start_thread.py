@@ -2,8 +2,8 @@
 
 Over gloo, starting a message takes a lock that gloo's own thread holds while it handles arriving
 data, and writes into the socket: 0.3 to 0.6 ms for a send and a receive of 4 to 40 KB, and 4 ms
-where two ranks share a core. Without the thread, nothing would be computed during that time
-(docs/adr/0022). On a GPU starting is cheap, and has to happen in stream order on the main thread.
+if two ranks share a core. Without the thread, computation would stop during that time
+(docs/adr/0022). On a GPU starting is cheap, and must happen in stream order on the main thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Transfer:
         self._is_begun = threading.Event()
 
     def begin(self) -> None:
-        """Start the messages; ``wait`` raises what this raises."""
+        """Start the messages; an error is kept and raised by ``wait``."""
         try:
             self._works = self._begin()
             if None in self._works:
@@ -50,7 +50,7 @@ class Transfer:
 
 
 class StartThread:
-    """Starts one rank's messages in order; the thread runs from the first one until ``close``."""
+    """Starts one rank's messages in order, in a thread that runs from the first until ``close``."""
 
     def __init__(self, has_thread: bool = True) -> None:
         self._has_thread = has_thread

@@ -1,8 +1,7 @@
-"""The processes of a run, before anybody knows what each of them will do.
+"""The processes of a run, before they are assigned to stages and shards.
 
-A ``World`` carries what setting up needs: agreeing on faults and sharing plain objects. A single
-process needs no process group at all. Together with ``mesh`` this is the only file that makes
-process groups.
+A ``World`` has the operations that setup needs: agreeing on errors and sharing plain objects. A
+single process has no process group. Only this file and ``mesh`` make process groups.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gnnpipe.runtime.comm.launch import (
 __all__ = ["World", "leave_at_exit", "stay_at_exit", "torchrun_line"]
 
 SETUP_TIMEOUT_S = 7200.0
-"""How long ranks wait for one another outside epochs; a rank that dies ends the wait at once."""
+"""Longest wait of ranks for one another outside epochs; a rank that dies ends the wait at once."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,20 @@ class World:
     world_size: int
     device: torch.device
     timeout_s: float = 120.0
-    """How long ranks wait for one another inside epochs."""
+    """Longest wait of ranks for one another inside epochs."""
     control_group: dist.ProcessGroup | None = None
-    """All ranks over gloo, for plain objects; waits long, since reading a graph takes long.
-    ``None`` without other processes (a single rank, or a profile that plays one of several)."""
+    """All ranks over gloo, for plain objects; its timeout is long: reading a graph takes long.
+    ``None`` without other processes (a single rank, or a profile that acts as one of several)."""
     own_group: dist.ProcessGroup | None = None
-    """The default group, if it was made here and not by the user's own script."""
+    """The default group, if this class made it; ``None`` if the user's own script did."""
 
     @classmethod
     def meet(
         cls, num_ranks: int, device: str = "auto", timeout_s: float = 120.0, shape: str = "plan"
     ) -> World:
-        """Meet the other processes; ``InputError`` if there are not ``num_ranks`` of them.
+        """Join the other processes; ``InputError`` if there are not ``num_ranks`` of them.
 
-        ``shape``: the setting that asks for so many, for the message.
+        ``shape``: the setting that determines ``num_ranks``, for the error message.
         """
         found = launched_world_size()
         if found != num_ranks:
@@ -94,11 +93,11 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """One process on the CPU that talks to nobody; for reports about any shape."""
+        """Return the world of a single CPU process without process groups, for reports."""
         return cls(0, 1, torch.device("cpu"))
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element by element over all ranks, in float64."""
+        """Return the element-wise sum over all ranks, in float64."""
         if self.control_group is None:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -106,7 +105,7 @@ class World:
         return list(total.tolist())
 
     def gather(self, thing: Any) -> list[Any]:
-        """A small picklable object of every rank, by rank, on every rank."""
+        """Return a small picklable object of every rank, by rank, on every rank."""
         if self.control_group is None:
             return [thing]
         things: list[Any] = [None] * self.world_size
@@ -114,7 +113,7 @@ class World:
         return things
 
     def collect(self, thing: Any) -> list[Any]:
-        """A picklable object of every rank, by rank, on rank 0; an empty list elsewhere."""
+        """Return a picklable object of every rank, by rank, on rank 0; an empty list elsewhere."""
         if self.control_group is None:
             return [thing]
         things: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -122,7 +121,7 @@ class World:
         return things or []
 
     def share(self, thing: Any) -> Any:
-        """Rank 0's object, on every rank."""
+        """Return rank 0's object on every rank."""
         if self.control_group is None:
             return thing
         box = [thing if self.rank == 0 else None]
@@ -142,7 +141,7 @@ class World:
         raise InputError(text if everywhere else f"rank {rank}: {text}")
 
     def leave(self) -> None:
-        """Close this run's process groups in good order; the user's own group remains."""
+        """Close the process groups of this run; the group of a user's script stays open."""
         if self.own_group is not None and self.own_group is dist.group.WORLD:
             dist.destroy_process_group()
 
@@ -160,18 +159,18 @@ class World:
 
 
 def stay_at_exit() -> None:
-    """Keep process groups open at exit, in a process that ends by a fault that it caught."""
+    """Keep process groups open at exit, in a process that ends after an error that it caught."""
     atexit.unregister(leave_at_exit)
 
 
 def leave_at_exit(world: World) -> None:
-    """Close the groups when the process ends, unless it ends by an uncaught fault of its own.
+    """Close the groups when the process ends, unless an uncaught error ends the process.
 
-    Connections that outlive the interpreter may abort the process after its work is done. After a
-    fault a message may be under way, and closing would wait for it. An ``InputError`` is raised on
-    every rank, so nothing is under way.
+    Connections that outlive the interpreter may abort the process after its work is done. After an
+    error a message may still be in transit, and closing would wait for it. An ``InputError`` is
+    raised on every rank, so no message is in transit.
     """
-    fault = getattr(sys, "last_value", None)  # an exception that nobody caught
+    fault = getattr(sys, "last_value", None)  # an uncaught exception
     if fault is None or isinstance(fault, InputError):
         world.leave()
         # A caught error may keep groups alive in a cycle with the frames of its traceback.
@@ -179,10 +178,10 @@ def leave_at_exit(world: World) -> None:
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
-    """Make the default group, under a name that no earlier group of these ranks had.
+    """Make the default group, under a key prefix that no earlier group of these ranks had.
 
-    torchrun's store outlives a group: under the same name the ranks of a second group would find
-    the addresses of the first.
+    torchrun's store outlives a group: under the same prefix, the ranks of a second group would find
+    the addresses of the first group.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     times = store.add(f"gnnpipe/{rank}", 1)
@@ -200,7 +199,7 @@ def _ranks(count: int) -> str:
 
 
 def torchrun_line(world_size: int) -> str:
-    """The command that starts the current command line on ``world_size`` ranks of this machine."""
+    """Return the command that starts this command line on ``world_size`` ranks of this machine."""
     script, arguments = Path(sys.argv[0]), " ".join(sys.argv[1:])
     ours = script.name == "gnnpipe" or script.parent.name == "gnnpipe"
     if world_size == 1:
@@ -210,7 +209,7 @@ def torchrun_line(world_size: int) -> str:
 
 
 def _device(name: str, local_rank: int | None) -> torch.device:
-    """The device of this rank: its own GPU if there is one, else the CPU.
+    """Return the device of this rank: its own GPU if there is one, else the CPU.
 
     The GPU is chosen by the rank's number on this machine; a process that no launcher started takes
     torch's current GPU.
