@@ -1,4 +1,4 @@
-"""Interface of a GNN layer: what a user subclasses to write a model.
+"""Interface of a GNN layer: the class to subclass for a new model.
 
 A layer is split where it aggregates. ``before`` works row by row and returns the rows to
 aggregate, the runtime aggregates them, and ``after`` works row by row on the result:
@@ -65,7 +65,7 @@ class Rows:
     """Rows by vertex type, for a graph with several vertex types."""
 
     def part(self, vertex_type: str) -> Rows:
-        """Returns the rows of a vertex type; of '' all rows."""
+        """Returns the rows of a vertex type; all rows for ''."""
         if not vertex_type:
             return self
         return replace(
@@ -117,13 +117,13 @@ class LayerSpec:
 
 
 class PushMaker(Enum):
-    """Which method computes the pushed rows directly in the history table, avoiding a copy.
+    """The method that computes the pushed rows directly in the history table, avoiding a copy.
 
-    Nothing may write to these rows afterwards.
+    No code may write to these rows afterwards.
     """
 
     COPY = auto()
-    """None: the runtime copies pushed rows into the table."""
+    """No method: the runtime copies the pushed rows into the table."""
     BEFORE = auto()
     """``before`` returns ``rows.output_buffer.rows`` itself if there is a buffer."""
     AFTER = auto()
@@ -135,7 +135,7 @@ class Layer(nn.Module, ABC):
     """One GNN layer.
 
     A subclass sets ``aggregation`` and defines ``before`` and ``after``. Layers that keep values
-    for ``after``, or hand on more than x, also override ``kept_widths``, ``out_widths`` or
+    for ``after``, or return values besides x, also override ``kept_widths``, ``out_widths`` or
     ``reads``. All other attributes allow optimisations and may be left alone.
 
     Args:
@@ -247,7 +247,7 @@ class Layer(nn.Module, ABC):
 
     @property
     def has_bf16_products(self) -> bool:
-        """Whether ``spec.is_rounded`` changes a product other than that with the features."""
+        """Whether ``spec.is_rounded`` changes a product besides the product with the features."""
         return not self.is_first and not self.is_last
 
     def own_values(self, rows: Rows) -> Values:
@@ -281,8 +281,8 @@ class Layer(nn.Module, ABC):
     def push_maker_behind(self, previous: Layer | None) -> PushMaker:
         """Returns the method that computes this layer's pushed rows in the table.
 
-        ``PushMaker.AFTER`` stands for ``after`` of the ``previous`` layer, if both layers declare
-        it.
+        ``PushMaker.AFTER`` means ``after`` of the ``previous`` layer; only if both layers declare
+        ``PushMaker.AFTER``.
         """
         declared = self._declared_push_maker
         if declared is PushMaker.AFTER and (

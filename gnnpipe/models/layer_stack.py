@@ -25,7 +25,7 @@ class GNN(nn.Module, Model):
     """A stack of layers; the first reads the features, the last returns the logits."""
 
     def __init__(self, layers: list[Layer]) -> None:
-        """``InputError`` unless ``layers`` are numbered from 0 and fit one another."""
+        """``InputError`` unless ``layers`` count from 0 and each returns what the next reads."""
         super().__init__()
         _check(layers)
         self.layers = nn.ModuleList(layers)
@@ -45,11 +45,11 @@ class GNN(nn.Module, Model):
         """Counts the numbers in the weights of the model ``name`` without allocating them."""
         kind, count = MODELS[name], spec.num_layers
         # All layers except the first and the last have the same weights.
-        several = {0: 1, min(1, count - 1): max(1, count - 2), count - 1: 1}
+        copies_of = {0: 1, min(1, count - 1): max(1, count - 2), count - 1: 1}
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return sum(
-                many * sum(p.numel() for p in kind(i, spec).parameters())
-                for i, many in several.items()
+                copies * sum(p.numel() for p in kind(i, spec).parameters())
+                for i, copies in copies_of.items()
             )
 
     @property
@@ -107,7 +107,7 @@ def _check(layers: Sequence[Layer]) -> None:
 class LayerStageModule(StageModule):
     """Consecutive layers of a ``GNN``: step j runs ``after`` of layer j - 1, then ``before`` of j.
 
-    Between stages a value carries the name of its layer ('gcnii7.h0'), within a stage it does not
+    Between stages the name of a value contains its layer ('gcnii7.h0'), within a stage it does not
     ('h0').
     """
 

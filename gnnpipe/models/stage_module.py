@@ -3,7 +3,8 @@
 A model is a DAG of ops. Some aggregate over the graph; all others work row by row. A stage runs its
 ops in steps: step 0 returns the rows that the first aggregations push, step j receives the
 aggregated rows of step j - 1 and returns the next rows to push. Aggregations that do not depend on
-each other share a step. The runtime aggregates between two steps, and sees nothing else of a model.
+each other share a step. The runtime aggregates between two steps, and uses no other part of a
+model.
 
 Shapes: C rows of a chunk, H halo rows, F columns.
 """
@@ -85,7 +86,7 @@ class StageModule(ABC):
     """The ops of one stage."""
 
     rounds: Sequence[tuple[Aggregation, ...]]
-    """The aggregations whose rows each step pushes; n rounds make n + 1 steps."""
+    """Round j: the aggregations whose rows step j pushes. n rounds make n + 1 steps."""
 
     @property
     def aggregations(self) -> tuple[Aggregation, ...]:
@@ -119,15 +120,15 @@ class StageModule(ABC):
 
     @abstractmethod
     def use_aggregated_features(self, names: Collection[str]) -> None:
-        """From now on, ``step`` receives ``A x`` of the features x for these aggregations.
+        """Makes ``step`` receive the aggregated features ``A x`` for these aggregations.
 
-        The aggregations are ``of_features``; their rows are no longer pushed.
+        All are ``of_features``. Their rows are no longer pushed.
         """
 
     @property
     @abstractmethod
     def needs_features(self) -> bool:
-        """Whether the stage reads features that do not arrive aggregated."""
+        """Whether the stage also reads features that are not aggregated."""
 
     @property
     def is_cuda_graph_safe(self) -> bool:

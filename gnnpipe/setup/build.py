@@ -89,7 +89,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
 
 
 class _RankBuilder:
-    """The stage module and the operators of one rank, and what is made from them."""
+    """Builds the parts of one rank from its stage module and its sparse operators."""
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
         self._prepared, self._mesh = prepared, mesh
@@ -106,7 +106,7 @@ class _RankBuilder:
                 self._structures[a.structure_key] = self._make_structure(a, kernel)
 
     def make_targets(self) -> Targets:
-        """Labels and split of this rank's vertices or pairs."""
+        """Returns labels and split of this rank's vertices or pairs."""
         graph = self._prepared.graph
         pairs = self._structures.get((PAIRS, PAIRS, ""))
         if isinstance(pairs, Blocks):
@@ -115,7 +115,7 @@ class _RankBuilder:
         return Targets.of_vertices(graph, layout, self._prepared.dtype, self._mesh.device)
 
     def make_executor(self, targets: Targets) -> Executor:
-        """Tables, stage, forecaster and optimizer, as one executor."""
+        """Returns the executor, with tables, stage, forecaster and optimizer."""
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
         specs = self._history_specs()
         loss_rows, operators = self._make_loss_rows()
@@ -153,7 +153,7 @@ class _RankBuilder:
 
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
-        # A parameter group may be empty, a list of parameters may not: a stage without weights.
+        # A group, because a stage may have no weights: a group may be empty, a plain list may not.
         optimizer = torch.optim.Adam(
             [{"params": self._stage_module.parameters()}],
             lr=config.lr,
@@ -193,7 +193,7 @@ class _RankBuilder:
     ) -> list[Rows]:
         """Returns the rows of every chunk; ``own`` rows by vertex type, split at ``pointers``.
 
-        Without ``pointers``: one item with all rows, which are not dropped out.
+        Without ``pointers``: one item with all rows, for passes without dropout.
         """
         graph, seed = self._prepared.graph, self._prepared.config.seed
         by_type = {
@@ -268,7 +268,7 @@ class _RankBuilder:
         return ChunkLossRows(by_chunk, places), by_name
 
     def _precompute_aggregations(self) -> dict[str, Tensor]:
-        """Returns the aggregated features [n, F] of own rows, by aggregation computed once."""
+        """Returns the precomputed aggregations of own rows, [n, F] by name."""
         prepared = self._prepared
         chosen = [a for a in self._stage_module.aggregations if a.name in prepared.precomputed]
         if not chosen:
@@ -386,7 +386,7 @@ class _RankBuilder:
             count = round(float(sizes.sum()))
             return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
         if aggregation.is_linear:
-            # Passed without a name, so that ``build`` can free the float64 matrix early.
+            # Not bound to a name here, so that ``build`` can free the float64 matrix early.
             return LinearOperator.build(
                 weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, kernel
             )

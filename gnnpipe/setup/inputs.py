@@ -1,4 +1,4 @@
-"""Model and graph of a run, from the config or passed in, and checks that they fit."""
+"""Chooses the model of a run and checks that config, graph and model fit each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         if config.model.startswith("passed-in:"):
             raise InputError(
                 f"--model {config.model!r}: this run's model was passed in from Python; pass it "
-                "again: Trainer(config, model=model), to go on with a run with "
+                "again: Trainer(config, model=model); to resume a run also pass "
                 "config=resumed_config(run) and resume=run"
             )
         MODELS[config.model]
@@ -76,7 +76,7 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
 
 
 def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
-    """``InputError`` for a second ``fit``, and in inference mode, where torch has no gradients."""
+    """Raise ``InputError`` for a second ``fit``, and in inference mode, which has no gradients."""
     if was_fitted:
         raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
     if torch.is_inference_mode_enabled():
@@ -112,7 +112,7 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
         if is_set:
             raise InputError(
                 f"{flag}: ROC AUC needs positive and negative validation {what}, and "
-                f"{graph.name} has not both; try --metric accuracy"
+                f"{graph.name} does not have both; try --metric accuracy"
             )
 
 
@@ -178,7 +178,7 @@ def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> N
 
 
 def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
-    """Returns the model; for link prediction with its rows scored in pairs."""
+    """Returns the model; for link prediction, with the op that scores pairs of rows."""
     return model if graph.pairs is None else PairModel(model, num_ops, width)
 
 
@@ -193,7 +193,7 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
         counted = f", and {merged} parallel edges count once with the first" if merged else ""
         warnings.warn(
             f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}{counted};"
-            f" a PyG model whose {how} asks for it gets it",
+            f" a PyG model with {how} would read it",
             UserWarning,
             stacklevel=2,
         )
@@ -204,7 +204,7 @@ def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]
     """Returns a line for each kind of number that is rounded to bf16."""
     kinds = {"rows in the tables and on the wire": config.comm_dtype}
     if _rounds(model, graph):
-        kinds["products with weights, but for the last,"] = config.matmul_dtype
+        kinds["products with weights, except the last,"] = config.matmul_dtype
     return [f"{what} are rounded to bf16" for what, kind in kinds.items() if kind == "bf16"]
 
 
@@ -223,8 +223,8 @@ def warn_of_vain_rounding(
     found = ""
     if not _rounds(model, graph):
         found = (
-            f"{model.name} has no linear map of rows that it rounds here (maps of sparse features, "
-            "inside of convolutions that run as they are, and the last keep --dtype); leave it out"
+            f"no product of {model.name} is rounded here (products with sparse features, inside of "
+            "unchanged convolutions, and the last product keep --dtype); leave it out"
         )
     elif not is_worth_rounding(world.device, rows, config.hidden):
         found = (

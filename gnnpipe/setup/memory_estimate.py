@@ -1,4 +1,4 @@
-"""Counts the shards of a prepared run and estimates the memory of its ranks."""
+"""Estimates the memory of the ranks of a prepared run from the sizes of their shards."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
 
 
 def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> ShardSizes:
-    """Sizes of a shard, the same for the ranks of every stage."""
+    """Returns the sizes of a shard, equal for the ranks of every stage."""
     graph = prepared.graph
     layout = shard_layout(graph, prepared.chunking, shard)
     layouts = table_layouts(graph, prepared.chunking, layout)
@@ -162,7 +162,7 @@ def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
     if crossing is None:
         return 0.0
     entries = len(rows) + int(graph.degrees[rows].sum())
-    # Of two chunks that read each other, one comes first and is read live.
+    # Of two chunks that read each other, the one that is first in the order is read live.
     return 1.0 - float(crossing[rows].sum()) / 2 / max(entries, 1)
 
 

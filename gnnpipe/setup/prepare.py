@@ -73,7 +73,7 @@ def prepare(
     dtype = number_dtype(config)
     if loss_fn is not None:
         check_loss(loss_fn, graph, dtype)
-    # Before the partition, which may take long: refuses a model that cannot be used at once.
+    # Before the partition, which may take long, so that an unusable model is refused at once.
     chosen = choose_model(model, config, graph, world, dtype)
     graph = without_unread(graph, chosen, world)
     model_graph = describe(chosen, graph)
@@ -229,7 +229,7 @@ def _epoch_bytes(
     quality: CutQuality,
     probes: npt.NDArray[np.int64],
 ) -> tuple[CommVolume, int]:
-    """Returns the bytes sent in an epoch, and those of the probe rows of an exact epoch."""
+    """Returns the bytes sent in a usual epoch, and the bytes of probe rows in an exact epoch."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     row_bytes = row_dtype(config).itemsize
     volume = closed_form_volume(

@@ -47,13 +47,13 @@ class Prepared:
     program: CheckedProgram
     """The program of usual epochs."""
     exact_program: CheckedProgram
-    """The program of epochs without stale reads, in a run whose other epochs have some."""
+    """The program of exact epochs, in a run whose usual epochs have stale reads."""
     probes: npt.NDArray[np.int64]
-    """[P] probe rows, ascending, from which stale rows are forecast; empty: no forecast."""
+    """[P] rows of the probe vertices in ``graph``, ascending; empty: no forecast."""
     volume: CommVolume
     """Bytes of an epoch, with its forecast if it has one."""
     recall_bytes: int
-    """Bytes of the probe rows that pass with the weights of the last epoch."""
+    """Bytes of the probe rows sent in RECALL, with the weights of the last epoch."""
     chunk_edges: sp.coo_array | None
     """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
     refill_epochs: int = 0
@@ -66,19 +66,19 @@ class Prepared:
 
     @property
     def exact_epochs(self) -> int:
-        """Epochs at the start without stale reads, in a run whose other epochs have some."""
+        """Number of exact epochs at the start of a run whose usual epochs have stale reads."""
         return 0 if self.program.is_exact else max(self.staleness.exact_epochs, self.refill_epochs)
 
     def program_of(self, epoch: int) -> CheckedProgram:
-        """The program of an epoch (from 0), unless gradients have jumped (see ``ExactEpochs``)."""
+        """Return the program of an epoch (from 0), unless gradients jumped (``ExactEpochs``)."""
         return self.exact_program if epoch < self.exact_epochs else self.program
 
     def volume_of(self, is_exact: bool) -> CommVolume:
-        """Bytes of an epoch; an exact epoch only recalls probe rows, for later forecasts."""
+        """Return the bytes of an epoch; an exact epoch sends probe rows for RECALL only."""
         return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
 
     def chunk_order(self, epoch: int) -> Sequence[int]:
-        """Chunks in the order of an epoch, the same on every stage."""
+        """Return the chunks in the order of an epoch, the same on every stage."""
         seed = self.config.seed if self.staleness.shuffle_chunks else None
         return chunk_order(self.plan.chunks, seed, epoch)
 
