@@ -1,9 +1,9 @@
 """Interface of the simulator: the duration and size of every task of a program.
 
-The only connection between code that measures, states or fits costs and code that simulates a
-program. ``chunk`` is a chunk's own number, not its
-position in the order. Times are in seconds and at least 0. Compute and communication are given
-apart; the simulator overlaps them as the executor does.
+The simulator gets all costs through this interface, whether they are measured, fitted or assumed.
+``chunk`` is a chunk's own number, not its position in the order. Times are in seconds and at least
+0. Compute and communication are given separately; the simulator overlaps the two as the executor
+does.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ class Costs(Protocol):
     """Durations and sizes of one plan on one set of devices and links."""
 
     def begin_s(self, stage: int, shard: int) -> float:
-        """Work once per epoch outside of all actions, done before the first one.
+        """Time of the work before the first action of an epoch.
 
         Clearing tables of gradients, taking and restoring snapshots, drawing masks.
         """
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
-        """One step of one chunk on one rank, 'F' or 'B', without communication.
+        """Time of one step of one chunk on one rank, 'F' or 'B', without communication.
 
-        'F': read the table (the sparse product of the rows that step - 1 pushed; not for step 0),
-        compute, write the pushed rows into the table; after the last step of the last stage also
-        the loss. 'B': bring gradients back over the edges, for halo rows and own rows (not for the
-        last step, which pushes nothing), then autograd. Adding gradients of other shards is part of
-        it, and with recomputation the step's forward.
+        'F': aggregate the rows that step - 1 pushed (not for step 0), compute, write the pushed
+        rows into the table; after the last step of the last stage also the loss. 'B': the
+        transposed aggregation, for halo rows and own rows (not for the last step, which pushes
+        nothing), then autograd. 'B' includes adding the gradients of other shards, and with
+        recomputation the forward of the step.
         """
 
     def finish_s(self, stage: int, shard: int) -> float:
         """Extra time of the last backward step of an epoch.
 
-        It computes the gradient of the weight that multiplies the features, for all chunks.
+        This step computes the gradient of the weight that multiplies the features, for all chunks.
         """
 
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
         """Part of ``step_s('B', ...)`` that overlaps with the exchange of halo gradients.
 
-        The product for the own rows: the exchange starts before it and is waited for after it. Not
-        called with one shard, nor for the last step.
+        This part is the product for the own rows: the exchange starts before and is waited for
+        after the product. Not called with one shard, nor for the last step.
         """
 
     def probe_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST, CARRY or RECALL on one rank, without communication."""
+        """Time of FORECAST, CARRY or RECALL on one rank, without communication."""
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
-        """Sizes of the sums that FORECAST fits its maps to, in order; one copy.
+        """Bytes of each sum over the shards that FORECAST needs for its fits, in order; one copy.
 
         Not called with one shard.
         """
 
     def update_s(self, stage: int, shard: int) -> float:
-        """STEP: the optimizer's step on one rank."""
+        """Time of the optimizer's step on one rank (STEP)."""
 
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Bytes that ``shard`` of stage ``source`` sends to the same shard of stage ``target``.
 
-        All values of one chunk ('F') or their gradients ('B'); of the probe rows where ``chunk`` is
-        one of ``schedule.PROBE_POSITIONS``.
+        All values of one chunk ('F') or their gradients ('B'). If ``chunk`` is one of
+        ``schedule.PROBE_POSITIONS``: the values of the probe rows.
         """
 
     def has_exchange(self, stage: int, step: int) -> bool:
@@ -79,28 +79,28 @@ class Costs(Protocol):
         """
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
-        """Sizes of the sums for means over all vertices that the step pushes, in order; one copy.
+        """Bytes of each sum for a mean over all vertices that the step pushes, in order; one copy.
 
         Each sum is waited for as soon as it has started: forward after the step, backward after the
         step that read the mean.
         """
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
-        """Bytes of the gradients that are complete after these steps, one copy."""
+        """Bytes of the weight gradients that are complete after these steps; one copy."""
 
     def message_s(self, source: int, target: int, size_bytes: int) -> float:
-        """A message alone on its link, once both ranks are ready."""
+        """Time of a message on an idle link, from when both ranks are ready."""
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
-        """An exchange among the shards of a stage alone on its links, once all are ready.
+        """Time of an exchange among the shards on idle links, from when all shards are ready.
 
         ``sizes_bytes``: bytes that each shard sends to all others together.
         """
 
     def all_reduce_s(self, stage: int, size_bytes: int) -> float:
-        """A sum of ``size_bytes`` (one copy) over the shards of a stage, all phases.
+        """Time of a sum of ``size_bytes`` (one copy) over the shards of a stage, all phases.
 
-        Copies into and out of a contiguous buffer included.
+        Includes the copies into and out of a contiguous buffer.
         """
 
     def all_reduce_bytes(self, size_bytes: int) -> int:
@@ -110,12 +110,12 @@ class Costs(Protocol):
         """Phases of a sum, which follow one another and take equally long."""
 
     def sync_s(self) -> float:
-        """An all-reduce of a few numbers over all ranks; not called with one rank."""
+        """Time of an all-reduce of a few numbers over all ranks; not called with one rank."""
 
     def link(self, source: int, target: int) -> str:
         """Name of the link that a message uses.
 
-        Messages on links of one name are served one after the other, first come, first served.
+        Messages on links of the same name are served one after another, first come, first served.
         """
 
     def group(self, stage: int) -> str:

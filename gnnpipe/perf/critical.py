@@ -47,7 +47,7 @@ def task_group(task: Task) -> str:
 def critical_shares(
     timeline: Timeline, name: Callable[[Task], str] = task_place
 ) -> dict[str, float]:
-    """Share of the makespan by ``name``, the largest first; the shares add up to 1.
+    """Return the share of the makespan by ``name``, the largest first; the shares add up to 1.
 
     If a share of 0.2 takes 1 % less time, the epoch is 0.2 % shorter, or less where another path is
     about as long.

@@ -1,8 +1,9 @@
-"""Memory of an evaluation, beside what training keeps between two epochs.
+"""Memory of an evaluation, in addition to what training keeps between two epochs.
 
-Evaluation runs layer by layer, without gradients. A step needs the whole table that it reads, the
-whole table that it pushes into, and of all chunks the values that wait for the next step. Where a
-stage has few layers and training is limited to loss rows, that is more than an epoch takes.
+Evaluation runs layer by layer, without gradients. A step needs the whole table that the step reads,
+the whole table that the step pushes into, and the values of all chunks that later steps read. If a
+stage has few layers and training is limited to loss rows, an evaluation needs more memory than an
+epoch of training.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def evaluation_bytes(stage: StageTables) -> int:
     most = 0
     for step in range(steps):
         read, written, passing = tables_read[step], tables_read[step + 1], aggregated[step]
-        # Chunk by chunk, values that waited for this step give way to those for the next one.
+        # Chunk by chunk, values for this step are freed and values for the next step are made.
         waits = max(waiting[step - 1] if step else 0, waiting[step])
         # A single chunk on one shard reads all rows at once, and frees the table.
         tables = max(read, written) if is_alone else read + written
@@ -98,10 +99,10 @@ def _waiting_values(stage: StageTables) -> list[_Value]:
         for name in op.inputs:
             # An aggregation reads its inputs one step before its result is made.
             last_read[name] = max(last_read.get(name, 0), depth - op.aggregates)
-        # A value that is the same for all rows takes a single row, which is nothing.
+        # A value that is the same for all rows is a single row, which is negligible.
         if not op.is_one_row:
             made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
-        # A held row that lies in an unrounded table takes nothing more.
+        # A kept row that is a row of an unrounded table takes no further memory.
         is_rounded = stage.row_bytes != stage.number_bytes
         in_table = not is_rounded and op.holds_pushed and op.push_maker in names
         if op.aggregates and not in_table:

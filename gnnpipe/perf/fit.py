@@ -1,7 +1,7 @@
-"""Fits costs to measured times by least squares with no cost below 0.
+"""Fits costs to measured times by non-negative least squares.
 
-A sample is the time of one step, the sum of the parts in it. Relative errors count, so that a small
-chunk weighs as much as a large one.
+A sample is the time of one step, which is the sum of the times of its parts. The fit minimises
+relative errors, so that a small chunk weighs as much as a large chunk.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Work:
     edges: float = 0.0
     entries: float = 0.0
     times: float = 1.0
-    """How often the part's base time is paid."""
+    """Number of calls: how often the base time of the part counts."""
 
     def __add__(self, other: Work) -> Work:
-        """Sum of two works."""
+        """Return the sum of two amounts of work."""
         return Work(
             self.rows + other.rows,
             self.edges + other.edges,
@@ -38,7 +38,7 @@ class Work:
         )
 
     def columns(self) -> tuple[float, float, float, float]:
-        """Factors of the four numbers of an ``Affine``."""
+        """Return the factors of the four numbers of an ``Affine``."""
         return self.times, self.rows, self.edges, self.entries
 
 
@@ -57,11 +57,11 @@ class Fitted:
 
     costs: Mapping[Hashable, Affine]
     errors: Mapping[Hashable, float]
-    """Mean |fitted - measured| over mean measured, of the samples that contain a part."""
+    """By part, mean |fitted - measured| over mean measured, of the samples with the part."""
 
 
 def fit_costs(samples: Sequence[Sample]) -> Fitted:
-    """One ``Affine`` for every part, so that each sample is about the sum of its parts."""
+    """Fit one ``Affine`` to every part, so that a sample is about the sum of its parts."""
     parts = list(dict.fromkeys(part for sample in samples for part in sample.parts))
     number = {part: i for i, part in enumerate(parts)}
     matrix = np.zeros((len(samples), 4 * len(parts)))
@@ -85,10 +85,11 @@ def fit_costs(samples: Sequence[Sample]) -> Fitted:
 def fit_link(
     sizes_bytes: Sequence[float], times_s: Sequence[float], messages: int = 1
 ) -> LinkTimes:
-    """Latency of each of ``messages`` and bandwidth, from times by ascending size.
+    """Fit a link's bandwidth and the latency of each of ``messages`` to times by ascending size.
 
-    A line through the first and the last time: buffers of a switch make medium messages seem fast,
-    and a fit to all times would overestimate the bandwidth of long ones many times.
+    The fit is the line through the first and the last time: buffers of a switch make medium
+    messages seem fast, and a fit to all times would overestimate the bandwidth of long messages
+    many times.
     """
     first, last = max(times_s[0], 1e-9), max(times_s[-1], 1e-9)
     per_byte = max((last - first) / (sizes_bytes[-1] - sizes_bytes[0]), 1e-15)
@@ -99,7 +100,7 @@ def fit_link(
 
 
 def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares with no unknown below 0; columns of zeros get 0."""
+    """Return the non-negative least-squares solution; columns of zeros get 0."""
     # Seconds per row and seconds per call differ by many orders of magnitude.
     sizes = np.linalg.norm(matrix, axis=0)
     scale = np.where(sizes > 0, sizes, 1.0)

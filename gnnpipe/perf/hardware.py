@@ -1,9 +1,9 @@
-"""Profiles of other hardware from data sheets, marked as written by hand.
+"""Profiles of hardware that is not at hand, from data sheets; their source is 'by hand'.
 
 A roofline model (Williams, Waterman and Patterson, CACM 2009): an op takes as long as its
 computation at the device's speed or its traffic at the memory's bandwidth, whichever is longer. All
 kernels are assumed to reach half of both, and to take a fixed time to launch. Such a profile shows
-which of two very different shapes is faster, and what limits a run; the times are no promise.
+what limits a run, and which of two very different shapes is faster. The times themselves are rough.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LINKS = {
 
 
 def hardware_memory_bytes(name: str) -> int:
-    """Memory of the device in ``name``, 'DEVICE:LINK'; ``InputError`` for an unknown name."""
+    """Return the memory of the device in ``name``, 'DEVICE:LINK'; ``InputError`` if unknown."""
     return _sheets(name)[0].memory_bytes
 
 
@@ -94,7 +94,7 @@ def _sheets(name: str) -> tuple[DeviceSheet, LinkSheet]:
 def hardware_profile(
     name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str, recompute: bool
 ) -> Profile:
-    """Profile of ``name``, 'DEVICE:LINK', for a model's ops; ``InputError`` for an unknown name."""
+    """Return a profile of ``name``, 'DEVICE:LINK', for a model's ops; ``InputError`` if unknown."""
     sheet, link = _sheets(name)
     number_bytes = 8 if dtype == "float64" else 4
     row_bytes = 2 if comm_dtype == "bf16" else number_bytes
@@ -133,7 +133,7 @@ def hardware_profile(
 
 @dataclass(frozen=True)
 class _Roof:
-    """Costs of ops on a device."""
+    """Costs of ops on a device by the roofline model."""
 
     sheet: DeviceSheet
     speed_flops_per_s: float

@@ -1,9 +1,10 @@
 """Turns the recorded times of an epoch into spans of one timeline and marks the critical path.
 
-The actions of a rank follow one another; its waits are WAIT spans inside them. The critical path is
-followed backwards from the action that ended last: along the rank's own work to its latest wait for
-a rank that was late, over the link to that rank at the moment it sent or started, and so on to the
-beginning. If no rank was late, the link caused the wait, and the path stays on the waiting rank.
+The actions of a rank follow one another; its waits are WAIT spans inside the actions. The critical
+path is followed backwards from the action that ended last: along the rank's own work to its latest
+wait for a rank that was late, over the link to the late rank at the moment when it sent the message
+or started the collective, and so on to the beginning. If no rank was late, the link caused the
+wait, and the path stays on the waiting rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gnnpipe.plan.placement import Placement
 __all__ = ["measured_spans"]
 
 SHORTEST_WAIT_S = 20e-6
-"""A shorter wait is the cost of the call; no rank was late."""
+"""A shorter wait counts as the cost of the call, and not as a rank that was late."""
 
 MessageSizes = dict[tuple[str, int, int, int], int]
 """Bytes by (way, source rank, target rank, position)."""
@@ -37,9 +38,9 @@ class _Wait(NamedTuple):
 
 
 def measured_spans(ranks: Sequence[EpochSpans], placement: Placement) -> tuple[Span, ...]:
-    """Spans by rank, in order of time, from the earliest start on.
+    """Return spans by rank, in order of time, with the earliest start at 0.
 
-    All ranks' times must be on one clock.
+    The times of all ranks must be on one clock.
     """
     zero_s = min(epoch.start_s for epoch in ranks)
     ranks = [epoch.shifted(-zero_s) for epoch in ranks]
@@ -59,7 +60,7 @@ def measured_spans(ranks: Sequence[EpochSpans], placement: Placement) -> tuple[S
 
 
 def _wait_spans(epoch: EpochSpans, rank: int, stage: int, critical: _Intervals) -> Iterator[Span]:
-    """Waits of a rank that are not negligible."""
+    """Yield the waits of a rank that are not negligible."""
     waits = [
         (m.wait_start_s, m.wait_end_s, _chunk(epoch, m.key[2]), m.key[1], m.size_bytes)
         for m in epoch.messages
@@ -114,12 +115,12 @@ def _collective_waits(epoch: EpochSpans) -> list[tuple[float, float]]:
 
 
 def _chunk(epoch: EpochSpans, position: int) -> int:
-    """The chunk at a position; negative positions (probe rows, none) stay as they are."""
+    """Return the chunk at a position; a ``SpecialPosition`` is returned unchanged."""
     return epoch.order[position] if position >= 0 else position
 
 
 class _Intervals:
-    """Disjoint intervals (start, end) of time."""
+    """Disjoint time intervals (start, end)."""
 
     def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
         ordered = sorted(intervals)
@@ -128,7 +129,7 @@ class _Intervals:
         self._before = list(accumulate(self._lengths, initial=0.0))
 
     def overlap_s(self, start_s: float, end_s: float) -> float:
-        """Seconds of the intervals between two moments."""
+        """Return the seconds of the intervals that lie between two times."""
         return max(self._until(end_s) - self._until(start_s), 0.0)
 
     def _until(self, moment_s: float) -> float:
@@ -141,7 +142,7 @@ class _Intervals:
 def _critical_path(
     ranks: Sequence[EpochSpans], placement: Placement
 ) -> tuple[list[_Intervals], list[_Intervals]]:
-    """Intervals of the path by rank: those of work, and those of waiting for a link."""
+    """Return the intervals of the critical path by rank: of work, and of waiting for a link."""
     work: list[list[tuple[float, float]]] = [[] for _ in ranks]
     link: list[list[tuple[float, float]]] = [[] for _ in ranks]
     waits = [_waits(ranks, rank, placement) for rank in range(len(ranks))]

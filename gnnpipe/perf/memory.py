@@ -2,9 +2,10 @@
 
 Counted: the graph's structure, features (first stage), history tables with snapshots and gradients,
 tensors that autograd keeps until backward, weights with gradients and Adam's two moments, probe
-vertices of a forecast, and the peak while the rank is built. Of training and evaluation the larger
-is counted. Not counted: the interpreter and torch, and the graph as it was read; the peak while the
-graph is read and partitioned comes before training (``partition_bytes``).
+vertices of a forecast, and the peak while the rank is built. Training or evaluation is counted,
+whichever needs more. Not counted: the interpreter and torch, and the graph as it was read. The peak
+while the graph is read and partitioned is separate, because this comes before training
+(``partition_bytes``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs hol
 
 _INDEX_BYTES, _FLOAT64_BYTES, _LONG_BYTES = 4, 8, 8
 _METIS_ENTRY_BYTES = 110
-"""Of METIS for an adjacency entry, with the copies that it is given (measured: 105 to 110)."""
+"""Memory of METIS per adjacency entry, with the copies of its input (measured: 105 to 110)."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class MemoryEstimate:
     activations: int
     weights: int
     setup: int = 0
-    """By which the peak while the rank is built exceeds all other parts together."""
+    """Peak while the rank is built, minus the sum of all other parts; at least 0."""
 
     @property
     def total(self) -> int:
@@ -56,7 +57,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Sizes of the part of the graph that a shard owns; rows by vertex type, '' if there is one."""
+    """Sizes of the part of the graph that a shard owns; rows by vertex type ('' for one type)."""
 
     own_rows: Mapping[str, int]
     halo_rows: Mapping[str, int]
@@ -68,13 +69,14 @@ class ShardSizes:
     """Stored numbers of the own rows' features."""
     loss_rows: LossRows
     loss_numbers: int
-    """Numbers that the loss keeps of the shard's training vertices."""
+    """Numbers that the loss keeps until backward for the shard's training vertices."""
     own_pairs: int = 0
     """Pairs that the shard scores."""
     live_share: float = 0.0
-    """Share of the own edges whose entries are cut out for gradients (0: none are cut out)."""
+    """Share of the own edges that are read live, and whose entries are copied for backward; 0 in an
+    exact program, which copies none."""
     copied_share: float = 0.0
-    """Rows that chunks read from other chunks, per own row: convolutions on blocks copy them."""
+    """Rows that chunks read from other chunks, per own row; convolutions on blocks copy these."""
     probe_rows: Mapping[str, int] | None = None
     """Probe vertices; None: no forecast."""
     probe_edges: int = 0
@@ -96,21 +98,21 @@ class MemorySettings:
 
     sparse_features: bool
     symmetric: bool
-    """Every matrix equals its transpose, and is held once where there is one shard."""
+    """Every matrix equals its transpose; with a single shard one copy serves for both."""
     snapshot: bool
-    """Stale rows are read from a second table."""
+    """Stale rows come from a snapshot, a second table."""
     recompute: bool
     is_exact: bool
     """The program has no stale reads."""
     number_bytes: int
     row_bytes: int
-    """Of a number in the tables; ``number_bytes``: of any other."""
+    """Bytes of a number in the tables; ``number_bytes`` of all other numbers."""
     extra_weights: int = 0
     """Copies of the weights beside those that are trained."""
 
     @property
     def rounds_rows(self) -> bool:
-        """Tables have fewer bits."""
+        """Tables hold rounded rows."""
         return self.row_bytes != self.number_bytes
 
 
@@ -164,7 +166,7 @@ class _RankMemory:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Ops whose gradients lie in the table of aggregated rows."""
+        """Ops whose gradients share a table with the aggregated rows."""
         limited, settings = self.sizes.loss_rows.ops, self.settings
         return shared_tables(
             self.model,
@@ -183,13 +185,13 @@ class _RankMemory:
 
     @cached_property
     def entries(self) -> int:
-        """Edges into own rows, and a loop for each."""
+        """Edges into own rows, and a self-loop for each row."""
         types = {op.vertex_type for op in self.model.ops}
         return self.sizes.own_edges + sum(self.sizes.own_rows[t] for t in types)
 
     @property
     def num_tables(self) -> int:
-        """History tables of an op; an unrounded single chunk's rows are their own table."""
+        """History tables of an op; 0 for a single unrounded chunk: its rows are the table."""
         is_alone = self.plan.chunks == 1 and self.plan.shards == 1
         if is_alone and not self.settings.rounds_rows:
             return 0
@@ -213,10 +215,10 @@ class _RankMemory:
             found += self._matrices() + sizes.probe_edges * entry
         if self.has_blocks:
             found += 16 * (self.entries + sizes.probe_edges)
-            # Attention without messages also has the edges by source, and loops of its own.
+            # Attention without messages also stores the edges by source, with self-loops.
             found += max(op.structure_per_edge for op in self.ops) * self.entries
         if any(op.over_pairs for op in self.ops):
-            # Both ends, label and part, and the rows that they were cut from.
+            # Both ends; label and part; and the matrix rows from which the pairs were taken.
             found += sizes.own_pairs * (16 + 2 + 12)
         return found
 
@@ -227,12 +229,12 @@ class _RankMemory:
         own = sum(sizes.own_rows[t] for t in types)
         read = sum(sizes.table_rows[t] for t in types)
         copies = 1 if self.settings.symmetric and self.plan.shards == 1 else 2
-        # Pointers to rows: of the whole matrix, and of several chunks in each chunk.
+        # Row pointers: of the whole matrix, and of each chunk if there are several.
         pointer = _INDEX_BYTES * (1 + (chunks > 1))
         found = copies * self.entries * entry + pointer * (own + read)
         loss_entries = loss_rows.edges + loss_rows.rows
         if any(op.aggregates and op.name in loss_rows.ops for op in self.ops):
-            # A matrix and its transpose; a row's dropout key, vertex and place in the chunk.
+            # A matrix and its transpose; per row its dropout key, vertex and place in the chunk.
             found += 2 * loss_entries * entry + 20 * loss_rows.rows
             found += pointer * (loss_rows.rows + read)
         cut_out = {
@@ -241,12 +243,12 @@ class _RankMemory:
         for _, is_limited in cut_out if sizes.live_share else ():
             count = loss_entries if is_limited else self.entries
             found += int(sizes.live_share * count * entry) + _INDEX_BYTES * read
-            # A byte, two numbers and half of a third one while a chunk's are cut out.
+            # Temporaries while the entries of one chunk are copied: 13 bytes per entry.
             found += 13 * count // chunks
         return found
 
     def features(self) -> int:
-        """Input features; sparse ones with their transpose, both as (index, value)."""
+        """Input features; sparse features with their transpose, both as (index, value)."""
         number, sizes, found = self.settings.number_bytes, self.sizes, 0
         if any(op.reads_features for op in self.ops):
             each = 2 * (_INDEX_BYTES + number) if self.settings.sparse_features else number
@@ -257,14 +259,15 @@ class _RankMemory:
         )
 
     def history(self) -> int:
-        """Tables of pushed rows, their gradients, and of probe vertices what the last epoch had."""
+        """Tables of pushed rows, their gradients, and the old rows of the probe vertices."""
         sizes, found = self.sizes, 0
-        # The tables of the last step are not read, unless another stage needs the result.
+        # Probe vertices skip the last step unless another stage needs its result.
         end = math.inf if self.plan.sends(self.stage) else max(self.depths.values())
         for op in self.pushing:
             read = sizes.table_rows[op.pushed_type]
             reading = sizes.loss_rows.rows_of(op.name, sizes.own_rows[op.vertex_type])
-            # Gradients of the rows that read, of a product; a single chunk's go at once.
+            # A product records gradients of its output rows (a single chunk frees these at
+            # once), a convolution on blocks gradients of all rows that are read.
             is_transient = op.is_linear and self.plan.chunks == 1
             grads = 0 if is_transient else reading if op.is_linear else read
             found += op.push_width * (self.num_tables * read + grads) * self.settings.row_bytes
@@ -275,7 +278,7 @@ class _RankMemory:
         return found
 
     def activations(self) -> int:
-        """Tensors of training that are kept until backward or made on the way; or evaluation's."""
+        """Kept tensors and temporaries of training, or evaluation's values and tables if larger."""
         own, pairs = self.sizes.own_rows, 0
         kept = self._kept_by_op()
         numbers = sum(kept.values()) + self._copies() + self._passing(kept)
@@ -283,7 +286,7 @@ class _RankMemory:
             numbers += self._waiting_gradients()
         for op in self.ops:
             if op.over_pairs:
-                # Of every chunk the rows that it reads; scores, and what ``decode`` keeps.
+                # The rows that each chunk reads; scores, and the numbers that ``decode`` keeps.
                 pairs += op.push_width * (
                     self.sizes.table_rows[op.pushed_type] + own[op.vertex_type]
                 )
@@ -302,7 +305,7 @@ class _RankMemory:
         return max((numbers + pairs) * self.settings.number_bytes, evaluation_bytes(tables))
 
     def _kept_by_op(self) -> dict[str, int]:
-        """Numbers that each op keeps of its rows until backward, outside of the tables."""
+        """Numbers that each op keeps until backward, without those in history tables."""
         in_tables, found = self._kept_in_tables(), {}
         for op in self.ops:
             rows = self.sizes.own_rows[op.vertex_type]
@@ -311,7 +314,7 @@ class _RankMemory:
         return found
 
     def _kept_in_tables(self) -> dict[str, int]:
-        """Numbers kept for each op that a history table holds anyway."""
+        """Numbers that each op keeps until backward as rows of a history table."""
         sizes = self.sizes
         found = dict.fromkeys((op.name for op in self.ops), 0)
         if not self.num_tables or self.settings.rounds_rows:
@@ -321,14 +324,14 @@ class _RankMemory:
             if op.name in self.shared:
                 rows = sizes.loss_rows.rows_of(op.name, own[op.vertex_type])
                 found[op.name] += op.push_width * rows
-            # With --recompute only read rows are kept; of loss rows, held rows are a copy.
+            # With --recompute only inputs of a step are kept; for loss rows these are copies.
             is_held = op.holds_pushed and op.name not in sizes.loss_rows.ops
             if op.push_maker in found and (is_held or not self.settings.recompute):
                 found[op.push_maker] += op.push_width * own[op.pushed_type]
         return found
 
     def _copies(self) -> int:
-        """Numbers kept of edges, copied rows and values from other stages, less spared ones."""
+        """Numbers kept per edge, for copied rows and for values of other stages; minus spared."""
         sizes, recompute, found = self.sizes, self.settings.recompute, 0
         for op in self.ops:
             own = sizes.own_rows[op.vertex_type]
@@ -349,9 +352,9 @@ class _RankMemory:
         return found
 
     def _passing(self, kept: Mapping[str, int]) -> int:
-        """Numbers of the loss, and of what backward makes of one chunk or a forecast of probes.
+        """Numbers of the loss, and of temporaries in the backward of one chunk or in a forecast.
 
-        What ops behind an op kept has been freed by then.
+        In the backward of an op, the numbers that later ops kept have been freed.
         """
         sizes, chunks = self.sizes, self.plan.chunks
         types = {op.vertex_type for op in self.model.ops}
@@ -362,16 +365,16 @@ class _RankMemory:
         freed = of_loss // chunks
         for op in reversed(self.ops):
             made = op.passing_per_row * sizes.loss_rows.rows_of(op.name, n)
-            # Gradients of what is kept of a chunk's edges, and with --recompute that itself.
+            # Gradients of the numbers kept per edge; with --recompute also these numbers.
             made += op.kept_per_edge * self.entries * (1 + self.settings.recompute)
             most = max(most, made // chunks - freed)
             freed += kept[op.name] // chunks
         return of_loss + most
 
     def _waiting_gradients(self) -> int:
-        """Gradients of encoded features, which wait for those of the other chunks.
+        """Gradients of encoded features, kept until the gradients of all chunks are complete.
 
-        Not of features that are aggregated before they are encoded.
+        Features that are aggregated before they are encoded have none.
         """
         found = 0
         for op in self.ops:
@@ -389,8 +392,8 @@ class _RankMemory:
     def setup_peak(self, structure: int) -> int:
         """The peak while matrices and blocks are built; ``structure``: bytes of the result.
 
-        Edge weights are computed in float64 for the whole graph. A shard's part is copied out of it
-        with new indices, rounded and transposed.
+        Edge weights are computed in float64 for the whole graph. The part of the shard is then
+        copied with new indices, rounded and transposed.
         """
         if not (self.is_linear or self.has_blocks):
             return 0
@@ -406,7 +409,7 @@ class _RankMemory:
 
 
 def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:
-    """Numbers of a loss row that row-wise ops read from in front of the last aggregation."""
+    """Numbers per loss row that row-wise ops read from values before the last aggregation."""
     widths = {value: width for op in model.ops for value, width in op.outputs.items()}
     limited = [op for op in model.ops if op.name in loss_rows.ops]
     made = {value for op in limited for value in op.outputs}
@@ -415,7 +418,7 @@ def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:
 
 
 def human_bytes(size: float) -> str:
-    """A size in the unit that fits.
+    """Return a size as text, in the unit that fits.
 
     >>> human_bytes(3 * 2**20)
     '3.0 MiB'

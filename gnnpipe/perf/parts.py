@@ -27,7 +27,7 @@ class Part:
 def step_parts(
     model: ModelGraph, ops: Sequence[int], precomputed: Collection[str] = ()
 ) -> list[list[Part]]:
-    """Parts by step of a stage of ``ops``; an op without a push is all 'after'.
+    """Return the parts of each step of a stage; an op without a push has an 'after' part only.
 
     ``precomputed``: ops whose aggregation is precomputed; they push nothing, and both parts lie in
     the step after their aggregation.
@@ -92,19 +92,19 @@ class ChunkSizes:
         return int(next(iter(self.rows.values())).shape[0])
 
     def work(self, op: Op, side: str, shard: int, chunk: int) -> Work:
-        """Work of a part for one chunk."""
+        """Return the work of a part for one chunk."""
         rows, edges, entries = (int(counts[shard, chunk]) for counts in self.columns(op, side))
         return Work(rows, edges, entries)
 
     def feature_work(self, op: Op, shard: int) -> Work:
-        """Rows and stored features of all chunks."""
+        """Return the rows and stored features of all chunks, as work."""
         rows, entries = self.rows[op.vertex_type][shard], self.entries[op.vertex_type][shard]
         return Work(int(rows.sum()), entries=int(entries.sum()))
 
     def begin_work(self, ops: Iterable[Op], shard: int) -> Work:
-        """Work at the start of an epoch: numbers of cleared tables as rows, of masks as edges.
+        """Return the work at the start of an epoch: cleared numbers as rows, mask numbers as edges.
 
-        With a single chunk no gradients are kept in tables; masks are drawn all the same.
+        With a single chunk no gradient tables are cleared, but masks are drawn.
         """
         pushing = [op for op in ops if op.aggregates]
         numbers = [op.push_width * int(self.rows[op.pushed_type][shard].sum()) for op in pushing]
@@ -112,7 +112,7 @@ class ChunkSizes:
         return Work(sum(cleared) * (self.chunks > 1), sum(numbers), times=len(pushing))
 
     def columns(self, op: Op, side: str) -> tuple[Counts, Counts, Counts]:
-        """Rows, edges and entries, [G, K] each, that a part processes."""
+        """Return the rows, edges and entries that a part processes, [G, K] each."""
         zeros = np.zeros((self.shards, self.chunks), dtype=np.int64)
         entries = edges = zeros
         if op.reads_features and side == ("before" if op.aggregates else "after"):

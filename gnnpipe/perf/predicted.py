@@ -14,7 +14,7 @@ __all__ = ["predicted_spans", "simulated_epochs"]
 
 
 def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpans]:
-    """Times by rank, of a timeline of ``program_tasks``."""
+    """Return the times of each rank; ``timeline`` is of ``program_tasks``."""
     tasks, end_s = timeline.tasks, timeline.end_s
     ranks = placement.num_ranks
     epochs = [EpochSpans(0.0, timeline.makespan_s) for _ in range(ranks)]
@@ -41,7 +41,7 @@ def _add_wait(
     epochs: list[EpochSpans],
     placement: Placement,
 ) -> float:
-    """Add the wait of ``rank`` for communication task ``number``; returns when the wait ends."""
+    """Add the wait of ``rank`` for communication task ``number``; return when the wait ends."""
     task, senders = timeline.tasks.what[number], timeline.tasks.before[number]
     ready_s = [timeline.end_s[sender] for sender in senders]
     end_s = max(start_s, timeline.end_s[number])
@@ -64,17 +64,17 @@ def _add_wait(
 
 
 def _ends(task: Task, placement: Placement) -> tuple[int, int]:
-    """Source and target rank of a message."""
+    """Return the source and target rank of a message."""
     return placement.rank(task.stage, task.shard), placement.rank(task.peer, task.shard)
 
 
 def predicted_spans(
     timeline: Timeline, num_steps: Sequence[int], placement: Placement
 ) -> tuple[Span, ...]:
-    """Spans by rank: its own work and waits, then its lanes.
+    """Return spans by rank: own work and waits first, then communication in lanes.
 
-    ``timeline`` is of ``program_tasks``, ``num_steps`` of each stage. A message is in a lane of the
-    rank that sends it, a collective in a lane of every shard that takes part.
+    ``timeline`` is of ``program_tasks``, ``num_steps`` of each stage. A message is in a lane of its
+    sender, a collective in a lane of every shard that takes part.
     """
     tasks = timeline.tasks
     critical = {step.task for step in timeline.critical_path()}
@@ -118,7 +118,7 @@ def predicted_spans(
 
 
 def _lanes(task: Task, rank: int, placement: Placement) -> Iterator[tuple[int, int, str]]:
-    """Rank, peer and lane of each span of a task."""
+    """Yield rank, peer and lane of each span of a task."""
     if rank < placement.num_ranks:
         yield rank, -1, ""
     elif task.kind.startswith("SEND_"):

@@ -1,9 +1,9 @@
 """Profile of a machine: times of a model's ops and of links, measured or written by hand.
 
-Ops of one kind (like names and numbers) take the same time, so a profile of a few layers serves any
-depth, any cut into stages, and any other graph with as many classes. An op has two parts, which lie
-in two steps of its stage: before its rows are pushed, and after they were aggregated; a row-wise op
-has only the second. Times are affine in the rows of a chunk, the edges into them and their stored
+Ops of one kind (``op_kind``) take the same time, so a profile of a few layers serves for any depth,
+any cut into stages, and any other graph with as many classes. An op has two parts, in two steps of
+its stage: before its rows are pushed, and after the rows were aggregated. A row-wise op has only
+the second part. Times are affine in the rows of a chunk, the edges into these rows and their stored
 features.
 """
 
@@ -59,11 +59,11 @@ class OpTimes:
     """Times of the ops of one kind."""
 
     forward_before: Affine
-    """Until its rows are pushed; per pushed row."""
+    """The part before the push; per pushed row."""
     forward_after: Affine
     """The sparse product and the rest of the op."""
     backward_before: Affine
-    """Gradients over the edges (all of the time per edge), and of ``forward_before``."""
+    """Transposed aggregation (all of the time per edge), and the backward of ``forward_before``."""
     backward_after: Affine
     finish: Affine
     """Gradient of the weight that multiplies the features, once per epoch; per row and entry of the
@@ -86,12 +86,12 @@ class ComputeTimes:
     ops: Mapping[str, OpTimes]
     """Times by ``op_kind``."""
     begin: Affine
-    """Once per epoch outside of all steps, for each history table; rows are cleared numbers, edges
-    are numbers of dropout masks."""
+    """Work before the first action of an epoch, for each history table; ``rows`` counts cleared
+    numbers, ``edges`` numbers of dropout masks."""
     update: Affine
-    """The optimizer's step for each op; rows are weights."""
+    """The optimizer's step for each op; ``rows`` counts weights."""
     boundary_per_number_s: float
-    """Reading a number of a table for another shard, or adding one that arrived."""
+    """Reading a number of a boundary row for another shard, or adding a number that arrived."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,11 @@ class LinkTimes:
     relative_error: float
     """Error of the fit; 0 by hand."""
     busy: Affine = Affine()
-    """Processor time that a message takes from computing, at each end; rows are bytes."""
+    """Processor time of a message at each end, during which the rank does not compute; ``rows``
+    counts bytes."""
 
     def time_s(self, size_bytes: float, messages: int = 1) -> float:
-        """Seconds of consecutive messages with ``size_bytes`` in total."""
+        """Return the seconds of consecutive messages with ``size_bytes`` in total."""
         return self.latency_s * messages + size_bytes / self.bandwidth_bytes_per_s
 
 
@@ -147,21 +148,21 @@ class Profile:
             raise InputError(f"profile: compute.ranks {counts}; must ascend from at least 1")
         for name in ("message", "exchange", "gradient_sum"):
             link: LinkTimes | None = getattr(self, name)
-            # Times stay finite.
+            # So that times stay finite.
             if link is not None and link.bandwidth_bytes_per_s < 0.1:
                 raise InputError(f"profile: {name}.bandwidth_bytes_per_s: must be at least 0.1")
 
     def compute_of(self, ranks: int) -> ComputeTimes:
-        """Times of the nearest number of ranks that was measured."""
+        """Return the times that were measured with the nearest number of ranks."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
 
     def to_json(self) -> str:
-        """The profile as JSON with a version."""
+        """Return the profile as JSON with a format version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Profile from the text of ``to_json``; ``InputError`` names the wrong field."""
+        """Read a profile from the text of ``to_json``; ``InputError`` names the wrong field."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -179,7 +180,7 @@ class Profile:
 
 
 def op_kind(op: Op) -> str:
-    """Kind of an op; ops of one kind take the same time for the same rows and edges.
+    """Return the kind of an op; ops of one kind take the same time for the same rows and edges.
 
     >>> op_kind(Op("gcn3", ("gcn2.x",), {"gcn3.x": 16}, 272, 512, push_width=16))
     'gcn, push 16, out 16, flops 512 a row'
@@ -199,10 +200,10 @@ def op_kind(op: Op) -> str:
 
 
 def _read_dataclass(kind: type[T], data: Any, where: str) -> T:
-    """``data`` from JSON as a ``kind``; ``InputError`` names the field that is missing or wrong.
+    """Return JSON ``data`` as a dataclass; ``InputError`` names the field that is missing or wrong.
 
-    Fields may be text, bool, int and float from 0 to ``MAX_NUMBER``, other dataclasses, tuples and
-    mappings from text of these, and any of them or None.
+    Types of fields: str, bool; int and float from 0 to ``MAX_NUMBER``; dataclasses; tuples and
+    mappings (with str keys) of these types; and any of these types or None.
     """
     if not isinstance(data, dict):
         raise InputError(f"{where}: must be an object, not {_short(data)}")

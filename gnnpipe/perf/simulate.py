@@ -1,10 +1,11 @@
 """List scheduling: starts each task on its resource as soon as its dependencies have ended.
 
-Tasks are served in the order in which they become ready, so a link serves first come, first served.
-A device keeps the order of its tasks, as an executor does. If all resources do (links between two
-ranks do: one rank uses them, in the order of its program), a start is a maximum of ends: a faster
-task delays no other, and the makespan is the longest path through dependencies and resources. On a
-link that several ranks share, the order may depend on durations, and this does not hold.
+A link serves its tasks first come, first served. A device runs its tasks in the order of the
+program, as an executor does. A link from one rank to one other rank also sees its messages in the
+order of the program. If all resources have such a fixed order, every start is a maximum of ends: a
+faster task delays no other task, and the makespan is the longest path through dependencies and
+resources. On a link that several ranks share, the order may depend on the durations, and this does
+not hold.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ class Timeline:
         return max(self.end_s, default=0.0)
 
     def busy_s(self) -> list[float]:
-        """Busy time by resource."""
+        """Return the busy time of each resource."""
         busy = [0.0] * len(self.tasks.resources)
         for resource, duration in zip(self.tasks.resource, self.tasks.duration_s, strict=True):
             busy[resource] += duration
         return busy
 
     def bubble_s(self) -> list[float]:
-        """Idle time by resource."""
+        """Return the idle time of each resource."""
         return [self.makespan_s - busy for busy in self.busy_s()]
 
     def critical_path(self) -> list[CriticalTask]:
-        """Tasks from the start to the end of the makespan, with no gap between them.
+        """Return tasks from the start to the end of the epoch without a gap between two tasks.
 
-        Their durations add up to the makespan. One path of several, if there are several.
+        Their durations add up to the makespan. If there are several such paths, one is returned.
         """
         path: list[CriticalTask] = []
         task = self.end_s.index(self.makespan_s) if self.end_s else -1
@@ -88,7 +89,7 @@ class Timeline:
 
 @collector_paused()
 def simulate(tasks: Tasks) -> Timeline:
-    """Timeline of all tasks, in O(n log(ready tasks)); ``ValueError`` names a task in a cycle."""
+    """Schedule all tasks, in O(n log(ready tasks)); ``ValueError`` names a task in a cycle."""
     resource, duration = tasks.resource, tasks.duration_s
     after, missing, is_next = _followers(tasks)
     count = len(tasks)
@@ -126,7 +127,7 @@ def simulate(tasks: Tasks) -> Timeline:
 
 
 def _followers(tasks: Tasks) -> tuple[list[list[int]], list[int], list[int]]:
-    """Dependents, number of dependencies and successor on an ordered resource, by task.
+    """Return dependents, number of dependencies and successor on an ordered resource, by task.
 
     The predecessor on an ordered resource counts as one more dependency.
     """

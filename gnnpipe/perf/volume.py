@@ -1,6 +1,6 @@
 """Closed forms of the bytes that an epoch sends (docs/explanation/bytes.md).
 
-Reports show them next to the bytes that were counted; the two must be equal.
+Reports show the closed form next to the bytes that were counted; the two must be equal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class CommVolume:
 
     @property
     def total(self) -> int:
-        """All four."""
+        """The sum over all axes."""
         return self.pipeline + self.graph + self.gradient + self.control
 
     def to_dict(self) -> dict[str, int]:
-        """Bytes by axis and in total, as in result.json."""
+        """Return the bytes by axis and in total, as in result.json."""
         return {**asdict(self), "total": self.total}
 
 
@@ -44,22 +44,29 @@ def closed_form_volume(
     row_bytes: int,
     probes: Mapping[str, int],
 ) -> CommVolume:
-    """Bytes of an epoch's forward and backward over all ranks.
+    """Return the bytes that all ranks together send in the forward and backward of an epoch.
 
-    ``num_vertices`` N, ``crossings`` M = (vertex, other shard that reads it) pairs and ``probes`` P
-    by type of vertex ('' if there is only one); a number of a row takes ``row_bytes``, of a weight
-    ``number_bytes``. Numbers by axis:
+    By axis, in numbers:
 
-    - pipeline: 2 N x the widths of all transfers; 2 (S-1) N H if one value of width H crosses each
-      boundary;
-    - graph: 2 M x the widths of all pushes, 2 L M H for L of width H; for a mean over all vertices
-      2 K sums of its width, in float64;
-    - gradient: a sum of the weights;
-    - control, with probes: 2 P x the widths of all transfers (``probe_rows_bytes``: once with the
-      old and once with the new weights), and a sum of ``fit_numbers`` of every forecast
+    - pipeline: 2 N x the total width of all transfers; 2 (S-1) N H if one value of width H crosses
+      each boundary;
+    - graph: 2 M x the total width of all pushes, 2 L M H for L pushes of width H; for a mean over
+      all vertices 2 K sums of its width, in float64;
+    - gradient: one sum over the shards of all weight gradients;
+    - control, with probes: 2 P x the total width of all transfers (``probe_rows_bytes``: once with
+      the old and once with the new weights), and a sum of ``fit_numbers`` for every forecast
       aggregation, in float64.
 
-    A sum of n numbers over G shards takes 2 (G-1) n (``collectives.OrderedSum``).
+    The plan's collectives determine the bytes of a sum and of a push (``plan.collectives``).
+
+    Args:
+        plan: The plan.
+        model: The ops.
+        num_vertices: N by vertex type ('' in a graph of one type).
+        crossings: M by vertex type, the number of pairs (vertex, other shard that reads it).
+        number_bytes: Bytes of a number of a weight.
+        row_bytes: Bytes of a number of a row.
+        probes: P by vertex type, the number of probe vertices.
     """
     sent = _widths_sent(plan)
     pushed = sum(
@@ -79,12 +86,12 @@ def closed_form_volume(
 
 
 def probe_rows_bytes(plan: Plan, probes: Mapping[str, int], row_bytes: int) -> int:
-    """Bytes of P ``probes`` (by type) from stage to stage once: P x the widths of all transfers."""
+    """Return the bytes of one pass of P ``probes`` (by type): P x the width of all transfers."""
     return sum(probes[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
 
 
 def _widths_sent(plan: Plan) -> Counter[str]:
-    """Total width of all transfers by type of vertex."""
+    """Return the total width of all transfers by vertex type."""
     sent: Counter[str] = Counter()
     for transfer in plan.transfers:
         for value, width in transfer.widths.items():
@@ -93,9 +100,9 @@ def _widths_sent(plan: Plan) -> Counter[str]:
 
 
 def fit_numbers(op: Op) -> int:
-    """Sums over the probe rows that the map of an aggregation is fitted to.
+    """Return the count of numbers that are summed over the shards to fit one aggregation's map.
 
-    An affine map on rows of width F takes F (F + 1) / 2 + F F + 2 F + 2, a shift for a mean F + 2.
+    An affine map of rows of width F takes F (F + 1) / 2 + F F + 2 F + 2, a shift for a mean F + 2.
     """
     width = op.push_width
     if op.is_mean:

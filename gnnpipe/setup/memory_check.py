@@ -36,7 +36,9 @@ def check_memory(prepared: Prepared, mesh: Mesh) -> None:
         capacity_bytes = memory_bytes()
     needed_bytes = sum(least_memory_bytes(prepared, mesh.placement.stage(rank)) for rank in here)
     if needed_bytes > capacity_bytes:
-        ranks = f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks take"
+        ranks = (
+            f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks together take"
+        )
         where = "GPU" if mesh.device.type == "cuda" else "machine"
         error = InputError(
             f"model {prepared.model.size_text}: {ranks} at least {human_bytes(needed_bytes)}, and "
