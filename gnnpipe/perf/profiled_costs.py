@@ -1,7 +1,7 @@
 """Costs of a plan from a profile and the sizes of its chunks.
 
-Bytes are counted, not estimated: over all ranks they equal ``closed_form_volume``. Times are those
-of the profile with as many ranks at once as the plan has, at the speed of each rank's device.
+Bytes are counted, not estimated: over all ranks they equal ``closed_form_volume``. Compute times
+are those of the profile for as many ranks at once, divided by the speed of each rank's device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUM_BYTES = 8
 
 
 class ProfiledCosts:
-    """Costs by a profile, on its own links and devices or on those of a cluster."""
+    """Costs from a profile, for the profiled devices and links or for those of a cluster."""
 
     def __init__(
         self,
@@ -45,9 +45,20 @@ class ProfiledCosts:
         ranks_at_once: int,
         cluster: Cluster | None = None,
     ) -> None:
-        """``row_bytes`` for a number of a row in a message, ``number_bytes`` for a weight;
-        ``ranks_at_once``: ranks of one machine. Ranks use the first devices of ``cluster``.
-        ``InputError`` if the profile lacks an op or a link that the plan needs.
+        """Prepare the costs of one plan.
+
+        Args:
+            profile: Times of ops and links.
+            plan: The plan.
+            model: The ops.
+            sizes: Sizes of the chunks.
+            number_bytes: Bytes of a number of a weight.
+            row_bytes: Bytes of a number of a row in a message.
+            ranks_at_once: Ranks that compute at once on one machine.
+            cluster: Devices by rank, and links; ``None``: those of the profile.
+
+        Raises:
+            InputError: The profile lacks an op or a link that the plan needs.
         """
         self.plan, self.model, self.sizes = plan, model, sizes
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
@@ -72,11 +83,13 @@ class ProfiledCosts:
         kind, known = op_kind(op), self._compute.ops
         if kind not in known:
             advice = (
-                "take one with the dataset of the run and what it says of the model (--model, "
-                "--hidden, --heads), and with --layers 3 at least"
+                "take one with the dataset and the model flags of the run (--model, --hidden, "
+                "--heads), and with --layers 3 at least"
             )
             if self.model.unit == "op":
-                advice = "leave it out: a run of your own model takes a short one by itself"
+                advice = (
+                    "leave --profile out: a run of your own model then measures a short profile"
+                )
             raise InputError(
                 f"--profile: has no {self.model.unit} like {op.name} ({kind}), "
                 f"{_nearest(kind, known)}; {advice}"
@@ -93,26 +106,26 @@ class ProfiledCosts:
         return found
 
     def _slowdown(self, stage: int, shard: int) -> float:
-        """Factor on the compute times of a rank."""
+        """Return the factor on the compute times of a rank."""
         if self._cluster is None:
             return 1.0
         return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
 
     def begin_s(self, stage: int, shard: int) -> float:
-        """Clear tables, take snapshots, draw masks."""
+        """Return the time to clear tables, take snapshots and draw masks."""
         begin, work = self._compute.begin, self.sizes.begin_work(self._stage_ops(stage), shard)
         per_row, per_edge = begin.per_row_s * work.rows, begin.per_edge_s * work.edges
         return (begin.base_s * work.times + per_row + per_edge) * self._slowdown(stage, shard)
 
     def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
-        """One step of one chunk; reading and adding rows for other shards is part of it."""
+        """Return the time of a step, with reading and adding rows for other shards."""
         key = way, stage, step
         if key not in self._steps:
             self._steps[key] = self._step_times(*key)
         return float(self._steps[key][shard, chunk]) * self._slowdown(stage, shard)
 
     def _step_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
-        """[G, K] seconds."""
+        """Return the seconds of a step, [G, K]."""
         total = np.zeros((self.plan.shards, self.plan.chunks))
         for part in self._parts[stage][step]:
             op, costs = self.model.ops[part.op], self._part_times(way, part)
@@ -125,7 +138,7 @@ class ProfiledCosts:
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
     def _busy_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
-        """[G, K] seconds that processors spend on messages and exchanges during the step."""
+        """Return the processor seconds of messages and exchanges during a step, [G, K]."""
         plan, total = self.plan, np.zeros((self.plan.shards, self.plan.chunks))
         last = len(self._parts[stage]) - 1
         first_step, last_step = (0, last) if way == "F" else (last, 0)
@@ -151,7 +164,7 @@ class ProfiledCosts:
         return found
 
     def finish_s(self, stage: int, shard: int) -> float:
-        """Gradients of the weights of ops that read features."""
+        """Return the time of the weight gradients of ops that read features."""
         total = 0.0
         for op, times in self._stage_times(stage):
             if op.reads_features:
@@ -160,7 +173,7 @@ class ProfiledCosts:
         return total * self._slowdown(stage, shard)
 
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
-        """The part of the step that grows with its edges; edges of halo rows are few."""
+        """Return the part of the step that grows with the edges; edges of halo rows are few."""
         total = sum(
             self._part_times("B", part).per_edge_s
             * float(self.sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
@@ -170,7 +183,7 @@ class ProfiledCosts:
         return total * self._slowdown(stage, shard)
 
     def probe_s(self, kind: str, stage: int, shard: int) -> float:
-        """FORECAST, CARRY or RECALL."""
+        """Return the time of FORECAST, CARRY or RECALL."""
         total = 0.0
         for op, times in self._stage_times(stage):
             probes = float(self.sizes.probes[op.vertex_type][shard])
@@ -183,18 +196,18 @@ class ProfiledCosts:
         return total * self._slowdown(stage, shard)
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
-        """Sums of each aggregation that is forecast."""
+        """Return the bytes of the sum of each aggregation that is forecast."""
         return [fit_numbers(op) * SUM_BYTES for op in self._stage_ops(stage) if op.is_forecast]
 
     def update_s(self, stage: int, shard: int) -> float:
-        """The optimizer's step."""
+        """Return the time of the optimizer's step."""
         ops, update = self._stage_ops(stage), self._compute.update
         weights = sum(op.num_parameters for op in ops)
         total = update.base_s * len(ops) + update.per_row_s * weights
         return total * self._slowdown(stage, shard)
 
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
-        """Rows of a chunk times the widths of the values."""
+        """Return the rows of a chunk times the widths of the values, in bytes."""
         ends = (source, target) if way == "F" else (target, source)
         if chunk not in PROBE_POSITIONS:
             return int(self._bytes_between(*ends)[shard, chunk])
@@ -205,7 +218,7 @@ class ProfiledCosts:
         )
 
     def _bytes_between(self, source: int, target: int) -> npt.NDArray[np.int64]:
-        """[G, K] bytes of each chunk's message forward; backward as many."""
+        """Return the bytes of each chunk's message, [G, K]; forward and backward are equal."""
         ends = source, target
         if ends not in self._messages:
             total = np.zeros((self.plan.shards, self.plan.chunks), dtype=np.int64)
@@ -221,7 +234,7 @@ class ProfiledCosts:
         return any(not op.is_mean for op in self._pushing(stage, step))
 
     def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
-        """Boundary rows forward, gradients of halo rows backward."""
+        """Return the bytes of boundary rows (forward) or of gradients of halo rows (backward)."""
         rows = self.sizes.boundary if way == "F" else self.sizes.halo
         return sum(
             int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
@@ -230,50 +243,53 @@ class ProfiledCosts:
         )
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
-        """Sums of each mean that the step pushes for."""
+        """Return the bytes of the sum of each mean that the step pushes for."""
         return [op.push_width * SUM_BYTES for op in self._pushing(stage, step) if op.is_mean]
 
     def _pushing(self, stage: int, step: int) -> list[Op]:
-        """Ops that push at the end of the step, in order."""
+        """Return the ops that push at the end of a step, in order."""
         parts = self._parts[stage][step]
         return [self.model.ops[part.op] for part in parts if part.side == "before"]
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
-        """Weights of the stage whose gradients are complete after these steps."""
+        """Return the bytes of the weight gradients that are complete after these steps."""
         complete = op_gradient_steps(self.model, self.plan.stages[stage].ops)
         ops = zip(self._stage_ops(stage), complete, strict=True)
         numbers = sum(op.num_parameters for op, step in ops if step in range(*steps))
         return numbers * self._number_bytes
 
     def message_s(self, source: int, target: int, size_bytes: int) -> float:
-        """Latency and bytes at the link's bandwidth."""
+        """Return latency plus bytes over bandwidth."""
         if self._cluster is not None:
             link = self._cluster.between(source, target)
             return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
         return self._link("message").time_s(size_bytes)
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
-        """Time of the shard that sends most; in a cluster, over the slowest pair of shards."""
+        """Return the time of the shard that sends most; in a cluster, over the slowest link."""
         use = self.plan.collectives.rows.link_use(self.plan.shards, max(sizes_bytes))
         is_measured = self._profile.collectives.row_exchange == self.plan.collectives.row_exchange
         return self._collective_s(stage, use, "exchange" if is_measured else None)
 
     def all_reduce_s(self, stage: int, size_bytes: int) -> float:
-        """Time of the plan's sum over the shards; in a cluster, over the slowest pair of shards."""
+        """Return the time of the plan's sum over shards; in a cluster, over the slowest link."""
         use = self.plan.collectives.sum.link_use(self.plan.shards, size_bytes)
         is_measured = self._profile.collectives.shard_sum == self.plan.collectives.shard_sum
         return self._collective_s(stage, use, "gradient_sum" if is_measured else None)
 
     def all_reduce_bytes(self, size_bytes: int) -> int:
-        """Bytes of the plan's sum over the shards."""
+        """Return the bytes of the plan's sum over the shards."""
         return self.plan.collectives.sum.sent_bytes(self.plan.shards, size_bytes)
 
     def all_reduce_phases(self) -> int:
-        """Phases of the plan's sum over the shards."""
+        """Return the number of phases of the plan's sum over the shards."""
         return self.plan.collectives.sum.phases
 
     def _collective_s(self, stage: int, use: LinkUse, measured: str | None) -> float:
-        """Seconds of a collective; one that the profile has not measured goes by its messages."""
+        """Return the seconds of a collective.
+
+        ``measured``: its times in the profile; ``None``: estimated from the times of messages.
+        """
         cluster = self._cluster
         if cluster is None:
             link = self._link(measured or ("message" if self._profile.message else "exchange"))
@@ -286,7 +302,7 @@ class ProfiledCosts:
         )
 
     def sync_s(self) -> float:
-        """Sums by pairs of ranks, then by pairs of pairs, and back: the latency of each message."""
+        """Return the latency of a tree all-reduce: 2 ceil(log2(ranks)) consecutive messages."""
         if self._cluster is not None:
             links = [self._cluster.link, *self._cluster.pairs.values()]
             latency_s = max(link.latency_s for link in links)
@@ -295,11 +311,11 @@ class ProfiledCosts:
         return 2 * math.ceil(math.log2(self.plan.num_ranks)) * latency_s
 
     def link(self, source: int, target: int) -> str:
-        """A link for every pair of ranks and direction."""
+        """Return a link for every pair of ranks and direction."""
         return f"link {source} to {target}"
 
     def group(self, stage: int) -> str:
-        """A link for every stage."""
+        """Return a link for every stage."""
         return f"shards of stage {stage}"
 
     def _stage_ops(self, stage: int) -> list[Op]:
@@ -310,7 +326,7 @@ class ProfiledCosts:
 
 
 def _nearest(kind: str, known: Collection[str]) -> str:
-    """The known kind of op that has most in common with ``kind``, and its differences."""
+    """Return the differences of ``kind`` to the most similar known kind of op, as text."""
     wanted = kind.split(", ")
 
     def differences(other: str) -> int:

@@ -1,7 +1,8 @@
 """Splits an epoch's time into compute, communication and waiting, from the times each rank records.
 
-A rank only knows how long it waited; whether the other rank was late or the link was slow shows in
-the other rank's times. So the times are plain data, gathered once and split here:
+A rank only knows how long it waited. Whether the other rank was late or the link was slow can be
+seen from the times of the other rank. So the times of all ranks are gathered as plain data and
+split here:
 
 - a wait for a message is bubble up to the moment the message was sent, and exposed communication
   afterwards;
@@ -11,7 +12,7 @@ the other rank's times. So the times are plain data, gathered once and split her
   is imbalance, and waiting for other stages is bubble;
 - everything else is compute, so the four add up to the epoch.
 
-Communication under compute is hidden; it is part of no other figure.
+Communication that overlaps with compute is hidden, and part of none of the four.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of the shards of a stage; all of them have the same list of collectives."""
+    """A collective of the shards of a stage; all shards record the same list of collectives."""
 
     start_s: float
     wait_start_s: float
@@ -81,11 +82,11 @@ class EpochSpans:
     step_sync: Collective | None = None
     """All-reduce over all ranks before the optimizer's step; None with a single rank."""
     is_exact: bool = False
-    """Whether the epoch ran layer by layer."""
+    """Whether the epoch had no stale read."""
 
     @property
     def before_sync_s(self) -> float:
-        """When the rank has reached the all-reduce before the step."""
+        """When the rank reached the all-reduce before the optimizer's step."""
         return self.actions_end_s if self.step_sync is None else self.step_sync.wait_start_s
 
     def shifted(self, offset_s: float) -> EpochSpans:
@@ -134,7 +135,7 @@ class TimeShares:
 def time_shares(
     ranks: Sequence[EpochSpans], placement: Placement, link_bytes_per_s: Sequence[float]
 ) -> list[TimeShares]:
-    """Shares by rank; all times on one clock.
+    """Return the shares of each rank; all times must be on one clock.
 
     ``link_bytes_per_s``: receive bandwidth of each rank.
     """

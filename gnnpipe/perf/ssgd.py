@@ -1,14 +1,14 @@
 """DAG model of synchronous SGD (arXiv 1805.03812), as tasks for the same simulator.
 
-N devices hold the same model, and each has its own samples: read, copy to the device, forward layer
-by layer, backward from the last layer, all-reduce of each layer's gradients, update. Three
-variants: naive, where each task waits for the one before; input overlap, where the next samples are
-read meanwhile; wait-free backward, where in addition a layer's gradients are reduced while earlier
-layers still compute.
+N devices hold the same model, and each has its own samples. The tasks of an iteration are: read,
+copy to the device, forward layer by layer, backward from the last layer, all-reduce of each layer's
+gradients, update. There are three variants. Naive: each task waits for the task before. Input
+overlap: the next samples are read meanwhile. Wait-free backward: in addition, a layer's gradients
+are reduced while earlier layers still compute.
 
 The closed forms are derived from the order of the tasks alone. The cost of an all-reduce over n
-devices of M bytes is the paper's, 2 n alpha + 2 (n-1)/n M beta + (n-1)/n M gamma: a ring of 2 (n-1)
-steps and its start-up, M/n bytes a step, each added once.
+devices of M bytes is that of the paper, 2 n alpha + 2 (n-1)/n M beta + (n-1)/n M gamma: a ring of
+2 (n-1) steps of M/n bytes and its start-up; every byte is added once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class AllReduce:
     """Cost of an all-reduce over n devices."""
 
     latency_s: float
-    """alpha, of a message."""
+    """alpha, the latency of a message."""
     bandwidth_bytes_per_s: float
     """1 / beta."""
     add_bytes_per_s: float
     """1 / gamma."""
 
     def time_s(self, devices: int, size_bytes: int) -> float:
-        """Seconds of an all-reduce of ``size_bytes``; 0 on a single device."""
+        """Return the seconds of an all-reduce of ``size_bytes``; 0 on a single device."""
         if devices == 1:
             return 0.0
         n, share = devices, (devices - 1) / devices
@@ -65,7 +65,7 @@ class Training:
 
 
 def iteration_s(training: Training, variant: str, devices: int) -> float:
-    """Closed form of the seconds between the ends of two iterations in the steady state.
+    """Return the seconds between the ends of two iterations in the steady state, in closed form.
 
     Naive: read + copy + forward + backward + all-reduces + update. Input overlap: the input of the
     next iteration or the rest of this one, whichever takes longer. Wait-free backward: the same,
@@ -90,7 +90,7 @@ def iteration_s(training: Training, variant: str, devices: int) -> float:
 
 @collector_paused()
 def ssgd_tasks(training: Training, variant: str, devices: int, iterations: int) -> Tasks:
-    """Tasks of some iterations on N equal devices.
+    """Return the tasks of some iterations on N equal devices.
 
     ``shard`` is the device, ``position`` the iteration, ``step`` the layer. The next samples may
     wait while the current ones are computed. All devices share one link, which serves the

@@ -21,7 +21,7 @@ class Task(NamedTuple):
     On a link: SEND_F and SEND_B (stage to stage), EXCHANGE_F and EXCHANGE_B (among the shards of a
     stage), REDUCE_FIT (sums that FORECAST is fitted to), REDUCE_MEAN (a mean over all vertices, or
     its gradient), REDUCE_GRAD, SYNC (all-reduce of a few numbers over all ranks, position 0 before
-    the optimizer's step and 1 after it). Outside of programs also READ and COPY (input).
+    the optimizer's step and 1 after). In the S-SGD model also READ and COPY (input).
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Tasks:
         return len(self.what)
 
     def open(self, name: str, in_order: bool) -> int:
-        """Number of the resource of that name, created on first use."""
+        """Return the number of the resource of that name, created on first use."""
         if name not in self._number:
             self._number[name] = len(self.resources)
             self.resources.append(Resource(name, in_order))
@@ -75,7 +75,7 @@ class Tasks:
     def add(
         self, what: Task, resource: int, duration_s: float, before: tuple[int, ...] = ()
     ) -> int:
-        """Add a task; returns its number."""
+        """Add a task; return its number."""
         self.what.append(what)
         self.resource.append(resource)
         self.duration_s.append(duration_s)

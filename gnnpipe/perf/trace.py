@@ -2,9 +2,9 @@
 
 One JSON object. ``traceEvents`` has a complete event (``ph`` X, ``ts`` and ``dur`` in microseconds)
 for every span: process 1 is measured, process 2 predicted; ``cat`` is the span's kind and ``args``
-has the other fields of a ``Span``. Viewers treat process and thread 0 as the system's idle ones, so
-both count from 1: thread rank + 1 is the rank's own work. Transfers are in lanes, each a thread of
-its own, because viewers nest the spans of one thread.
+has the other fields of a ``Span``. Viewers treat process 0 and thread 0 as idle, so both count from
+1: thread rank + 1 is the rank's own work. Transfers are in lanes, each a separate thread, because
+viewers nest the spans of one thread.
 
 Source: the Trace Event Format (Chromium project), complete and metadata events.
 """
@@ -138,7 +138,7 @@ def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Timelines of a file; ``InputError`` names the event and its fault."""
+    """Read the timelines of a file; ``InputError`` names the event and its fault."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

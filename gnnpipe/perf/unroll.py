@@ -1,18 +1,18 @@
 """Unrolls a program into the tasks that the executor would run.
 
-One task on the device of each rank for every F or B (for every step of it if there are shards,
-because rows are exchanged between steps), and one on a link for every message and collective. The
-rules are those of ``runtime.executor``:
+Every F or B is a task on the device of each rank (with several shards, every step is a task,
+because rows are exchanged between steps). Every message and collective is a task on a link. The
+rules follow ``runtime.executor``:
 
-- a message travels once it is sent AND its receive is posted (a gloo send only completes then);
-  only the first step that reads it waits for it;
+- a message starts once it is sent AND its receive is posted (a gloo send only completes then);
+  only the first step that reads the message waits for it;
 - the exchange of boundary rows starts after the step that pushed them; the next step that reads the
-  table waits for it. The exchange of halo gradients starts before the product for the own rows and
-  is waited for after it. If the next backward action is the same single step of another chunk, its
-  exchange starts before this step's autograd;
+  table waits for the exchange. The exchange of halo gradients starts before the product for the own
+  rows and is waited for after the product. If the next backward action is the same single step of
+  another chunk, its exchange starts before this step's autograd;
 - sums over the shards for forecasts and means are waited for at once. Sums of gradients have phases
   (``collectives.ShardSum``): the next one starts where the next bucket starts, or before the step;
-- all ranks wait for one another before the step (norm of the gradients) and after it (loss).
+- all ranks wait for one another before the optimizer's step (norm of the gradients) and after (loss).
 
 Sends and receives take no time on a device.
 """
@@ -40,12 +40,16 @@ class BucketTasks:
         add: Callable[[int, int, tuple[int, ...]], int],
         wait: Callable[..., None],
     ) -> None:
-        """``add`` adds the task of one phase: bytes, step, dependencies; ``wait`` makes the shards
-        wait for tasks.
+        """Prepare the sums.
+
+        Args:
+            phases: Phases of a sum.
+            add: Adds the task of one phase; arguments: bytes, step, dependencies.
+            wait: Makes the shards wait for tasks.
         """
         self._phases, self._add, self._wait = phases, add, wait
         self._under_way: list[tuple[int, int, int, int]] = []
-        """Task, bytes, step and phases to come of every bucket."""
+        """Current task, bytes, step and number of remaining phases of every bucket."""
 
     def begin(self, size: int, step: int) -> None:
         """Start the first phase of a bucket, if the bucket has weights."""
@@ -61,7 +65,7 @@ class BucketTasks:
         self._under_way.clear()
 
     def _proceed(self) -> None:
-        """Wait for the phase of every bucket that has another one, and start that."""
+        """Start the next phase of every bucket that has one, after its current phase."""
         for place, (task, size, step, phases) in enumerate(self._under_way):
             if phases:
                 self._wait(task)
@@ -73,10 +77,10 @@ class BucketTasks:
 def program_tasks(
     program: Program, costs: Costs, order: Sequence[int] | None = None, overlap: bool = True
 ) -> Tasks:
-    """Tasks of one epoch; ``order[position]`` is the chunk at a position (default: the position).
+    """Return the tasks of one epoch; ``order[position]`` is the chunk (default: the position).
 
-    Without ``overlap`` a rank waits for everything that it sends, and receives are always posted.
-    Devices are resources 0 .. ranks - 1, by rank.
+    Without ``overlap`` a rank waits for all that it sends, and receives are always posted. The
+    devices are resources 0 to ranks - 1, by rank.
     """
     order = range(program.chunks) if order is None else order
     tasks = Tasks()
@@ -104,8 +108,9 @@ class _StageTasks:
         syncs: list[int],
         stage: int,
     ) -> None:
-        """``messages`` by (way, source, target, position) and ``syncs`` by position are shared by
-        all stages.
+        """``messages``, by (way, source, target, position), and ``syncs``, by position, are shared.
+
+        All stages add to these two and read from them.
         """
         self.program, self.costs, self.order, self.overlap = program, costs, order, overlap
         self.tasks, self.stage = tasks, stage
@@ -238,7 +243,7 @@ class _StageTasks:
                 self._sum_means(action.position, step - 1)
 
     def _exchange(self, way: str, position: int, step: int) -> list[int]:
-        """The task, unless the step pushes for means alone."""
+        """Add and return the exchange of a step; nothing if the step pushes only for means."""
         if not self.costs.has_exchange(self.stage, step):
             return []
         chunk = self.order[position]
@@ -287,7 +292,7 @@ class _StageTasks:
             place = self.tasks.open("all ranks", in_order=False)
             self.syncs.append(self.tasks.add(what, place, self.costs.sync_s()))
         task = self.syncs[position]
-        # Gradient sums end before it.
+        # Gradient sums end before the all-reduce starts.
         pending = dict.fromkeys(other for waits in self._waits for other in waits)
         self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)
         self._wait(task)
@@ -315,7 +320,7 @@ class _StageTasks:
                 waits.append(task)
 
     def _message(self, way: str, source: int, target: int, position: int) -> list[int]:
-        """Tasks of a message by shard, added when its first end is seen."""
+        """Return the tasks of a message by shard; the first of its send and receive adds them."""
         key = way, source, target, position
         if key not in self.messages:
             chunk = self.order[position] if position >= 0 else position

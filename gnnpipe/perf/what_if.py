@@ -1,7 +1,8 @@
-"""Epoch times of the same program on other devices and links.
+"""What-if analysis: epoch times of the same program on other devices and links.
 
-The effect of a large change cannot be read off the critical path, because another path takes over,
-so the epoch is simulated again. More chunks, stages or shards are another program and not covered.
+The effect of a large change cannot be read off the critical path, because another path then becomes
+critical. So the epoch is simulated again. Other numbers of chunks, stages or shards mean another
+program and are not covered.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ LESS = 0.1
 def sensitivity(
     timeline: Timeline, name: Callable[[Task], str] = task_place, most: int = 6
 ) -> dict[str, float]:
-    """Relative change of the epoch (at most 0) if tasks of one name take ``LESS`` less time.
+    """Return the relative change of the epoch time (at most 0) if tasks of a name are shorter.
 
-    For the ``most`` largest names on the critical path; others have no effect.
+    Shorter by ``LESS``; for the ``most`` names with the largest shares of the critical path.
+    Tasks that are not on the critical path have no effect.
     """
     names = [name(task) for task in timeline.tasks.what]
     found = {}
@@ -44,11 +46,11 @@ def sensitivity(
 def what_ifs(
     timeline: Timeline, program: Program, costs: Costs, order: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """Seconds of an epoch by change; ``timeline`` is the unchanged epoch.
+    """Return the seconds of an epoch for each change; ``timeline`` is the unchanged epoch.
 
-    Twice the bandwidth between stages and among shards, the busiest rank half and twice as fast,
-    and nothing overlapped. Changes that a program with one stage, shard or rank has not are left
-    out.
+    The changes: twice the bandwidth between stages, and among shards; the busiest rank half and
+    twice as fast; nothing overlapped. Changes that have no meaning with a single stage, shard or
+    rank are left out.
     """
     placement, ranks = program.placement, program.placement.num_ranks
     tasks = timeline.tasks
@@ -85,7 +87,7 @@ def what_ifs(
 
 
 def _fast_message_s(task: Task, costs: Costs, placement: Placement) -> float | None:
-    """Seconds of a message with twice the bandwidth; None for other tasks."""
+    """Return the seconds of a message with twice the bandwidth; ``None`` for other tasks."""
     if not task.kind.startswith("SEND_"):
         return None
     source, target = (placement.rank(stage, task.shard) for stage in (task.stage, task.peer))
@@ -93,7 +95,7 @@ def _fast_message_s(task: Task, costs: Costs, placement: Placement) -> float | N
 
 
 def _fast_collective_s(task: Task, costs: Costs, placement: Placement) -> float | None:
-    """Seconds of a collective of shards with twice the bandwidth; None for other tasks."""
+    """Return the seconds of a collective with twice the bandwidth; ``None`` for other tasks."""
     kind, _, way = task.kind.partition("_")
     shards = len(placement.stages[task.stage])
     if kind == "EXCHANGE":
