@@ -12,7 +12,8 @@ rules follow ``runtime.executor``:
   another chunk, its exchange starts before this step's autograd;
 - sums over the shards for forecasts and means are waited for at once. Sums of gradients have phases
   (``collectives.ShardSum``): the next one starts where the next bucket starts, or before the step;
-- all ranks wait for one another before the optimizer's step (norm of the gradients) and after (loss).
+- all ranks wait for one another before the optimizer's step (norm of the gradients) and after the
+  step (loss).
 
 Sends and receives take no time on a device.
 """

@@ -1,4 +1,4 @@
-"""Counts rows, edges and features of every chunk, from which costs are computed."""
+"""Counts the rows, edges and features of every chunk, as input of the cost formulas."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
 
 
 def _loss_row_source_edges(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
-    """[G, K], edges into the loss rows of each shard, by the chunk of the source."""
+    """Returns the edges into the loss rows of each shard by the chunk of the source, [G, K]."""
     graph, chunking = prepared.graph, prepared.chunking
     is_into = np.repeat(loss_rows, graph.degrees)
     shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
@@ -84,13 +84,13 @@ def _loss_row_source_edges(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
 
 
 def _by_chunk(values: Numbers, layout: ShardLayout) -> Numbers:
-    """[K], sums over each chunk of values [n] of own rows."""
+    """Returns the sum over each chunk [K] of values [n] of own rows."""
     total = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(np.diff(total[layout.own_ptr]))
 
 
 def feature_entries(graph: Graph, name: str) -> Numbers:
-    """[N], stored numbers of the features of each vertex of a type; 0 for other vertices."""
+    """Returns the stored feature numbers of each vertex of a type, [N]; 0 for other vertices."""
     found = np.zeros(graph.num_vertices, dtype=np.int64)
     if graph.types is None or name in graph.types.features:
         x = graph.features(name)
@@ -101,10 +101,10 @@ def feature_entries(graph: Graph, name: str) -> Numbers:
 
 
 def _stale_rows(prepared: Prepared, name: str, layout: ShardLayout) -> int:
-    """Number of own and halo rows that are read stale, as a mean over all chunk orders.
+    """Returns the number of own and halo rows that are read stale, as a mean over chunk orders.
 
-    A row that m other chunks read is read stale in m of m + 1 orders, that is unless its own chunk
-    comes first.
+    A row that m other chunks read is read stale unless its own chunk is the first of these m + 1
+    chunks: in m of m + 1 orders.
     """
     graph, chunking = prepared.graph, prepared.chunking
     structure = graph.pairs if name == PAIRS else graph

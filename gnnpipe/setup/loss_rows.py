@@ -16,11 +16,11 @@ from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, choose_loss_rows
 __all__ = ["find_loss_rows", "loss_row_mask", "loss_rows_of_shard"]
 
 _MIN_ROWS = 2
-"""Loss rows of a chunk on a shard: a user's model may fail without rows or squeeze a single row."""
+"""Least loss rows of a chunk on a shard: a user's model may fail for 0 rows or squeeze 1 row."""
 
 
 def loss_row_mask(graph: Graph, chunking: Chunking) -> BoolArray:
-    """[N], true for training vertices; filled up to ``_MIN_ROWS`` in every chunk of a shard.
+    """Returns the mask [N] of training vertices, with at least ``_MIN_ROWS`` per chunk and shard.
 
     ``graph`` is in the order of ``chunking``.
     """

@@ -151,14 +151,14 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
 
 
 def _crossing(prepared: Prepared) -> Counts | None:
-    """[N], edges into each vertex from another chunk; ``None`` for an exact program."""
+    """Returns the edges into each vertex from other chunks, [N]; ``None`` if exact."""
     if prepared.program.is_exact:
         return None
     return crossing_degrees(prepared.graph, prepared.chunking)
 
 
 def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
-    """Mean share of the edges into ``rows``, with self-loops, whose sources are read live."""
+    """Returns the mean share of the edges into ``rows``, with self-loops, that are read live."""
     if crossing is None:
         return 0.0
     entries = len(rows) + int(graph.degrees[rows].sum())

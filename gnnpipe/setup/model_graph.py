@@ -28,8 +28,8 @@ PASSING_ROWS = 5
 INCIDENCE_EDGE_BYTES = 8
 """Bytes per edge of attention without messages, which also stores the edges by source."""
 MAX_FEATURE_WIDTHS = 2
-"""Features at most this many times as wide as the pushed rows are aggregated once: the result takes
-no more memory than the rows that a layer keeps until backward."""
+"""Aggregated features are precomputed if the features are at most this many times as wide as the
+pushed rows: the result takes no more memory than the rows that a layer keeps until backward."""
 
 
 def describe(model: Model, graph: Graph) -> ModelGraph:
@@ -126,15 +126,15 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
 
 
 def _handed_on(cut: Cut) -> set[fx.Node]:
-    """Ops whose rows are inputs of a later step, so they are kept until its backward."""
+    """Returns the ops whose values a later step reads, so that they are kept until its backward."""
     found = {value for step in range(cut.num_steps - 1) for value in cut.carried(step)}
     return {value for value in found if not is_mean(value)}
 
 
 def _kept_besides(cut: Cut) -> dict[fx.Node, int]:
-    """Numbers per row that each op keeps besides its value, including its helpers.
+    """Returns the numbers per row that each op and its helpers keep besides the op's value.
 
-    A step runs a helper once, so a helper counts for the first op that needs it.
+    A step runs each helper once, so a helper counts for the first op that needs it.
     """
     facts, found = cut.recording.facts, {}
     for step in range(cut.num_steps):
@@ -149,7 +149,7 @@ def _kept_besides(cut: Cut) -> dict[fx.Node, int]:
 def _kept(
     recording: Recording, call: fx.Node, found: Aggregation | None, waits: bool, beside: int
 ) -> int:
-    """Numbers per row that an op keeps until backward."""
+    """Returns the numbers per row that an op keeps until backward."""
     facts, width = recording.facts[call], recording.facts[call].width
     if found is not None and found.is_mean:
         return 0
@@ -163,7 +163,7 @@ def _kept(
 
 
 def _kept_recomputed(call: fx.Node, found: Aggregation | None, handed_on: int) -> int:
-    """Numbers per row that an op keeps with ``--recompute``: the inputs of a step."""
+    """Returns the numbers per row that an op keeps with ``--recompute``: the inputs of a step."""
     if found is None or is_mean(call):
         return handed_on
     # An unchanged convolution reads the table's rows and returns other rows.

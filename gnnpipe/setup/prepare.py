@@ -245,7 +245,7 @@ def _epoch_bytes(
 
 
 def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
-    """Number of probe vertices by type: ``each`` per column of the type's widest fitted map."""
+    """Returns the number of probes by type: ``each`` per column of the type's widest map."""
     widths = dict.fromkeys(types, 0)
     forecast = [op for op in model.aggregations if op.is_forecast]
     for op in forecast:
