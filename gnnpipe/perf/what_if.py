@@ -1,4 +1,4 @@
-"""What-if analysis: epoch times of the same program on other devices and links.
+"""Epoch times of the same program on other devices and links (what-if analysis).
 
 The effect of a large change cannot be read off the critical path, because another path then becomes
 critical. So the epoch is simulated again. Other numbers of chunks, stages or shards mean another
