@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gnnpipe.collectives.collective import ROW_EXCHANGES, LinkUse, RowExchange, ShardGroup, Transfer
+from gnnpipe.collectives.collective import (
+    ROW_EXCHANGES,
+    CollectiveWork,
+    LinkUse,
+    RowExchange,
+    ShardGroup,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +33,7 @@ class AllToAll(RowExchange):
         receive_counts: Sequence[int],
         send_counts: Sequence[int],
         largest_bytes: int,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         """See ``RowExchange``."""
         return group.all_to_all(out, data, receive_counts, send_counts, largest_bytes)
 

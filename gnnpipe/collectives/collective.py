@@ -23,18 +23,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_COLLECTIVES",
+    "LARGE_BYTES",
     "ROW_EXCHANGES",
     "SHARD_SUMS",
+    "CollectiveWork",
     "Collectives",
     "LinkUse",
     "RowExchange",
     "ShardGroup",
     "ShardSum",
-    "Transfer",
 ]
 
 
-class Transfer(Protocol):
+LARGE_BYTES = 1 << 18
+"""Bytes that a shard sends from which an all-to-all is split into two (docs/adr/0021), and which a
+bucket of gradients has at least."""
+
+
+class CollectiveWork(Protocol):
     """Handle of a collective that has been started and runs while other work is done."""
 
     sent_bytes: int
@@ -72,7 +78,7 @@ class ShardGroup(Protocol):
         receive_counts: Sequence[int],
         send_counts: Sequence[int],
         largest_bytes: int,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         """Start an all-to-all of rows; all shards call it in the same order.
 
         Args:
@@ -106,7 +112,7 @@ class RowExchange(ABC):
         receive_counts: Sequence[int],
         send_counts: Sequence[int],
         largest_bytes: int,
-    ) -> Transfer:
+    ) -> CollectiveWork:
         """Start to move rows; the arguments are those of ``ShardGroup.all_to_all``."""
 
     @abstractmethod
@@ -131,7 +137,7 @@ class ShardSum(ABC):
     """Number of phases; messages of a phase start after the phase before, under other work."""
 
     @abstractmethod
-    def start(self, group: ShardGroup, flat: Tensor) -> Transfer:
+    def start(self, group: ShardGroup, flat: Tensor) -> CollectiveWork:
         """Start to replace ``flat`` [n] by its sum over the shards."""
 
     @abstractmethod

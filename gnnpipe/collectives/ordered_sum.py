@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gnnpipe.collectives.collective import SHARD_SUMS, LinkUse, ShardGroup, ShardSum, Transfer
+from gnnpipe.collectives.collective import SHARD_SUMS, CollectiveWork, LinkUse, ShardGroup, ShardSum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ class OrderedSum(ShardSum):
 
     phases = 2
 
-    def start(self, group: ShardGroup, flat: Tensor) -> Transfer:
+    def start(self, group: ShardGroup, flat: Tensor) -> CollectiveWork:
         """See ``ShardSum``."""
         return _OrderedSumTransfer(group, flat)
 
@@ -44,7 +44,7 @@ class _OrderedSumTransfer:
         self._own_counts = [self._counts[group.shard]] * shards
         self._largest_bytes = flat.nbytes // shards * (shards - 1)
         parts = flat.new_empty(sum(self._own_counts))
-        self._first: Transfer | None = group.all_to_all(
+        self._first: CollectiveWork | None = group.all_to_all(
             parts, flat, self._own_counts, self._counts, self._largest_bytes
         )
         self._current = self._first

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gnnpipe.collectives import Transfer
+from gnnpipe.collectives import CollectiveWork
 from gnnpipe.machine import machine_key
 from gnnpipe.perf.fit import fit_link
 from gnnpipe.perf.profile import Affine, LinkTimes
@@ -205,7 +205,7 @@ def _round_trip(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
         send().wait()
 
 
-def _start_exchange(size_bytes: int, mesh: Mesh) -> Transfer:
+def _start_exchange(size_bytes: int, mesh: Mesh) -> CollectiveWork:
     """Start a row exchange in which each shard sends ``size_bytes`` in equal parts."""
     counts = [max(size_bytes // (mesh.shards - 1), 1)] * mesh.shards
     counts[mesh.shard] = 0

@@ -26,7 +26,7 @@ from gnnpipe.plan import StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
-from gnnpipe.runtime.comm.start_thread import Transfer
+from gnnpipe.runtime.comm.start_thread import StartedMessages
 from gnnpipe.schedule import (
     EXACT_SCHEDULE,
     Action,
@@ -189,7 +189,7 @@ class _MadeUpMessages(PointToPoint):
             name: torch.empty(size, dtype=self.row_dtype, device=self.mesh.device).uniform_()
             for name, size in sizes.items()
         }
-        done = Transfer(list)
+        done = StartedMessages(list)
         done.begin()
         self._arriving[way, peer, position] = (values, done, 0.0)
 

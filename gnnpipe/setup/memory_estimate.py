@@ -77,12 +77,12 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
 
 def partition_memory_bytes(prepared: Prepared) -> int:
     """Returns the peak on rank 0 while the graph is read and partitioned."""
-    graph, config = prepared.graph, prepared.config
+    graph, config, plan = prepared.graph, prepared.config, prepared.plan
     arrays = [graph.indptr, graph.indices, graph.y, *graph.edge_data.values()]
     for x in [graph.x] if graph.types is None else graph.types.features.values():
         arrays += [x.data, x.indices, x.indptr] if isinstance(x, sp.csr_array) else [x]
     order = resolve_order(config.order, config.partitioner, graph.num_vertices)
-    is_cut = config.chunks * config.shards > 1 and config.partitioner == "metis"
+    is_cut = plan.chunks * plan.shards > 1 and config.partitioner == "metis"
     edges = graph.num_edges * (1 if graph.is_symmetric else 2)
     return partition_bytes(sum(a.nbytes for a in arrays), edges, is_cut or order == "metis")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnnpipe.collectives import Transfer
+from gnnpipe.collectives import CollectiveWork
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.shard_group import MeshShards
@@ -40,17 +40,17 @@ class HaloExchange:
         """Return the table rows that hold the halo of a chunk, as (start, stop)."""
         return self._halo[chunk]
 
-    def push(self, chunk: int, table: Tensor) -> Transfer:
+    def push(self, chunk: int, table: Tensor) -> CollectiveWork:
         """Send the chunk's boundary rows of ``table`` [n + h, F] and receive its halo rows there.
 
-        The halo rows must not be read before ``Transfer.wait``.
+        The halo rows must not be read before ``CollectiveWork.wait``.
         """
         start, stop = self._halo[chunk]
         boundary = table[self._send_rows[chunk]]
         counts = self._receive_counts[chunk], self._send_counts[chunk]
         return self._start(chunk, table[start:stop], boundary, *counts)
 
-    def send_back(self, chunk: int, halo: Tensor) -> Transfer:
+    def send_back(self, chunk: int, halo: Tensor) -> CollectiveWork:
         """Send the gradients of halo rows back to the owners of the rows: the adjoint of ``push``.
 
         ``halo``: [halo rows of the chunk, F]. The owner passes the transfer to ``add``.
@@ -60,7 +60,7 @@ class HaloExchange:
         data = halo.to(self.dtype).contiguous()
         return self._start(chunk, arrived, data, counts, self._receive_counts[chunk])
 
-    def add(self, chunk: int, transfer: Transfer, own: Tensor, first: int) -> None:
+    def add(self, chunk: int, transfer: CollectiveWork, own: Tensor, first: int) -> None:
         """Add the gradients of boundary rows that other shards sent to the gradients of own rows.
 
         Args:
@@ -84,7 +84,7 @@ class HaloExchange:
         data: Tensor,
         receive_counts: list[int],
         send_counts: list[int],
-    ) -> Transfer:
+    ) -> CollectiveWork:
         largest_bytes = self._largest_rows[chunk] * data.shape[1] * data.element_size()
         transfer = self.mesh.collectives.rows.start(
             self._group, out, data, receive_counts, send_counts, largest_bytes
@@ -116,7 +116,7 @@ class GradientSum:
         self.mesh = mesh
         self._whole = list(whole)
         self.sent_bytes = 0
-        self._summing: list[tuple[Transfer, list[Tensor]]] = []
+        self._summing: list[tuple[CollectiveWork, list[Tensor]]] = []
 
     def begin(self, steps: range) -> None:
         """Start to sum the gradients that are complete after ``steps``; a missing one is zero."""

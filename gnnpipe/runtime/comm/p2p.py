@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.start_thread import Transfer
+from gnnpipe.runtime.comm.start_thread import StartedMessages
 
 __all__ = ["PointToPoint"]
 
@@ -30,8 +30,8 @@ class PointToPoint:
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
-        self._arriving: dict[Key, tuple[dict[str, Tensor], Transfer, float]] = {}
-        self._leaving: list[tuple[list[Tensor], Transfer]] = []
+        self._arriving: dict[Key, tuple[dict[str, Tensor], StartedMessages, float]] = {}
+        self._leaving: list[tuple[list[Tensor], StartedMessages]] = []
 
     def post(
         self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnnpipe.collectives import LARGE_BYTES
 from gnnpipe.runtime.comm.mesh import Mesh
 
 __all__ = ["LARGE", "AllToAllTransfer", "MeshShards"]
 
-LARGE = 1 << 18
+LARGE = LARGE_BYTES
 """Least bytes sent by a shard for which an all-to-all is split into two."""
 
 
@@ -45,7 +46,7 @@ class MeshShards:
 
 
 class AllToAllTransfer:
-    """An all-to-all that has been started (``collectives.Transfer``)."""
+    """An all-to-all that has been started (``collectives.CollectiveWork``)."""
 
     def __init__(
         self,

@@ -14,13 +14,13 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-__all__ = ["StartThread", "Transfer"]
+__all__ = ["StartThread", "StartedMessages"]
 
 Begin = Callable[[], Sequence[dist.Work | None]]
 """Starts sends and receives, and returns at once."""
 
 
-class Transfer:
+class StartedMessages:
     """Sends and receives that are started and awaited together."""
 
     def __init__(self, begin: Begin) -> None:
@@ -54,15 +54,15 @@ class StartThread:
 
     def __init__(self, has_thread: bool = True) -> None:
         self._has_thread = has_thread
-        self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
+        self._queue: SimpleQueue[StartedMessages | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, begin: Begin) -> Transfer:
+    def start(self, begin: Begin) -> StartedMessages:
         """Start messages after all earlier ones.
 
         Until ``wait``, data to send must not change, and received data must not be read.
         """
-        transfer = Transfer(begin)
+        transfer = StartedMessages(begin)
         if not self._has_thread:
             transfer.begin()
             return transfer

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnpipe.collectives import Transfer
+from gnnpipe.collectives import CollectiveWork
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.comm.halo_exchange import HaloExchange
@@ -92,8 +92,8 @@ class History(ABC):
         self.table = torch.zeros(size, width, dtype=table_dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
-        self._arriving: list[Transfer] = []
-        self._returning: dict[int, Transfer] = {}
+        self._arriving: list[CollectiveWork] = []
+        self._returning: dict[int, CollectiveWork] = {}
         sample = spec.sample
         if sample is not None and num_rows is not None:
             sample = torch.arange(num_rows, device=mesh.device)
