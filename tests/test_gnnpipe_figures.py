@@ -20,6 +20,7 @@ def script(monkeypatch):
         sys.modules.pop(name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LOGS.is_file(), reason="needs the logs in ../shared")
 def test_who_wins_and_by_how_much(script):
     fit = script.fitted()

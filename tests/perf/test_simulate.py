@@ -342,6 +342,7 @@ def test_what_is_not_critical_may_be_twice_as_fast(plan, seed, data):
     assert faster >= timeline.makespan_s - gained / 2
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks():
     stages, chunks = 1024, 128
     timeline = timeline_of(chain(stages, chunks, layers_each=1), StatedCosts(0.5, 1.0))
