@@ -247,8 +247,8 @@ def evened(rows: list[dict[str, Any]]) -> list[str]:
         "## Evened out",
         "",
         "PyG with what a careful user can add by hand. Each column has everything to its left: a "
-        "torch CSR matrix; a transposed matrix that is kept for backward (an autograd function, "
-        "as torch_sparse does not compile here); the sparse features multiplied by the first "
+        "torch CSR matrix; a transposed matrix that is kept for backward (an autograd function in "
+        "place of torch_sparse, which was not tried); the sparse features multiplied by the first "
         "Linear (no change where features are dense); the order of the vertices that gnnpipe "
         "makes; gnnpipe's allocator settings. All compute the same losses. Milliseconds of an "
         "epoch, median (least to most); the contenders take turns, but on coauthor_physics and "
