@@ -250,7 +250,10 @@ def evened(rows: list[dict[str, Any]]) -> list[str]:
         "torch CSR matrix; a transposed matrix that is kept for backward (an autograd function in "
         "place of torch_sparse, which was not tried); the sparse features multiplied by the first "
         "Linear (no change where features are dense); the order of the vertices that gnnpipe "
-        "makes; gnnpipe's allocator settings. All compute the same losses. Milliseconds of an "
+        "makes; gnnpipe's allocator settings. Without dropout all columns gave the same losses to "
+        "1e-6 (coauthor_physics, 3 layers of 16). Measured on 26 November 2026 on two shared cores "
+        "(x86_64), which were two to three times as slow as for the tables further down: compare "
+        "within a row only. F is 128; 7 turns count. Milliseconds of an "
         "epoch, median (least to most); the contenders take turns, but on coauthor_physics and "
         "with 16 layers they ran one after another.",
         "",
