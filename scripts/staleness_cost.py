@@ -58,7 +58,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in ("before", "after"):
         setattr(Drift, name, timed("drift", getattr(Drift, name)))
-    for name in ("run", "recall", "remember"):
+    for name in ("run", "remember"):
         setattr(Forecaster, name, timed("forecast", getattr(Forecaster, name)))
     measure = timed("drift", measure_staleness)
     lines = [

@@ -12,7 +12,7 @@ LINK = LinkTimes(1e-4, 1e9, 0.1)
 def profile_of(model, **changes):
     """Every op a millisecond for each row, in all it does."""
     part = Affine(0.5, 1e-3, 1e-6, 1e-7)
-    times = OpTimes(part, part, part, part, part, part, part, part, 0.2)
+    times = OpTimes(part, part, part, part, part, part, part, 0.2)
     ops = {op_kind(op): times for op in model.ops}
     compute = tuple(ComputeTimes(n, ops, part, part, 1e-9) for n in (1, 2))
     fields = {

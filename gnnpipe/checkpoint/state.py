@@ -89,7 +89,6 @@ def load_tensors(
         # Without a forecast so far, the weights before the first one are the current weights.
         source = BEFORE if _has(stored, BEFORE) else WEIGHT
         _copy(stored, source, dict(executor.forecaster.before.named_state()))
-        executor.forecaster.forget()
     assert executor.optimizer is not None
     is_fused = executor.optimizer.param_groups[0]["fused"]
     names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]

@@ -7,7 +7,7 @@ from gnnpipe.perf.profile import Profile
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.spans import ActionTimes, Collective, EpochSpans, Message, TimeShares, time_shares
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
-from gnnpipe.perf.volume import CommVolume, closed_form_volume, probe_rows_bytes
+from gnnpipe.perf.volume import CommVolume, closed_form_volume
 
 __all__ = [
     "ActionTimes",
@@ -26,7 +26,6 @@ __all__ = [
     "closed_form_volume",
     "estimate_memory",
     "measured_spans",
-    "probe_rows_bytes",
     "read_trace",
     "simulate",
     "time_shares",

@@ -47,7 +47,7 @@ class Costs(Protocol):
         """
 
     def probe_s(self, kind: str, stage: int, shard: int) -> float:
-        """Time of FORECAST, CARRY or RECALL on one rank, without communication."""
+        """Time of FORECAST or CARRY on one rank, without communication."""
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
         """Bytes of each sum over the shards that FORECAST needs for its fits, in order; one copy.
@@ -61,8 +61,8 @@ class Costs(Protocol):
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Bytes that ``shard`` of stage ``source`` sends to the same shard of stage ``target``.
 
-        All values of one chunk ('F') or their gradients ('B'). If ``chunk`` is one of
-        ``schedule.PROBE_POSITIONS``: the values of the probe rows.
+        All values of one chunk ('F') or their gradients ('B'). If ``chunk`` is
+        ``SpecialPosition.PROBE``: the values of the probe rows, old and new.
         """
 
     def has_exchange(self, stage: int, step: int) -> bool:

@@ -17,7 +17,6 @@ _GROUPS = {
     "BEGIN": ("begin of", "all beginnings"),
     "FORECAST": ("forecast of", "all forecasts"),
     "CARRY": ("forecast of", "all forecasts"),
-    "RECALL": ("forecast of", "all forecasts"),
     "REDUCE_FIT": ("forecast of", "all forecasts"),
     "STEP": ("optimizer of", "all optimizers"),
     "EXCHANGE_F": ("exchange in", "all exchanges"),

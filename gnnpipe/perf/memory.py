@@ -10,7 +10,6 @@ while the graph is read and partitioned is separate, because this comes before t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,10 +85,6 @@ class ShardSizes:
     def table_rows(self) -> dict[str, int]:
         """Own and halo rows."""
         return {t: own + self.halo_rows[t] for t, own in self.own_rows.items()}
-
-    def num_probes(self, vertex_type: str) -> int:
-        """Probe vertices of a type."""
-        return 0 if self.probe_rows is None else self.probe_rows[vertex_type]
 
 
 @dataclass(frozen=True)
@@ -259,10 +254,8 @@ class _RankMemory:
         )
 
     def history(self) -> int:
-        """Tables of pushed rows, their gradients, and the old rows of the probe vertices."""
+        """Tables of pushed rows and their gradients."""
         sizes, found = self.sizes, 0
-        # Probe vertices skip the last step unless another stage needs its result.
-        end = math.inf if self.plan.sends(self.stage) else max(self.depths.values())
         for op in self.pushing:
             read = sizes.table_rows[op.pushed_type]
             reading = sizes.loss_rows.rows_of(op.name, sizes.own_rows[op.vertex_type])
@@ -271,10 +264,6 @@ class _RankMemory:
             is_transient = op.is_linear and self.plan.chunks == 1
             grads = 0 if is_transient else reading if op.is_linear else read
             found += op.push_width * (self.num_tables * read + grads) * self.settings.row_bytes
-            probes = op.moves * sizes.num_probes(op.pushed_type)
-            if op.is_linear and self.depths[op.name] < end:
-                probes += sizes.num_probes(op.vertex_type)
-            found += op.push_width * probes * self.settings.number_bytes
         return found
 
     def activations(self) -> int:
@@ -361,7 +350,8 @@ class _RankMemory:
         n = sum(sizes.own_rows[t] for t in types)
         of_loss = 0 if self.plan.sends(self.stage) else sizes.loss_numbers
         widest = max((op.passing_per_row for op in self.ops), default=0)
-        most = widest * sum((sizes.probe_rows or {}).values())
+        # A forecast makes the rows of the probe vertices with the old and the new weights.
+        most = 2 * widest * sum((sizes.probe_rows or {}).values())
         freed = of_loss // chunks
         for op in reversed(self.ops):
             made = op.passing_per_row * sizes.loss_rows.rows_of(op.name, n)

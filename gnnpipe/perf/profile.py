@@ -25,7 +25,7 @@ __all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind
 
 T = TypeVar("T")
 
-VERSION = 6
+VERSION = 7
 SOURCES = ("measured", "by hand")
 MAX_NUMBER = 1e30
 """Largest number in a profile; sums and products with counts of rows stay finite."""
@@ -69,9 +69,7 @@ class OpTimes:
     """Gradient of the weight that multiplies the features, once per epoch; per row and entry of the
     shard."""
     forecast: Affine
-    """Per probe row, with the weights of this epoch; includes the fit of the map."""
-    recall: Affine
-    """Per probe row, with the weights of the last epoch."""
+    """Per probe row, with the weights of the last and of this epoch; includes the fit."""
     carry: Affine
     """Per stale row."""
     relative_error: float

@@ -21,7 +21,7 @@ from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.schedule import PROBE_POSITIONS
+from gnnpipe.schedule import SpecialPosition
 
 __all__ = ["ProfiledCosts"]
 
@@ -183,13 +183,11 @@ class ProfiledCosts:
         return total * self._slowdown(stage, shard)
 
     def probe_s(self, kind: str, stage: int, shard: int) -> float:
-        """Return the time of FORECAST, CARRY or RECALL."""
+        """Return the time of FORECAST or CARRY."""
         total = 0.0
         for op, times in self._stage_times(stage):
             probes = float(self.sizes.probes[op.vertex_type][shard])
-            if kind == "RECALL":
-                total += times.recall.time_s(probes)
-            elif kind == "FORECAST":
+            if kind == "FORECAST":
                 total += times.forecast.time_s(probes)
             elif op.is_forecast:
                 total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
@@ -209,10 +207,10 @@ class ProfiledCosts:
     def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
         """Return the rows of a chunk times the widths of the values, in bytes."""
         ends = (source, target) if way == "F" else (target, source)
-        if chunk not in PROBE_POSITIONS:
+        if chunk != SpecialPosition.PROBE:
             return int(self._bytes_between(*ends)[shard, chunk])
         return sum(
-            int(self.sizes.probes[t.types.get(value, "")][shard]) * width * self._row_bytes
+            2 * int(self.sizes.probes[t.types.get(value, "")][shard]) * width * self._row_bytes
             for t in self._transfers.get(ends, ())
             for value, width in t.widths.items()
         )

@@ -17,7 +17,7 @@ class Task(NamedTuple):
     """Description of a task; -1 where a field has no meaning.
 
     On a device (``kind``): BEGIN (work once per epoch), F and B (steps of a chunk), PULL (the part
-    of a B step that overlaps with the exchange of halo gradients), FORECAST, CARRY, RECALL, STEP.
+    of a B step that overlaps with the exchange of halo gradients), FORECAST, CARRY, STEP.
     On a link: SEND_F and SEND_B (stage to stage), EXCHANGE_F and EXCHANGE_B (among the shards of a
     stage), REDUCE_FIT (sums that FORECAST is fitted to), REDUCE_MEAN (a mean over all vertices, or
     its gradient), REDUCE_GRAD, SYNC (all-reduce of a few numbers over all ranks, position 0 before

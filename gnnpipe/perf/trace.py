@@ -53,11 +53,7 @@ class Span:
     @property
     def name(self) -> str:
         """Label of the span: ``F 3``, ``STEP``, ``SEND_F probes``."""
-        special = {
-            SpecialPosition.NO_CHUNK: "",
-            SpecialPosition.PROBE: " probes",
-            SpecialPosition.RECALLED_PROBE: " probes recalled",
-        }
+        special = {SpecialPosition.NO_CHUNK: "", SpecialPosition.PROBE: " probes"}
         known = special.get(SpecialPosition(self.chunk)) if self.chunk < 0 else None
         return self.kind + (f" {self.chunk}" if known is None else known)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["CommVolume", "closed_form_volume", "fit_numbers", "probe_rows_bytes"]
+__all__ = ["CommVolume", "closed_form_volume", "fit_numbers"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ def closed_form_volume(
     - graph: 2 M x the total width of all pushes, 2 L M H for L pushes of width H; for a mean over
       all vertices 2 K sums of its width, in float64;
     - gradient: one sum over the shards of all weight gradients;
-    - control, with probes: 2 P x the total width of all transfers (``probe_rows_bytes``: once with
-      the old and once with the new weights), and a sum of ``fit_numbers`` for every forecast
-      aggregation, in float64.
+    - control, with probes: 2 P x the total width of all transfers (once with the old and once with
+      the new weights), and a sum of ``fit_numbers`` for every forecast aggregation, in float64.
 
     The plan's collectives determine the bytes of a sum and of a push (``plan.collectives``).
 
@@ -80,14 +79,9 @@ def closed_form_volume(
         graph=2 * rows.sent_bytes(plan.shards, pushed * row_bytes)
         + 2 * plan.chunks * sums.sent_bytes(plan.shards, means * 8),
         gradient=sums.sent_bytes(plan.shards, model.num_parameters * number_bytes),
-        control=2 * probe_rows_bytes(plan, probes, row_bytes)
+        control=2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
         + sums.sent_bytes(plan.shards, fit * 8 * any(probes.values())),
     )
-
-
-def probe_rows_bytes(plan: Plan, probes: Mapping[str, int], row_bytes: int) -> int:
-    """Return the bytes of one pass of P ``probes`` (by type): P x the width of all transfers."""
-    return sum(probes[t] * width for t, width in _widths_sent(plan).items()) * row_bytes
 
 
 def _widths_sent(plan: Plan) -> Counter[str]:

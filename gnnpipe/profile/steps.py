@@ -68,7 +68,6 @@ _PARTS = {
     ActionKind.BACKWARD: "backward",
     ActionKind.FORECAST: "forecast",
     ActionKind.CARRY: "carry",
-    ActionKind.RECALL: "recall",
     ActionKind.STEP: UPDATE,
 }
 """Parts of the program by kind of action."""
@@ -113,7 +112,7 @@ def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
     program = training_program(plan, buckets)
     exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
     if len(prepared.probes):
-        program, exact = with_forecast(plan, program), with_forecast(plan, exact)
+        program = with_forecast(plan, program)
     return replace(prepared, plan=plan, program=program, exact_program=exact)
 
 
@@ -258,7 +257,7 @@ def work_of(
         return {UPDATE: Work(sum(op.num_parameters for op in ops), times=len(ops))}
     if what == BEGIN:
         return {BEGIN: sizes.begin_work(ops, shard)}
-    if what in ("forecast", "recall"):
+    if what == "forecast":
         found = [(op, what, Work(int(sizes.probes[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
         found = [

@@ -28,7 +28,6 @@ WORDS = {
     "STEP": "optimizer of",
     "FORECAST": "forecast of",
     "CARRY": "forecast of",
-    "RECALL": "forecast of",
     "REDUCE_FIT": "forecast of",
     "SEND_F": "transfer from",
     "SEND_B": "transfer from",

@@ -23,14 +23,7 @@ from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
-from gnnpipe.schedule import (
-    PROBE_POSITIONS,
-    Action,
-    ActionKind,
-    CheckedProgram,
-    Direction,
-    recall_actions,
-)
+from gnnpipe.schedule import Action, ActionKind, CheckedProgram, Direction, SpecialPosition
 
 __all__ = ["CommBytes", "Executor", "LatestWeights", "WeightPolicy", "WeightUpdate"]
 
@@ -156,12 +149,6 @@ class Executor:
         """
         self._order, self._program = order, program
         self._results = {}
-        actions = program.stages[self.mesh.stage]
-        kinds = {action.kind for action in actions}
-        if ActionKind.FORECAST in kinds:
-            self._recall_last_epoch(epoch)
-        if self.forecaster is not None and ActionKind.RECALL in kinds:
-            self.forecaster.remember()
         before = self._sent_bytes()
         recorder = self.mesh.recorder
         recorder.discard_epoch()
@@ -169,7 +156,7 @@ class Executor:
             recorder.begin_epoch(order, program.is_exact)
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
-        self._walk(actions, epoch)
+        self._walk(program.stages[self.mesh.stage], epoch)
         recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()
@@ -192,16 +179,6 @@ class Executor:
                 raise
             self.mesh.recorder.add_action(action, start_s)
         self._at = None
-
-    def _recall_last_epoch(self, epoch: int) -> None:
-        """Run the last epoch's RECALL if its result is missing: in a resumed run, or after a fault.
-
-        The forecaster has kept the weights that the last epoch's RECALL would have used.
-        """
-        assert self.forecaster is not None
-        if not self.forecaster.is_ready:
-            self._walk(recall_actions(self.plan, self.mesh.stage), epoch)
-            self.p2p.drain()
 
     def _sent_bytes(self) -> tuple[int, int, int, int]:
         control = self._probe_bytes + (self.forecaster.sent_bytes if self.forecaster else 0)
@@ -283,11 +260,6 @@ class Executor:
         values = self._take(Direction.FORWARD, self._widths_in, action.position)
         self._leaving[action.position] = self.forecaster.run(values)
 
-    def _recall(self, action: Action) -> None:
-        assert self.forecaster is not None
-        values = self._take(Direction.FORWARD, self._widths_in, action.position)
-        self._leaving[action.position] = self.forecaster.recall(values)
-
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
         assert self._program is not None
@@ -303,7 +275,7 @@ class Executor:
         values = self._leaving[action.position]
         named = {name: values[name] for name in self._widths(action)}
         self.p2p.send(action.kind.direction, action.peer, action.position, named)
-        if action.position in PROBE_POSITIONS:
+        if action.position == SpecialPosition.PROBE:
             self._probe_bytes += self.p2p.sent_bytes - before
 
     def _receive(self, action: Action) -> None:
@@ -313,9 +285,9 @@ class Executor:
     def _rows(self, action: Action, value: str) -> int:
         """Return the number of rows of a value in a message."""
         vertex_type = self._types.get(value, "")
-        if action.position in PROBE_POSITIONS:
+        if action.position == SpecialPosition.PROBE:
             assert self.forecaster is not None
-            return self.forecaster.num_rows[vertex_type]
+            return 2 * self.forecaster.num_rows[vertex_type]  # old rows and their changes
         chunk, pointer = self._order[action.position], self.layouts[vertex_type].own_ptr
         return int(pointer[chunk + 1] - pointer[chunk])
 
@@ -327,6 +299,8 @@ class Executor:
         losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
         self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
         self.has_stepped = self.grad_clip.passes(sum(losses.values()))
+        if self.forecaster is not None:
+            self.forecaster.remember()
         if self.optimizer is not None:
             if self.has_stepped:
                 self.optimizer.step()
@@ -343,7 +317,6 @@ _METHODS: dict[ActionKind, Callable[[Executor, Action], None]] = {
     ActionKind.RECEIVE_BACKWARD: Executor._receive,
     ActionKind.FORECAST: Executor._forecast,
     ActionKind.CARRY: Executor._carry,
-    ActionKind.RECALL: Executor._recall,
     ActionKind.REDUCE_GRADIENTS: Executor._reduce,
     ActionKind.STEP: Executor._step,
 }

@@ -4,14 +4,8 @@ To add a schedule, write a file that registers it (see ``schedule.schedules``) a
 """
 
 from gnnpipe.schedule.check import CheckedProgram, check
-from gnnpipe.schedule.lower import (
-    evaluation_program,
-    recall_actions,
-    training_program,
-    with_forecast,
-)
+from gnnpipe.schedule.lower import evaluation_program, training_program, with_forecast
 from gnnpipe.schedule.program import (
-    PROBE_POSITIONS,
     Action,
     ActionKind,
     Consistency,
@@ -23,7 +17,6 @@ from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES, Schedule
 
 __all__ = [
     "EXACT_SCHEDULE",
-    "PROBE_POSITIONS",
     "SCHEDULES",
     "Action",
     "ActionKind",
@@ -35,7 +28,6 @@ __all__ = [
     "SpecialPosition",
     "check",
     "evaluation_program",
-    "recall_actions",
     "training_program",
     "with_forecast",
 ]

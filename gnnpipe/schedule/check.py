@@ -82,7 +82,6 @@ def check(program: Program) -> CheckedProgram:
     if stale and program.consistency.max_stale_epochs < 1:
         raise ProgramError(f"the schedule promises exact reads, but {stale} of its reads are stale")
     _check_forecast(program)
-    _check_recall(program)
     _check_pairs(program)
     _Progress(program).run()
     return CheckedProgram(
@@ -244,30 +243,6 @@ def _check_forecast(program: Program) -> None:
             raise ProgramError(
                 f"stage {stage}: must run FORECAST and then CARRY, once and before its first F; "
                 "either all stages do, or none"
-            )
-
-
-def _check_recall(program: Program) -> None:
-    """Check that every stage of a forecast runs RECALL once, between its last F and its STEP.
-
-    The tables are complete there, and the weights are still those of the epoch. Exact epochs run
-    RECALL for the FORECAST of the next epoch.
-    """
-    kinds = {a.kind for actions in program.stages for a in actions}
-    if not kinds & {ActionKind.FORECAST, ActionKind.RECALL}:
-        return
-    for stage, actions in enumerate(program.stages):
-        last = max(i for i, a in enumerate(actions) if a.kind is ActionKind.FORWARD)
-        step = next((i for i, a in enumerate(actions) if a.kind is ActionKind.STEP), -1)
-        found = [(i, a.position) for i, a in enumerate(actions) if a.kind is ActionKind.RECALL]
-        if (
-            len(found) != 1
-            or not last < found[0][0] < step
-            or found[0][1] != SpecialPosition.RECALLED_PROBE
-        ):
-            raise ProgramError(
-                f"stage {stage}: must run RECALL once, between its last F and its STEP; either "
-                "all stages do, or none"
             )
 
 

@@ -7,7 +7,6 @@ produced the value. Neither blocks: the executor waits when a value is first use
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -19,7 +18,7 @@ from gnnpipe.schedule.check import CheckedProgram, check
 from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
 from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
 
-__all__ = ["evaluation_program", "recall_actions", "training_program", "with_forecast"]
+__all__ = ["evaluation_program", "training_program", "with_forecast"]
 
 
 def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> CheckedProgram:
@@ -53,20 +52,13 @@ def evaluation_program(plan: Plan) -> CheckedProgram:
 def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
     """Return ``program`` with the actions of the forecast added.
 
-    FORECAST and CARRY, before the first chunk, update the stale rows to the current weights; an
-    exact program has no stale rows and needs neither. RECALL prepares the FORECAST of the next
-    epoch.
+    FORECAST and CARRY, before the first chunk, update the stale rows to the current weights. An
+    exact program has no stale rows and is returned unchanged.
     """
-    stages: list[tuple[Action, ...]] = []
-    for stage, actions in enumerate(program.stages):
-        first = () if program.is_exact else _forecast(plan, stage)
-        stages.append((*first, *_with_recall(plan, stage, actions, program.is_exact, stages)))
+    if program.is_exact:
+        return program
+    stages = ((*_forecast(plan, stage), *a) for stage, a in enumerate(program.stages))
     return check(replace(program, stages=tuple(stages)))
-
-
-def recall_actions(plan: Plan, stage: int) -> tuple[Action, ...]:
-    """Return RECALL and its messages alone, for the first FORECAST of a resumed run."""
-    return (*_receives(plan, stage, SpecialPosition.RECALLED_PROBE), *_recall(plan, stage))
 
 
 def _lower_stage(
@@ -137,77 +129,11 @@ def _with_messages(plan: Plan, compute: list[Action], num_steps: int) -> list[Ac
 
 def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
     position = SpecialPosition.PROBE
+    receive, send = ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD
     return (
-        *_receives(plan, stage, position),
+        *(Action(receive, stage, position, peer=t.source) for t in plan.receives(stage)),
         Action(ActionKind.FORECAST, stage, position),
-        *_sends(plan, stage, position),
+        *(Action(send, stage, position, peer=t.target) for t in plan.sends(stage)),
         # After the send: the next stage waits for the probe rows, not for these tables.
         Action(ActionKind.CARRY, stage, position),
     )
-
-
-def _recall(plan: Plan, stage: int) -> tuple[Action, ...]:
-    position = SpecialPosition.RECALLED_PROBE
-    return (Action(ActionKind.RECALL, stage, position), *_sends(plan, stage, position))
-
-
-def _receives(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    kind = ActionKind.RECEIVE_FORWARD
-    return tuple(Action(kind, stage, position, peer=t.source) for t in plan.receives(stage))
-
-
-def _sends(plan: Plan, stage: int, position: int) -> tuple[Action, ...]:
-    kind = ActionKind.SEND_FORWARD
-    return tuple(Action(kind, stage, position, peer=t.target) for t in plan.sends(stage))
-
-
-def _with_recall(
-    plan: Plan,
-    stage: int,
-    actions: tuple[Action, ...],
-    is_exact: bool,
-    earlier: list[tuple[Action, ...]],
-) -> tuple[Action, ...]:
-    """Insert RECALL between the last F and the STEP, later on later stages (docs/adr/0023).
-
-    The first stage recalls while it waits for its first gradients, the last stage after its last
-    B, the others evenly between. So the probe rows travel under backward and only one stage's
-    RECALL is on the critical path. In an exact program all stages but the last are idle before
-    their first B.
-
-    ``earlier``: actions of the earlier stages. A receive is inserted where the source has its
-    send, counted in the gradients that the two stages exchange: NCCL runs the messages of two
-    ranks in the order in which they were issued, so both ends need the same order.
-    """
-    backward = [i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD]
-    last = plan.num_stages - 1
-    share = 1.0 if stage == last else 0.0 if is_exact else stage / last
-    place = ([backward[0]] + [i + 1 for i in backward])[math.ceil(share * len(backward))]
-    while actions[place].kind not in (ActionKind.BACKWARD, ActionKind.STEP):
-        place += 1
-    receives: dict[int, list[Action]] = {}
-    for receive in _receives(plan, stage, SpecialPosition.RECALLED_PROBE):
-        index = _place_of_receive(receive, actions, earlier[receive.peer])
-        receives.setdefault(index, []).append(receive)
-    place = max([place, *receives])
-    found: list[Action] = []
-    for i, action in enumerate(actions):
-        found += receives.get(i, [])
-        if i == place:
-            found += _recall(plan, stage)
-        found.append(action)
-    return tuple(found)
-
-
-def _place_of_receive(
-    receive: Action, actions: Sequence[Action], source_actions: Sequence[Action]
-) -> int:
-    """Return the index at which to insert ``receive``, for the same order as at the source."""
-    stage, source = receive.stage, receive.peer
-    send = Action(ActionKind.SEND_FORWARD, source, receive.position, peer=stage)
-    before = source_actions[: source_actions.index(send)]
-    count = sum(a.kind is ActionKind.RECEIVE_BACKWARD and a.peer == stage for a in before)
-    gradients = [
-        i for i, a in enumerate(actions) if a.kind is ActionKind.SEND_BACKWARD and a.peer == source
-    ]
-    return gradients[count - 1] + 1

@@ -16,15 +16,7 @@ from enum import IntEnum, StrEnum
 
 from gnnpipe.plan.placement import Placement
 
-__all__ = [
-    "PROBE_POSITIONS",
-    "Action",
-    "ActionKind",
-    "Consistency",
-    "Direction",
-    "Program",
-    "SpecialPosition",
-]
+__all__ = ["Action", "ActionKind", "Consistency", "Direction", "Program", "SpecialPosition"]
 
 
 class Direction(StrEnum):
@@ -48,13 +40,10 @@ class ActionKind(StrEnum):
     RECEIVE_BACKWARD = "RECV_B"
     """Start to receive gradients of a later stage."""
     FORECAST = "FORECAST"
-    """Run the probe vertices forward with the current weights, and fit maps from their old to their
-    new rows."""
+    """Run the probe vertices forward with the weights of the last epoch and with the current ones,
+    and fit maps from their old to their new rows."""
     CARRY = "CARRY"
     """Apply the fitted maps to the stale rows of the history tables."""
-    RECALL = "RECALL"
-    """Run the probe vertices forward with the weights of this epoch. The FORECAST of the next epoch
-    takes the result as the old rows."""
     REDUCE_GRADIENTS = "REDUCE_GRAD"
     """Start to sum a bucket of weight gradients over the shards."""
     STEP = "STEP"
@@ -62,7 +51,7 @@ class ActionKind(StrEnum):
 
     @property
     def direction(self) -> Direction:
-        """Direction of the pass; FORECAST and RECALL pass forward."""
+        """Direction of the pass; FORECAST passes forward."""
         is_backward = self in (
             ActionKind.BACKWARD,
             ActionKind.SEND_BACKWARD,
@@ -83,12 +72,7 @@ class ActionKind(StrEnum):
     @property
     def is_pass(self) -> bool:
         """The action consumes values of other stages or produces values for other stages."""
-        return self in (
-            ActionKind.FORWARD,
-            ActionKind.BACKWARD,
-            ActionKind.FORECAST,
-            ActionKind.RECALL,
-        )
+        return self in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.FORECAST)
 
 
 class SpecialPosition(IntEnum):
@@ -96,12 +80,7 @@ class SpecialPosition(IntEnum):
 
     NO_CHUNK = -1
     PROBE = -2
-    """Probe rows with the current weights (FORECAST, CARRY)."""
-    RECALLED_PROBE = -3
-    """Probe rows with the weights that the next STEP changes (RECALL)."""
-
-
-PROBE_POSITIONS = (SpecialPosition.PROBE, SpecialPosition.RECALLED_PROBE)
+    """Probe rows (FORECAST, CARRY)."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +116,7 @@ class Action:
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
         kind = self.kind
-        if kind in (ActionKind.FORECAST, ActionKind.CARRY, ActionKind.RECALL, ActionKind.STEP):
+        if kind in (ActionKind.FORECAST, ActionKind.CARRY, ActionKind.STEP):
             return f"{self.stage}{kind}"
         part = ""
         if not (kind.is_send or kind.is_receive) and self.steps != (0, num_steps):
@@ -145,8 +124,7 @@ class Action:
         if kind is ActionKind.REDUCE_GRADIENTS:
             return f"{self.stage}{kind}{part}"
         peer = f">{self.peer}" * kind.is_send + f"<{self.peer}" * kind.is_receive
-        special = {SpecialPosition.PROBE: "P", SpecialPosition.RECALLED_PROBE: "R"}
-        place = special.get(SpecialPosition(self.position)) if self.position < 0 else self.position
+        place = "P" if self.position == SpecialPosition.PROBE else self.position
         return f"{self.stage}{kind}{place}{part}{peer}"
 
 

@@ -306,7 +306,6 @@ class _RankBuilder:
             mesh,
             prepared.dtype,
             {name for t in prepared.plan.sends(mesh.stage) for name in t.widths},
-            prepared.row_dtype != prepared.dtype,
         )
 
     def _history_specs(self) -> dict[str, HistorySpec]:

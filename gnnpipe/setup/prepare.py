@@ -26,7 +26,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.ops.spmm import kernel_named
-from gnnpipe.perf import CommVolume, closed_form_volume, probe_rows_bytes
+from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
 from gnnpipe.planner import GraphCounts, Planner, PlanRequest, Shape, planner_named
 from gnnpipe.runtime.comm.world import World
@@ -87,7 +87,6 @@ def prepare(
     program, exact_program, probes = _make_programs(config, model_graph, plan, graph, chunking)
     if not program.is_exact and world.rank == 0:
         _warn_of_norms(model_graph)
-    volume, recall_bytes = _epoch_bytes(config, plan, model_graph, graph, quality, probes)
     return Prepared(
         config=config,
         graph=graph,
@@ -102,8 +101,7 @@ def prepare(
         program=program,
         exact_program=exact_program,
         probes=probes,
-        volume=volume,
-        recall_bytes=recall_bytes,
+        volume=_epoch_bytes(config, plan, model_graph, graph, quality, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
     )
@@ -217,7 +215,7 @@ def _make_programs(
         counts = _num_probes(model, list(graph.row_types), each)
         probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
     if len(probes):
-        usual, exact = with_forecast(plan, usual), with_forecast(plan, exact)
+        usual = with_forecast(plan, usual)
     return usual, exact, probes
 
 
@@ -228,20 +226,18 @@ def _epoch_bytes(
     graph: Graph,
     quality: CutQuality,
     probes: npt.NDArray[np.int64],
-) -> tuple[CommVolume, int]:
-    """Returns the bytes sent in a usual epoch, and the bytes of probe rows in an exact epoch."""
+) -> CommVolume:
+    """Returns the bytes sent in a usual epoch."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
-    row_bytes = row_dtype(config).itemsize
-    volume = closed_form_volume(
+    return closed_form_volume(
         plan,
         model,
         num_vertices=graph.vertex_counts,
         crossings=quality.crossings_by_type,
         number_bytes=number_dtype(config).itemsize,
-        row_bytes=row_bytes,
+        row_bytes=row_dtype(config).itemsize,
         probes=num_probes,
     )
-    return volume, probe_rows_bytes(plan, num_probes, row_bytes)
 
 
 def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:

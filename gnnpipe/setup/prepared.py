@@ -52,8 +52,6 @@ class Prepared:
     """[P] rows of the probe vertices in ``graph``, ascending; empty: no forecast."""
     volume: CommVolume
     """Bytes of an epoch, with its forecast if it has one."""
-    recall_bytes: int
-    """Bytes of the probe rows sent in RECALL, with the weights of the last epoch."""
     chunk_edges: sp.coo_array | None
     """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
     refill_epochs: int = 0
@@ -74,8 +72,8 @@ class Prepared:
         return self.exact_program if epoch < self.exact_epochs else self.program
 
     def volume_of(self, is_exact: bool) -> CommVolume:
-        """Return the bytes of an epoch; an exact epoch sends probe rows for RECALL only."""
-        return replace(self.volume, control=self.recall_bytes) if is_exact else self.volume
+        """Return the bytes of an epoch; an exact epoch has no forecast."""
+        return replace(self.volume, control=0) if is_exact else self.volume
 
     def chunk_order(self, epoch: int) -> Sequence[int]:
         """Return the chunks in the order of an epoch, the same on every stage."""

@@ -272,8 +272,6 @@ class Loop:
         if config.on_nan == "skip":
             for history in self.rank_runtime.executor.stage.histories.values():
                 history.forget_faults()
-            if self.rank_runtime.executor.forecaster is not None:
-                self.rank_runtime.executor.forecaster.forget()
             self.progress.say(f"{where}; its step is skipped")
             return False
         if config.on_nan == "restore" and self.path is not None:

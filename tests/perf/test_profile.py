@@ -40,7 +40,7 @@ OP = ("compute", 0, "ops")
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("version",), 7, ["version", "6"]),
+        (("version",), 8, ["version", "7"]),
         (("version",), None, ["gnnpipe profile"]),
         (("machine",), None, ["machine", "missing"]),
         (("machine",), 3, ["machine", "text"]),

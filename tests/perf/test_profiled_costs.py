@@ -10,7 +10,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import PROBE_POSITIONS
+from gnnpipe.schedule import SpecialPosition
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 
@@ -73,10 +73,7 @@ def predicted_bytes(prepared):
         for s, steps in enumerate(plan.steps)
     )
     probes = sum(
-        said.message_bytes("F", a, b, g, p)
-        for a, b in both
-        for g in shards
-        for p in PROBE_POSITIONS
+        said.message_bytes("F", a, b, g, SpecialPosition.PROBE) for a, b in both for g in shards
     )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 

@@ -14,7 +14,7 @@ from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profile.predict import run_costs
-from gnnpipe.schedule import PROBE_POSITIONS
+from gnnpipe.schedule import SpecialPosition
 
 
 def test_one_rank_takes_the_sum_of_its_steps():
@@ -28,7 +28,7 @@ def test_one_rank_takes_the_sum_of_its_steps():
         for step in range(prepared.plan.steps[0])
     )
     precomputed = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
-    probes = sum(costs.probe_s(kind, 0, 0) for kind in ("FORECAST", "CARRY", "RECALL"))
+    probes = sum(costs.probe_s(kind, 0, 0) for kind in ("FORECAST", "CARRY"))
     assert made == pytest.approx(steps + precomputed + probes)
 
 
@@ -60,7 +60,8 @@ def test_bytes_on_the_wires_are_the_closed_form(shape, has_norm):
     for what in tasks.what:
         name = wires.get(what.kind)
         if name is not None:
-            sent["control" if what.position in PROBE_POSITIONS else name] += what.size_bytes
+            is_probe = what.position == SpecialPosition.PROBE
+            sent["control" if is_probe else name] += what.size_bytes
     assert sent | {"total": prepared.volume.total} == prepared.volume.to_dict()
 
 

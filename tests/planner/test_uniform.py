@@ -99,17 +99,4 @@ def test_memory_estimate_counts_pilots_and_kept_weights():
     assert both.weights == plain.weights // 4 * 6
     assert probes.structure > plain.structure
     assert probes.features > plain.features
-    # Of every pilot what it pushed and what it read, for each aggregation but the last: it is not
-    # read for pilots, for nothing follows.
-    auto = prepared(model="gcn", chunks=4, staleness="auto")
-    widths = [op.push_width for op in auto.model_graph.aggregations]
-    recalled = len(auto.probes) * (2 * sum(widths) - widths[-1]) * 4
-    assert probes.history == plain.history + recalled
-    # A stage that hands on to another reads for it.
-    cut = [
-        memory_by_rank(prepared(model="gcn", chunks=4, staleness=s, stages=2))[0]
-        for s in ("none", "auto")
-    ]
-    first = prepared(model="gcn", chunks=4, staleness="auto", stages=2)
-    widths = [op.push_width for op in first.model_graph.select(first.plan.stages[0].ops)]
-    assert cut[1].history == cut[0].history + 2 * len(first.probes) * sum(widths) * 4
+    assert probes.history == plain.history

@@ -121,7 +121,6 @@ def test_a_checkpoint_of_two_stages_loads_under_another_shape(shape, chunks, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"comm_dtype": "bf16"}, {"matmul_dtype": "bf16"}])
 def test_on_two_stages_it_is_the_same_to_the_bit_too(changes, tmp_path):
-    """Pilot rows that were recalled are not stored, but recalled anew."""
     whole, out = str(tmp_path / "whole"), str(tmp_path / "stopped")
     settings = {"stages": 2, "checkpoint_every": 2, **changes}
     run_ranks(fit, 2, whole, False, settings, EPOCHS)

@@ -2,7 +2,6 @@
 
 import csv
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from gnnpipe.data.load import load_graph
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.quality import chunk_edges, stale_share
 from gnnpipe.runtime.staleness.affine_map import fit_affine, moments
-from gnnpipe.runtime.staleness.forecast import Forecaster
 
 EPOCHS = 4
 
@@ -198,23 +196,3 @@ def test_same_seed_and_shape_give_the_same_bits(shape, tmp_path):
         tables[-1].append({k: v.numpy().tobytes() for k, v in weights.items()})
     assert tables[0] == tables[1]
     assert {"stale_reads", "drift_0", "moved_3", "missed_3"} <= set(tables[0][0])
-
-
-def test_recalled_rows_stay_in_the_same_memory(monkeypatch):
-    found, recall = [], Forecaster.recall
-
-    def look(self, values):
-        made = recall(self, values)
-        kept = [r for one in self._recalled.values() for r in (one.rows, one.read)]
-        found.append([None if r is None else (r.data_ptr(), r.clone()) for r in kept])
-        return made
-
-    monkeypatch.setattr(Forecaster, "recall", look)
-    Trainer(config(epochs=3), graph=small_graph()).fit()
-    assert len(found) == 3
-    for one, other in pairwise(found):
-        for a, b in zip(one, other, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert a[0] == b[0]
-                assert not torch.equal(a[1], b[1])

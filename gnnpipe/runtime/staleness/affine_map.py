@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "gram", "mean_moments", "moments"]
+__all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "mean_moments", "moments"]
 
 RIDGE = 5e-2
 """Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
@@ -34,13 +34,7 @@ class AffineMap:
     """Estimated error of the map on other rows, relative to their size."""
 
 
-def gram(old: Tensor) -> Tensor:
-    """Return the upper triangle of old^T old, [F (F + 1) / 2] float64, for old rows [p, F]."""
-    row, column = torch.triu_indices(old.shape[1], old.shape[1], device=old.device)
-    return (old.T @ old)[row, column].double()
-
-
-def moments(old: Tensor, new: Tensor, old_gram: Tensor | None = None) -> Tensor:
+def moments(old: Tensor, new: Tensor) -> Tensor:
     """Return the sums over rows that ``fit_affine`` needs.
 
     Products are computed in the number type of the rows: the error of float32 is far below
@@ -49,15 +43,15 @@ def moments(old: Tensor, new: Tensor, old_gram: Tensor | None = None) -> Tensor:
     Args:
         old: Rows [p, F] before the change.
         new: Rows [p, F] after the change.
-        old_gram: ``gram(old)``, if it was computed before.
 
     Returns:
-        [F (F + 1) / 2 + F F + 2 F + 2] float64: ``gram(old)``, old^T (new - old), the sums of old
-        and of new - old, the squares of new - old and of new.
+        [F (F + 1) / 2 + F F + 2 F + 2] float64: the upper triangle of old^T old, old^T (new - old),
+        the sums of old and of new - old, the squares of new - old and of new.
     """
     moved = new - old
+    row, column = torch.triu_indices(old.shape[1], old.shape[1], device=old.device)
     parts = [
-        gram(old) if old_gram is None else old_gram,
+        (old.T @ old)[row, column],
         old.T @ moved,
         old.sum(0),
         moved.sum(0),

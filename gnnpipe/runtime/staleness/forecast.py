@@ -3,10 +3,10 @@
 From one epoch to the next the rows of a history table change because the weights change, and all
 rows change in a similar way: an affine map, fitted to a few rows, explains most of the change (80
 to 97 % of what a layer aggregates on real graphs, docs/benchmarks/staleness.md). A small fixed set
-of probe vertices is run through all layers twice: at the end of an epoch with the weights that
-wrote the tables (``recall``), and before the first chunk of the next epoch with the new weights
-(``run``). At each layer a map from the old to the new probe rows is fitted, and then applied to all
-stale rows of the table (``carry``). Stale rows stay constants in backward.
+of probe vertices is run through all layers before the first chunk of an epoch: with the weights
+that wrote the tables, and with the current ones (``run``). At each layer a map from the old to the
+new probe rows is fitted, and then applied to all stale rows of the table (``carry``). Stale rows
+stay constants in backward.
 
 Shapes: P probe vertices on all shards, p on this shard, F columns. With frozen weights, old and new
 rows are equal, and the map is the identity bit by bit.
@@ -35,7 +35,6 @@ from gnnpipe.runtime.staleness.affine_map import (
     AffineMap,
     fit_affine,
     fit_shift,
-    gram,
     mean_moments,
     moments,
 )
@@ -59,18 +58,6 @@ class ProbeRows:
     """By vertex type, the probe vertices on all shards, and whether these are all vertices."""
 
 
-@dataclass(frozen=True)
-class _Recalled:
-    """Result of a recall for one aggregation."""
-
-    rows: Tensor | None
-    """[p, F], pushed rows of the probe vertices; ``None`` if they depend on no weight."""
-    read: Tensor | None
-    """[p, F], rows aggregated from the table; ``None`` if ``run`` aggregates or needs none."""
-    gram: Tensor | None
-    """``affine_map.gram`` of ``rows``, if an affine map is fitted."""
-
-
 class Forecaster:
     """Probe vertices of one rank's stage, and the stage's weights of the last epoch."""
 
@@ -83,7 +70,6 @@ class Forecaster:
         mesh: Mesh,
         dtype: torch.dtype,
         leaving: Collection[str],
-        is_rounded: bool,
     ) -> None:
         """Prepare the forecast of one stage.
 
@@ -95,9 +81,6 @@ class Forecaster:
             mesh: The ranks.
             dtype: Number type of values.
             leaving: Names of the values that go to other stages.
-            is_rounded: Whether messages between stages are rounded. If so, ``recall`` sends rows
-                and ``run`` sends their changes, so that the rounding error is relative to the
-                change.
         """
         self.stage_module, self.histories, self.mesh = stage_module, histories, mesh
         self.num_rows = {name: len(own) for name, own in probes.own.items()}
@@ -106,16 +89,9 @@ class Forecaster:
         """By aggregation, from the last ``run``."""
         self.before = copy.deepcopy(stage_module)
         """The ops with the weights of the last epoch."""
-        self.is_ready = False
-        """Whether the last ``recall`` used the weights in ``before`` and the current tables."""
-        self._probes = probes
-        self._leaving, self._is_rounded = leaving, is_rounded
+        self._probes, self._leaving = probes, leaving
         # If no value leaves the stage, the last step is not needed.
         self._num_steps = stage_module.num_steps - (not leaving)
-        self._recalled: dict[str, _Recalled] = {}
-        self._entered: Values = {}
-        self._left: Values = {}
-        self._memory: dict[tuple[str, str], Tensor] = {}
         self._over = {a.name: a.structure_key for a in stage_module.aggregations}
         self._neighbours: dict[_StructureKey, _Neighbours] = {}
         self._stale: dict[_StructureKey, StaleRows] = {}
@@ -137,98 +113,59 @@ class Forecaster:
         for kept, now in zip(self.before.parameters(), self.stage_module.parameters(), strict=True):
             kept.copy_(now)
 
-    def forget(self) -> None:
-        """Drop the last ``recall``: the tables or the weights in ``before`` have changed."""
-        self.is_ready = False
-        self._recalled = {}
-
-    @torch.no_grad()
-    def recall(self, values: Values) -> Values:
-        """Run the probe vertices through this stage with the weights in ``before``.
-
-        Dropout is off: its noise differs between epochs and would be fitted as a change. The tables
-        must not change until ``run``.
-
-        Args:
-            values: Rows [p, width] from earlier stages, by name.
-
-        Returns:
-            Rows [p, width] for later stages.
-        """
-        self._recalled, self._entered = {}, values if self._is_rounded else {}
-        received: dict[str, Received] = {}
-        for step in range(self._num_steps):
-            pushed, values = self.before.step(step, values, received, self._probes.rows)
-            received, is_read = {}, step < self._num_steps - 1
-            for a in self._pushed(step):
-                rows, read, history = pushed[a.name], None, self.histories[a.name]
-                history.settle()
-                neighbours = self._neighbours[a.structure_key]
-                if is_read:
-                    read = neighbours.read(history.table, rows)
-                    received[a.name] = neighbours.received(history.table, read, rows)
-                self._recalled[a.name] = _Recalled(
-                    self._keep(a.name, "rows", rows) if a.moves else None,
-                    None if read is None else self._keep(a.name, "read", read),
-                    gram(rows) if a.moves and not a.is_mean else None,
-                )
-        self._left = {name: values[name] for name in self._leaving} if self._is_rounded else {}
-        self.is_ready = True
-        return values
-
-    def _keep(self, name: str, what: str, found: Tensor) -> Tensor:
-        """Return a copy of ``found`` in memory that stays the same in all epochs.
-
-        New memory in every epoch, allocated in the drain and freed in the next fill, would fragment
-        the heap.
-        """
-        memory = self._memory.get((name, what))
-        if memory is None or memory.shape != found.shape or memory.dtype != found.dtype:
-            memory = self._memory[name, what] = torch.empty_like(found)
-        return memory.copy_(found)
-
     @torch.no_grad()
     def run(self, values: Values) -> Values:
-        """Run the probe vertices with the current weights and fit ``maps``, layer by layer.
+        """Run the probe vertices with the old and the new weights and fit ``maps``, layer by layer.
 
-        The tables change later, in ``carry``, so that the next stage need not wait for the tables.
+        Dropout is off: its noise differs between epochs and would be fitted as a change. The tables
+        change later, in ``carry``, so that the next stage need not wait for the tables.
 
         Args:
-            values: Rows [p, width] from earlier stages, or their changes if messages are rounded.
+            values: By name, [2 p, width] from earlier stages: rows with the old weights, then the
+                changes of these rows. If messages are rounded, the error is relative to the change.
 
         Returns:
             The same for later stages.
         """
-        assert self.is_ready
-        if self._is_rounded:
-            values = {name: self._entered[name] + change for name, change in values.items()}
-        received: dict[str, Received] = {}
+        halves = {name: rows.tensor_split(2) for name, rows in values.items()}
+        old_values = {name: old for name, (old, _) in halves.items()}
+        new_values = {name: old + change for name, (old, change) in halves.items()}
+        old_received: dict[str, Received] = {}
+        new_received: dict[str, Received] = {}
         self.maps = {}
         for step in range(self._num_steps):
-            pushed, values = self.stage_module.step(step, values, received, self._probes.rows)
-            received, is_read = {}, step < self._num_steps - 1
+            rows = self._probes.rows
+            old_pushed, old_values = self.before.step(step, old_values, old_received, rows)
+            new_pushed, new_values = self.stage_module.step(step, new_values, new_received, rows)
+            old_received, new_received = {}, {}
             for a in self._pushed(step):
-                rows, old = pushed[a.name], self._recalled.pop(a.name)
-                neighbours, table = self._neighbours[a.structure_key], self.histories[a.name].table
-                if old.rows is not None:
-                    self.maps[a.name] = found = self._fit(old.rows, old.gram, rows, a)
-                    if is_read:
-                        received[a.name] = neighbours.foresee(table, old.read, rows, found)
-                elif is_read:
-                    received[a.name] = neighbours.received(table, old.read, rows)
-        if self._is_rounded:
-            values = {name: values[name] - left for name, left in self._left.items()}
-        self._entered, self._left = {}, {}
-        self.forget()
-        return values
+                old, new = old_pushed[a.name], new_pushed[a.name]
+                if a.moves:
+                    self.maps[a.name] = self._fit(old, new, a)
+                if step < self._num_steps - 1:
+                    old_received[a.name], new_received[a.name] = self._aggregate(a, old, new)
+        return {
+            name: torch.cat([old_values[name], new_values[name] - old_values[name]])
+            for name in self._leaving
+        }
+
+    def _aggregate(self, a: Aggregation, old: Tensor, new: Tensor) -> tuple[Received, Received]:
+        """Return the next step's inputs: from the table, and from the table after the map."""
+        neighbours, history = self._neighbours[a.structure_key], self.histories[a.name]
+        history.settle()
+        read = neighbours.read(history.table, old)
+        received = neighbours.received(history.table, read, old)
+        if not a.moves:
+            return received, neighbours.received(history.table, read, new)
+        return received, neighbours.foresee(history.table, read, new, self.maps[a.name])
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """Return the aggregations that a step pushes rows for."""
         return self.stage_module.rounds[step] if step < self.stage_module.num_steps - 1 else ()
 
-    def _fit(self, old: Tensor, old_gram: Tensor | None, new: Tensor, a: Aggregation) -> AffineMap:
+    def _fit(self, old: Tensor, new: Tensor, a: Aggregation) -> AffineMap:
         total, is_whole = self._probes.totals[a.pushed_type]
-        sums = mean_moments(old, new) if a.is_mean else moments(old, new, old_gram)
+        sums = mean_moments(old, new) if a.is_mean else moments(old, new)
         self.sent_bytes += sum_over_shards(sums, self.mesh)
         if a.is_mean:
             return fit_shift(sums, total, old.dtype)
