@@ -9,8 +9,6 @@ import threading
 from gnnpipe.cli.main import main
 from gnnpipe.errors import ExitCode
 
-__all__ = ["run"]
-
 
 def run() -> int:
     """Run the command and return its exit code."""

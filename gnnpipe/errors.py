@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["ExitCode", "FailedError", "InputError", "LostRankError", "StoppedError"]
-
 
 class ExitCode(IntEnum):
     """Exit codes of the command line."""

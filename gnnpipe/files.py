@@ -14,17 +14,6 @@ from pathlib import Path
 
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "MOST_TEXT_BYTES",
-    "NewFile",
-    "check_folder",
-    "how_to_write",
-    "like_run_in",
-    "open_plain",
-    "read_text",
-    "seed_runs",
-]
-
 MOST_TEXT_BYTES = 1 << 20
 """Size limit of text files such as configs and plans."""
 

@@ -14,8 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-__all__ = ["HEAP_SETTINGS", "give_back", "has_own_settings", "held_heap"]
-
 HEAP_SETTINGS = ":".join(
     f"glibc.malloc.{name}"
     for name in ("tcache_count=0", "mxfast=0", "mmap_max=0", "trim_threshold=1099511627776")

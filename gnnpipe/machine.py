@@ -11,8 +11,6 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["free_bytes", "machine_key", "memory_bytes"]
-
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

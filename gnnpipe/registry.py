@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 
 from gnnpipe.errors import InputError
 
-__all__ = ["Registry", "nearest"]
-
 T = TypeVar("T")
 
 

@@ -150,24 +150,23 @@ def test_everything_public_has_a_docstring(path):
     assert not bare, f"without a docstring: {', '.join(bare)}"
 
 
-def defined_at_top(tree: ast.Module) -> list[str]:
-    names: list[str] = []
-    for item in tree.body:
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.append(item.name)
-        elif isinstance(item, ast.Assign):
-            names += [t.id for t in item.targets if isinstance(t, ast.Name)]
-        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            names.append(item.target.id)
-    return names
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_says_what_it_offers(path):
-    names = defined_at_top(tree_of(path))
-    if path.name == "__main__.py" or not any(not n.startswith("_") for n in names):
-        return  # nothing to offer
-    assert "__all__" in names, "no __all__"
+def test_names_with_an_underscore_stay_in_their_module(path):
+    """The public names of a module are those without one; packages list theirs in ``__all__``."""
+    tree = tree_of(path)
+    taken = [
+        f"{alias.name} of {item.module}"
+        for item in ast.walk(tree)
+        if isinstance(item, ast.ImportFrom) and (item.module or "").startswith("gnnpipe")
+        for alias in item.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert not taken, f"private names are imported: {', '.join(taken)}"
+    lists = [
+        i for i in tree.body if isinstance(i, ast.Assign) and ast.unparse(i.targets[0]) == "__all__"
+    ]
+    offers = any(isinstance(i, ast.ImportFrom) and i.module != "__future__" for i in tree.body)
+    assert bool(lists) == (path.name == "__init__.py" and offers)
 
 
 def imported_at_top(path: Path, modules: dict[str, Path]) -> set[str]:

@@ -11,23 +11,6 @@ from torch import fx, nn
 
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "BY_HAND",
-    "EDGES",
-    "FEATURES",
-    "attribute",
-    "called",
-    "dropout_arguments",
-    "edges_read",
-    "first_line",
-    "input_name",
-    "input_number",
-    "is_input",
-    "is_own",
-    "name_of",
-    "refuse",
-]
-
 FEATURES, EDGES = "x", "edge_index"
 """Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
 

@@ -25,8 +25,6 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
-__all__ = ["PAIR_SCORES", "PairModel", "PairStageModule"]
-
 PAIR_SCORES = "pair_scores"
 """Name of the op that scores pairs; its table holds the final rows."""
 

@@ -10,8 +10,6 @@ from torch import fx
 
 from gnnpipe.graph.operators import EVERYONE, WEIGHTED
 
-__all__ = ["aggregate", "drop", "in_training", "is_mean", "of_vertices", "recorded"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -18,8 +18,6 @@ from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
 
-__all__ = ["RecordedModel", "capture"]
-
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 
 

@@ -24,8 +24,6 @@ from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 
-__all__ = ["Recording"]
-
 
 class Recording:
     """The calls that a model's forward makes, and what each of them does to rows."""

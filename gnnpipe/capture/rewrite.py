@@ -14,8 +14,6 @@ from torch import fx
 from gnnpipe.capture.fx_names import dropout_arguments, name_of, refuse
 from gnnpipe.capture.markers import drop
 
-__all__ = ["check_same_calls", "make_out_of_place", "replace_dropout"]
-
 
 def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     """Replace ``F.dropout`` by the marker ``drop``, or by nothing where it is off.

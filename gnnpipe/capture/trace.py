@@ -48,8 +48,6 @@ from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import VertexTypes
 
-__all__ = ["trace"]
-
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
 
 

@@ -14,8 +14,6 @@ from torch import fx, nn
 from gnnpipe.capture.fx_names import attribute, refuse
 from gnnpipe.capture.markers import of_vertices
 
-__all__ = ["check_vertex_weights", "cut_vertex_weights", "mark_vertex_weights", "vertex_weights"]
-
 
 def mark_vertex_weights(
     recording: fx.GraphModule, model: nn.Module, counts: Mapping[str, int]

@@ -22,8 +22,6 @@ from torch import Tensor
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
 
-__all__ = ["RANK_FILE_END", "StoredTensor", "checksum_of", "read_header", "write_rank_file"]
-
 RANK_FILE_END = ".safetensors"
 MAX_HEADER_BYTES = 1 << 28
 _DTYPES = {

@@ -17,8 +17,6 @@ from gnnpipe.checkpoint.rank_file import RANK_FILE_END, StoredTensor, checksum_o
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 
-__all__ = ["MANIFEST", "StoredCheckpoint", "manifest_text"]
-
 VERSION = 2
 MANIFEST = "manifest.json"
 MAX_TEXT_BYTES = 1 << 28

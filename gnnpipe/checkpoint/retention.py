@@ -14,16 +14,6 @@ from pathlib import Path
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "checkpoint_path",
-    "drop_old",
-    "has_unfinished",
-    "newest_whole",
-    "remove_unfinished",
-    "resume_advice",
-    "unfinished_path",
-]
-
 _UNFINISHED = ".unfinished-"
 
 

@@ -26,8 +26,6 @@ from gnnpipe.runtime.history.mean import MeanHistory
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["generator_states", "load_tensors", "restore_generators", "tensors_of"]
-
 WEIGHT, OPTIMIZER, BEFORE, BEST = "weight", "optimizer", "before", "best"
 VERTICES, ROWS, MEAN, DRAWS = "vertices", "rows", "mean", "draws"
 

@@ -24,8 +24,6 @@ from gnnpipe.checkpoint.retention import (
 )
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["write_checkpoint"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from gnnpipe.errors import ExitCode, InputError
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
 
-__all__ = ["COMMANDS", "VERIFY_DEFAULTS", "Command", "make_parser"]
-
 DATA_SHEETS = "a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}

@@ -17,8 +17,6 @@ from typing import TextIO
 from gnnpipe.cli.commands import COMMANDS, make_parser
 from gnnpipe.errors import ExitCode, FailedError, InputError, LostRankError, StoppedError
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its ``ExitCode``.

@@ -15,8 +15,6 @@ from gnnpipe.config.validation import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 
-__all__ = ["Parser", "add_settings", "config_of", "number"]
-
 EXAMPLES = {"int": ("a whole number", "16"), "float": ("a number", "0.01")}
 
 

@@ -16,8 +16,6 @@ from gnnpipe.collectives.collective import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AllToAll"]
-
 
 class AllToAll(RowExchange):
     """Sends each row to the other shards that read the row, and nothing else.

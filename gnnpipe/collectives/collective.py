@@ -21,20 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "DEFAULT_COLLECTIVES",
-    "LARGE_BYTES",
-    "ROW_EXCHANGES",
-    "SHARD_SUMS",
-    "CollectiveWork",
-    "Collectives",
-    "LinkUse",
-    "RowExchange",
-    "ShardGroup",
-    "ShardSum",
-]
-
-
 LARGE_BYTES = 1 << 18
 """Bytes that a shard sends from which an all-to-all is split into two (docs/adr/0021), and which a
 bucket of gradients has at least."""

@@ -13,8 +13,6 @@ from gnnpipe.collectives.collective import SHARD_SUMS, CollectiveWork, LinkUse, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OrderedSum"]
-
 
 class OrderedSum(ShardSum):
     """Sum by a reduce-scatter and an all-gather: 2 (G - 1) n numbers are sent for a vector of n."""

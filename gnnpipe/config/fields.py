@@ -12,8 +12,6 @@ from typing import Any
 
 from gnnpipe.errors import InputError
 
-__all__ = ["check_range", "check_text", "coerce", "flag", "scalar_type", "setting"]
-
 Number = int | float
 
 HIGH = {int: 10**9, float: 1e30}

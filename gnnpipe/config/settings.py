@@ -9,8 +9,6 @@ from functools import partial
 from gnnpipe.config.fields import setting
 from gnnpipe.config.staleness import PRESETS, StalenessSettings
 
-__all__ = ["Settings"]
-
 # Every setting belongs to a group of the help text.
 _data = partial(setting, group="data")
 _model = partial(setting, group="model")

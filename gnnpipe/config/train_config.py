@@ -23,8 +23,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.registry import nearest
 
-__all__ = ["TrainConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):

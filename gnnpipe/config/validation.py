@@ -9,14 +9,6 @@ from gnnpipe.config.fields import flag
 from gnnpipe.config.settings import Settings
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "check_combinations",
-    "check_stages",
-    "check_staleness",
-    "check_verifiable",
-    "parse_split",
-]
-
 
 def parse_split(split: str) -> tuple[float, float, float] | None:
     """Return the fractions of a split such as '60/20/20', or ``None`` for 'given'."""

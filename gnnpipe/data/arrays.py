@@ -14,8 +14,6 @@ import scipy.sparse as sp
 
 from gnnpipe.data.messages import fail
 
-__all__ = ["array_of", "check_real", "edges_of", "float32_array", "shape_of"]
-
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape of a tensor, ``SparseTensor`` or array."""

@@ -39,8 +39,6 @@ from gnnpipe.data.split import (
 from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.graph.types import VertexTypes
 
-__all__ = ["RawGraph", "clean", "clean_features", "without_labels"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RawGraph:

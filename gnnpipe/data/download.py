@@ -26,8 +26,6 @@ import requests
 
 from gnnpipe.files import check_folder
 
-__all__ = ["FetchError", "data_root", "fetch_zip", "locked", "tidied"]
-
 NETWORK_TIMEOUT_S = 30.0
 
 

@@ -13,8 +13,6 @@ from gnnpipe.data.arrays import float32_array
 from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import EDGE_DATA, IntArray
 
-__all__ = ["MAX_VERTICES", "Edges", "clean_edge_data", "sorted_edges"]
-
 MAX_VERTICES = 1 << 31
 """Two vertex numbers share one int64 sort key."""
 

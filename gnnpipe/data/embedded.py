@@ -18,8 +18,6 @@ import scipy.sparse as sp
 from gnnpipe.data.clean import RawGraph
 from gnnpipe.data.source import Source
 
-__all__ = ["SOURCE", "debian_class_names"]
-
 KARATE_NEIGHBOURS = (
     "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31/2 3 7 13 17 19 21 30/3 7 8 9 13 27 28 32/7 12 13/"
     "6 10/6 10 16/16//30 32 33/33////33/32 33/32 33///32 33/33/32 33//32 33/25 27 29 32 33/"

@@ -18,8 +18,6 @@ from gnnpipe.data.split import SPLIT_NAMES, given_mask
 from gnnpipe.graph.graph import EDGE_DATA, Features
 from gnnpipe.graph.types import VertexTypes
 
-__all__ = ["raw_hetero_graph"]
-
 
 def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) -> RawGraph:
     """The arrays of a ``HeteroData``.

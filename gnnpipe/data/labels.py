@@ -13,8 +13,6 @@ import numpy.typing as npt
 from gnnpipe.data.arrays import float32_array
 from gnnpipe.data.messages import fail
 
-__all__ = ["TASKS", "Labels", "clean_labels", "clean_targets", "is_known", "one_hot_warning"]
-
 Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
 
 TASKS = ("classification", "regression")

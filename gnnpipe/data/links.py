@@ -24,8 +24,6 @@ from gnnpipe.graph.pairs import Pairs
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["split_links", "with_given_links"]
-
 Int64 = npt.NDArray[np.int64]
 
 STANDARD_LINKS = (0.85, 0.05, 0.1)

@@ -14,8 +14,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
-__all__ = ["configured_graph", "dataset_names", "load_graph"]
-
 # The entries of the data sources; a name goes to the first one here that handles it.
 for _file in reversed((embedded, synthetic, ogb, pyg_datasets, npz)):
     add_source(_file.SOURCE)

@@ -8,8 +8,6 @@ from typing import NoReturn
 
 from gnnpipe.errors import InputError
 
-__all__ = ["fail", "warn"]
-
 
 def fail(name: str, wrong: str, hint: str) -> NoReturn:
     """Raise ``InputError`` about the data set ``name``: the fault and a remedy to try."""

@@ -23,8 +23,6 @@ from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 from gnnpipe.registry import nearest
 
-__all__ = ["SOURCE"]
-
 Arrays = dict[str, Any]
 
 SPARSE_KEYS = ("x_data", "x_indices", "x_indptr", "x_shape")

@@ -26,8 +26,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
 from gnnpipe.graph.npz_archive import UNREADABLE, opened, read_arrays
 
-__all__ = ["OGB_DATASETS", "SOURCE"]
-
 URL = "http://snap.stanford.edu/ogb/data/nodeproppred/"
 
 MAPPED_BYTES = 4 << 30

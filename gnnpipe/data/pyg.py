@@ -18,8 +18,6 @@ from gnnpipe.graph.graph import EDGE_DATA, Graph
 if TYPE_CHECKING:
     from torch_geometric.data import Data, HeteroData
 
-__all__ = ["from_pyg", "raw_graph"]
-
 
 def from_pyg(
     data: Data | HeteroData | Sequence[Data],

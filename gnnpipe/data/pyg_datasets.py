@@ -24,9 +24,6 @@ from gnnpipe.registry import nearest
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["PYG_FAMILIES", "SOURCE", "find_pyg"]
-
-
 SPARSE_BELOW = 0.1
 """Share of non-zero features below which the first Linear is faster with CSR rows."""
 

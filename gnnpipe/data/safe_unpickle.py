@@ -16,8 +16,6 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-__all__ = ["only_data"]
-
 _PLAIN = "bytearray bytes complex dict frozenset list object set tuple"
 _SCIPY = "bsr coo csc csr dia dok lil"
 _STORAGES = "Float Double Half BFloat16 Long Int Short Char Byte Bool"

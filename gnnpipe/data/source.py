@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gnnpipe.data.clean import RawGraph
 
-__all__ = ["SOURCES", "DataRequest", "Source", "add_source"]
-
 
 @dataclass(frozen=True)
 class DataRequest:

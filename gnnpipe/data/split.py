@@ -13,17 +13,6 @@ import numpy as np
 from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import BoolArray, IntArray
 
-__all__ = [
-    "SPLIT_NAMES",
-    "STANDARD_SPLIT",
-    "Masks",
-    "given_mask",
-    "index_mask",
-    "num_splits",
-    "overlap_warning",
-    "split_masks",
-]
-
 Masks = tuple[BoolArray, BoolArray, BoolArray]
 """Train, val and test, each [N]."""
 

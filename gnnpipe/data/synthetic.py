@@ -22,8 +22,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.machine import memory_bytes
 from gnnpipe.registry import nearest
 
-__all__ = ["SOURCE", "Planted", "Rmat", "parse_synthetic"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Draw = Callable[[np.random.Generator, int], tuple[Ints, Ints]]

@@ -21,8 +21,6 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import local_rows
 
-__all__ = ["Block", "Blocks", "EdgeData", "Incidence", "edge_data_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Incidence:

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from gnnpipe.files import check_folder
 from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
 
-__all__ = ["check_cache_dir", "content_key", "default_folder", "folder_of", "keep", "recall"]
-
 _Arrays = dict[str, npt.NDArray[Any]]
 
 

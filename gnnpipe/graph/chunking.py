@@ -34,8 +34,6 @@ from gnnpipe.graph.partition import (
 )
 from gnnpipe.graph.partition.metis import metis_version
 
-__all__ = ["Chunking", "make_chunking", "renumber"]
-
 _SCHEME = 3
 """Version of the cache entries: raise it when the same settings give another chunking."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from gnnpipe.ops.spmm import Kernel, Product, embedding_bag, index_type
 
-__all__ = ["RowCSR"]
-
 
 @dataclass(frozen=True, eq=False)
 class RowCSR:

@@ -22,8 +22,6 @@ from gnnpipe.graph.types import Relation, VertexTypes
 if TYPE_CHECKING:
     from torch_geometric.data import Data, HeteroData
 
-__all__ = ["EDGE_DATA", "BoolArray", "Features", "Graph", "IntArray", "have_same_pattern"]
-
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array

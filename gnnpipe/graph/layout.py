@@ -17,8 +17,6 @@ from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph, IntArray
 from gnnpipe.graph.pairs import PAIRS, Pairs
 
-__all__ = ["ShardLayout", "restrict", "shard_layout", "table_layouts"]
-
 Int64 = npt.NDArray[np.int64]
 
 

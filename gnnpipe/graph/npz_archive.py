@@ -21,8 +21,6 @@ import numpy as np
 
 from gnnpipe.machine import memory_bytes
 
-__all__ = ["UNREADABLE", "Entries", "opened", "read_arrays"]
-
 UNREADABLE = (
     OSError,
     ValueError,

@@ -26,20 +26,6 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
 from gnnpipe.ops.spmm import Kernel, embedding_bag
 
-__all__ = [
-    "BY_EDGES",
-    "EVERYONE",
-    "LINEAR_KINDS",
-    "RELATION",
-    "WEIGHTED",
-    "Everyone",
-    "LinearOperator",
-    "edges_into",
-    "local_rows",
-    "relation_ends",
-    "weighted_rows",
-]
-
 Int64 = npt.NDArray[np.int64]
 _KINDS = ("gcn", "gcn-improved", "gcn-loopless", "gcn-outgoing", "mean", "mean-looped", "sum")
 WEIGHTED = "-weighted"

@@ -9,8 +9,6 @@ import scipy.sparse as sp
 from gnnpipe.graph.graph import IntArray
 from gnnpipe.graph.partition import PARTITIONERS, PartitionTask
 
-__all__ = ["locality_rank", "resolve_order"]
-
 _SMALL_GRAPH = 1 << 14
 """Vertices below which the rows of a layer are in the processor's cache in any order."""
 _PART_VERTICES = 512

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-__all__ = ["PAIRS", "Pairs"]
-
 PAIRS = "pairs"
 """Name of the pairs' matrix, and of the table of final rows that they read."""
 

@@ -19,15 +19,6 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.partition import vertex_work
 
-__all__ = [
-    "CutQuality",
-    "chunk_edges",
-    "copied_rows",
-    "crossing_degrees",
-    "cut_quality",
-    "stale_share",
-]
-
 
 @dataclass(frozen=True)
 class CutQuality:

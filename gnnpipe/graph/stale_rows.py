@@ -19,9 +19,6 @@ from gnnpipe.graph.graph import BoolArray
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import LinearOperator
 
-__all__ = ["StaleRows", "choose_drift_rows", "choose_probe_vertices"]
-
-
 # Keep the draws apart from others with the same seed.
 _PROBE_STREAM = 0x9110
 _DRIFT_STREAM = 0xD21F

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-__all__ = ["Relation", "VertexTypes"]
-
 Relation: TypeAlias = tuple[str, str, str]
 """(source type, name, target type), as in PyG."""
 

@@ -18,8 +18,6 @@ from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values, input_l
 from gnnpipe.ops.bf16_matmul import linear
 from gnnpipe.ops.hashed_dropout import keyed_dropout
 
-__all__ = ["GATLayer"]
-
 
 class GATLayer(Layer):
     """``x' = dropout(elu(GATConv(x W)))`` with a loop at every vertex.

@@ -28,8 +28,6 @@ from torch_geometric.nn import GATConv, MessagePassing
 from gnnpipe.graph.blocks import Block, Incidence
 from gnnpipe.ops.spmm import bag_sums
 
-__all__ = ["attend", "is_additive", "is_as_shipped"]
-
 
 class _AdditiveAttention(torch.autograd.Function):
     """Softmax-weighted mean of the neighbours' rows, per head (arXiv 1710.10903, section 2.1).

@@ -15,8 +15,6 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import norm_relu
 
-__all__ = ["GCNLayer"]
-
 
 class GCNLayer(Layer):
     """``x' = dropout(relu(LayerNorm(A x W + b)))``; the last layer returns ``A x W + b``.

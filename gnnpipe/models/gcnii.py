@@ -14,8 +14,6 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import gcnii_mix
 
-__all__ = ["GCNIILayer"]
-
 
 class GCNIILayer(Layer):
     """``x' = dropout(relu(LayerNorm((1 - beta) m + beta m W)))``.

@@ -30,8 +30,6 @@ from gnnpipe.ops.norm_relu import NormReluOptions
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.registry import Registry
 
-__all__ = ["MODELS", "Layer", "LayerSpec", "PushMaker", "Rows", "Values", "input_linear"]
-
 Values = dict[str, Tensor]
 """Named activations of a chunk, each [C, width]; they cross stage boundaries. Within a stage, a
 value of a recorded model may have more dimensions, or one row that stands for all rows."""

@@ -22,8 +22,6 @@ from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address, tensors_in
 
-__all__ = ["LayerMemory", "measure_layers"]
-
 _ROWS, _DEGREE = 8, 2
 _MASK_NUMBER_BYTES = 4
 """Bytes of a number, to convert tensors of other types (dropout masks) into numbers."""

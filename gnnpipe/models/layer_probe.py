@@ -19,8 +19,6 @@ from gnnpipe.models.layer import Layer, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import row_keys
 
-__all__ = ["check_layers", "in_training_mode"]
-
 _ROWS = 12
 _SPLIT = 5
 """Rows of the first of the two parts."""

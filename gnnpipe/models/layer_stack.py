@@ -12,8 +12,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 
-__all__ = ["GNN", "LayerStageModule", "layer_name"]
-
 
 def layer_name(layer: Layer) -> str:
     """Returns the name of a layer's op, such as 'gcn0'."""

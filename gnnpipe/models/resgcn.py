@@ -14,8 +14,6 @@ from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Valu
 from gnnpipe.ops.bf16_matmul import linear
 from gnnpipe.ops.norm_relu import NormReluOptions, norm_relu
 
-__all__ = ["ResGCNLayer"]
-
 
 class ResGCNLayer(Layer):
     """``x' = x + A dropout(relu(LayerNorm(x))) W + b``, A normalised as in GCN.

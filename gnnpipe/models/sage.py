@@ -14,8 +14,6 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
 from gnnpipe.ops.norm_relu import norm_relu
 
-__all__ = ["SAGELayer"]
-
 
 class SAGELayer(Layer):
     """``x' = dropout(relu(LayerNorm(mean(x) W_l + x W_r + b)))``; the last layer ends with the sum.

@@ -20,8 +20,6 @@ from gnnpipe.graph.graph import Features
 from gnnpipe.ops.bf16_matmul import linear, product
 from gnnpipe.ops.spmm import default_kernel
 
-__all__ = ["FeatureLinear", "FeatureRows", "FeatureTable", "feature_linear"]
-
 
 class FeatureTable:
     """Features [n, in] of all rows of a shard, dense or sparse, and pending output gradients.

@@ -22,8 +22,6 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION
 from gnnpipe.models.layer import Rows, Values
 
-__all__ = ["Aggregation", "Model", "Received", "StageModule"]
-
 
 @dataclass(frozen=True)
 class Aggregation:

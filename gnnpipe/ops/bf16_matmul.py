@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["is_worth_rounding", "linear", "product", "rounded"]
-
 _REPEATS, _MAX_ROWS = 7, 20_000
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from gnnpipe.ops import triton
 
-__all__ = ["KeptMasks", "Mask", "edge_keys", "keyed_dropout", "keyed_mask", "row_keys"]
-
 # Odd multipliers of two published 32-bit mixers (MurmurHash3's finaliser and the golden ratio),
 # written as signed numbers for torch's int32.
 _GOLDEN = -1640531527

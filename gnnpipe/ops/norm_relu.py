@@ -27,8 +27,6 @@ from gnnpipe.ops.norm_relu_blocks import (
 )
 from gnnpipe.ops.output_buffer import OutputBuffer, output_rows
 
-__all__ = ["NormReluOptions", "gcnii_mix", "norm_relu"]
-
 
 @dataclass(frozen=True, eq=False)
 class NormReluOptions:

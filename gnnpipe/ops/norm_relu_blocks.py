@@ -20,16 +20,6 @@ from torch import Tensor
 from gnnpipe.ops import triton
 from gnnpipe.ops.hashed_dropout import Mask
 
-__all__ = [
-    "NUM_SAVED",
-    "NormReluBackward",
-    "add_optional",
-    "blocks_of",
-    "norm_relu_block",
-    "rows_at_once",
-    "to_save",
-]
-
 _BLOCK_BYTES = 1 << 20
 """Size per thread of a block's result: block and inputs fit into a core's cache."""
 _MIN_BLOCK_ROWS = 512

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["OutputBuffer", "output_rows"]
-
 
 @dataclass(eq=False)
 class OutputBuffer:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["recorded_saved_tensors", "storage_address", "tensors_in"]
-
 
 @contextmanager
 def recorded_saved_tensors(

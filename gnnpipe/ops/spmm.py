@@ -22,18 +22,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.ops import triton
 from gnnpipe.registry import Registry
 
-__all__ = [
-    "KERNELS",
-    "Kernel",
-    "Product",
-    "bag_sums",
-    "default_kernel",
-    "embedding_bag",
-    "index_type",
-    "kernel_named",
-    "time_kernels",
-]
-
 Product = Callable[[Tensor], Tensor]
 """Maps dense rows [T, F] to [R, F], without autograd."""
 Kernel = Callable[[Tensor, Tensor, Tensor, int], Product]

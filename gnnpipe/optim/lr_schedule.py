@@ -9,8 +9,6 @@ from torch.optim import lr_scheduler
 
 from gnnpipe.config import TrainConfig
 
-__all__ = ["LearningRate"]
-
 
 class LearningRate:
     """Learning rate of one optimizer; every rank has one, and all get the same scores.

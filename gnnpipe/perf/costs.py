@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Costs"]
-
 
 class Costs(Protocol):
     """Durations and sizes of one plan on one set of devices and links."""

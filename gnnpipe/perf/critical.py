@@ -8,8 +8,6 @@ from collections.abc import Callable
 from gnnpipe.perf.simulate import Timeline
 from gnnpipe.perf.tasks import Task
 
-__all__ = ["critical_shares", "task_group", "task_place"]
-
 _GROUPS = {
     "F": ("compute of", "all compute"),
     "B": ("compute of", "all compute"),

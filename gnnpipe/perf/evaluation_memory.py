@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from gnnpipe.plan import Op, Plan
 
-__all__ = ["StageTables", "evaluation_bytes"]
-
 
 @dataclass(frozen=True)
 class StageTables:

@@ -15,8 +15,6 @@ from scipy.optimize import nnls
 
 from gnnpipe.perf.profile import Affine, LinkTimes
 
-__all__ = ["Fitted", "Sample", "Work", "fit_costs", "fit_link"]
-
 
 @dataclass(frozen=True)
 class Work:

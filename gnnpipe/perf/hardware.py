@@ -15,8 +15,6 @@ from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profi
 from gnnpipe.plan import ModelGraph, Op
 from gnnpipe.registry import nearest
 
-__all__ = ["DEVICES", "LINKS", "hardware_memory_bytes", "hardware_profile"]
-
 SHARE = 0.5
 """Share of a data sheet's speed and bandwidth that kernels reach (assumed)."""
 LAUNCH_S = 5e-6

@@ -18,8 +18,6 @@ from gnnpipe.perf.spans import EpochSpans
 from gnnpipe.perf.trace import Span
 from gnnpipe.plan.placement import Placement
 
-__all__ = ["measured_spans"]
-
 SHORTEST_WAIT_S = 20e-6
 """A shorter wait counts as the cost of the call, and not as a rank that was late."""
 

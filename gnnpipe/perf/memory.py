@@ -17,16 +17,6 @@ from functools import cached_property
 from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
 from gnnpipe.plan import LossRows, ModelGraph, Op, Plan, precomputed_aggregations, shared_tables
 
-__all__ = [
-    "ON_TOP",
-    "MemoryEstimate",
-    "MemorySettings",
-    "ShardSizes",
-    "estimate_memory",
-    "human_bytes",
-    "partition_bytes",
-]
-
 ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs holes of the heap"
 """For messages that show an estimate."""
 

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from gnnpipe.perf.fit import Work
 from gnnpipe.plan import ModelGraph, Op
 
-__all__ = ["ChunkSizes", "Part", "step_parts"]
-
 Counts = npt.NDArray[np.int64]
 
 

@@ -10,8 +10,6 @@ from gnnpipe.perf.tasks import Task
 from gnnpipe.perf.trace import Span
 from gnnpipe.plan.placement import Placement
 
-__all__ = ["predicted_spans", "simulated_epochs"]
-
 
 def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpans]:
     """Return the times of each rank; ``timeline`` is of ``program_tasks``."""

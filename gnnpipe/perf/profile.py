@@ -21,8 +21,6 @@ from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Op
 
-__all__ = ["Affine", "ComputeTimes", "LinkTimes", "OpTimes", "Profile", "op_kind"]
-
 T = TypeVar("T")
 
 VERSION = 7

@@ -23,8 +23,6 @@ from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.schedule import SpecialPosition
 
-__all__ = ["ProfiledCosts"]
-
 WAYS = {"F": "forward", "B": "backward"}
 SUM_BYTES = 8
 """Bytes of a number in the sums of a forecast's fit and of a mean over all vertices (float64)."""

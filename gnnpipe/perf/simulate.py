@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from gnnpipe.perf.tasks import Tasks
 
-__all__ = ["CriticalTask", "Timeline", "collector_paused", "simulate"]
-
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

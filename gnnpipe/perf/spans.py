@@ -23,9 +23,6 @@ from dataclasses import dataclass, field
 from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import Action
 
-__all__ = ["ActionTimes", "Collective", "EpochSpans", "Message", "TimeShares", "time_shares"]
-
-
 ActionTimes = tuple[Action, float, float]
 """An action, its start and its end, waits included. A plain tuple, because creating any other
 object would take longer than reading the clock."""

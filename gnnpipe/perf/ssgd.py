@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from gnnpipe.perf.simulate import collector_paused
 from gnnpipe.perf.tasks import Task, Tasks
 
-__all__ = ["VARIANTS", "AllReduce", "Layer", "Training", "iteration_s", "ssgd_tasks"]
-
 VARIANTS = ("naive", "input overlap", "wait-free backward")
 
 

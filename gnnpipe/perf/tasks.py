@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Resource", "Task", "Tasks"]
-
 
 class Task(NamedTuple):
     """Description of a task; -1 where a field has no meaning.

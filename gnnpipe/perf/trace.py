@@ -20,8 +20,6 @@ from typing import Any
 from gnnpipe.errors import InputError
 from gnnpipe.schedule import SpecialPosition
 
-__all__ = ["Span", "Trace", "read_trace", "write_trace"]
-
 VERSION = 1
 TIMELINES = ("measured", "predicted")
 LANE_STRIDE = 1_000_000

@@ -29,8 +29,6 @@ from gnnpipe.perf.simulate import collector_paused
 from gnnpipe.perf.tasks import Task, Tasks
 from gnnpipe.schedule import Action, ActionKind, Program
 
-__all__ = ["BucketTasks", "program_tasks"]
-
 
 class BucketTasks:
     """Tasks of the gradient sums of one stage's shards."""

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, Plan
 
-__all__ = ["CommVolume", "closed_form_volume", "fit_numbers"]
-
 
 @dataclass(frozen=True)
 class CommVolume:

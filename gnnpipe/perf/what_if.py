@@ -18,8 +18,6 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import Program
 
-__all__ = ["LESS", "sensitivity", "what_ifs"]
-
 LESS = 0.1
 """Relative reduction of a time in ``sensitivity``."""
 

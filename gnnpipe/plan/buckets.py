@@ -14,8 +14,6 @@ from gnnpipe.collectives import LARGE_BYTES
 from gnnpipe.plan.model_graph import ModelGraph
 from gnnpipe.plan.plan import Plan
 
-__all__ = ["BUCKET_BYTES", "gradient_buckets", "gradient_steps", "op_gradient_steps"]
-
 BUCKET_BYTES = LARGE_BYTES
 """Least bytes that a shard sends for a bucket (the bucket of step 0 may be smaller): from this size
 on, an all-to-all is split into two that run at once (docs/adr/0021)."""

@@ -26,8 +26,6 @@ from typing import Any
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 
-__all__ = ["Cluster", "Device", "Link"]
-
 MOST_DEVICES = 100_000
 """A larger count is rejected as a typing error."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from gnnpipe.plan.model_graph import ModelGraph, Op
 
-__all__ = ["ALL_ROWS", "LossRows", "choose_loss_rows"]
-
 MAX_SHARE = 0.75
 """Largest share of loss rows among all rows; with more, a second matrix is not worth its memory."""
 

@@ -14,16 +14,6 @@ from itertools import accumulate
 
 from gnnpipe.plan.plan import Plan, Transfer
 
-__all__ = [
-    "EDGE_FLOPS",
-    "KEPT_FLOPS",
-    "ModelGraph",
-    "Op",
-    "precomputed_aggregations",
-    "shared_tables",
-]
-
-
 EDGE_FLOPS = 10
 """Floating-point operations of a dense product that take as long as reading and adding one number
 of a neighbour's row."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -16,8 +16,6 @@ from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
 from gnnpipe.plan.placement import Placement
 
-__all__ = ["Plan", "StagePlan", "Transfer"]
-
 VERSION = 4
 
 

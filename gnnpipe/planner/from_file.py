@@ -11,8 +11,6 @@ from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.planner.request import PLANNERS, Planner, PlanRequest, Shape
 from gnnpipe.schedule import SCHEDULES
 
-__all__ = ["GivenPlan", "check_plan", "planner_named"]
-
 
 @dataclass(frozen=True)
 class GivenPlan:

@@ -13,8 +13,6 @@ from typing import Protocol
 from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan
 from gnnpipe.registry import Registry
 
-__all__ = ["PLANNERS", "GraphCounts", "PlanRequest", "Planner", "Shape"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -22,8 +22,6 @@ from gnnpipe.plan.placement import Placement
 from gnnpipe.planner.request import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
 
-__all__ = ["UniformPlanner", "op_costs", "split_evenly"]
-
 
 def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
     """Return the cost of each op, in floating-point operations of a dense product.

@@ -27,17 +27,6 @@ from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.shard_group import MeshShards
 
-__all__ = [
-    "BRIEF",
-    "THOROUGH",
-    "LinkTest",
-    "Links",
-    "clock_offset",
-    "measure_links",
-    "most_ranks_per_machine",
-    "receive_bandwidth",
-]
-
 
 class Waitable(Protocol):
     """A transfer that has been started."""

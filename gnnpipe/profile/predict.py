@@ -24,15 +24,6 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = [
-    "Prediction",
-    "Predictor",
-    "check_profile",
-    "check_profile_file",
-    "read_profile",
-    "run_costs",
-]
-
 MIN_EPOCHS = 10
 """A shorter run is not worth a profile of its own."""
 

@@ -48,14 +48,6 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = [
-    "data_sheet_profile",
-    "profile_command",
-    "profile_lines",
-    "take_profile",
-    "take_short_profile",
-]
-
 CHUNK_COUNTS = (1, 2, 8, 32)
 """Numbers of chunks that steps are measured with, beside the run's own."""
 

@@ -32,16 +32,6 @@ from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of
 from gnnpipe.setup.prepared import Prepared, chunk_order
 
-__all__ = [
-    "GraphShape",
-    "Scenario",
-    "memory_of_shape",
-    "nearest_that_fits",
-    "scenario_of",
-    "scenario_of_shape",
-]
-
-
 Shape = tuple[int, int, int]
 """Stages, shards, chunks."""
 

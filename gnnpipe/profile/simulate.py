@@ -34,8 +34,6 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.prepare import prepare, ranks_of
 
-__all__ = ["Simulation", "simulate_command", "simulated"]
-
 VERSION = 1
 MAX_RANKS = 1024
 """Devices among which a fitting shape is searched if only their data sheet is given."""

@@ -39,17 +39,6 @@ from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = [
-    "BEGIN",
-    "UPDATE",
-    "StepKey",
-    "boundary_time_per_number_s",
-    "measure_steps",
-    "measured_epochs",
-    "typical_epoch",
-    "work_of",
-]
-
 WARM_UP, REPEATS, MAX_REPEATS = 2, 5, 40
 """Epochs; memory pages are first touched in the warm-up."""
 

@@ -17,8 +17,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import seed_runs
 from gnnpipe.report.run import Run, read_run
 
-__all__ = ["compare_lines"]
-
 TAIL = 20
 """Number of last epochs whose mean score is compared: it varies less than the last score."""
 

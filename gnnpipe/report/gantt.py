@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from gnnpipe.perf import Span, Trace
 from gnnpipe.report.svg import escape, ticks
 
-__all__ = ["critical_words", "gantt", "seconds", "shown"]
-
 ROW, GAP, AXIS = 22, 4, 20
 """Heights in pixels."""
 MOST_SPANS = 6_000

@@ -15,8 +15,6 @@ from gnnpipe.report.run import Run
 from gnnpipe.report.sections import bytes_section, chunks_section, memory_section, time_section
 from gnnpipe.report.svg import MOST_POINTS, Line, escape, line_chart
 
-__all__ = ["MARK", "page"]
-
 MARK = "<!doctype html><!-- made by gnnpipe report -->"
 """First line of every page."""
 

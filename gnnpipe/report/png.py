@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["pictures"]
-
 DPI = 200
 WIDTH_IN = 7.0
 """Figure width in inches: the text width of most single-column papers."""

@@ -21,8 +21,6 @@ from gnnpipe.files import like_run_in
 from gnnpipe.perf import Trace, read_trace
 from gnnpipe.plan import Plan
 
-__all__ = ["Column", "Fields", "Run", "read_run"]
-
 T = TypeVar("T")
 
 MOST_BYTES = 256 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from gnnpipe.report.run import Fields
 from gnnpipe.report.svg import bars, escape
 
-__all__ = ["bytes_section", "chunks_section", "memory_section", "size", "time_section"]
-
 SHARES = {
     "compute": "compute_s",
     "exposed pipeline": "exposed_pipeline_s",

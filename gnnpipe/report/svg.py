@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from gnnpipe.report.run import Column
 
-__all__ = ["Line", "bars", "escape", "legend", "line_chart", "ticks"]
-
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 10, 34
 MOST_POINTS = 400

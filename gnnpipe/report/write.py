@@ -8,8 +8,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.report.html import MARK, page
 from gnnpipe.report.run import read_run
 
-__all__ = ["write_report"]
-
 
 def write_report(folder: Path, save: str | None, with_pictures: bool) -> list[Path]:
     """Write the report of the run in ``folder`` and return the paths of the files.

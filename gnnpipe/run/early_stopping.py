@@ -10,8 +10,6 @@ from torch import Tensor
 
 from gnnpipe.tasks.scoring import Scores
 
-__all__ = ["BestEpoch"]
-
 
 class BestEpoch:
     """Tracks the best epoch; each rank keeps a copy of its own weights.

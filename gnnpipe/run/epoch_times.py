@@ -9,8 +9,6 @@ from gnnpipe.perf import EpochSpans, TimeShares
 from gnnpipe.profile.links import clock_offset
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["gather_epoch", "prediction_line", "time_lines"]
-
 UNEXPECTED = 0.25
 """Relative error above which the text of a prediction names a possible reason."""
 

@@ -22,8 +22,6 @@ from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["LONGEST", "ExactEpochs"]
-
 WINDOW, LEAST = 20, 5
 """Epochs in the median, and epochs needed before it is used."""
 

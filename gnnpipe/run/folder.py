@@ -37,8 +37,6 @@ from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.resume import note_launch
 from gnnpipe.runtime.comm.world import World
 
-__all__ = ["RunFolder", "claim_folder", "plain", "run_path", "versions"]
-
 
 def run_path(config: TrainConfig) -> Path:
     """Return the path of the run folder: ``--out``, or a new folder below runs/."""

@@ -17,8 +17,6 @@ from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.tasks.loss import LossFn
 
-__all__ = ["Info", "info"]
-
 
 @dataclass(frozen=True)
 class Info:

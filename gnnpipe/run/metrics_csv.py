@@ -15,8 +15,6 @@ from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
-__all__ = ["EpochRow", "Staleness", "measure_staleness", "rows_of"]
-
 
 @dataclass(frozen=True)
 class Staleness:

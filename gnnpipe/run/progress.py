@@ -13,8 +13,6 @@ from rich.progress import Progress as RichProgress
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.summary import score
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Prints progress on rank 0; a context manager around the training loop.

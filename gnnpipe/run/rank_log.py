@@ -19,8 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from gnnpipe.checkpoint.retention import resume_advice
 from gnnpipe.errors import FailedError, LostRankError
 
-__all__ = ["RankError", "RankLog", "is_lost_peer", "lost_rank"]
-
 
 class RankError(RuntimeError):
     """An error of one rank with its position in the program, as torchrun prints it."""

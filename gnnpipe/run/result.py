@@ -23,8 +23,6 @@ from gnnpipe.setup.memory_estimate import memory_of_rank
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
-__all__ = ["RunResult", "TrainingRecord", "gather_result"]
-
 WARM_UP = 3
 """Number of first epochs that the median epoch time leaves out, if there are more epochs."""
 

@@ -25,22 +25,6 @@ from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
-__all__ = [
-    "METRICS",
-    "STATE",
-    "Start",
-    "cut_of",
-    "find_start",
-    "identity_of",
-    "note_launch",
-    "patience_is_out",
-    "restarted",
-    "resumed_config",
-    "seconds_so_far",
-    "state_text",
-]
-
-
 NOTE = ".launch.json"
 
 

@@ -17,8 +17,6 @@ from types import FrameType, TracebackType
 from gnnpipe.errors import ExitCode
 from gnnpipe.run.rank_log import is_lost_peer
 
-__all__ = ["PATIENCE_S", "Stopping"]
-
 SIGTERM = "SIGTERM"
 """Reason of a run that was stopped by the signal."""
 

@@ -14,8 +14,6 @@ from gnnpipe.setup.memory_estimate import partition_memory_bytes
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import REGRESSION
 
-__all__ = ["head_lines", "info_lines", "result_lines", "score"]
-
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -19,8 +19,6 @@ from gnnpipe.ops import triton
 from gnnpipe.runtime.executor import Executor
 from gnnpipe.schedule import Action, ActionKind
 
-__all__ = ["CudaGraphExecutor", "Replay"]
-
 T = TypeVar("T")
 
 _WARM_UP = 2

@@ -25,8 +25,6 @@ from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.schedule import Action, ActionKind, CheckedProgram, Direction, SpecialPosition
 
-__all__ = ["CommBytes", "Executor", "LatestWeights", "WeightPolicy", "WeightUpdate"]
-
 _EXCERPT = 4
 """Actions shown before and after one that fails."""
 

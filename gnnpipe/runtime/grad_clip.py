@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["GradClip"]
-
 
 class GradClip:
     """Clips and checks the gradients of one rank before the optimizer step."""

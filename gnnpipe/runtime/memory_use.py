@@ -10,8 +10,6 @@ import torch
 
 from gnnpipe.heap import give_back, held_heap
 
-__all__ = ["code_bytes", "held_bytes", "held_memory", "peak_bytes", "reset_peak"]
-
 
 def peak_bytes(device: torch.device) -> int:
     """Return the peak in bytes since ``reset_peak``; without /proc, since the process started."""

@@ -24,8 +24,6 @@ from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
-__all__ = ["ChunkLossRows", "Stage"]
-
 Criterion = Callable[[Tensor, int], Tensor]
 """Maps the logits [C or R, classes] and the number of a chunk to its part of the loss, a scalar."""
 

@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from gnnpipe.schedule.program import Action, ActionKind, Direction, Program, SpecialPosition
 
-__all__ = ["CheckedProgram", "ProgramError", "check"]
-
 
 class ProgramError(ValueError):
     """Raised for a program that would hang, or compute something other than its plan says."""

@@ -18,8 +18,6 @@ from gnnpipe.schedule.check import CheckedProgram, check
 from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
 from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
 
-__all__ = ["evaluation_program", "training_program", "with_forecast"]
-
 
 def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> CheckedProgram:
     """Return the checked program of one training epoch under ``plan.schedule``.

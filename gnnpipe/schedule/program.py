@@ -16,8 +16,6 @@ from enum import IntEnum, StrEnum
 
 from gnnpipe.plan.placement import Placement
 
-__all__ = ["Action", "ActionKind", "Consistency", "Direction", "Program", "SpecialPosition"]
-
 
 class Direction(StrEnum):
     """Direction of a pass through the stages, and of the messages that belong to the pass."""

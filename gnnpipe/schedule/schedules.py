@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from gnnpipe.registry import Registry
 from gnnpipe.schedule.program import Action, ActionKind, Consistency
 
-__all__ = ["EXACT_SCHEDULE", "SCHEDULES", "Schedule"]
-
 
 class Schedule(ABC):
     """Rule that orders the compute actions of one stage for one epoch."""

@@ -40,8 +40,6 @@ from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
 
-__all__ = ["RankRuntime", "build_rank"]
-
 Structure = LinearOperator | Blocks | Everyone
 Numbers = npt.NDArray[np.int64]
 

@@ -16,8 +16,6 @@ from gnnpipe.graph.quality import crossing_degrees
 from gnnpipe.perf import ChunkSizes
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["chunk_sizes", "feature_entries"]
-
 Numbers = npt.NDArray[np.int64]
 
 

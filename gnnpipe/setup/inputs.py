@@ -25,18 +25,6 @@ from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.tasks.loss import has_both, validation_labels
 
-__all__ = [
-    "check_can_fit",
-    "check_parts",
-    "check_validation",
-    "choose_model",
-    "number_dtype",
-    "rounding_lines",
-    "row_dtype",
-    "warn_of_vain_rounding",
-    "without_unread",
-]
-
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
     """``InputError`` for a wrong argument of ``Trainer``, before any file is read."""

@@ -13,8 +13,6 @@ from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph
 from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, choose_loss_rows
 
-__all__ = ["find_loss_rows", "loss_row_mask", "loss_rows_of_shard"]
-
 _MIN_ROWS = 2
 """Least loss rows of a chunk on a shard: a user's model may fail for 0 rows or squeeze 1 row."""
 

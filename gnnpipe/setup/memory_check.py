@@ -20,8 +20,6 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.memory_estimate import least_memory_bytes
 from gnnpipe.setup.prepared import Prepared
 
-__all__ = ["check_memory"]
-
 
 def check_memory(prepared: Prepared, mesh: Mesh) -> None:
     """Raise ``InputError`` on every rank if the ranks of a machine need more than its memory."""

@@ -23,14 +23,6 @@ from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import kept_by_loss
 
-__all__ = [
-    "least_memory_bytes",
-    "memory_by_rank",
-    "memory_of_rank",
-    "memory_settings",
-    "partition_memory_bytes",
-]
-
 Counts = npt.NDArray[np.int64]
 
 

@@ -21,8 +21,6 @@ from gnnpipe.models.layer_stack import layer_name
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.plan import ModelGraph, Op
 
-__all__ = ["describe"]
-
 PASSING_ROWS = 5
 """Temporary rows of the pushed width in a layer's backward."""
 INCIDENCE_EDGE_BYTES = 8

@@ -45,8 +45,6 @@ from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
 
-__all__ = ["join_world", "prepare", "ranks_of", "shape_of"]
-
 _SAMPLED_ROWS = 10_000
 """Feature rows that the digest of a graph reads."""
 

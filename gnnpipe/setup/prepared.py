@@ -23,8 +23,6 @@ from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.tasks.loss import LossFn
 
-__all__ = ["Prepared", "chunk_order"]
-
 
 @dataclass(frozen=True, eq=False)
 class Prepared:

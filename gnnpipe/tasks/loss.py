@@ -22,26 +22,6 @@ from gnnpipe.graph.blocks import Blocks, EdgeData
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
 
-__all__ = [
-    "ERRORS",
-    "PARTS",
-    "RARE",
-    "REGRESSION",
-    "Loss",
-    "LossFn",
-    "Targets",
-    "check_loss",
-    "choose_metric",
-    "data_of_pairs",
-    "has_both",
-    "kept_by_loss",
-    "labels_of",
-    "loss_sum",
-    "num_targets",
-    "validation_labels",
-]
-
-
 PARTS = 3
 """Train, val and test."""
 

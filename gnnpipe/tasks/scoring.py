@@ -15,18 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Scores",
-    "accuracy",
-    "error_sums",
-    "f1",
-    "margin",
-    "regression_score",
-    "roc_auc",
-    "tally",
-    "target_sums",
-]
-
 Counts = npt.NDArray[np.float64]
 
 

@@ -16,8 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-__all__ = ["round_trip"]
-
 
 def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
     """Return the time of the all-reduce in seconds, and what went wrong ('': nothing).

@@ -26,8 +26,6 @@ from gnnpipe.heap import HEAP_SETTINGS, has_own_settings
 from gnnpipe.machine import free_bytes, memory_bytes
 from gnnpipe.runtime.comm.cpu_affinity import usable_cores
 
-__all__ = ["Finding", "add_flags", "doctor", "examine"]
-
 NEEDED = {
     "torch": "2.8",
     "torch_geometric": "2.6",

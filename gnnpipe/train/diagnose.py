@@ -13,8 +13,6 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.train.evaluate import results_by_chunk
 
-__all__ = ["check_same_weights", "find_fault"]
-
 
 def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> None:
     """``FailedError`` on every rank if shards of a stage hold different weights after an epoch."""

@@ -28,8 +28,6 @@ from gnnpipe.tasks.scoring import (
     target_sums,
 )
 
-__all__ = ["Scores", "evaluate", "results_by_chunk", "train_epoch"]
-
 
 def train_epoch(
     rank_runtime: RankRuntime, mesh: Mesh, program: CheckedProgram, order: Sequence[int], epoch: int

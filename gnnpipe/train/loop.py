@@ -44,8 +44,6 @@ from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
-__all__ = ["Loop"]
-
 CHECKPOINT_AFTER_S = 600.0
 """Seconds from one checkpoint to the next, unless the config gives a number of epochs."""
 

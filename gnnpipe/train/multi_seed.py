@@ -25,8 +25,6 @@ from gnnpipe.setup.prepare import join_world
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.train.trainer import Trainer
 
-__all__ = ["SeedsResult", "fit_seeds"]
-
 SUMMARY = (
     "loss",
     "train_acc",

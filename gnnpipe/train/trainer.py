@@ -41,10 +41,9 @@ from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_roundi
 from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn
-from gnnpipe.train.evaluate import Scores, evaluate, results_by_chunk
+from gnnpipe.tasks.scoring import Scores
+from gnnpipe.train.evaluate import evaluate, results_by_chunk
 from gnnpipe.train.loop import Loop
-
-__all__ = ["Trainer"]
 
 
 class Trainer:

@@ -21,8 +21,6 @@ from gnnpipe.verify.reference_graph import WholeGraph
 from gnnpipe.verify.reference_models import UserModel
 from gnnpipe.verify.reference_walk import ChunkWalk
 
-__all__ = ["Reference", "ReferenceEpoch"]
-
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -23,8 +23,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["drop"]
-
 UInt32 = npt.NDArray[np.uint32]
 _GOLDEN = np.uint32(0x9E3779B9)
 

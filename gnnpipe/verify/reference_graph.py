@@ -14,8 +14,6 @@ from torch import Tensor
 
 from gnnpipe.graph.graph import Features, Graph
 
-__all__ = ["WholeGraph"]
-
 
 @dataclass(frozen=True, eq=False)
 class WholeGraph:

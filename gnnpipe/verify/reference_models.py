@@ -25,9 +25,6 @@ from torch_geometric.nn import GAE, GATConv
 from gnnpipe.verify.reference_dropout import drop
 from gnnpipe.verify.reference_graph import WholeGraph
 
-__all__ = ["LAYERS", "Pass", "PlainModel", "Read", "UserModel", "WholeModel"]
-
-
 Read = Callable[[str, Tensor, str], Tensor]
 """Maps an aggregation's name, the rows [N_t, F] that all vertices of a type push, and the type (''
 if there is only one) to the rows [N_t, F] that are aggregated."""

@@ -19,8 +19,6 @@ from torch import Tensor
 from gnnpipe.config import TrainConfig
 from gnnpipe.verify.reference_models import Pass, Read, WholeModel
 
-__all__ = ["ChunkWalk", "Cut"]
-
 RIDGE = 0.05
 """Weight of the ridge in the forecast's regression (docs/adr/0011)."""
 

@@ -25,8 +25,6 @@ from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import row_keys
 from gnnpipe.verify.reference_models import Pass, WholeModel
 
-__all__ = ["StageModel"]
-
 
 class StageModel(WholeModel):
     """All ops of a model as one stage on all vertices."""

@@ -41,8 +41,6 @@ from gnnpipe.verify.reference_models import LAYERS, PlainModel, UserModel
 from gnnpipe.verify.reference_walk import ChunkWalk, Cut
 from gnnpipe.verify.stage_model import StageModel
 
-__all__ = ["TOLERANCE", "Comparison", "reference_of", "relative_difference", "verdict", "verify"]
-
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 """Largest relative difference that counts as equal, by number type."""
 

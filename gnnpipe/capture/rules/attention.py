@@ -20,8 +20,6 @@ from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.rules.convolutions import OtherKindError, Rule
 from gnnpipe.models.gat_attention import is_additive, is_as_shipped
 
-__all__ = ["ATTENTION_RULES", "is_mapped"]
-
 _MAPS: dict[type[nn.Module], tuple[str, ...]] = {
     pyg.GATConv: ("lin",),
     pyg.GATv2Conv: ("lin_l", "lin_r"),

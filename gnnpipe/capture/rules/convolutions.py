@@ -24,8 +24,6 @@ from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.graph.operators import RELATION
 
-__all__ = ["RULES", "TAKES_PAIRS", "OtherKindError", "Rule", "lowers"]
-
 Rule = Callable[..., Any]
 """Maps (convolution, its arguments by name without edges) to its result. ``edge_weight`` is None or
 the recording's input of that name."""

@@ -23,8 +23,6 @@ from gnnpipe.capture.rules.convolutions import OtherKindError, Rule
 from gnnpipe.capture.stage.norm_rows import positive
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 
-__all__ = ["EDGE_RULES"]
-
 
 class _AfterNorm(pyg.MessagePassing):  # type: ignore[misc]
     """The part of EdgeConv behind its norm, for normalised rows [n, F] and [m, F]."""

@@ -18,8 +18,6 @@ from torch_geometric.utils import scatter, softmax
 from gnnpipe.capture.markers import aggregate
 from gnnpipe.graph.operators import EVERYONE
 
-__all__ = ["HETERO_RULES", "HeteroRule"]
-
 Attend = Callable[[nn.Module, Any, Any, Any], Any]
 """Records the call of an attention on (source rows, target rows, edges)."""
 

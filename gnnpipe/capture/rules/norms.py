@@ -18,8 +18,6 @@ from gnnpipe.capture.markers import aggregate, in_training
 from gnnpipe.capture.stage.norm_rows import normalise, positive, squares
 from gnnpipe.graph.operators import EVERYONE
 
-__all__ = ["NORMS", "update_running_statistics"]
-
 
 def _mean(x: Any, path: str = "", what: str = "") -> Any:
     """The mean of x over all vertices, one equal row for each vertex.

@@ -24,8 +24,6 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.layer import Rows
 
-__all__ = ["BlockConv", "Form"]
-
 
 class Form(StrEnum):
     """How a convolution is called on a block."""

@@ -31,8 +31,6 @@ from gnnpipe.capture.stage.step_calls import (
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Received
 
-__all__ = ["StepFunction"]
-
 
 class StepFunction:
     """A step's generated function with the names of its arguments and results."""

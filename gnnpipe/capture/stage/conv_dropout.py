@@ -24,8 +24,6 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 from gnnpipe.ops.hashed_dropout import edge_keys
 
-__all__ = ["DropoutKind", "DropoutKinds", "KeyedDropout", "NoDropout"]
-
 
 class DropoutKind(StrEnum):
     """Owner of the rows of a dropped tensor."""

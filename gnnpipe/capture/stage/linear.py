@@ -13,8 +13,6 @@ from gnnpipe.models.layer import Rows
 from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.ops.bf16_matmul import linear
 
-__all__ = ["LinearBy", "is_linear", "linear_of_features", "rounded_linear"]
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from gnnpipe.capture.markers import recorded
 from gnnpipe.ops.norm_relu_blocks import blocks_of
 
-__all__ = ["normalise", "positive", "squares"]
-
 
 @recorded
 def squares(x: Any, mean: Any) -> Any:

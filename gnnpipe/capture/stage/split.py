@@ -11,8 +11,6 @@ from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.stage.block_conv import BlockConv
 from gnnpipe.models.stage_module import Aggregation
 
-__all__ = ["Cut"]
-
 
 class Cut:
     """Some ops of a recording, laid out in steps."""

@@ -16,8 +16,6 @@ from gnnpipe.capture.stage.split import Cut
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Received, StageModule
 
-__all__ = ["RecordedStageModule"]
-
 
 class RecordedStageModule(StageModule):
     """Some ops of a recorded model."""

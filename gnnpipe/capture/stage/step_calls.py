@@ -11,16 +11,6 @@ from gnnpipe.capture.markers import drop, in_training, of_vertices
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 
-__all__ = [
-    "OF_ROWS",
-    "dense_features",
-    "edge_data_of",
-    "first_row",
-    "flattened",
-    "for_all",
-    "shaped",
-]
-
 
 def edge_data_of(block: Block, name: str) -> Tensor:
     """Edge features or weights of a block [E, ...]."""

@@ -15,8 +15,6 @@ from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
 
-__all__ = ["check_equals_model"]
-
 
 def check_equals_model(
     model: nn.Module, method: str, call: fx.Node, run: SampleRun, names: Mapping[str, str]

@@ -37,8 +37,6 @@ from gnnpipe.capture.vertex_parameters import cut_vertex_weights, vertex_weights
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, relation_ends
 
-__all__ = ["Facts", "probe"]
-
 
 @dataclass(frozen=True)
 class Facts:

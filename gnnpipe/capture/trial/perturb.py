@@ -11,8 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-__all__ = ["names_of_weights", "perturb_weights"]
-
 _BY = 0.1
 """Far above rounding, and small enough that positive weights mostly stay positive."""
 

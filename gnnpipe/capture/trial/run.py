@@ -29,8 +29,6 @@ from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_end
 from gnnpipe.models.layer import Rows
 from gnnpipe.ops.saved_tensors import tensors_in
 
-__all__ = ["SampleRun", "refuse_edge_work"]
-
 Found = dict[fx.Node, Any]
 """Values by the call that made them."""
 

@@ -16,8 +16,6 @@ from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_
 from gnnpipe.graph.graph import Features, Graph
 from gnnpipe.graph.types import VertexTypes
 
-__all__ = ["Sample", "make_sample"]
-
 
 @dataclass(frozen=True, eq=False)
 class Sample:

@@ -23,8 +23,6 @@ from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.errors import InputError
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address, tensors_in
 
-__all__ = ["Saved", "saved_by_calls"]
-
 _NUMBER_BYTES = 4
 """Size of the number that amounts are counted in; a mask of bytes counts as a quarter number."""
 

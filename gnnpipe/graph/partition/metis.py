@@ -11,8 +11,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.partition.runs import parts_of_runs
 from gnnpipe.graph.partition.task import PARTITIONERS, Objective, PartitionTask, Parts
 
-__all__ = ["metis", "metis_version"]
-
 
 def metis_version() -> str:
     """The library that runs METIS, with its version where that is known."""

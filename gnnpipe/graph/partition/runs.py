@@ -10,8 +10,6 @@ import numpy as np
 from gnnpipe.graph.graph import IntArray
 from gnnpipe.graph.partition.task import PARTITIONERS, PartitionTask, Parts
 
-__all__ = ["parts_of_runs"]
-
 
 def parts_of_runs(task: PartitionTask, work: IntArray | None = None) -> Parts:
     """The part of each vertex when the vertices are split into runs of the given work shares.

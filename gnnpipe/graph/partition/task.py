@@ -18,16 +18,6 @@ import scipy.sparse as sp
 from gnnpipe.graph.graph import Graph, IntArray, have_same_pattern
 from gnnpipe.registry import Registry
 
-__all__ = [
-    "PARTITIONERS",
-    "Objective",
-    "PartitionTask",
-    "Partitioner",
-    "Parts",
-    "symmetric_pattern",
-    "vertex_work",
-]
-
 
 class Objective(StrEnum):
     """The quantity that a partitioner keeps small."""

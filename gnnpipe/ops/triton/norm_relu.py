@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["MAX_WIDTH", "norm_relu_backward", "norm_relu_forward"]
-
 MAX_WIDTH = 2048
 """Columns; a program processes whole rows."""
 _BLOCK_SIZE = 1024

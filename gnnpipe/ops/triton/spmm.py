@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["product", "try_out"]
-
 MIN_PIECE = 256
 """Entries of a piece, at least, before a row is cut."""
 MAX_PIECES = 16384

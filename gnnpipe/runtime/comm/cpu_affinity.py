@@ -17,8 +17,6 @@ from typing import Any
 
 from gnnpipe.machine import machine_key
 
-__all__ = ["crowding", "on_own_cores", "own_cores", "usable_cores"]
-
 
 def usable_cores() -> frozenset[int]:
     """Return the numbers of the cores that this process may use."""

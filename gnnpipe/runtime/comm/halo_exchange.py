@@ -16,8 +16,6 @@ from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.shard_group import MeshShards
 
-__all__ = ["GradientSum", "HaloExchange", "sum_over_shards"]
-
 
 class HaloExchange:
     """Sends boundary rows of a chunk to the shards that read them, and brings gradients back."""

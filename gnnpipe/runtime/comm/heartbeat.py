@@ -19,8 +19,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["SILENCE_SHARE", "Heartbeat"]
-
 SILENCE_SHARE = 1 / 8
 """Allowed silence as a share of ``World.timeout_s``: 15 s by default."""
 

@@ -12,14 +12,6 @@ from collections.abc import Mapping
 
 from gnnpipe.errors import InputError
 
-__all__ = [
-    "check_rendezvous",
-    "disable_flight_recorder",
-    "launched_local_rank",
-    "launched_world_size",
-    "use_loopback",
-]
-
 MOST_RANKS = 1 << 20
 HINT = "torchrun sets it; unset it to train in one process"
 

@@ -14,8 +14,6 @@ from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.start_thread import StartThread
 from gnnpipe.runtime.comm.world import World, leave_at_exit
 
-__all__ = ["Mesh"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(World):

@@ -16,8 +16,6 @@ from torch import Tensor
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.start_thread import StartedMessages
 
-__all__ = ["PointToPoint"]
-
 Key = tuple[str, int, int]
 """Direction ('F' or 'B'), stage of the peer, position of the chunk."""
 

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from gnnpipe.perf import Collective, EpochSpans, Message
 from gnnpipe.schedule import Action
 
-__all__ = ["Recorder"]
-
 KEPT = 5
 """Epochs that are kept: enough for a median."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from gnnpipe.collectives import LARGE_BYTES
 from gnnpipe.runtime.comm.mesh import Mesh
 
-__all__ = ["LARGE", "AllToAllTransfer", "MeshShards"]
-
 LARGE = LARGE_BYTES
 """Least bytes sent by a shard for which an all-to-all is split into two."""
 

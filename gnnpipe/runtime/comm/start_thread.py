@@ -14,8 +14,6 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-__all__ = ["StartThread", "StartedMessages"]
-
 Begin = Callable[[], Sequence[dist.Work | None]]
 """Starts sends and receives, and returns at once."""
 

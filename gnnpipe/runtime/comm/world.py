@@ -31,8 +31,6 @@ from gnnpipe.runtime.comm.launch import (
     use_loopback,
 )
 
-__all__ = ["World", "leave_at_exit", "stay_at_exit", "torchrun_line"]
-
 SETUP_TIMEOUT_S = 7200.0
 """Longest wait of ranks for one another outside epochs; a rank that dies ends the wait at once."""
 

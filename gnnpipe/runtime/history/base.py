@@ -24,8 +24,6 @@ from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.comm.halo_exchange import HaloExchange
 
-__all__ = ["Drift", "History", "HistorySpec", "zeroed"]
-
 
 class Drift:
     """Relative change of one table in an epoch, measured on sampled rows."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Block, Blocks
 from gnnpipe.runtime.history.base import History, HistorySpec, zeroed
 
-__all__ = ["BlockHistory"]
-
 
 class BlockHistory(History):
     """History whose reads are the rows of a block: the own rows of a chunk, then its halo rows.

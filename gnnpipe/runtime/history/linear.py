@@ -16,8 +16,6 @@ from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.history.base import History, HistorySpec, zeroed
 
-__all__ = ["LinearHistory"]
-
 
 class LinearHistory(History):
     """Aggregation by a ``LinearOperator``."""

@@ -20,8 +20,6 @@ from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.linear import LinearHistory
 
-__all__ = ["MeanHistory", "open_history"]
-
 
 class MeanHistory(History):
     """Table [K, F] float64: each chunk's part of the mean, over all shards."""

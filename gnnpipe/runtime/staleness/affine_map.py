@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RIDGE", "AffineMap", "fit_affine", "fit_shift", "mean_moments", "moments"]
-
 RIDGE = 5e-2
 """Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
 subtracted for this: if all rows are nearly equal, only their common shift can be estimated."""

@@ -39,9 +39,6 @@ from gnnpipe.runtime.staleness.affine_map import (
     moments,
 )
 
-__all__ = ["Forecaster", "ProbeRows"]
-
-
 _Structure = LinearOperator | Blocks | Everyone
 _StructureKey = tuple[str, str, str]
 """``Aggregation.structure_key``"""
