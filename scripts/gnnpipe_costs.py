@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from gnnpipe.plan import Plan, StagePlan, Transfer  # noqa: E402
+from gnnpipe.plan import Plan, StageDag, StagePlan, Transfer  # noqa: E402
 from gnnpipe.plan.placement import Placement  # noqa: E402
 from gnnpipe.planner.uniform import split_evenly  # noqa: E402
 
@@ -120,18 +120,17 @@ class LoggedCosts:
             crossings = row["vol:Graph-level"] * GIB / sent
         self.crossings = crossings * self.data.vertices
 
-    def plan(self) -> Plan:
+    def dag(self) -> StageDag:
         """Of gnnpipe's own kind."""
         stages = range(self.stages)
         links = tuple(Transfer(a, b, {"x": self.data.hidden}) for a, b in pairwise(stages))
-        steps = tuple(self.steps)
         stages = tuple(
-            StagePlan.even(tuple(range(*run)), n, ranks)
-            for run, n, ranks in zip(
-                self.runs, steps, Placement.grid(self.stages, self.shards).stages, strict=True
+            StagePlan.even(tuple(range(*run)), ranks)
+            for run, ranks in zip(
+                self.runs, Placement.grid(self.stages, self.shards).stages, strict=True
             )
         )
-        return Plan(stages, self.chunks, "fill-drain", links)
+        return StageDag(Plan(stages, self.chunks, "fill-drain"), tuple(self.steps), links)
 
     def begin_s(self, stage: int, shard: int) -> float:
         return 0.0

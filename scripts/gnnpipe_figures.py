@@ -44,7 +44,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "gnnpipe_figures.md"
 def epoch_s(graph: str, model: str, method: str, fit: Fit, per_case: bool) -> float:
     """Simulated; nothing overlaps, as in the authors' code."""
     costs = LoggedCosts(graph, model, method, fit, per_case)
-    program = training_program(costs.plan())
+    program = training_program(costs.dag())
     return simulate(program_tasks(program, costs, overlap=False)).makespan_s
 
 

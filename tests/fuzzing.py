@@ -191,19 +191,20 @@ def read_words(words: list[str]) -> object:
 # --- plan ---------------------------------------------------------------------------------------
 
 PLAN = {
-    "version": 3,
-    "stages": [[0, 2], [2, 4]],
-    "steps": [3, 3],
-    "shards": 1,
+    "version": 5,
+    "stages": [
+        {"ops": [0, 1], "ranks": [0], "shares": [1.0]},
+        {"ops": [2, 3], "ranks": [2, 1], "shares": [0.25, 0.75]},
+    ],
     "chunks": 4,
     "schedule": "fill-drain",
-    "transfers": [{"source": 0, "target": 1, "widths": {"x": 8}, "types": {}}],
+    "collectives": {"row_exchange": "all-to-all", "shard_sum": "ordered"},
 }
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["source", "target", "widths", "types", "x"]), inner)
+        | st.dictionaries(st.sampled_from(["ops", "ranks", "shares", "row_exchange", "x"]), inner)
     ),
     max_leaves=8,
 )

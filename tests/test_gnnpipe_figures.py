@@ -40,7 +40,7 @@ def test_what_is_sent_is_what_the_logs_say(script, method):
 
     for graph, model in script.CASES:
         costs = script.LoggedCosts(graph, model, method, script.Fit(0.0, (0, 0), (0, 0)), True)
-        tasks = program_tasks(training_program(costs.plan()), costs)
+        tasks = program_tasks(training_program(costs.dag()), costs)
         sent = {"SEND": 0, "EXCHANGE": 0}
         for what in tasks.what:
             if what.kind[:-2] in sent:

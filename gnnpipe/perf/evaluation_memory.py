@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gnnpipe.plan import Op, Plan
+from gnnpipe.plan import Op, StageDag
 
 
 @dataclass(frozen=True)
 class StageTables:
     """The ops of a stage, and the rows of a shard by vertex type."""
 
-    plan: Plan
+    dag: StageDag
     ops: Sequence[Op]
     depths: Sequence[int]
     """The step in which each op ends."""
@@ -38,7 +38,7 @@ class StageTables:
 
 def evaluation_bytes(stage: StageTables) -> int:
     """Returns the most bytes that a step of an evaluation needs."""
-    plan, waiting = stage.plan, _waiting_numbers(stage)
+    plan, waiting = stage.dag.plan, _waiting_numbers(stage)
     is_alone = plan.chunks == 1 and plan.shards == 1
     steps = stage.last_step + 1
     tables_read, aggregated = [0] * (steps + 1), [0] * steps
@@ -66,7 +66,7 @@ def _waiting_numbers(stage: StageTables) -> list[int]:
         for step in range(value.made, value.read):
             found[step] += value.width * stage.own_rows[value.vertex_type]
     # Values that leave the stage, or the model, are kept to the end.
-    sent = {name for t in stage.plan.sends(stage.stage) for name in t.widths}
+    sent = {name for t in stage.dag.sends(stage.stage) for name in t.widths}
     leaving = sent or set(stage.ops[-1].outputs)
     for op in stage.ops:
         for name, width in op.outputs.items():
@@ -89,7 +89,7 @@ def _waiting_values(stage: StageTables) -> list[_Value]:
     names = {op.name for op in ops}
     made = {
         name: (width, t.types.get(name, ""), 0)
-        for t in stage.plan.receives(stage.stage)
+        for t in stage.dag.receives(stage.stage)
         for name, width in t.widths.items()
     }
     last_read: dict[str, int] = {}

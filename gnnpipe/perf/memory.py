@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
-from gnnpipe.plan import LossRows, ModelGraph, Op, Plan, precomputed_aggregations, shared_tables
+from gnnpipe.plan import (
+    LossRows,
+    ModelGraph,
+    Op,
+    Plan,
+    StageDag,
+    precomputed_aggregations,
+    shared_tables,
+)
 
 ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs holes of the heap"
 """For messages that show an estimate."""
@@ -102,10 +110,10 @@ class MemorySettings:
 
 
 def estimate_memory(
-    plan: Plan, model: ModelGraph, stage: int, sizes: ShardSizes, settings: MemorySettings
+    dag: StageDag, model: ModelGraph, stage: int, sizes: ShardSizes, settings: MemorySettings
 ) -> MemoryEstimate:
     """Returns the estimate for a rank of ``stage`` with a shard of these ``sizes``."""
-    rank = _RankMemory(plan, model, stage, sizes, settings)
+    rank = _RankMemory(dag, model, stage, sizes, settings)
     parts = MemoryEstimate(
         rank.structure(), rank.features(), rank.history(), rank.activations(), rank.weights()
     )
@@ -125,11 +133,15 @@ def partition_bytes(graph_bytes: int, num_edges: int, uses_metis: bool) -> int:
 class _RankMemory:
     """One rank's memory, part by part, in bytes."""
 
-    plan: Plan
+    dag: StageDag
     model: ModelGraph
     stage: int
     sizes: ShardSizes
     settings: MemorySettings
+
+    @property
+    def plan(self) -> Plan:
+        return self.dag.plan
 
     @cached_property
     def ops(self) -> Sequence[Op]:
@@ -271,7 +283,7 @@ class _RankMemory:
                 )
                 pairs += (1 + sum(op.kept_widths.values())) * self.sizes.own_pairs
         tables = StageTables(
-            plan=self.plan,
+            dag=self.dag,
             ops=self.ops,
             depths=list(self.depths.values()),
             stage=self.stage,
@@ -324,8 +336,8 @@ class _RankMemory:
         if sizes.loss_rows.ops & {op.name for op in self.ops}:
             found += _copied_widths(self.model, sizes.loss_rows) * sizes.loss_rows.rows
         # Received values stay until their gradients have left. Sent values are copies if rounded.
-        sent = self.plan.sends(self.stage) if self.settings.rounds_rows else ()
-        for transfer in (*self.plan.receives(self.stage), *sent):
+        sent = self.dag.sends(self.stage) if self.settings.rounds_rows else ()
+        for transfer in (*self.dag.receives(self.stage), *sent):
             for name, width in transfer.widths.items():
                 found += width * sizes.own_rows[transfer.types.get(name, "")]
         return found
@@ -338,7 +350,7 @@ class _RankMemory:
         sizes, chunks = self.sizes, self.plan.chunks
         types = {op.vertex_type for op in self.model.ops}
         n = sum(sizes.own_rows[t] for t in types)
-        of_loss = 0 if self.plan.sends(self.stage) else sizes.loss_numbers
+        of_loss = 0 if self.dag.sends(self.stage) else sizes.loss_numbers
         widest = max((op.passing_per_row for op in self.ops), default=0)
         # A forecast makes the rows of the probe vertices with the old and the new weights.
         most = 2 * widest * sum((sizes.probe_rows or {}).values())

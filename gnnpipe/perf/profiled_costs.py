@@ -19,7 +19,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
-from gnnpipe.plan import ModelGraph, Op, Plan, Transfer, op_gradient_steps
+from gnnpipe.plan import ModelGraph, Op, Plan, StageDag, Transfer, op_gradient_steps
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.schedule import SpecialPosition
 
@@ -68,7 +68,7 @@ class ProfiledCosts:
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         """Transfers by (source, target)."""
-        for transfer in plan.transfers:
+        for transfer in StageDag.of(plan, model).transfers:
             self._transfers[transfer.source, transfer.target].append(transfer)
         if cluster is None:
             if plan.num_stages > 1:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from gnnpipe.plan import ModelGraph, Op, Plan
+from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def closed_form_volume(
         row_bytes: Bytes of a number of a row.
         probes: P by vertex type, the number of probe vertices.
     """
-    sent = _widths_sent(plan)
+    sent = _widths_sent(plan, model)
     pushed = sum(
         crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
     )
@@ -82,10 +82,10 @@ def closed_form_volume(
     )
 
 
-def _widths_sent(plan: Plan) -> Counter[str]:
+def _widths_sent(plan: Plan, model: ModelGraph) -> Counter[str]:
     """Return the total width of all transfers by vertex type."""
     sent: Counter[str] = Counter()
-    for transfer in plan.transfers:
+    for transfer in StageDag.of(plan, model).transfers:
         for value, width in transfer.widths.items():
             sent[transfer.types.get(value, "")] += width
     return sent

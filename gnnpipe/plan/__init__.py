@@ -4,7 +4,8 @@ from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_s
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
 from gnnpipe.plan.placement import Placement
-from gnnpipe.plan.plan import Plan, StagePlan, Transfer
+from gnnpipe.plan.plan import Plan, StagePlan
+from gnnpipe.plan.stage_dag import StageDag, Transfer
 
 __all__ = [
     "ALL_ROWS",
@@ -13,6 +14,7 @@ __all__ = [
     "Op",
     "Placement",
     "Plan",
+    "StageDag",
     "StagePlan",
     "Transfer",
     "choose_loss_rows",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from gnnpipe.plan.plan import Plan, Transfer
+from gnnpipe.plan.plan import Plan
 
 EDGE_FLOPS = 10
 """Floating-point operations of a dense product that take as long as reading and adding one number
@@ -232,21 +232,3 @@ class ModelGraph:
     def num_steps(self, ops: Sequence[int]) -> int:
         """Return the number of steps of a stage: its longest chain of aggregations plus 1."""
         return max(self.depths(ops), default=0) + 1
-
-    def transfers(self, stages: Sequence[Sequence[int]]) -> tuple[Transfer, ...]:
-        """Return the transfers: each value goes once to every other stage that reads the value."""
-        source: dict[str, tuple[int, int]] = {}
-        types: dict[str, str] = {}
-        sent: dict[tuple[int, int], dict[str, int]] = {}
-        for stage, ops in enumerate(stages):
-            for op in self.select(ops):
-                for value in op.inputs:
-                    maker, width = source[value]
-                    if maker != stage:
-                        sent.setdefault((maker, stage), {})[value] = width
-                source |= {value: (stage, width) for value, width in op.outputs.items()}
-                types |= dict.fromkeys(op.outputs, op.vertex_type)
-        return tuple(
-            Transfer(*ends, widths, {value: types[value] for value in widths if types[value]})
-            for ends, widths in sorted(sent.items())
-        )

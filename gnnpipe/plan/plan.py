@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
 from gnnpipe.plan.placement import Placement
 
-VERSION = 4
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Values that stage ``source`` sends to stage ``target`` for every chunk; gradients return."""
-
-    source: int
-    target: int
-    widths: Mapping[str, int]
-    """Columns of each value, by name."""
-    types: Mapping[str, str] = field(default_factory=dict)
-    """The vertex type of each value, in a graph of several types."""
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -37,8 +24,6 @@ class StagePlan:
 
     ops: tuple[int, ...]
     """Indices of its ops in ``ModelGraph.ops``, ascending."""
-    num_steps: int
-    """Its steps (see ``schedule.program``)."""
     ranks: tuple[int, ...]
     """Its ranks, by shard."""
     shares: tuple[float, ...]
@@ -54,9 +39,9 @@ class StagePlan:
         return len(self.ranks)
 
     @classmethod
-    def even(cls, ops: tuple[int, ...], num_steps: int, ranks: tuple[int, ...]) -> StagePlan:
+    def even(cls, ops: tuple[int, ...], ranks: tuple[int, ...]) -> StagePlan:
         """A stage whose ranks have equal shares."""
-        return cls(ops, num_steps, ranks, (1 / len(ranks),) * len(ranks))
+        return cls(ops, ranks, (1 / len(ranks),) * len(ranks))
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,6 @@ class Plan:
     chunks: int
     schedule: str
     """Name of the schedule (see ``schedule.schedules``)."""
-    transfers: tuple[Transfer, ...]
     collectives: Collectives = DEFAULT_COLLECTIVES
     """Collectives among the shards of every stage."""
 
@@ -77,9 +61,6 @@ class Plan:
         self._check_ranks()
         if self.chunks < 1:
             raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
-        for t in self.transfers:
-            if not 0 <= t.source < t.target < self.num_stages:
-                raise InputError(f"plan: transfer {t.source} to {t.target} is not between stages")
 
     def _check_ops(self) -> None:
         if not self.stages or not all(stage.ops for stage in self.stages):
@@ -89,8 +70,6 @@ class Plan:
         for i, stage in enumerate(self.stages):
             if list(stage.ops) != sorted(stage.ops):
                 raise InputError(f"plan: the ops of stage {i} must ascend")
-            if stage.num_steps < 1:
-                raise InputError(f"plan: stage {i} has {stage.num_steps} steps; needs at least 1")
 
     def _check_ranks(self) -> None:
         ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
@@ -137,19 +116,6 @@ class Plan:
         """The part of the work of each shard, the same in every stage."""
         return self.stages[0].shares
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Steps of every stage."""
-        return tuple(stage.num_steps for stage in self.stages)
-
-    def sends(self, stage: int) -> list[Transfer]:
-        """The transfers that ``stage`` sends forward."""
-        return [t for t in self.transfers if t.source == stage]
-
-    def receives(self, stage: int) -> list[Transfer]:
-        """The transfers that ``stage`` receives from earlier stages."""
-        return [t for t in self.transfers if t.target == stage]
-
     def to_json(self) -> str:
         """Return the plan as JSON text, with a format version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -163,7 +129,6 @@ class Plan:
                 raise InputError(f"{source}: written by another version; expected {VERSION}")
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["chunks"] = _whole(data["chunks"])
-            data["transfers"] = tuple(_transfer(t) for t in data["transfers"])
             data["collectives"] = Collectives(**data.get("collectives", {}))
             if not isinstance(data["schedule"], str):
                 raise TypeError(f"schedule {data['schedule']!r} is not a name")
@@ -179,19 +144,9 @@ def _stage(data: Any) -> StagePlan:
     values = dict(data)
     return StagePlan(
         tuple(map(_whole, values.pop("ops"))),
-        _whole(values.pop("num_steps")),
         tuple(map(_whole, values.pop("ranks"))),
         tuple(float(share) for share in values.pop("shares")),
         **values,
-    )
-
-
-def _transfer(data: Any) -> Transfer:
-    return Transfer(
-        _whole(data["source"]),
-        _whole(data["target"]),
-        {str(k): _whole(v) for k, v in data["widths"].items()},
-        {str(k): str(v) for k, v in data["types"].items()},
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Plan, StageDag
 from gnnpipe.planner.request import PLANNERS, Planner, PlanRequest, Shape
 from gnnpipe.schedule import SCHEDULES
 
@@ -70,14 +70,7 @@ def check_plan(plan: Plan, model: ModelGraph) -> None:
             "cannot run yet; give every stage the same"
         )
     _check_weights(plan, model)
-    transfers = model.transfers([stage.ops for stage in plan.stages])
-    if plan.transfers != transfers:
-        raise InputError(
-            f"plan: its transfers do not carry what the stages read; expected {transfers}"
-        )
-    steps = tuple(model.num_steps(stage.ops) for stage in plan.stages)
-    if plan.steps != steps:
-        raise InputError(f"plan: its steps are {plan.steps}; its stages have {steps}")
+    StageDag.of(plan, model)  # raises if the order of the stages is wrong
 
 
 def _check_weights(plan: Plan, model: ModelGraph) -> None:

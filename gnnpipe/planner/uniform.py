@@ -170,12 +170,11 @@ class UniformPlanner:
         ranks = Placement.grid(shape.stages, shape.shards).stages
         return Plan(
             tuple(
-                StagePlan.even(stage_ops, model.num_steps(stage_ops), stage_ranks)
+                StagePlan.even(stage_ops, stage_ranks)
                 for stage_ops, stage_ranks in zip(ops, ranks, strict=True)
             ),
             shape.chunks,
             EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",
-            model.transfers(ops),
         )
 
 

@@ -97,7 +97,7 @@ class Predictor:
             found = Prediction(
                 timeline.makespan_s,
                 time_shares(epochs, plan.placement, links),
-                predicted_spans(timeline, plan.steps, plan.placement),
+                predicted_spans(timeline, prepared.dag.steps, plan.placement),
             )
         # Only rank 0 writes the spans, which are many.
         shared: Prediction = self._mesh.share(

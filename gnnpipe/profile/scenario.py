@@ -19,7 +19,14 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
-from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, gradient_buckets, precomputed_aggregations
+from gnnpipe.plan import (
+    ALL_ROWS,
+    ModelGraph,
+    Plan,
+    StageDag,
+    gradient_buckets,
+    precomputed_aggregations,
+)
 from gnnpipe.plan.placement import Placement
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
@@ -207,7 +214,8 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
     staleness = config.staleness_settings_for(plan.chunks)
-    program = training_program(plan, gradient_buckets(model, plan, number_dtype(config).itemsize))
+    dag = StageDag.of(plan, model)
+    program = training_program(dag, gradient_buckets(model, plan, number_dtype(config).itemsize))
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
     probes = _probes(config, shape, model, program.is_exact)
     rows = _divided(shape.vertices, shards, chunks)
@@ -240,7 +248,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         config,
         plan,
         model,
-        with_forecast(plan, program) if probes else program,
+        with_forecast(dag, program) if probes else program,
         chunk_order(
             plan.chunks, config.seed if staleness.shuffle_chunks else None, staleness.exact_epochs
         ),
@@ -257,7 +265,8 @@ def memory_of_shape(
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     plan = plan or _plan_of_shape(config, shape, model)
-    is_exact = training_program(plan).is_exact
+    dag = StageDag.of(plan, model)
+    is_exact = training_program(dag).is_exact
     shards, probes = config.shards, _probes(config, shape, model, is_exact)
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
@@ -286,7 +295,7 @@ def memory_of_shape(
         extra_weights=(probes > 0) + (config.kept_epoch == "best"),
     )
     estimates = [
-        estimate_memory(plan, model, stage, sizes, settings) for stage in range(plan.num_stages)
+        estimate_memory(dag, model, stage, sizes, settings) for stage in range(plan.num_stages)
     ]
     # A rank is built in the memory of its host, which holds the whole graph.
     return [estimate.total - estimate.setup for estimate in estimates]

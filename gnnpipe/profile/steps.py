@@ -22,7 +22,7 @@ from gnnpipe.perf import ChunkSizes, EpochSpans
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.plan import StagePlan, gradient_buckets
+from gnnpipe.plan import StageDag, StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.comm.recorder import Recorder
@@ -95,14 +95,15 @@ def _with_cuts(prepared: Prepared, cuts: Sequence[int]) -> Prepared:
     """The same run with the model cut into stages at these ops."""
     model = prepared.model_graph
     ops = [tuple(range(*run)) for run in pairwise((0, *cuts, model.num_ops))]
-    stages = [StagePlan.even(own, model.num_steps(own), (i,)) for i, own in enumerate(ops)]
-    plan = replace(prepared.plan, stages=tuple(stages), transfers=model.transfers(ops))
+    stages = [StagePlan.even(own, (i,)) for i, own in enumerate(ops)]
+    plan = replace(prepared.plan, stages=tuple(stages))
+    dag = StageDag.of(plan, model)
     buckets = gradient_buckets(model, plan, prepared.dtype.itemsize)
-    program = training_program(plan, buckets)
-    exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
+    program = training_program(dag, buckets)
+    exact = training_program(dag, buckets, EXACT_SCHEDULE)
     if len(prepared.probes):
-        program = with_forecast(plan, program)
-    return replace(prepared, plan=plan, program=program, exact_program=exact)
+        program = with_forecast(dag, program)
+    return replace(prepared, dag=dag, program=program, exact_program=exact)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Values
-from gnnpipe.plan import Plan
+from gnnpipe.plan import StageDag
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
@@ -81,7 +81,7 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        dag: StageDag,
         mesh: Mesh,
         stage: Stage,
         layouts: Mapping[str, ShardLayout],
@@ -93,7 +93,7 @@ class Executor:
         """Set up the interpreter.
 
         Args:
-            plan: The plan of all programs.
+            dag: The stages of the plan of all programs.
             mesh: The ranks.
             stage: This rank's stage.
             layouts: Layout of this rank's rows, by vertex type.
@@ -102,7 +102,7 @@ class Executor:
             dtypes: Type of values on this rank, and type of values in messages.
             forecaster: Forecast of stale rows; ``None`` without a forecast.
         """
-        self.plan = plan
+        self.num_chunks = dag.plan.chunks
         self.mesh = mesh
         self.stage = stage
         self.layouts = layouts
@@ -120,11 +120,11 @@ class Executor:
         """Chunks whose loss was not finite in the last training pass."""
         self.epoch_bytes = CommBytes(0, 0, 0, 0)
         """Bytes sent in the last training pass."""
-        self._widths_in = {t.source: t.widths for t in plan.receives(mesh.stage)}
-        self._widths_out = {t.target: t.widths for t in plan.sends(mesh.stage)}
-        self._types = {k: v for t in plan.transfers for k, v in t.types.items()}
+        self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
+        self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
+        self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
         self._probe_bytes = 0
-        self._order: Sequence[int] = range(plan.chunks)
+        self._order: Sequence[int] = range(self.num_chunks)
         self._program: CheckedProgram | None = None
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None

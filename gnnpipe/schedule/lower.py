@@ -12,42 +12,46 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan
+from gnnpipe.plan import StageDag
 from gnnpipe.registry import nearest
 from gnnpipe.schedule.check import CheckedProgram, check
 from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
 from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
 
 
-def training_program(plan: Plan, buckets: Sequence[Sequence[int]] = ()) -> CheckedProgram:
-    """Return the checked program of one training epoch under ``plan.schedule``.
+def training_program(
+    dag: StageDag, buckets: Sequence[Sequence[int]] = (), schedule: str = ""
+) -> CheckedProgram:
+    """Return the checked program of one training epoch.
 
     ``buckets``: by stage, the first steps of the buckets of the gradient sum, ascending from 0
     (``plan.gradient_buckets``); default: one bucket per stage.
+    ``schedule``: name of the schedule; default: that of the plan.
     """
-    if plan.schedule not in SCHEDULES:
-        raise InputError(f"plan: schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
-    schedule = SCHEDULES[plan.schedule]
+    plan, name = dag.plan, schedule or dag.plan.schedule
+    if name not in SCHEDULES:
+        raise InputError(f"plan: schedule {name!r}; {nearest(name, SCHEDULES)}")
+    rule = SCHEDULES[name]
     stages = []
-    for stage, num_steps in enumerate(plan.steps):
-        compute = schedule.actions(stage, num_steps, plan.chunks)
+    for stage, num_steps in enumerate(dag.steps):
+        compute = rule.actions(stage, num_steps, plan.chunks)
         bucket_starts = buckets[stage] if buckets else (0,)
-        stages.append(tuple(_lower_stage(plan, compute, num_steps, bucket_starts)))
-    program = Program(tuple(stages), plan.steps, plan.chunks, plan.placement, schedule.consistency)
+        stages.append(tuple(_lower_stage(dag, compute, num_steps, bucket_starts)))
+    program = Program(tuple(stages), dag.steps, plan.chunks, plan.placement, rule.consistency)
     return check(program)
 
 
-def evaluation_program(plan: Plan) -> CheckedProgram:
+def evaluation_program(dag: StageDag) -> CheckedProgram:
     """Return the checked program of one exact forward pass, layer by layer."""
-    schedule = SCHEDULES[EXACT_SCHEDULE]
+    plan, schedule = dag.plan, SCHEDULES[EXACT_SCHEDULE]
     stages = (
-        tuple(_with_messages(plan, schedule.forward(stage, num_steps, plan.chunks), num_steps))
-        for stage, num_steps in enumerate(plan.steps)
+        tuple(_with_messages(dag, schedule.forward(stage, num_steps, plan.chunks), num_steps))
+        for stage, num_steps in enumerate(dag.steps)
     )
-    return check(Program(tuple(stages), plan.steps, plan.chunks, plan.placement))
+    return check(Program(tuple(stages), dag.steps, plan.chunks, plan.placement))
 
 
-def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
+def with_forecast(dag: StageDag, program: CheckedProgram) -> CheckedProgram:
     """Return ``program`` with the actions of the forecast added.
 
     FORECAST and CARRY, before the first chunk, update the stale rows to the current weights. An
@@ -55,12 +59,12 @@ def with_forecast(plan: Plan, program: CheckedProgram) -> CheckedProgram:
     """
     if program.is_exact:
         return program
-    stages = ((*_forecast(plan, stage), *a) for stage, a in enumerate(program.stages))
+    stages = ((*_forecast(dag, stage), *a) for stage, a in enumerate(program.stages))
     return check(replace(program, stages=tuple(stages)))
 
 
 def _lower_stage(
-    plan: Plan, compute: list[Action], num_steps: int, bucket_starts: Sequence[int]
+    dag: StageDag, compute: list[Action], num_steps: int, bucket_starts: Sequence[int]
 ) -> list[Action]:
     """Add messages and gradient sums to the actions before each optimizer step of a stage."""
     found: list[Action] = []
@@ -68,11 +72,11 @@ def _lower_stage(
         actions = list(part)
         if is_step:
             found += actions
-        elif plan.shards == 1:
-            found += _with_messages(plan, actions, num_steps)
+        elif dag.plan.shards == 1:
+            found += _with_messages(dag, actions, num_steps)
         else:
             split = _split_last(actions, bucket_starts)
-            found += _with_sums(_with_messages(plan, split, num_steps), num_steps, bucket_starts)
+            found += _with_sums(_with_messages(dag, split, num_steps), num_steps, bucket_starts)
     return found
 
 
@@ -101,14 +105,14 @@ def _with_sums(actions: list[Action], num_steps: int, bucket_starts: Sequence[in
     return found
 
 
-def _with_messages(plan: Plan, compute: list[Action], num_steps: int) -> list[Action]:
+def _with_messages(dag: StageDag, compute: list[Action], num_steps: int) -> list[Action]:
     """Insert receives one action before a chunk's first step, sends right after its last step."""
     found: list[Action] = []
     for kind, run in groupby(compute, key=lambda a: a.kind):
         actions = list(run)
         is_forward = kind is ActionKind.FORWARD
-        earlier = [t.source for t in plan.receives(actions[0].stage)]
-        later = [t.target for t in plan.sends(actions[0].stage)]
+        earlier = [t.source for t in dag.receives(actions[0].stage)]
+        later = [t.target for t in dag.sends(actions[0].stage)]
         sources, targets = (earlier, later) if is_forward else (later, earlier)
         receive = ActionKind.RECEIVE_FORWARD if is_forward else ActionKind.RECEIVE_BACKWARD
         send = ActionKind.SEND_FORWARD if is_forward else ActionKind.SEND_BACKWARD
@@ -125,13 +129,13 @@ def _with_messages(plan: Plan, compute: list[Action], num_steps: int) -> list[Ac
     return found
 
 
-def _forecast(plan: Plan, stage: int) -> tuple[Action, ...]:
+def _forecast(dag: StageDag, stage: int) -> tuple[Action, ...]:
     position = SpecialPosition.PROBE
     receive, send = ActionKind.RECEIVE_FORWARD, ActionKind.SEND_FORWARD
     return (
-        *(Action(receive, stage, position, peer=t.source) for t in plan.receives(stage)),
+        *(Action(receive, stage, position, peer=t.source) for t in dag.receives(stage)),
         Action(ActionKind.FORECAST, stage, position),
-        *(Action(send, stage, position, peer=t.target) for t in plan.sends(stage)),
+        *(Action(send, stage, position, peer=t.target) for t in dag.sends(stage)),
         # After the send: the next stage waits for the probe rows, not for these tables.
         Action(ActionKind.CARRY, stage, position),
     )

@@ -35,7 +35,7 @@ from gnnpipe.runtime.history.mean import open_history
 from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
-from gnnpipe.schedule import CheckedProgram, evaluation_program
+from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_check import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
@@ -77,7 +77,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
     return RankRuntime(
         executor=builder.make_executor(targets),
         target=builder.layouts[graph.target],
-        evaluation=evaluation_program(prepared.plan),
+        evaluation=prepared.evaluation_program,
         targets=targets,
         metric=prepared.metric,
         is_multi_label=graph.is_multi_label or graph.pairs is not None,
@@ -139,7 +139,7 @@ class _RankBuilder:
         forecaster = self._make_forecaster(stage) if len(prepared.probes) else None
         executor = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
         return executor(
-            prepared.plan,
+            prepared.dag,
             mesh,
             stage,
             self.layouts,
@@ -303,7 +303,7 @@ class _RankBuilder:
             ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
             prepared.dtype,
-            {name for t in prepared.plan.sends(mesh.stage) for name in t.widths},
+            {name for t in prepared.dag.sends(mesh.stage) for name in t.widths},
         )
 
     def _history_specs(self) -> dict[str, HistorySpec]:

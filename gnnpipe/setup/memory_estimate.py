@@ -34,7 +34,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     sizes = [_shard_sizes(prepared, shard, crossing) for shard in range(plan.shards)]
     settings = _settings_of(prepared)
     return [
-        estimate_memory(plan, prepared.model_graph, stage, sizes[shard], settings)
+        estimate_memory(prepared.dag, prepared.model_graph, stage, sizes[shard], settings)
         for stage, shard in plan.placement
     ]
 
@@ -42,9 +42,7 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
     """Returns the estimate of one rank."""
     sizes = _shard_sizes(prepared, shard, _crossing(prepared))
-    return estimate_memory(
-        prepared.plan, prepared.model_graph, stage, sizes, _settings_of(prepared)
-    )
+    return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, _settings_of(prepared))
 
 
 def least_memory_bytes(prepared: Prepared, stage: int) -> int:
@@ -64,7 +62,7 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
         ),
     )
     settings = replace(_settings_of(prepared), symmetric=True, extra_weights=0)
-    return estimate_memory(prepared.plan, prepared.model_graph, stage, sizes, settings).total
+    return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, settings).total
 
 
 def partition_memory_bytes(prepared: Prepared) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,16 @@ from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.perf import CommVolume, closed_form_volume
-from gnnpipe.plan import ModelGraph, Plan, gradient_buckets
+from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
 from gnnpipe.planner import GraphCounts, Planner, PlanRequest, Shape, planner_named
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
+from gnnpipe.schedule import (
+    EXACT_SCHEDULE,
+    CheckedProgram,
+    evaluation_program,
+    training_program,
+    with_forecast,
+)
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -82,7 +87,8 @@ def prepare(
     chunking = _partition(config, plan, graph, world)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
-    program, exact_program, probes = _make_programs(config, model_graph, plan, graph, chunking)
+    dag = StageDag.of(plan, model_graph)
+    program, exact_program, probes = _make_programs(config, model_graph, dag, graph, chunking)
     if not program.is_exact and world.rank == 0:
         _warn_of_norms(model_graph)
     return Prepared(
@@ -93,11 +99,12 @@ def prepare(
         metric=metric,
         loss_fn=loss_fn,
         model_graph=model_graph,
-        plan=plan,
+        dag=dag,
         chunking=chunking,
         quality=quality,
         program=program,
         exact_program=exact_program,
+        evaluation_program=evaluation_program(dag),
         probes=probes,
         volume=_epoch_bytes(config, plan, model_graph, graph, quality, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
@@ -201,19 +208,19 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> C
 
 
 def _make_programs(
-    config: TrainConfig, model: ModelGraph, plan: Plan, graph: Graph, chunking: Chunking
+    config: TrainConfig, model: ModelGraph, dag: StageDag, graph: Graph, chunking: Chunking
 ) -> tuple[CheckedProgram, CheckedProgram, npt.NDArray[np.int64]]:
     """Returns the checked programs of usual and of exact epochs, and the probe vertices."""
-    buckets = gradient_buckets(model, plan, number_dtype(config).itemsize)
-    usual = training_program(plan, buckets)
-    exact = training_program(replace(plan, schedule=EXACT_SCHEDULE), buckets)
+    buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
+    usual = training_program(dag, buckets)
+    exact = training_program(dag, buckets, EXACT_SCHEDULE)
     probes = np.empty(0, dtype=np.int64)
-    each = config.staleness_settings_for(plan.chunks).probes_per_column
+    each = config.staleness_settings_for(dag.plan.chunks).probes_per_column
     if each and not usual.is_exact:
         counts = _num_probes(model, list(graph.row_types), each)
         probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
     if len(probes):
-        usual = with_forecast(plan, usual)
+        usual = with_forecast(dag, usual)
     return usual, exact, probes
 
 

@@ -17,7 +17,14 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume
-from gnnpipe.plan import LossRows, ModelGraph, Plan, precomputed_aggregations, shared_tables
+from gnnpipe.plan import (
+    LossRows,
+    ModelGraph,
+    Plan,
+    StageDag,
+    precomputed_aggregations,
+    shared_tables,
+)
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
@@ -39,13 +46,16 @@ class Prepared:
     loss_fn: LossFn | None
     """The user's own loss; ``None``: cross entropy, or squared error for numbers."""
     model_graph: ModelGraph
-    plan: Plan
+    dag: StageDag
+    """The stages of the plan."""
     chunking: Chunking
     quality: CutQuality
     program: CheckedProgram
     """The program of usual epochs."""
     exact_program: CheckedProgram
     """The program of exact epochs, in a run whose usual epochs have stale reads."""
+    evaluation_program: CheckedProgram
+    """The program of an exact forward pass."""
     probes: npt.NDArray[np.int64]
     """[P] rows of the probe vertices in ``graph``, ascending; empty: no forecast."""
     volume: CommVolume
@@ -54,6 +64,11 @@ class Prepared:
     """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
     refill_epochs: int = 0
     """Epochs at the start that are exact to fill tables that a checkpoint did not store."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.dag.plan
 
     @cached_property
     def staleness(self) -> StalenessSettings:

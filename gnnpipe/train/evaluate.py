@@ -45,7 +45,7 @@ def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:
     ``x``: logits [C, classes], or scores [P_c, 1] of pairs with the final rows [C, d] as ``rows``.
     """
     executor = rank_runtime.executor
-    order = range(executor.plan.chunks)
+    order = range(executor.num_chunks)
     # Tensors cached in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         return executor.run(rank_runtime.evaluation, order, epoch=0, training=False)

@@ -37,7 +37,7 @@ def counted(prepared, stage=0):
     rows = {"": N}
     depths, row_bytes = model.depths(plan.stages[stage].ops), prepared.row_dtype.itemsize
     return evaluation_bytes(
-        StageTables(plan, ops, depths, stage, pushing, rows, rows, 4, row_bytes)
+        StageTables(prepared.dag, ops, depths, stage, pushing, rows, rows, 4, row_bytes)
     )
 
 

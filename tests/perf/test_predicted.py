@@ -14,7 +14,7 @@ from gnnpipe.schedule import training_program
 
 def spans_of(plan, **costs):
     timeline = simulate(program_tasks(training_program(plan), StatedCosts(**costs)))
-    return timeline, predicted_spans(timeline, plan.steps, plan.placement)
+    return timeline, predicted_spans(timeline, plan.steps, plan.plan.placement)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 2), (2, 2, 2), (3, 1, 1)])

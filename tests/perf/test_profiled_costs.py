@@ -53,7 +53,7 @@ def costs_of(prepared):
 def predicted_bytes(prepared):
     plan, said = prepared.plan, costs_of(prepared)
     shards, chunks = range(plan.shards), range(plan.chunks)
-    both = [(t.source, t.target) for t in plan.transfers]
+    both = [(t.source, t.target) for t in prepared.dag.transfers]
     pipeline = sum(
         said.message_bytes("F", a, b, g, c) + said.message_bytes("B", b, a, g, c)
         for a, b in both
@@ -63,14 +63,14 @@ def predicted_bytes(prepared):
     graph = sum(
         said.exchange_bytes(way, stage, g, c, step)
         for way in "FB"
-        for stage, steps in enumerate(plan.steps)
+        for stage, steps in enumerate(prepared.dag.steps)
         for step in range(steps - 1)
         for g in shards
         for c in chunks
     )
     gradient = sum(
         2 * (plan.shards - 1) * said.gradient_bytes(s, (0, steps))
-        for s, steps in enumerate(plan.steps)
+        for s, steps in enumerate(prepared.dag.steps)
     )
     probes = sum(
         said.message_bytes("F", a, b, g, SpecialPosition.PROBE) for a, b in both for g in shards

@@ -9,7 +9,7 @@ from helpers import quick_config, run_ranks, small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_ranks import EVERY, NAP_S, slow_rank
-from stage_dags import chain, plans
+from stage_dags import chain, dags
 from stated_costs import DrawnCosts, StatedCosts
 
 from gnnpipe.perf import simulate, time_shares
@@ -277,17 +277,17 @@ def test_what_is_true_of_every_timeline(tasks):
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans(), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans(), st.randoms())
-def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, overlap, chance):
-    program = training_program(plan)
+@given(dags(), st.integers(0, 99), st.booleans(), st.booleans(), st.booleans(), st.randoms())
+def test_every_program_is_simulated_without_a_stall(dag, seed, forecast, one, overlap, chance):
+    program, plan = training_program(dag), dag.plan
     if forecast:
-        program = with_forecast(plan, program)
+        program = with_forecast(dag, program)
     order = list(range(plan.chunks))
     chance.shuffle(order)
     costs = DrawnCosts(seed, one)
     timeline = simulate(program_tasks(program, costs, order, overlap))
     assert_it_is_a_timeline(timeline)
-    assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(plan), costs, order)))
+    assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(dag), costs, order)))
     what = timeline.tasks.what
     # What a rank does in an all-reduce, once all are there, counts as its own work.
     met_s = 2 * costs.sync_s() if plan.num_ranks > 1 else 0.0
@@ -295,7 +295,7 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
         assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
         stage, shard = divmod(rank, plan.shards)
-        steps, chunks = plan.steps[stage], plan.chunks
+        steps, chunks = dag.steps[stage], plan.chunks
         done = sum(
             costs.step_s(way, stage, shard, chunk, step)
             for way in "FB"
@@ -311,7 +311,7 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
     sent = sum(t.size_bytes for t in what if t.kind.startswith("SEND_") and t.chunk >= 0)
     assert sent == sum(
         costs.message_bytes(way, *ends, shard, chunk)
-        for t in plan.transfers
+        for t in dag.transfers
         for way, ends in (("F", (t.source, t.target)), ("B", (t.target, t.source)))
         for shard in range(plan.shards)
         for chunk in range(plan.chunks)
@@ -319,10 +319,10 @@ def test_every_program_is_simulated_without_a_stall(plan, seed, forecast, one, o
 
 
 @settings(deadline=None, max_examples=80)
-@given(plans(), st.integers(0, 99), st.data())
-def test_what_is_not_critical_may_be_twice_as_fast(plan, seed, data):
+@given(dags(), st.integers(0, 99), st.data())
+def test_what_is_not_critical_may_be_twice_as_fast(dag, seed, data):
     """Exact where every wire belongs to two ranks: then nothing changes places."""
-    tasks = program_tasks(training_program(plan), DrawnCosts(seed))
+    tasks = program_tasks(training_program(dag), DrawnCosts(seed))
     timeline = simulate(tasks)
     assert timeline.makespan_s == longest(tasks, turns(timeline))
     path = [step.task for step in timeline.critical_path()]

@@ -25,7 +25,7 @@ def test_one_rank_takes_the_sum_of_its_steps():
         costs.step_s(way, 0, 0, chunk, step)
         for way in "FB"
         for chunk in range(3)
-        for step in range(prepared.plan.steps[0])
+        for step in range(prepared.dag.steps[0])
     )
     precomputed = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
     probes = sum(costs.probe_s(kind, 0, 0) for kind in ("FORECAST", "CARRY"))
@@ -156,6 +156,6 @@ def test_what_processors_do_for_a_message_is_added_at_both_ends(shape, count):
                 added = sum(
                     more.step_s(way, stage, shard, c, k) - less.step_s(way, stage, shard, c, k)
                     for c in range(chunks)
-                    for k in range(prepared.plan.steps[stage])
+                    for k in range(prepared.dag.steps[stage])
                 )
                 assert added == pytest.approx(count)

@@ -36,11 +36,7 @@ def test_gradient_is_complete_after_the_first_step_that_uses_a_weight():
 
 
 def plan_of(model, shards, *cuts):
-    bounds = [0, *cuts, model.num_ops]
-    runs = tuple(pairwise(bounds))
-    ops = [range(*run) for run in runs]
-    steps = [model.num_steps(own) for own in ops]
-    return plan_of_runs(runs, steps, shards, 1, "fill-drain", model.transfers(ops))
+    return plan_of_runs(tuple(pairwise([0, *cuts, model.num_ops])), shards, 1)
 
 
 def test_buckets_are_filled_from_the_last_step(monkeypatch):

@@ -111,7 +111,7 @@ def test_measured_epochs_change_the_weights_and_restore_them():
         (way, 0, chunk, step)
         for way in ("forward", "backward")
         for chunk in range(2)
-        for step in range(prepared.plan.steps[0])
+        for step in range(prepared.dag.steps[0])
     }
 
 
