@@ -182,14 +182,14 @@ class LoggedCosts:
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
         return max(sizes_bytes) / self.exchange_bytes_per_s
 
-    def all_reduce_s(self, stage: int, size_bytes: int) -> float:
+    def shard_sum_s(self, stage: int, size_bytes: int) -> float:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 
-    def all_reduce_bytes(self, size_bytes: int) -> int:
+    def shard_sum_bytes(self, size_bytes: int) -> int:
         return 2 * (self.shards - 1) * size_bytes
 
-    def all_reduce_phases(self) -> int:
+    def shard_sum_phases(self) -> int:
         return 2
 
     def sync_s(self) -> float:

@@ -17,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from ssgd_model import VARIANTS, AllReduce, LayerTimes, Training, ssgd_tasks  # noqa: E402
+
 from gnnpipe.perf import simulate  # noqa: E402
 from gnnpipe.perf.critical import critical_shares  # noqa: E402
-from gnnpipe.perf.ssgd import VARIANTS, AllReduce, Layer, Training, ssgd_tasks  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "ssgd.md"
 
@@ -96,7 +97,7 @@ def training_of(shapes: list[Shape], all_reduce: AllReduce) -> Training:
     layers = []
     for shape in shapes:
         time_s = 2 * shape.multiply_adds * SAMPLES / OPERATIONS_PER_S
-        layers.append(Layer(time_s, 2 * time_s, 4 * shape.weights))
+        layers.append(LayerTimes(time_s, 2 * time_s, 4 * shape.weights))
     weights = sum(shape.weights for shape in shapes)
     return Training(
         layers,

@@ -29,7 +29,7 @@ def profile_of(model, **changes):
         "compute": compute,
         "message": LINK,
         "exchange": LINK,
-        "gradient_sum": LINK,
+        "shard_sum": LINK,
     }
     return Profile(**fields | changes)
 

@@ -69,13 +69,13 @@ class StatedCosts:
     def exchange_s(self, stage, sizes_bytes):
         return self.exchange_time_s
 
-    def all_reduce_s(self, stage, size_bytes):
+    def shard_sum_s(self, stage, size_bytes):
         return self.reduce_time_s
 
-    def all_reduce_bytes(self, size_bytes):
+    def shard_sum_bytes(self, size_bytes):
         return 2 * size_bytes
 
-    def all_reduce_phases(self):
+    def shard_sum_phases(self):
         return 2
 
     def sync_s(self):
@@ -137,7 +137,7 @@ class DrawnCosts(StatedCosts):
     def exchange_s(self, stage, sizes_bytes):
         return self._drawn("exchange", stage, *sizes_bytes)
 
-    def all_reduce_s(self, stage, size_bytes):
+    def shard_sum_s(self, stage, size_bytes):
         return self._drawn("reduce", stage)
 
     def sync_s(self):

@@ -36,6 +36,9 @@ _BLOCK_ENTRIES = 1 << 18
 """Entries of a matrix that are normalised at a time."""
 LINEAR_KINDS = (*_KINDS, *(kind + WEIGHTED for kind in _KINDS))
 
+SYMMETRIC_KINDS = ("gcn", "gcn-improved", "gcn-loopless", "sum", "edges", "loops")
+"""Matrices that equal their transposes if the graph is symmetric."""
+
 EVERYONE = "everyone"
 """Structure of a mean over all vertices, which every vertex reads; it needs no matrix."""
 BY_EDGES = "everyone-by-edges"

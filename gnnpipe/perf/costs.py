@@ -95,16 +95,16 @@ class Costs(Protocol):
         ``sizes_bytes``: bytes that each shard sends to all others together.
         """
 
-    def all_reduce_s(self, stage: int, size_bytes: int) -> float:
+    def shard_sum_s(self, stage: int, size_bytes: int) -> float:
         """Time of a sum of ``size_bytes`` (one copy) over the shards of a stage, all phases.
 
         Includes the copies into and out of a contiguous buffer.
         """
 
-    def all_reduce_bytes(self, size_bytes: int) -> int:
+    def shard_sum_bytes(self, size_bytes: int) -> int:
         """Bytes that all shards of a stage send for a sum of ``size_bytes`` (one copy)."""
 
-    def all_reduce_phases(self) -> int:
+    def shard_sum_phases(self) -> int:
         """Phases of a sum, which follow one another and take equally long."""
 
     def sync_s(self) -> float:

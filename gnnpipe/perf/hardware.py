@@ -117,7 +117,7 @@ def hardware_profile(
         compute=(compute,),
         message=times,
         exchange=times,
-        gradient_sum=times,
+        shard_sum=times,
     )
 
 

@@ -131,7 +131,7 @@ class Profile:
     """From rank to rank; None if measured with a single rank."""
     exchange: LinkTimes | None
     """Row exchange among shards: latency of a message, bytes that one shard sends."""
-    gradient_sum: LinkTimes | None
+    shard_sum: LinkTimes | None
     """Sum over shards, likewise."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """The row exchange and the sum that were measured."""
@@ -142,7 +142,7 @@ class Profile:
             raise InputError(f"profile: source {self.source!r}; one of {', '.join(SOURCES)}")
         if not counts or min(counts) < 1 or counts != sorted(set(counts)):
             raise InputError(f"profile: compute.ranks {counts}; must ascend from at least 1")
-        for name in ("message", "exchange", "gradient_sum"):
+        for name in ("message", "exchange", "shard_sum"):
             link: LinkTimes | None = getattr(self, name)
             # So that times stay finite.
             if link is not None and link.bandwidth_bytes_per_s < 0.1:

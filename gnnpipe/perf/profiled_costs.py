@@ -75,7 +75,7 @@ class ProfiledCosts:
                 self._link("message")
             if plan.shards > 1:
                 self._link("exchange")
-                self._link("gradient_sum")
+                self._link("shard_sum")
 
     def _times_of(self, op: Op) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
@@ -267,17 +267,17 @@ class ProfiledCosts:
         is_measured = self._profile.collectives.row_exchange == self.plan.collectives.row_exchange
         return self._collective_s(stage, use, "exchange" if is_measured else None)
 
-    def all_reduce_s(self, stage: int, size_bytes: int) -> float:
+    def shard_sum_s(self, stage: int, size_bytes: int) -> float:
         """Return the time of the plan's sum over shards; in a cluster, over the slowest link."""
         use = self.plan.collectives.sum.link_use(self.plan.shards, size_bytes)
         is_measured = self._profile.collectives.shard_sum == self.plan.collectives.shard_sum
-        return self._collective_s(stage, use, "gradient_sum" if is_measured else None)
+        return self._collective_s(stage, use, "shard_sum" if is_measured else None)
 
-    def all_reduce_bytes(self, size_bytes: int) -> int:
+    def shard_sum_bytes(self, size_bytes: int) -> int:
         """Return the bytes of the plan's sum over the shards."""
         return self.plan.collectives.sum.sent_bytes(self.plan.shards, size_bytes)
 
-    def all_reduce_phases(self) -> int:
+    def shard_sum_phases(self) -> int:
         """Return the number of phases of the plan's sum over the shards."""
         return self.plan.collectives.sum.phases
 

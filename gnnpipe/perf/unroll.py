@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from gnnpipe.perf.costs import Costs
 from gnnpipe.perf.simulate import collector_paused
@@ -124,7 +123,7 @@ class _StageTasks:
         self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
-        self._buckets = BucketTasks(costs.all_reduce_phases(), self._sum_phase, self._wait)
+        self._buckets = BucketTasks(costs.shard_sum_phases(), self._sum_phase, self._wait)
 
     def run(self) -> None:
         """Add all tasks."""
@@ -217,7 +216,7 @@ class _StageTasks:
         if len(self.shards) == 1:
             self._all_steps(action, is_last)
             return
-        is_same = following is not None and replace(following, position=action.position) == action
+        repeat = following if action.is_repeated_by(following) else None
         for step in reversed(range(*action.steps)):
             each = [self.costs.step_s("B", self.stage, shard, chunk, step) for shard in self.shards]
             if step < self.num_steps - 1:
@@ -232,8 +231,8 @@ class _StageTasks:
                 each = [whole - part for whole, part in zip(each, own, strict=True)]
                 if self.overlap:
                     self._wait(*arriving)
-                    if is_same and following is not None and len(range(*action.steps)) == 1:
-                        comes = following.position, step
+                    if repeat is not None:
+                        comes = repeat.position, step
                         self._returning[comes] = self._exchange("B", *comes)
             if is_last and step == action.steps[0]:
                 each = [e + self.costs.finish_s(self.stage, s) for s, e in enumerate(each)]
@@ -266,20 +265,20 @@ class _StageTasks:
             self._reduce("REDUCE_GRAD", size, step=action.steps[0])
 
     def _sum_phase(self, size: int, step: int, before: tuple[int, ...]) -> int:
-        phases = self.costs.all_reduce_phases()
-        sent = self.costs.all_reduce_bytes(size) // phases
+        phases = self.costs.shard_sum_phases()
+        sent = self.costs.shard_sum_bytes(size) // phases
         what = Task("REDUCE_GRAD", self.stage, step=step, size_bytes=sent)
         link = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        time_s = self.costs.all_reduce_s(self.stage, size) / phases
+        time_s = self.costs.shard_sum_s(self.stage, size) / phases
         return self.tasks.add(what, link, time_s, (*self._last, *before))
 
     def _reduce(
         self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
-        sent = self.costs.all_reduce_bytes(size)
+        sent = self.costs.shard_sum_bytes(size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         link = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        time_s = self.costs.all_reduce_s(self.stage, size)
+        time_s = self.costs.shard_sum_s(self.stage, size)
         self._wait(self.tasks.add(what, link, time_s, tuple(self._last)))
 
     def _sync(self, position: int) -> None:

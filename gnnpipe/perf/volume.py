@@ -14,7 +14,7 @@ from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
 
 @dataclass(frozen=True)
 class CommVolume:
-    """Bytes of one training epoch over all ranks, by axis."""
+    """Bytes that are sent in one training epoch, by axis; of one rank or of all."""
 
     pipeline: int
     graph: int
@@ -91,12 +91,20 @@ def _widths_sent(plan: Plan, model: ModelGraph) -> Counter[str]:
     return sent
 
 
+def affine_fit_sizes(width: int) -> list[int]:
+    """Return the sizes of the sums that fit an affine map of rows of ``width`` (F) columns.
+
+    In the order of ``runtime.staleness.affine_map.moments``.
+    """
+    return [width * (width + 1) // 2, width * width, width, width, 1, 1]
+
+
 def fit_numbers(op: Op) -> int:
     """Return the count of numbers that are summed over the shards to fit one aggregation's map.
 
-    An affine map of rows of width F takes F (F + 1) / 2 + F F + 2 F + 2, a shift for a mean F + 2.
+    A shift for a mean takes F + 2.
     """
     width = op.push_width
     if op.is_mean:
         return width + 2
-    return width * (width + 1) // 2 + width * width + 2 * width + 2
+    return sum(affine_fit_sizes(width))

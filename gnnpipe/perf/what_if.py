@@ -105,9 +105,9 @@ def _fast_collective_s(task: Task, costs: Costs, placement: Placement) -> float 
     if kind != "REDUCE":
         return None
     # The sum of a bucket of gradients has a task for each phase.
-    parts = costs.all_reduce_phases() if task.kind == "REDUCE_GRAD" else 1
-    copy_bytes = parts * task.size_bytes / costs.all_reduce_bytes(1)
-    return costs.all_reduce_s(task.stage, round(copy_bytes / 2)) / parts
+    parts = costs.shard_sum_phases() if task.kind == "REDUCE_GRAD" else 1
+    copy_bytes = parts * task.size_bytes / costs.shard_sum_bytes(1)
+    return costs.shard_sum_s(task.stage, round(copy_bytes / 2)) / parts
 
 
 def _makespan_s(timeline: Timeline, durations: list[float]) -> float:

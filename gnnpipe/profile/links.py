@@ -113,7 +113,7 @@ class Links:
 
     message: LinkTimes | None
     exchange: LinkTimes | None
-    gradient_sum: LinkTimes | None
+    shard_sum: LinkTimes | None
 
 
 def measure_links(
@@ -135,7 +135,7 @@ def measure_links(
         return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
     sizes = test.sizes_bytes
-    message = exchange = gradient_sum = None
+    message = exchange = shard_sum = None
     by_pair = zip(_message_times(mesh, test, pairs), pairs, strict=True)
     if by_speed := sorted(by_pair, key=lambda found: found[0][-1]):
         times, pair = by_speed[len(by_speed) // 2]
@@ -156,8 +156,8 @@ def measure_links(
         # Little is computed during gradient sums, so their processor time is not counted.
         uses = [mesh.collectives.sum.link_use(mesh.shards, size) for size in sizes]
         times = _slowest(mesh, test, sum_gradients)
-        gradient_sum = fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
-    return Links(message, exchange, gradient_sum)
+        shard_sum = fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
+    return Links(message, exchange, shard_sum)
 
 
 def _message_times(

@@ -116,7 +116,7 @@ def profile_lines(profile: Profile) -> list[str]:
                     for name in ("base_s", "per_row_s", "per_edge_s")
                 )
                 lines.append(f"    {way:8}  {base * 1e3:8.3f}  {row * 1e6:8.4f}  {edge * 1e6:8.4f}")
-    for name in ("message", "exchange", "gradient_sum"):
+    for name in ("message", "exchange", "shard_sum"):
         link: LinkTimes | None = getattr(profile, name)
         if link is not None:
             lines.append(
@@ -212,7 +212,7 @@ def _profile(
         compute=tuple(compute),
         message=links.message,
         exchange=links.exchange,
-        gradient_sum=links.gradient_sum,
+        shard_sum=links.shard_sum,
         collectives=mesh.collectives,
     )
 

@@ -57,7 +57,7 @@ class ExactEpochs:
         if (self.was_faulty or self.has_jumped) and self._factor:
             program = self._prepared.exact_program
         usual = self._usual
-        grad_clip.longest = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
+        grad_clip.step_limit = usual * (1.0 if program.is_exact else LONGEST) if usual else math.inf
         return program
 
     def end(self, program: CheckedProgram, length: float, has_stepped: bool) -> None:

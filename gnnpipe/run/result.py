@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gnnpipe.graph.quality import CutQuality
-from gnnpipe.perf import MemoryEstimate, Span, TimeShares, measured_spans, time_shares
+from gnnpipe.perf import CommVolume, MemoryEstimate, Span, TimeShares, measured_spans, time_shares
 from gnnpipe.profile.predict import Predictor
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
 from gnnpipe.run.folder import versions
 from gnnpipe.run.metrics_csv import EpochRow, Staleness
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.memory_estimate import memory_of_rank
@@ -127,9 +126,7 @@ class TrainingRecord:
 
     def comm_bytes(self) -> dict[str, int]:
         """Return the bytes sent in the last epoch by axis, and their total."""
-        names = [f.name for f in fields(CommBytes)]
-        counted = dict(zip(names, self.sent_bytes, strict=True))
-        return counted | {"total": sum(self.sent_bytes)}
+        return CommVolume(*self.sent_bytes).to_dict()
 
     @property
     def counted_epochs(self) -> int:

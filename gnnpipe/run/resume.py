@@ -18,10 +18,10 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
+from gnnpipe.perf import CommVolume
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.metrics_csv import EpochRow, rows_of
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.runtime.executor import CommBytes
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.scoring import Scores
 
@@ -310,7 +310,7 @@ def _start(stored: StoredCheckpoint) -> Start:
         if not 0 < factor <= 1:
             raise ValueError(f"lr_factor {factor}")
         sent = tuple(int(number) for number in state["sent_bytes"])
-        if len(sent) != len(fields(CommBytes)):
+        if len(sent) != len(fields(CommVolume)):
             raise ValueError(f"sent_bytes {sent}")
         identity, cut = dict(state["identity"]), dict(state["cut"])
         lengths = tuple(float(number) for number in state.get("lengths", ()))

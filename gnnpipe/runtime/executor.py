@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Values
+from gnnpipe.perf import CommVolume
 from gnnpipe.plan import StageDag
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -27,17 +28,6 @@ from gnnpipe.schedule import Action, ActionKind, CheckedProgram, Direction, Spec
 
 _EXCERPT = 4
 """Actions shown before and after one that fails."""
-
-
-@dataclass(frozen=True)
-class CommBytes:
-    """Bytes that one rank sent in an epoch, by axis."""
-
-    pipeline: int
-    graph: int
-    gradient: int
-    control: int
-    """For the forecast of stale rows."""
 
 
 class WeightPolicy(Protocol):
@@ -118,8 +108,8 @@ class Executor:
         finite."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was not finite in the last training pass."""
-        self.epoch_bytes = CommBytes(0, 0, 0, 0)
-        """Bytes sent in the last training pass."""
+        self.epoch_bytes = CommVolume(0, 0, 0, 0)
+        """Bytes that this rank sent in the last training pass."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
@@ -161,7 +151,7 @@ class Executor:
         self.stage.end(self.has_stepped)
         if training:
             after = self._sent_bytes()
-            self.epoch_bytes = CommBytes(*(b - a for a, b in zip(before, after, strict=True)))
+            self.epoch_bytes = CommVolume(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
 
     def _walk(self, actions: Sequence[Action], epoch: int) -> None:
@@ -243,15 +233,9 @@ class Executor:
             self._leaving[action.position] = grads
 
     def _next_chunk(self, action: Action) -> int | None:
-        """Return the chunk of the next action if that is the backward of the same single step.
-
-        All gradients that the next chunk pulls in this step have then been recorded, because every
-        chunk has finished the backward of the following step.
-        """
-        is_same = self._next is not None and replace(self._next, position=action.position) == action
-        if not is_same or action.steps[1] - action.steps[0] > 1 or self._next is None:
-            return None
-        return self._order[self._next.position]
+        """Return the chunk whose exchange of gradients may start early, if any."""
+        following = self._next if action.is_repeated_by(self._next) else None
+        return None if following is None else self._order[following.position]
 
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None

@@ -23,7 +23,7 @@ class GradClip:
         """``clip_norm``: clip the global gradient norm to this value; 0: off."""
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self._mesh, self._clip_norm = mesh, clip_norm or math.inf
-        self.longest = math.inf
+        self.step_limit = math.inf
         """Further limit on the gradient norm of the next step; infinity: none."""
         self.norm = 0.0
         """2-norm of the last gradients over all stages, before clipping."""
@@ -50,7 +50,7 @@ class GradClip:
                 n for (n, _), s in zip(grads, squares, strict=True) if not math.isfinite(s)
             ]
             return False
-        limit = min(self._clip_norm, self.longest)
+        limit = min(self._clip_norm, self.step_limit)
         if limit < self.norm:
             for _, grad in grads:
                 grad.mul_(limit / self.norm)

@@ -11,7 +11,7 @@ the next pushes, step n ends with the stage's outputs. An F or B action covers a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
 from gnnpipe.plan.placement import Placement
@@ -110,6 +110,17 @@ class Action:
     @property
     def _is_forward(self) -> bool:
         return self.kind.direction is Direction.FORWARD
+
+    def is_repeated_by(self, following: Action | None) -> bool:
+        """Whether ``following`` is the same single step of another chunk.
+
+        After a backward step of this kind, all gradients that the next chunk pulls in the step have
+        been recorded: every chunk has finished the backward of the step after it. So the exchange
+        of these gradients may start early.
+        """
+        if following is None or self.steps[1] - self.steps[0] != 1:
+            return False
+        return replace(following, position=self.position) == self
 
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""

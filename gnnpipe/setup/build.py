@@ -31,7 +31,9 @@ from gnnpipe.runtime.cuda_graph import CudaGraphExecutor
 from gnnpipe.runtime.executor import Executor, WeightUpdate
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.history.base import History, HistorySpec
-from gnnpipe.runtime.history.mean import open_history
+from gnnpipe.runtime.history.block import BlockHistory
+from gnnpipe.runtime.history.linear import LinearHistory
+from gnnpipe.runtime.history.mean import MeanHistory
 from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
@@ -339,12 +341,16 @@ class _RankBuilder:
         """Opens the table of an aggregation for training or evaluation."""
         spec = specs[aggregation.pushed_type]
         structure = self._structures[aggregation.structure_key]
-        if not is_training:
+        if is_training:
+            structure = loss_row_operators.get(aggregation.name, structure)
+        else:
             spec = replace(spec, snapshot_every=1, sample=None)
-            return open_history(spec, aggregation.width, structure, False)
-        structure = loss_row_operators.get(aggregation.name, structure)
-        is_shared = aggregation.name in self._prepared.shared_tables
-        return open_history(spec, aggregation.width, structure, is_shared)
+        if isinstance(structure, Everyone):
+            return MeanHistory(spec, aggregation.width, structure)
+        if isinstance(structure, Blocks):
+            return BlockHistory(spec, aggregation.width, structure)
+        is_shared = is_training and aggregation.name in self._prepared.shared_tables
+        return LinearHistory(spec, aggregation.width, structure, is_shared)
 
     def _choose_kernel(self) -> Kernel:
         """Returns the sparse kernel of the config; 'measured' times all kernels on rank 0."""

@@ -79,7 +79,7 @@ class Loop:
         self._lr_factor = 1.0
         self._is_over = False
         self.sent_bytes: list[int] = []
-        """Bytes sent in the last epoch, over all ranks, by axis (see ``CommBytes``)."""
+        """Bytes sent in the last epoch, over all ranks, by axis (see ``CommVolume``)."""
         self._learning_rate = LearningRate(executor.optimizer, config)
         self._exact_epochs = ExactEpochs(self.prepared)
         self._saved_epoch = 0

@@ -153,7 +153,7 @@ def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> 
         weights, grads = kept.gather(mesh)
         if references is not None:
             is_exact = program.is_exact
-            walk = epoch, is_exact, grad_clip.longest
+            walk = epoch, is_exact, grad_clip.step_limit
             found.append(references.compare(walk, loss, weights, grads))
     comparisons: list[Comparison] = mesh.share(found)
     return comparisons

@@ -17,7 +17,7 @@ def profile():
 
 def test_a_profile_survives_json(profile):
     assert Profile.from_json(profile.to_json()) == profile
-    alone = replace(profile, message=None, exchange=None, gradient_sum=None)
+    alone = replace(profile, message=None, exchange=None, shard_sum=None)
     assert Profile.from_json(alone.to_json()) == alone
 
 

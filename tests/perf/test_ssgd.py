@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.perf import simulate
-from gnnpipe.perf.ssgd import VARIANTS, AllReduce, Layer, Training, iteration_s, ssgd_tasks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from ssgd_model import VARIANTS, AllReduce, LayerTimes, Training, iteration_s, ssgd_tasks
 
 WHOLE = st.integers(0, 40).map(float)
 # Powers of two, so that sums of times are exact.
@@ -18,7 +21,7 @@ FREE = AllReduce(0.0, float("inf"), float("inf"))
 
 @st.composite
 def trainings(draw):
-    layers = draw(st.lists(st.builds(Layer, WHOLE, WHOLE, BYTES), min_size=1, max_size=6))
+    layers = draw(st.lists(st.builds(LayerTimes, WHOLE, WHOLE, BYTES), min_size=1, max_size=6))
     all_reduce = AllReduce(draw(WHOLE) / 8, 2.0 ** draw(st.integers(8, 16)), 2.0**12)
     return Training(layers, draw(WHOLE), draw(WHOLE), draw(WHOLE), all_reduce)
 
@@ -46,11 +49,15 @@ def test_the_closed_forms_hold(variant, training, devices, iterations):
 def test_by_hand():
     # One device of two, alpha 1, no cost per byte: every all-reduce takes 2 n alpha = 4.
     training = Training(
-        [Layer(1.0, 2.0, 8), Layer(1.0, 3.0, 8)], 2.0, 1.0, 0.5, AllReduce(1.0, 1e300, 1e300)
+        [LayerTimes(1.0, 2.0, 8), LayerTimes(1.0, 3.0, 8)],
+        2.0,
+        1.0,
+        0.5,
+        AllReduce(1.0, 1e300, 1e300),
     )
     assert iteration_s(training, "naive", 2) == 3 + 2 + 5 + 8 + 0.5
     assert iteration_s(training, "input overlap", 2) == 2 + 5 + 8 + 0.5
-    # Layer 2's starts at 2 + 3 and ends at 9; layer 1's then ends at 13.
+    # LayerTimes 2's starts at 2 + 3 and ends at 9; layer 1's then ends at 13.
     assert iteration_s(training, "wait-free backward", 2) == 13 + 0.5
     slow_input = Training(training.layers, 50.0, 1.0, 0.5, training.all_reduce)
     assert iteration_s(slow_input, "wait-free backward", 2) == 51
@@ -72,7 +79,7 @@ def test_each_variant_is_at_least_as_fast_as_the_one_before(training, devices):
 
 
 def test_the_critical_path_says_what_rules():
-    layers = [Layer(1.0, 2.0, 2**10)] * 3
+    layers = [LayerTimes(1.0, 2.0, 2**10)] * 3
     for all_reduce, kind in ((FREE, "B"), (AllReduce(50.0, 1e300, 1e300), "REDUCE_GRAD")):
         training = Training(layers, 0.0, 0.0, 0.0, all_reduce)
         timeline = simulate(ssgd_tasks(training, "wait-free backward", 4, 1))

@@ -23,7 +23,7 @@ class AffineLinks(StatedCosts):
     def exchange_s(self, stage, sizes_bytes):
         return 1.0 + max(sizes_bytes)
 
-    def all_reduce_s(self, stage, size_bytes):
+    def shard_sum_s(self, stage, size_bytes):
         return 1.0 + size_bytes
 
 

@@ -98,7 +98,7 @@ def test_a_profile_of_two_ranks(tmp_path):
     profile = Profile.from_json(path.read_text())
     assert [times.ranks for times in profile.compute] == [1, 2]
     assert profile.compute[0].ops.keys() == profile.compute[1].ops.keys()
-    for link in (profile.message, profile.exchange, profile.gradient_sum):
+    for link in (profile.message, profile.exchange, profile.shard_sum):
         assert link.time_s(1 << 23) > link.time_s(1 << 10) > 0
 
 

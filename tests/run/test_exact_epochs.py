@@ -273,7 +273,7 @@ def test_what_counts_as_a_jump():
     epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
 
     def walked(epoch, begun=epochs):
-        return begun.begin(epoch, grad_clip), grad_clip.longest
+        return begun.begin(epoch, grad_clip), grad_clip.step_limit
 
     def stale(*lengths):
         for length in lengths:
@@ -317,7 +317,7 @@ def test_the_median_is_that_of_the_last_twenty_epochs(recent, median):
     for norm in [1.0] * 50 + [7.0] * recent:
         epochs.end(program, norm, has_stepped=True)
     epochs.begin(50 + recent, grad_clip)
-    assert grad_clip.longest == 2 * median
+    assert grad_clip.step_limit == 2 * median
 
 
 def test_a_jump_of_one_chunk_changes_nothing(tmp_path):

@@ -12,13 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.blocks import Blocks
-from gnnpipe.graph.operators import Everyone, LinearOperator
+from gnnpipe.graph.operators import Everyone
 from gnnpipe.ops.norm_relu_blocks import blocks_of
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.history.base import History, HistorySpec
-from gnnpipe.runtime.history.block import BlockHistory
-from gnnpipe.runtime.history.linear import LinearHistory
 
 
 class MeanHistory(History):
@@ -100,17 +97,3 @@ def _sum(rows: Tensor) -> Tensor:
     for block in blocks_of(rows, rows.shape[1]):
         total += rows[block].sum(0, dtype=torch.float64)
     return total
-
-
-def open_history(
-    spec: HistorySpec,
-    width: int,
-    structure: LinearOperator | Blocks | Everyone,
-    is_shared: bool = False,
-) -> History:
-    """Return a history for rows of ``width`` columns; ``is_shared``: see ``LinearHistory``."""
-    if isinstance(structure, Everyone):
-        return MeanHistory(spec, width, structure)
-    if isinstance(structure, Blocks):
-        return BlockHistory(spec, width, structure)
-    return LinearHistory(spec, width, structure, is_shared)

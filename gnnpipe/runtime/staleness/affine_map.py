@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gnnpipe.perf.volume import affine_fit_sizes
+
 RIDGE = 5e-2
 """Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
 subtracted for this: if all rows are nearly equal, only their common shift can be estimated."""
@@ -43,8 +45,8 @@ def moments(old: Tensor, new: Tensor) -> Tensor:
         new: Rows [p, F] after the change.
 
     Returns:
-        [F (F + 1) / 2 + F F + 2 F + 2] float64: the upper triangle of old^T old, old^T (new - old),
-        the sums of old and of new - old, the squares of new - old and of new.
+        Float64 sums of sizes ``affine_fit_sizes(F)``: the upper triangle of old^T old, old^T (new -
+        old), the sums of old and of new - old, the squares of new - old and of new.
     """
     moved = new - old
     row, column = torch.triu_indices(old.shape[1], old.shape[1], device=old.device)
@@ -73,8 +75,7 @@ def fit_affine(
             Otherwise it is the residual over 1 - (degrees of freedom / P), as in generalised
             cross-validation (Golub, Heath and Wahba, Technometrics 1979).
     """
-    half = width * (width + 1) // 2
-    gram, cross, x, d, moved, size = torch.split(sums, [half, width * width, width, width, 1, 1])
+    gram, cross, x, d, moved, size = torch.split(sums, affine_fit_sizes(width))
     row, column = torch.triu_indices(width, width, device=sums.device)
     full = sums.new_empty(width, width)
     full[row, column] = gram

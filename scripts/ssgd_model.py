@@ -23,7 +23,7 @@ VARIANTS = ("naive", "input overlap", "wait-free backward")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerTimes:
     """Times of one layer on one device."""
 
     forward_s: float
@@ -55,7 +55,7 @@ class AllReduce:
 class Training:
     """Work of every device in each iteration."""
 
-    layers: Sequence[Layer]
+    layers: Sequence[LayerTimes]
     read_s: float
     copy_s: float
     update_s: float
