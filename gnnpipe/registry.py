@@ -34,12 +34,15 @@ class Registry(Generic[T]):
     1
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, field: str = "") -> None:
+        """``field``: where names are given, for messages; default: the flag of the kind."""
+        self.kind, self.field = kind, field or f"--{kind}"
         self._things: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
-        """Register ``thing`` under ``name`` and return it."""
+        """Register ``thing`` under ``name`` and return it; ``ValueError`` for a name in use."""
+        if name in self._things:
+            raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
         self._things[name] = thing
         return thing
 
@@ -48,7 +51,7 @@ class Registry(Generic[T]):
             return self._things[name]
         except KeyError:
             hint = nearest(name, self._things)
-            raise InputError(f"--{self.kind} {name!r}: unknown {self.kind}; {hint}") from None
+            raise InputError(f"{self.field} {name!r}: unknown {self.kind}; {hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._things))

@@ -73,7 +73,7 @@ A run writes its files into the folder `--out`, or into a new folder below `runs
 |---|---|---|
 | `config.toml` | before the first epoch | every setting that has a value |
 | `config-before-1.toml` | on `--resume` | the earlier config.toml, if it changed |
-| `plan.json` | before the first epoch | ops and ranks of each stage, chunks, schedule (`--plan`) |
+| `plan.json` | before the first epoch | stages, chunks, schedule and collectives (`--plan`) |
 | `program.txt` | before the first epoch | actions of each stage, such as `0F2` or `1RECV_F0<0` |
 | `metrics.csv` | one row per epoch | see below |
 | `result.json` | at the end | see below |

@@ -121,7 +121,7 @@ def test_the_formatter_lays_out_the_code():
 
 
 def test_a_small_file_has_several_readers():
-    """A file under 40 lines that one other file imports belongs there."""
+    """A file under 40 lines that one other file imports belongs there, unless it registers."""
     readers: dict[str, set[str]] = {}
     for path in FILES:
         for item in ast.walk(tree_of(path)):
@@ -133,6 +133,7 @@ def test_a_small_file_has_several_readers():
         for path in FILES
         if path.name not in ("__init__.py", "__main__.py")
         and len(path.read_text().splitlines()) < ORPHAN_LINES
+        and not re.search(r"^[A-Z_]+\.add\(", path.read_text(), re.MULTILINE)
         and len(readers.get("gnnpipe." + name_of(path)[:-3].replace("/", "."), ())) == 1
     ]
     assert orphans == []

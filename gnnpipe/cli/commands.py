@@ -120,7 +120,7 @@ def _verify(options: argparse.Namespace) -> int:
     from gnnpipe.run.summary import head_lines
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import join_world, prepare
-    from gnnpipe.verify.verify import TOLERANCE, verdict, verify
+    from gnnpipe.verify.verify import TOLERANCE, reference_text, verdict, verify
 
     world = join_world(config)
     prepared = prepare(config, world)
@@ -131,7 +131,8 @@ def _verify(options: argparse.Namespace) -> int:
     tolerance = options.tolerance or TOLERANCE[config.dtype]
     if mesh.rank == 0:
         lines = [*head_lines(prepared), *(c.text() for c in found)]
-        print("\n".join([*lines, verdict(prepared, found, tolerance)]), flush=True)
+        lines += [reference_text(prepared), verdict(prepared, found, tolerance)]
+        print("\n".join(lines), flush=True)
     mesh.leave()
     return ExitCode.DONE if all(c.largest <= tolerance for c in found) else ExitCode.FAILED
 

@@ -70,8 +70,8 @@ class ShardGroup(Protocol):
         Args:
             out: [sum(receive_counts), ...], filled shard by shard.
             data: [sum(send_counts), ...], the rows for each shard one after another.
-            receive_counts: [G], rows from each shard.
-            send_counts: [G], rows to each shard.
+            receive_counts: [G], rows from each shard, this one included.
+            send_counts: [G], rows to each shard, this one included.
             largest_bytes: the most that a shard sends or receives, the same number on all shards.
         """
 
@@ -119,12 +119,17 @@ class ShardSum(ABC):
     All shards must get the same bits, or their weights drift apart.
     """
 
-    phases: int
-    """Number of phases; messages of a phase start after the phase before, under other work."""
+    @property
+    @abstractmethod
+    def phases(self) -> int:
+        """Number of phases; messages of a phase start after the phase before, under other work."""
 
     @abstractmethod
     def start(self, group: ShardGroup, flat: Tensor) -> CollectiveWork:
-        """Start to replace ``flat`` [n] by its sum over the shards."""
+        """Start to sum ``flat`` [n] over the shards; ``wait`` returns the sum [n].
+
+        The memory of ``flat`` may be used until then, also for the result.
+        """
 
     @abstractmethod
     def sent_bytes(self, shards: int, size_bytes: int) -> int:
@@ -135,8 +140,8 @@ class ShardSum(ABC):
         """Return the use of a shard's link by all phases together."""
 
 
-ROW_EXCHANGES: Registry[RowExchange] = Registry("row-exchange")
-SHARD_SUMS: Registry[ShardSum] = Registry("shard-sum")
+ROW_EXCHANGES: Registry[RowExchange] = Registry("row exchange", "plan: row_exchange")
+SHARD_SUMS: Registry[ShardSum] = Registry("sum over the shards", "plan: shard_sum")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 class OrderedSum(ShardSum):
     """Sum by a reduce-scatter and an all-gather: 2 (G - 1) n numbers are sent for a vector of n."""
 
-    phases = 2
+    @property
+    def phases(self) -> int:
+        """Two: the parts are added up, then sent to all."""
+        return 2
 
     def start(self, group: ShardGroup, flat: Tensor) -> CollectiveWork:
         """See ``ShardSum``."""

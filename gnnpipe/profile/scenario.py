@@ -31,7 +31,7 @@ from gnnpipe.plan.placement import Placement
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import Program, training_program, with_forecast
+from gnnpipe.schedule import CheckedProgram, Program, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
@@ -57,7 +57,7 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     devices = len(device_bytes)
 
     def fits(stages: int, chunks: int, shards: int) -> bool:
-        wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
+        wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
         try:
             needed = memory_of_shape(wanted, scenario.shape, model)
         except InputError:
@@ -210,14 +210,14 @@ def scenario_of(prepared: Prepared) -> Scenario:
 
 def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     """Scenario of a graph that is given in numbers."""
-    shards, chunks = config.shards, config.chunks
     model = _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
-    staleness = config.staleness_settings_for(plan.chunks)
+    shards, chunks = plan.shards, plan.chunks
+    staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
     program = training_program(dag, gradient_buckets(model, plan, number_dtype(config).itemsize))
-    stored, halo = shape.stored or shape.vertices * shape.features, _halo(config, shape)
-    probes = _probes(config, shape, model, program.is_exact)
+    stored, halo = shape.stored or shape.vertices * shape.features, _halo(plan, shape)
+    probes = _probes(config, shape, model, program)
     rows = _divided(shape.vertices, shards, chunks)
     crossing = np.round(rows * halo).astype(np.int64)
     stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
@@ -266,13 +266,14 @@ def memory_of_shape(
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     plan = plan or _plan_of_shape(config, shape, model)
     dag = StageDag.of(plan, model)
-    is_exact = training_program(dag).is_exact
-    shards, probes = config.shards, _probes(config, shape, model, is_exact)
+    program = training_program(dag)
+    is_exact = program.is_exact
+    shards, probes = plan.shards, _probes(config, shape, model, program)
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
     sizes = ShardSizes(
         own_rows={"": own},
-        halo_rows={"": math.ceil(own * _halo(config, shape))},
+        halo_rows={"": math.ceil(own * _halo(plan, shape))},
         own_edges=math.ceil(shape.edges / shards),
         graph_edges=shape.edges,
         # The edges between chunks are not known: the largest possible share.
@@ -301,31 +302,33 @@ def memory_of_shape(
     return [estimate.total - estimate.setup for estimate in estimates]
 
 
-def _halo(config: TrainConfig, shape: GraphShape) -> float:
-    return shape.halo if config.shards > 1 else 0.0
+def _halo(plan: Plan, shape: GraphShape) -> float:
+    return shape.halo if plan.shards > 1 else 0.0
 
 
-def _probes(config: TrainConfig, shape: GraphShape, model: ModelGraph, is_exact: bool) -> int:
-    if is_exact:
+def _probes(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, program: CheckedProgram
+) -> int:
+    if program.is_exact:
         return 0
     widest = max((op.push_width for op in model.aggregations), default=0)
-    each = config.staleness_settings_for(config.chunks).probes_per_column
+    each = config.staleness_settings_for(program.chunks).probes_per_column
     return min(each * (widest + 1), shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
-    shards, chunks = config.shards, config.chunks
-    if shape.vertices < shards * chunks:
-        raise InputError(
-            f"--chunks {chunks}: with --shards {shards} more pieces than the {shape.vertices:,} "
-            "vertices; try fewer"
-        )
     counts = GraphCounts(
         {"": shape.vertices},
         {"": shape.edges},
         {"": shape.stored or shape.vertices * shape.features},
     )
-    return planner_named(config.plan).plan(PlanRequest(model, counts, shape_of(config)))
+    plan = planner_named(config.plan).plan(PlanRequest(model, counts, shape_of(config)))
+    if shape.vertices < plan.shards * plan.chunks:
+        raise InputError(
+            f"--chunks {plan.chunks}: with --shards {plan.shards} more pieces than the "
+            f"{shape.vertices:,} vertices; try fewer"
+        )
+    return plan
 
 
 def _divided(total: int, shards: int, chunks: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import LESS, sensitivity, what_ifs
 from gnnpipe.plan.cluster import Cluster
+from gnnpipe.planner import PLANNERS
 from gnnpipe.profile.predict import check_profile, read_profile
 from gnnpipe.profile.profile import data_sheet_profile
 from gnnpipe.profile.scenario import (
@@ -230,7 +231,7 @@ def _costs(
 def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
     """The scenario with twice as many chunks, if the graph can be cut so often."""
     config = scenario.config
-    if config.chunks == 1:
+    if config.chunks == 1 or config.plan not in set(PLANNERS):
         return None
     try:
         return _scenario(replace(config, chunks=2 * config.chunks), shape)
@@ -247,7 +248,7 @@ def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool
     if not over:
         return
     worst = max(over, key=lambda r: scenario.memory_bytes[r] / device_bytes[r])
-    config, nearest = scenario.config, nearest_that_fits(scenario, device_bytes)
+    plan, nearest = scenario.plan, nearest_that_fits(scenario, device_bytes)
     if nearest is None:
         where = (
             f"on up to {len(device_bytes):,} such" if is_open else f"on these {len(device_bytes)}"
@@ -257,7 +258,7 @@ def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool
         stages, shards, chunks = nearest
         hint = f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
     raise InputError(
-        f"--stages {config.stages} --shards {config.shards} --chunks {config.chunks}: rank {worst} "
+        f"--stages {plan.num_stages} --shards {plan.shards} --chunks {plan.chunks}: rank {worst} "
         f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
         f"{human_bytes(device_bytes[worst])}; {hint}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gnnpipe.collectives import DEFAULT_COLLECTIVES
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
@@ -46,6 +47,9 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.program.reads_text()}",
     ]
+    if plan.collectives != DEFAULT_COLLECTIVES:
+        used = plan.collectives
+        lines.append(f"collectives: row exchange {used.row_exchange}, sum {used.shard_sum}")
     if prepared.loss_rows.ops:
         lines.append(
             f"last layer computed for {prepared.loss_rows.rows:,} of {graph.num_vertices:,} "

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gnnpipe.errors import InputError
 from gnnpipe.schedule.program import Action, ActionKind, Direction, Program, SpecialPosition
 
 
-class ProgramError(ValueError):
+class ProgramError(InputError):
     """Raised for a program that would hang, or compute something other than its plan says."""
 
 
@@ -151,8 +152,9 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
             a, b = wrong[0]
             fault = "is lost" if live[a, b] else "of a stale read is delivered"
             raise ProgramError(
-                f"stage {stage} step {step}: the gradient from chunk {a} to chunk {b} {fault}; "
-                "backward must walk the chunks in exactly the reverse order"
+                f"stage {stage} step {step}: the gradient from the chunk at position {a} to the "
+                f"chunk at position {b} {fault}; backward must walk the chunks in exactly the "
+                "reverse order"
             )
     count = int(live.sum()) - len(reads)
     return count, live.size - len(reads) - count

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-from gnnpipe.errors import InputError
 from gnnpipe.plan import StageDag
-from gnnpipe.registry import nearest
-from gnnpipe.schedule.check import CheckedProgram, check
+from gnnpipe.schedule.check import CheckedProgram, ProgramError, check
 from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
 from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
 
@@ -29,8 +27,6 @@ def training_program(
     ``schedule``: name of the schedule; default: that of the plan.
     """
     plan, name = dag.plan, schedule or dag.plan.schedule
-    if name not in SCHEDULES:
-        raise InputError(f"plan: schedule {name!r}; {nearest(name, SCHEDULES)}")
     rule = SCHEDULES[name]
     stages = []
     for stage, num_steps in enumerate(dag.steps):
@@ -38,7 +34,10 @@ def training_program(
         bucket_starts = buckets[stage] if buckets else (0,)
         stages.append(tuple(_lower_stage(dag, compute, num_steps, bucket_starts)))
     program = Program(tuple(stages), dag.steps, plan.chunks, plan.placement, rule.consistency)
-    return check(program)
+    try:
+        return check(program)
+    except ProgramError as error:
+        raise ProgramError(f"schedule {name!r}: {error}") from None
 
 
 def evaluation_program(dag: StageDag) -> CheckedProgram:

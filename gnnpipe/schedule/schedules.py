@@ -41,7 +41,7 @@ class Schedule(ABC):
         ]
 
 
-SCHEDULES = Registry[Schedule]("schedule")
+SCHEDULES = Registry[Schedule]("schedule", "plan: schedule")
 
 EXACT_SCHEDULE = "layer-sync"
 """Name of the schedule of exact epochs and of evaluation."""

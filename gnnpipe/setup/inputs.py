@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 
 import scipy.sparse as sp
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from gnnpipe.capture import capture
 from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
@@ -90,16 +92,18 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
     if len(known) and (metric != "rocauc" or has_both(known)):
         return
     what = "vertices" if graph.pairs is None else "pairs"
-    for flag, is_set in (
+    for given, is_set in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep-weights best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
         if is_set and not len(known):
-            raise InputError(f"{flag}: {graph.name} has no validation {what}; try --split 60/20/20")
+            raise InputError(
+                f"{given}: {graph.name} has no validation {what}; try --split 60/20/20"
+            )
         if is_set:
             raise InputError(
-                f"{flag}: ROC AUC needs positive and negative validation {what}, and "
+                f"{given}: ROC AUC needs positive and negative validation {what}, and "
                 f"{graph.name} does not have both; try --metric accuracy"
             )
 
@@ -119,6 +123,7 @@ def choose_model(
         if world.rank == 0:
             _warn_of_unread(config)
         built = GNN.build(config.model, spec, config.seed, dtype)
+        check_layers(built.stack(), graph.num_vertices)
         return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
         _check_model(model, config, graph)
@@ -224,17 +229,14 @@ def warn_of_vain_rounding(
 
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
+    names = {f.name for f in fields(LayerSpec)} & {f.name for f in fields(TrainConfig)}
     return LayerSpec(
         num_features=graph.num_features,
         # For link prediction, the width of the final rows.
         num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
         num_layers=config.layers,
-        hidden=config.hidden,
-        dropout=config.dropout,
-        heads=config.heads,
-        alpha=config.alpha,
-        theta=config.theta,
         is_rounded=config.matmul_dtype == "bf16",
+        **{name: getattr(config, name) for name in names},
     )
 
 
@@ -246,7 +248,7 @@ def _warn_of_unread(config: TrainConfig) -> None:
             value = getattr(config, name)
             if name not in read and _is_given(config, name):
                 warnings.warn(
-                    f"--{name} {value}: --model {config.model} does not read it, {other} does",
+                    f"{flag(name)} {value}: --model {config.model} does not read it, {other} does",
                     UserWarning,
                     stacklevel=2,
                 )

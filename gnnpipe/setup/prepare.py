@@ -83,12 +83,14 @@ def prepare(
     plan = planner.plan(
         PlanRequest(model_graph, _graph_counts(model_graph, graph), shape_of(config))
     )
+    dag = StageDag.of(plan, model_graph)
     check_staleness(config, plan.chunks)
+    usual, exact_program = _training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
-    dag = StageDag.of(plan, model_graph)
-    program, exact_program, probes = _make_programs(config, model_graph, dag, graph, chunking)
+    probes = _probes(config, model_graph, graph, chunking, usual)
+    program = with_forecast(dag, usual) if len(probes) else usual
     if not program.is_exact and world.rank == 0:
         _warn_of_norms(model_graph)
     return Prepared(
@@ -207,21 +209,33 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> C
     return shared
 
 
-def _make_programs(
-    config: TrainConfig, model: ModelGraph, dag: StageDag, graph: Graph, chunking: Chunking
-) -> tuple[CheckedProgram, CheckedProgram, npt.NDArray[np.int64]]:
-    """Returns the checked programs of usual and of exact epochs, and the probe vertices."""
+def _training_programs(
+    config: TrainConfig, model: ModelGraph, dag: StageDag
+) -> tuple[CheckedProgram, CheckedProgram]:
+    """Returns the checked programs of usual epochs, without a forecast, and of exact epochs."""
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     usual = training_program(dag, buckets)
-    exact = training_program(dag, buckets, EXACT_SCHEDULE)
-    probes = np.empty(0, dtype=np.int64)
-    each = config.staleness_settings_for(dag.plan.chunks).probes_per_column
-    if each and not usual.is_exact:
-        counts = _num_probes(model, list(graph.row_types), each)
-        probes = choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
-    if len(probes):
-        usual = with_forecast(dag, usual)
-    return usual, exact, probes
+    if config.staleness_settings_for(dag.plan.chunks).is_exact and not usual.is_exact:
+        raise InputError(
+            f"plan: its schedule {dag.plan.schedule!r} reads stale rows, and --staleness exact "
+            "allows none; drop one of the two"
+        )
+    return usual, training_program(dag, buckets, EXACT_SCHEDULE)
+
+
+def _probes(
+    config: TrainConfig,
+    model: ModelGraph,
+    graph: Graph,
+    chunking: Chunking,
+    program: CheckedProgram,
+) -> npt.NDArray[np.int64]:
+    """Returns the probe vertices of the forecast; none if no row of ``program`` is stale."""
+    each = config.staleness_settings_for(program.chunks).probes_per_column
+    if not each or program.is_exact:
+        return np.empty(0, dtype=np.int64)
+    counts = _num_probes(model, list(graph.row_types), each)
+    return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
 
 
 def _epoch_bytes(

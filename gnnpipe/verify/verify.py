@@ -107,7 +107,7 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     """Returns the printed summary of the comparisons."""
     largest = max(c.largest for c in found)
     same = "equal to" if largest <= tolerance else "DIFFERENT from"
-    walk = "" if prepared.program.is_exact else " that walks the same chunks"
+    walk = "" if prepared.program.is_exact else " that processes the same chunks in the same order"
     text = f"largest relative difference {largest:.2e}, tolerance {tolerance:g}: {same} one device"
     text += walk
     if _has_float64(prepared):
@@ -116,6 +116,19 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
             "error of one device"
         )
     return text
+
+
+def reference_text(prepared: Prepared) -> str:
+    """Returns the printed line about the model that the run is compared with."""
+    inner = _inner(prepared.model)
+    if _has_twin(inner):
+        return "reference: a second implementation of the layers, on one device"
+    if isinstance(inner, RecordedModel):
+        return (
+            "reference: the module as plain PyG, on one device; with stale rows, or dropout that "
+            "plain PyG cannot repeat, its recorded steps"
+        )
+    return "reference: the same layers, on one device; a mistake inside a layer is not found"
 
 
 def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
@@ -201,8 +214,9 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     forward = [a for a in prepared.program.stages[0] if a.kind is ActionKind.FORWARD]
     positions = list(dict.fromkeys(a.position for a in forward))
     cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions)
-    inner = model.inner if isinstance(model, PairModel) else model
-    if isinstance(inner, GNN) and all(type(layer) in _TWINS for layer in inner.stack()):
+    inner = _inner(model)
+    if _has_twin(inner):
+        assert isinstance(inner, GNN)
         kinds = [_TWINS[type(layer)] for layer in inner.stack()]
         spec = asdict(inner.stack()[0].spec)
         plain = PlainModel(whole, kinds, spec, inner.state_dict())
@@ -215,6 +229,15 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
 
 _TWINS = {MODELS[name]: name for name in LAYERS}
 """Built-in layers that ``reference_models`` also has."""
+
+
+def _inner(model: Model) -> Model:
+    """Returns the model without the scores of pairs."""
+    return model.inner if isinstance(model, PairModel) else model
+
+
+def _has_twin(model: Model) -> bool:
+    return isinstance(model, GNN) and all(type(layer) in _TWINS for layer in model.stack())
 
 
 def _user_model(

@@ -30,9 +30,10 @@ class RingSum(ShardSum):
     phases = 1
 
     def start(self, group, flat):
-        work = dist.all_reduce(flat, group=group.process_group, async_op=True)
+        summed = flat.clone()  # the result may be in other memory
+        work = dist.all_reduce(summed, group=group.process_group, async_op=True)
         sent = self.sent_bytes(group.shards, flat.nbytes)
-        return Started([work], flat, sent // group.shards)
+        return Started([work], summed, sent // group.shards)
 
     def sent_bytes(self, shards, size_bytes):
         return 2 * (shards - 1) * size_bytes
@@ -129,7 +130,7 @@ def test_a_plan_keeps_the_names_and_an_unknown_one_is_refused():
     plan = prepare(config, World.alone()).plan
     assert Plan.from_json(replace(plan, collectives=OWN).to_json()).collectives == OWN
     unknown = replace(plan, collectives=Collectives(shard_sum="rings"))
-    with pytest.raises(InputError, match=r"shard-sum 'rings'.*did you mean 'ring'"):
+    with pytest.raises(InputError, match=r"plan: shard_sum 'rings'.*did you mean 'ring'"):
         prepare(config, World.alone(), planner=GivenPlan(unknown))
 
 

@@ -1,4 +1,4 @@
-"""User layers whose results would depend on the number of chunks are refused by name."""
+"""Layers whose results would depend on the number of chunks are refused by name."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from gnnpipe import InputError, Trainer
 from gnnpipe.models import GNN, LayerSpec
 from gnnpipe.models.gat import GATLayer
 from gnnpipe.models.gcn import GCNLayer
+from gnnpipe.models.layer import MODELS
 from gnnpipe.models.layer_probe import check_layers
 
 SPEC = LayerSpec(7, 3, 3, 16, dropout=0.3)
@@ -157,9 +158,15 @@ def test_a_layer_may_keep_its_output():
     assert torch.equal(layer.calls, calls)
 
 
-def test_built_in_layers_are_not_run(monkeypatch):
-    monkeypatch.setattr(GCNLayer, "before", None)
-    check_layers(stack(GCNLayer, 0).stack(), 40)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_built_in_model_works_row_by_row(name):
+    check_layers(GNN.build(name, SPEC, 0, torch.float64).stack(), 40)
+
+
+def test_built_in_models_are_run_too(monkeypatch):
+    monkeypatch.setattr(GCNLayer, "before", lambda self, values, rows: (rows.keys * 0.0, {}))
+    with pytest.raises(InputError, match="layer 0, GCNLayer: before pushes rows as"):
+        Trainer(quick_config(model="gcn"), graph=small_graph()).fit()
 
 
 def test_the_layer_of_the_page_runs(capsys):

@@ -1,13 +1,16 @@
 """Errors of a stack of layers that does not fit together."""
 
+import dataclasses
+
 import pytest
 from torch import nn
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.models.gat import GATLayer
 from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.models.layer import LayerSpec
+from gnnpipe.models.layer import MODELS, LayerSpec
 from gnnpipe.models.layer_stack import GNN
 
 SPEC = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8, heads=2)
@@ -35,3 +38,15 @@ def test_the_error_names_the_layer(message):
 
 def test_kinds_mix():
     assert len(GNN([GCNIILayer(0, SPEC), GCNLayer(1, SPEC)]).stack()) == 2
+
+
+def test_settings_of_a_model_are_fields_of_config_and_spec():
+    fields = {f.name for f in dataclasses.fields(LayerSpec)}
+    settings = {f.name for f in dataclasses.fields(TrainConfig)}
+    for name in MODELS:
+        assert {*MODELS[name].reads_settings} <= fields & settings, name
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="model 'gcn' is registered already"):
+        MODELS.add("gcn", MODELS["gcn"])

@@ -51,6 +51,17 @@ def test_a_dataset_costs_what_its_run_would(tmp_path):
     assert found.comm_bytes_per_epoch == prepared.volume.to_dict()
 
 
+def test_a_plan_gives_the_shape_of_a_graph_in_numbers(tmp_path):
+    shape = GraphShape(1000, 8000, 16, 4)
+    flags = simulated(config_of(stages=2, shards=2, chunks=4), shape, "h100:10gbe", None)
+    plan = tmp_path / "plan.json"
+    prepared = scenario_of_shape(config_of(stages=2, shards=2, chunks=4), shape)
+    plan.write_text(prepared.plan.to_json())
+    found = simulated(config_of(plan=str(plan)), shape, "h100:10gbe", None)
+    assert found.predicted_epoch_time_s == flags.predicted_epoch_time_s
+    assert found.memory_bytes == flags.memory_bytes
+
+
 def test_the_answer_of_a_shape(tmp_path, capsys):
     path = tmp_path / "answer.json"
     words = ["simulate", *MADE_UP, "--stages", "2", "--shards", "2", "--chunks", "4"]

@@ -268,6 +268,8 @@ def test_parts_that_do_not_fit_are_refused():
     stale = Trainer(replace(config, chunks=2), graph=graph).plan
     with pytest.raises(InputError, match="--staleness exact allows none"):
         Trainer(replace(config, chunks=2, staleness="exact"), graph=graph, plan=stale).fit()
+    with pytest.raises(InputError, match="--staleness exact allows none"):  # chunks of the plan
+        Trainer(replace(config, staleness="exact"), graph=graph, plan=stale).fit()
     with pytest.raises(InputError, match="schedule 'zigzag'"):
         Trainer(config, graph=graph, plan=replace(stale, schedule="zigzag")).fit()
 

@@ -154,5 +154,7 @@ def sum_over_shards(flat: Tensor, mesh: Mesh) -> int:
     if mesh.shards == 1:
         return 0
     transfer = mesh.collectives.sum.start(MeshShards(mesh), flat)
-    transfer.wait()
+    summed = transfer.wait()
+    if summed is not flat:
+        flat.copy_(summed.view_as(flat))
     return transfer.sent_bytes
