@@ -119,7 +119,7 @@ def done() -> dict[str, dict[str, Any]]:
     found = {}
     for line in DATA.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found[Cell(**{k: row[k] for k in Cell.__dataclass_fields__}).key()] = row
+        found[Cell(**{k: row[k] for k in Cell.__dataclass_fields__ if k in row}).key()] = row
     return found
 
 
