@@ -61,8 +61,8 @@ def made_by(rows: Rows, cells: Sequence[Cell], have: Sequence[Cell], name: str) 
     return [
         f"Made by `scripts/fidelity.py run {name}` and `report`; commits {commits}; {dates}; "
         f"{machines}, one thread. {len(have)} of {len(cells)} runs are in. Hidden 64, dropout "
-        f"0.5, Adam with weight decay {decays}, {epochs} epochs; pubmed is split 10/20/70, the others as "
-        "they come. Test accuracy in %; *tail* is the mean of the last 20 "
+        f"0.5, Adam with weight decay {decays}, {epochs} epochs; pubmed is split 10/20/70, the "
+        "others as they come. Test accuracy in %; *tail* is the mean of the last 20 "
         "epochs, each of them evaluated, and *dev* their deviation. *exact* walks one chunk; "
         "*auto* K chunks, in one process: for a fixed K and seed the result does not depend on S "
         "or G, up to rounding.",

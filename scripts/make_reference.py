@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the definitions in the package.
+"""Writes docs/reference.md and docs/reference/python.md from the definitions in the package.
 
 python scripts/make_reference.py            # write the page
 python scripts/make_reference.py --check    # exit code 1 if it is out of date
@@ -18,8 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
+PYTHON_PAGE = ROOT / "docs" / "reference" / "python.md"
 sys.path.insert(0, str(ROOT))
 
+import gnnpipe  # noqa: E402
 from gnnpipe.cli.commands import COMMANDS, DATA_SHEETS, VERIFY_DEFAULTS  # noqa: E402
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.config.fields import flag, scalar_type  # noqa: E402
@@ -229,14 +231,54 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+PYTHON_HEAD = """# Python reference
+
+This page lists what `import gnnpipe` offers, from the docstrings; `scripts/make_reference.py`
+writes it. The arguments of `TrainConfig` are the [settings](../reference.md#settings).
+"""
+
+
+def python_page() -> str:
+    """The page of the public names of the package."""
+    lines = [PYTHON_HEAD]
+    for name in sorted(gnnpipe.__all__, key=lambda n: (n[0].islower(), n)):
+        if name.startswith("_"):
+            continue
+        thing = getattr(gnnpipe, name)
+        lines += [f"## {name}", "", *documented(name, thing)]
+        for inner, member in vars(thing).items() if inspect.isclass(thing) else ():
+            function = getattr(member, "__func__", member)
+            if inner.startswith("_") or not inspect.isfunction(function):
+                continue
+            lines += [f"### {name}.{inner}", "", *documented(inner, getattr(thing, inner))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def documented(name: str, thing: typing.Any) -> list[str]:
+    """Signature and docstring as lines of markdown."""
+    texts = [inspect.getdoc(thing) or ""]
+    is_class = inspect.isclass(thing)
+    is_plain = is_class and not (dataclasses.is_dataclass(thing) or issubclass(thing, Exception))
+    if is_plain:
+        texts.append(inspect.getdoc(thing.__init__) or "")
+    if is_plain or not is_class:
+        call = str(inspect.signature(thing)).replace("self, ", "").replace("(self)", "()")
+        call = call.replace("'", "")
+        texts.insert(0, f"{name}{call}")
+    body = "\n\n".join(text for text in texts if text).replace("``", "`")
+    return ["```text", *body.split("\n"), "```", ""]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only compare")
     if parser.parse_args().check:
-        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        pages = {PAGE: page(), PYTHON_PAGE: python_page()}
+        same = all(p.exists() and p.read_text(encoding="utf-8") == t for p, t in pages.items())
         print("up to date" if same else "out of date: run python scripts/make_reference.py")
         return 0 if same else 1
     PAGE.write_text(page(), encoding="utf-8")
+    PYTHON_PAGE.write_text(python_page(), encoding="utf-8")
     return 0
 
 

@@ -178,6 +178,7 @@ def test_the_reference_page_is_up_to_date():
     spec.loader.exec_module(module)
     fresh = "run python scripts/make_reference.py"
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), fresh
+    assert module.PYTHON_PAGE.read_text(encoding="utf-8") == module.python_page(), fresh
 
 
 def test_the_readme_is_short():

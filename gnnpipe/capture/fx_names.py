@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
+import torch_geometric
 from torch import fx, nn
 
 from gnnpipe.errors import InputError
@@ -92,6 +96,13 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+_LIBRARIES = (
+    *(f"{Path(package.__path__[0])}{os.sep}" for package in (torch, torch_geometric)),
+    f"{Path(__file__).parents[1]}{os.sep}",
+)
+"""Folders of torch, PyG and gnnpipe."""
+
+
 def is_own(text: str) -> bool:
     """Whether a file name, or a line with one, is outside of torch, PyG and gnnpipe."""
-    return not any(part in text for part in ("/torch/", "/torch_geometric/", "/gnnpipe/models/"))
+    return not any(folder in text for folder in _LIBRARIES)

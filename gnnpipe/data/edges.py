@@ -85,7 +85,11 @@ def sorted_edges(
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
-        fail(name, f"edge_index has shape {list(edges.shape)}", "[2, E], sources above targets")
+        fail(
+            name,
+            f"edge_index has shape {list(edges.shape)}",
+            "[2, E]: row 0 the sources, row 1 the targets",
+        )
     if edges.dtype.kind not in "iu":
         fail(name, f"edge_index is of type {edges.dtype}", "whole numbers such as int64")
     e = edges.shape[1]
@@ -159,16 +163,17 @@ def _removed(keys: npt.NDArray[np.int64]) -> str:
     loop = pair[:, 0] == pair[:, 1]
     again = (keys[1:] == keys[:-1]) & ~loop[1:]
     counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
-    return _removed_text(counts, len(keys), "aggregations count each neighbour once; ")
+    return _removed_text(counts, len(keys))
 
 
-def _removed_text(counts: Mapping[str, int], total: int, why: str = "") -> str:
+def _removed_text(counts: Mapping[str, int], total: int) -> str:
     parts = [f"{k} {kind}{'s' * (k > 1)}" for kind, k in counts.items() if k]
     if not parts:
         return ""
+    loops = "; models that add loops themselves, such as gcn and gat, still do"
     return (
-        f"removed {' and '.join(parts)} of {total} edges, which plain PyG would count ({why}models "
-        "that add loops themselves, as gcn and gat, still do; others see none)"
+        f"removed {' and '.join(parts)} of {total} edges; plain PyG would keep them, so results can "
+        f"differ{loops if counts['loop'] else ''}"
     )
 
 

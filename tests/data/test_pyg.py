@@ -53,9 +53,8 @@ def test_what_is_not_used_is_told():
         g = Graph.from_pyg(data(edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]])))
     assert g.edge_index.tolist() == EDGES.tolist()
     assert [str(w.message) for w in told] == [
-        "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges, which plain PyG would count "
-        "(aggregations count each neighbour once; models that add loops themselves, as gcn and "
-        "gat, still do; others see none)"
+        "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges; plain PyG would keep them, "
+        "so results can differ; models that add loops themselves, such as gcn and gat, still do"
     ]
     assert {w.filename for w in told} == {__file__}
     loops = data(edge_index=EDGES[:, [0, 1, 2, 2]])
