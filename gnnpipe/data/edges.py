@@ -172,8 +172,8 @@ def _removed_text(counts: Mapping[str, int], total: int) -> str:
         return ""
     loops = "; models that add loops themselves, such as gcn and gat, still do"
     return (
-        f"removed {' and '.join(parts)} of {total} edges; plain PyG would keep them, so results can "
-        f"differ{loops if counts['loop'] else ''}"
+        f"removed {' and '.join(parts)} of {total} edges; plain PyG would keep them, so results "
+        f"can differ{loops if counts['loop'] else ''}"
     )
 
 
