@@ -1,5 +1,6 @@
 """Where there is no GPU, kernels in Triton are run by its interpreter."""
 
+import functools
 import inspect
 import os
 
@@ -11,9 +12,16 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark every test that starts several processes itself as slow."""
+    """Mark as slow every test that starts several processes, directly or through a fixture."""
     for item in items:
-        function = getattr(item, "function", None)
-        source = inspect.getsource(function) if inspect.isfunction(function) else ""
-        if "run_ranks(" in source or "torchrun" in source:
+        fixtures = getattr(item, "_fixtureinfo", None)
+        known = fixtures.name2fixturedefs.values() if fixtures else ()
+        functions = [getattr(item, "function", None), *(f.func for found in known for f in found)]
+        if any(starts_ranks(function) for function in functions):
             item.add_marker(pytest.mark.slow)
+
+
+@functools.cache
+def starts_ranks(function):
+    source = inspect.getsource(function) if inspect.isfunction(function) else ""
+    return "run_ranks(" in source or "torchrun" in source

@@ -210,6 +210,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_the_first_cause_stands_last_and_marks_the_program(tmp_path):
     script = tmp_path / "raising.py"
     script.write_text(RAISING)

@@ -43,6 +43,7 @@ def until(is_there, process, limit_s=120):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.4])
 def test_an_interrupt_while_a_checkpoint_is_written(tmp_path, delay_s):
     run = tmp_path / "run"
@@ -61,6 +62,7 @@ def test_an_interrupt_while_a_checkpoint_is_written(tmp_path, delay_s):
     assert told.splitlines() == [line]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_first_checkpoint(tmp_path):
     run = tmp_path / "run"
     process = started(run, "--dataset", "karate", "--epochs", "100000")
@@ -75,6 +77,7 @@ def test_an_interrupt_before_the_first_checkpoint(tmp_path):
     assert told.splitlines() == [f"gnnpipe: interrupted; {advice}"]
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
@@ -97,6 +100,7 @@ def test_other_faults_of_a_disk():
     assert how_to_write(errno.ENOSPC) == how_to_write(None) == "free some space"
 
 
+@pytest.mark.slow
 def test_the_small_trial_of_doctor_without_buffers(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     for _ in range(4):

@@ -142,6 +142,7 @@ def test_bytes_are_the_closed_form(shapes):
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hetero conv", "hgt"])
 def test_a_chunk_may_have_no_vertex_of_a_type(name):
     """20 chunks, 9 subjects."""
@@ -157,6 +158,7 @@ def test_a_rank_may_have_no_row_of_a_type():
     assert_all_within(run_ranks(empty_on_ranks, 2, "hetero conv")[0])
 
 
+@pytest.mark.slow
 def test_a_deep_recording_is_copied_for_the_forecast():
     """The calls of a recording are linked; walked one by one they would exhaust the stack."""
     data = hetero_models.hetero_data(subjects=False)

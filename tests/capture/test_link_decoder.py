@@ -509,6 +509,7 @@ def test_memory_is_estimated_with_its_pairs():
     assert sizes[2] - sizes[1] == (kept[2] - kept[1]) * pairs * 8 >= 12 * pairs * 8
 
 
+@pytest.mark.slow
 def test_learns_the_links_of_a_planted_partition():
     """Links are mostly within classes, and features tell the class."""
     config = TrainConfig(

@@ -33,6 +33,11 @@ def draw(*size, kind=torch.float64, seed=0):
     return torch.randn(*size, generator=generator, dtype=torch.float64).to(kind)
 
 
+def slow(value):
+    """Mark a parameter as slow: the interpreter takes seconds for small pieces and wide rows."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def matrix(kind, rows=40, columns=45, wide=torch.int32):
     """A matrix with empty rows, two long rows and parallel entries."""
     generator = torch.Generator().manual_seed(1)
@@ -47,8 +52,8 @@ def matrix(kind, rows=40, columns=45, wide=torch.int32):
     return dense, [t.to(HERE) for t in (offsets.to(wide), indices.to(wide), values)]
 
 
-@pytest.mark.parametrize("longest", [1, 8, 21, 1000])
-@pytest.mark.parametrize("width", [1, 7, 128, 300])
+@pytest.mark.parametrize("longest", [slow(1), 8, slow(21), 1000])
+@pytest.mark.parametrize("width", [slow(1), 7, 128, slow(300)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(kind, width, longest):
     dense, parts = matrix(kind)
@@ -236,7 +241,9 @@ def losses(**settings):
     return [row.loss for row in result.history] + [result.test_acc]
 
 
-@pytest.mark.parametrize("settings", [{}, {"chunks": 3}, {"recompute": True}, {"kernel": "triton"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"chunks": 3}, slow({"recompute": True}), slow({"kernel": "triton"})]
+)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
 def test_training(model, settings, monkeypatch):
     with monkeypatch.context() as plain:

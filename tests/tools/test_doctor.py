@@ -27,6 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(doctor, "_round_trips", lambda: iter(()))
 
 
+@pytest.mark.slow
 def test_a_sound_machine(capsys):
     """This one, or no test of several ranks would pass either."""
     assert main(["doctor"]) == 0
@@ -43,6 +44,7 @@ def test_nccl(capsys):
     assert "ok     NCCL: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_and_the_remedy(capsys, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such0")
     assert main(["doctor"]) == 1

@@ -51,7 +51,7 @@ def assert_equal(found, dtype):
     assert largest[0] <= TOLERANCE[dtype], largest[1]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("chunks", "settings"),
     [
