@@ -121,7 +121,7 @@ class LoggedCosts:
         self.crossings = crossings * self.data.vertices
 
     def dag(self) -> StageDag:
-        """Of gnnpipe's own kind."""
+        """Return the stages of the case as a plan of gnnpipe."""
         stages = range(self.stages)
         links = tuple(Transfer(a, b, {"x": self.data.hidden}) for a, b in pairwise(stages))
         stages = tuple(

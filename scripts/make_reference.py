@@ -1,7 +1,7 @@
 """Writes docs/reference.md and docs/reference/python.md from the definitions in the package.
 
-python scripts/make_reference.py            # write the page
-python scripts/make_reference.py --check    # exit code 1 if it is out of date
+python scripts/make_reference.py            # write the pages
+python scripts/make_reference.py --check    # exit code 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 import textwrap
@@ -233,8 +234,10 @@ def page() -> str:
 
 PYTHON_HEAD = """# Python reference
 
-This page lists what `import gnnpipe` offers, from the docstrings; `scripts/make_reference.py`
-writes it. The arguments of `TrainConfig` are the [settings](../reference.md#settings).
+This page lists the classes and functions that `import gnnpipe` offers, with their methods and
+properties, from the docstrings; `scripts/make_reference.py` writes it. The arguments of
+`TrainConfig` are the [settings](../reference.md#settings); the fields of `RunResult` are those of
+[result.json](../reference.md#the-run-folder).
 """
 
 
@@ -248,7 +251,18 @@ def python_page() -> str:
         lines += [f"## {name}", "", *documented(name, thing)]
         for inner, member in vars(thing).items() if inspect.isclass(thing) else ():
             function = getattr(member, "__func__", member)
-            if inner.startswith("_") or not inspect.isfunction(function):
+            if inner.startswith("_"):
+                continue
+            if isinstance(member, property | functools.cached_property):
+                lines += [
+                    f"### {name}.{inner}",
+                    "",
+                    "```text",
+                    inspect.getdoc(member) or "",
+                    "```",
+                    "",
+                ]
+            if not inspect.isfunction(function):
                 continue
             lines += [f"### {name}.{inner}", "", *documented(inner, getattr(thing, inner))]
     return "\n".join(lines).rstrip() + "\n"
@@ -262,9 +276,18 @@ def documented(name: str, thing: typing.Any) -> list[str]:
     if is_plain:
         texts.append(inspect.getdoc(thing.__init__) or "")
     if is_plain or not is_class:
-        call = str(inspect.signature(thing)).replace("self, ", "").replace("(self)", "()")
-        call = call.replace("'", "")
-        texts.insert(0, f"{name}{call}")
+        call = inspect.signature(thing)
+        given = [p for p in call.parameters.values() if p.name != "self"]
+        parts = [
+            f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}")
+            for p in given
+        ]
+        returned = (
+            ""
+            if call.return_annotation in (call.empty, "None")
+            else f" -> {call.return_annotation}"
+        )
+        texts.insert(0, f"{name}({', '.join(parts)}){returned}")
     body = "\n\n".join(text for text in texts if text).replace("``", "`")
     return ["```text", *body.split("\n"), "```", ""]
 

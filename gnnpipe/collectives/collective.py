@@ -122,13 +122,13 @@ class ShardSum(ABC):
     @property
     @abstractmethod
     def phases(self) -> int:
-        """Number of phases; messages of a phase start after the phase before, under other work."""
+        """Number of phases; each starts when the one before has ended, under other work."""
 
     @abstractmethod
     def start(self, group: ShardGroup, flat: Tensor) -> CollectiveWork:
         """Start to sum ``flat`` [n] over the shards; ``wait`` returns the sum [n].
 
-        The memory of ``flat`` may be used until then, also for the result.
+        ``flat`` may be overwritten until ``wait`` returns, and may be returned as the result.
         """
 
     @abstractmethod

@@ -27,8 +27,8 @@ _SPLIT = 5
 def check_layers(layers: Sequence[Layer], num_vertices: int) -> None:
     """``InputError`` if a layer fails, returns undeclared widths or mixes rows.
 
-    Of a layer that is not linear only ``before`` is run, for ``after`` reads other rows through the
-    edges.
+    For a layer that is not linear, only ``before`` is run, because ``after`` reads other rows
+    through the edges.
     """
     for layer, previous in zip(layers, (None, *layers), strict=False):
         with torch.random.fork_rng(devices=[]), torch.no_grad(), in_training_mode(layer):
@@ -67,10 +67,14 @@ class _Trial:
         widths = {} if previous is None else previous.out_widths
         self.values = {name: rows(width) for name, width in widths.items()}
         self.received = rows(layer.push_width)
-        features = rows(layer.spec.num_features).float().cpu().numpy()
-        self.features = FeatureTable(features, dtype, device)
+        self.features: FeatureTable | None = None
+        if layer.is_first:
+            features = rows(layer.spec.num_features).float().cpu().numpy()
+            self.features = FeatureTable(features, dtype, device)
         self.vertices = torch.arange(count, device=device)
         self.tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+        if layer.spec.is_rounded:
+            self.tolerance = 2**-6  # products of other sizes may be rounded otherwise
 
     def check(self) -> None:
         """See ``check_layers``."""
@@ -109,7 +113,7 @@ class _Trial:
     def _try(self, what: str, part: slice, method: Callable[..., Any], *given: Any) -> Any:
         rows = Rows(
             row_keys(self.vertices[part]),
-            self.features.rows(part.start, part.stop) if self.layer.is_first else None,
+            self.features.rows(part.start, part.stop) if self.features else None,
             training=True,
             vertices=self.vertices[part],
         )

@@ -162,7 +162,7 @@ class _Roof:
             backward_before = _sum(backward_before, forward_before)
             backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
         fitted = push if op.moves else 0
-        # With the old and with the new weights, and the fit.
+        # Two passes, with the old and the new weights, and the fit of the map.
         probe_row_s = 2 * (before_row_s + after_row_s)
         probe_row_s += self._longer(12 * fitted**2, 5 * fitted)
         return OpTimes(

@@ -19,7 +19,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.volume import fit_numbers
-from gnnpipe.plan import ModelGraph, Op, Plan, StageDag, Transfer, op_gradient_steps
+from gnnpipe.plan import ModelGraph, Op, StageDag, Transfer, op_gradient_steps
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.schedule import SpecialPosition
 
@@ -34,7 +34,7 @@ class ProfiledCosts:
     def __init__(
         self,
         profile: Profile,
-        plan: Plan,
+        dag: StageDag,
         model: ModelGraph,
         sizes: ChunkSizes,
         *,
@@ -47,7 +47,7 @@ class ProfiledCosts:
 
         Args:
             profile: Times of ops and links.
-            plan: The plan.
+            dag: The stages of the plan.
             model: The ops.
             sizes: Sizes of the chunks.
             number_bytes: Bytes of a number of a weight.
@@ -58,6 +58,7 @@ class ProfiledCosts:
         Raises:
             InputError: The profile lacks an op or a link that the plan needs.
         """
+        plan = dag.plan
         self.plan, self.model, self.sizes = plan, model, sizes
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
@@ -68,7 +69,7 @@ class ProfiledCosts:
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         """Transfers by (source, target)."""
-        for transfer in StageDag.of(plan, model).transfers:
+        for transfer in dag.transfers:
             self._transfers[transfer.source, transfer.target].append(transfer)
         if cluster is None:
             if plan.num_stages > 1:

@@ -19,7 +19,7 @@ class Task(NamedTuple):
     On a link: SEND_F and SEND_B (stage to stage), EXCHANGE_F and EXCHANGE_B (among the shards of a
     stage), REDUCE_FIT (sums that FORECAST is fitted to), REDUCE_MEAN (a mean over all vertices, or
     its gradient), REDUCE_GRAD, SYNC (all-reduce of a few numbers over all ranks, position 0 before
-    the optimizer's step and 1 after). In the S-SGD model also READ and COPY (input).
+    the optimizer's step and 1 after). READ and COPY (input) are tasks of scripts/ssgd_model.py.
     """
 
     kind: str

@@ -20,7 +20,7 @@ from typing import Any
 from gnnpipe.errors import InputError
 from gnnpipe.schedule import SpecialPosition
 
-VERSION = 1
+VERSION = 2
 TIMELINES = ("measured", "predicted")
 LANE_STRIDE = 1_000_000
 """Thread numbers of lane n start at n times this."""

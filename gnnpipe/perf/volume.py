@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
+from gnnpipe.plan import ModelGraph, Op, StageDag
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CommVolume:
 
 
 def closed_form_volume(
-    plan: Plan,
+    dag: StageDag,
     model: ModelGraph,
     *,
     num_vertices: Mapping[str, int],
@@ -57,7 +57,7 @@ def closed_form_volume(
     The plan's collectives determine the bytes of a sum and of a push (``plan.collectives``).
 
     Args:
-        plan: The plan.
+        dag: The stages of the plan.
         model: The ops.
         num_vertices: N by vertex type ('' in a graph of one type).
         crossings: M by vertex type, the number of pairs (vertex, other shard that reads it).
@@ -65,7 +65,7 @@ def closed_form_volume(
         row_bytes: Bytes of a number of a row.
         probes: P by vertex type, the number of probe vertices.
     """
-    sent = _widths_sent(plan, model)
+    plan, sent = dag.plan, _widths_sent(dag)
     pushed = sum(
         crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
     )
@@ -82,10 +82,10 @@ def closed_form_volume(
     )
 
 
-def _widths_sent(plan: Plan, model: ModelGraph) -> Counter[str]:
+def _widths_sent(dag: StageDag) -> Counter[str]:
     """Return the total width of all transfers by vertex type."""
     sent: Counter[str] = Counter()
-    for transfer in StageDag.of(plan, model).transfers:
+    for transfer in dag.transfers:
         for value, width in transfer.widths.items():
             sent[transfer.types.get(value, "")] += width
     return sent
@@ -99,12 +99,14 @@ def affine_fit_sizes(width: int) -> list[int]:
     return [width * (width + 1) // 2, width * width, width, width, 1, 1]
 
 
-def fit_numbers(op: Op) -> int:
-    """Return the count of numbers that are summed over the shards to fit one aggregation's map.
+def shift_fit_sizes(width: int) -> list[int]:
+    """Return the sizes of the sums that fit a shift of ``width`` columns, for a mean."""
+    return [width, 1, 1]
 
-    A shift for a mean takes F + 2.
-    """
+
+def fit_numbers(op: Op) -> int:
+    """Return the count of numbers that are summed over the shards to fit one aggregation's map."""
     width = op.push_width
     if op.is_mean:
-        return width + 2
+        return sum(shift_fit_sizes(width))
     return sum(affine_fit_sizes(width))

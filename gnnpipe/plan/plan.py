@@ -126,7 +126,9 @@ class Plan:
         try:
             data: dict[str, Any] = dict(json.loads(text))
             if data.pop("version") != VERSION:
-                raise InputError(f"{source}: written by another version; expected {VERSION}")
+                raise InputError(
+                    f"{source}: written by another version of gnnpipe; expected format {VERSION}"
+                )
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["chunks"] = _whole(data["chunks"])
             data["collectives"] = Collectives(**data.get("collectives", {}))
@@ -134,7 +136,7 @@ class Plan:
                 raise TypeError(f"schedule {data['schedule']!r} is not a name")
             return cls(**data)
         except InputError as error:
-            raise InputError(f"{error}; try the plan.json of a run, or no plan") from None
+            raise InputError(f"{error}; try the plan.json of a new run, or no plan") from None
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise InputError(f"{source}: not a plan ({why}); try the plan.json of a run") from None

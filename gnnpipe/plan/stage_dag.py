@@ -1,6 +1,6 @@
 """The stages of a plan for one model, as a DAG: their steps, and the values that pass between them.
 
-All of it follows from the plan and the model; a plan does not store it.
+Steps and transfers follow from plan and model; a plan does not store them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class StageDag:
                     if value not in source:
                         raise InputError(
                             f"plan: stage {i} reads {value!r}, which a later stage computes; order "
-                            "the stages so that every value is computed before a stage reads it"
+                            "the stages, or move ops between them, so that every value is computed "
+                            "before a stage reads it"
                         )
                     maker, width = source[value]
                     if maker != i:

@@ -151,7 +151,7 @@ def run_costs(
     check_profile(prepared.config, profile, ranks_per_machine, len(prepared.probes) > 0)
     return ProfiledCosts(
         profile,
-        prepared.plan,
+        prepared.dag,
         prepared.model_graph,
         sizes or chunk_sizes(prepared),
         number_bytes=prepared.dtype.itemsize,

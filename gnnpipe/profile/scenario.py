@@ -19,24 +19,17 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
-from gnnpipe.plan import (
-    ALL_ROWS,
-    ModelGraph,
-    Plan,
-    StageDag,
-    gradient_buckets,
-    precomputed_aggregations,
-)
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, StageDag, precomputed_aggregations
 from gnnpipe.plan.placement import Placement
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.schedule import CheckedProgram, Program, training_program, with_forecast
+from gnnpipe.schedule import CheckedProgram, Program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepare import shape_of
+from gnnpipe.setup.prepare import shape_of, training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
 
 Shape = tuple[int, int, int]
@@ -174,7 +167,7 @@ class Scenario:
     """A plan and its sizes."""
 
     config: TrainConfig
-    plan: Plan
+    dag: StageDag
     model: ModelGraph
     program: Program
     order: Sequence[int]
@@ -185,6 +178,11 @@ class Scenario:
     shape: GraphShape
     has_forecasts: bool
 
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.dag.plan
+
 
 def scenario_of(prepared: Prepared) -> Scenario:
     """Scenario of a dataset that was read and cut."""
@@ -194,7 +192,7 @@ def scenario_of(prepared: Prepared) -> Scenario:
     halo = prepared.quality.crossings_per_vertex if prepared.plan.shards > 1 else 1.0
     return Scenario(
         config,
-        prepared.plan,
+        prepared.dag,
         prepared.model_graph,
         prepared.program,
         prepared.chunk_order(prepared.exact_epochs),
@@ -215,7 +213,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
     shards, chunks = plan.shards, plan.chunks
     staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
-    program = training_program(dag, gradient_buckets(model, plan, number_dtype(config).itemsize))
+    program, _ = training_programs(config, model, dag)
     stored, halo = shape.stored or shape.vertices * shape.features, _halo(plan, shape)
     probes = _probes(config, shape, model, program)
     rows = _divided(shape.vertices, shards, chunks)
@@ -234,7 +232,7 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         ),
     )
     volume = closed_form_volume(
-        plan,
+        dag,
         model,
         num_vertices={"": shape.vertices},
         crossings={"": int(crossing.sum())},
@@ -242,11 +240,11 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
     )
-    by_stage = memory_of_shape(config, shape, model, plan)
+    by_stage = memory_of_shape(config, shape, model, dag)
     memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(
         config,
-        plan,
+        dag,
         model,
         with_forecast(dag, program) if probes else program,
         chunk_order(
@@ -261,12 +259,11 @@ def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
 
 
 def memory_of_shape(
-    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan | None = None
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, dag: StageDag | None = None
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
-    plan = plan or _plan_of_shape(config, shape, model)
-    dag = StageDag.of(plan, model)
-    program = training_program(dag)
+    dag = dag or StageDag.of(_plan_of_shape(config, shape, model), model)
+    plan, program = dag.plan, training_programs(config, model, dag)[0]
     is_exact = program.is_exact
     shards, probes = plan.shards, _probes(config, shape, model, program)
     stored = shape.stored or shape.vertices * shape.features
@@ -327,6 +324,11 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
         raise InputError(
             f"--chunks {plan.chunks}: with --shards {plan.shards} more pieces than the "
             f"{shape.vertices:,} vertices; try fewer"
+        )
+    if len(set(plan.shares)) > 1:
+        raise InputError(
+            "plan: has unequal shares, which need the degrees of a graph; give --dataset in place "
+            "of --shape"
         )
     return plan
 

@@ -33,7 +33,7 @@ from gnnpipe.profile.scenario import (
 )
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype
-from gnnpipe.setup.prepare import prepare, ranks_of
+from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
 
 VERSION = 1
 MAX_RANKS = 1024
@@ -160,8 +160,8 @@ def simulated(
     ranks = ranks_of(config)
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
-            f"--stages {config.stages} --shards {config.shards}: need {ranks} devices, and the "
-            f"cluster has {len(cluster.devices)}; try fewer"
+            f"{shape_text(config)}: needs {ranks} devices, and the cluster has "
+            f"{len(cluster.devices)}; try fewer"
         )
     profile = None if hardware is not None else read_profile(config.profile)
     device_bytes: list[int] = []
@@ -218,7 +218,7 @@ def _costs(
     check_profile(config, profile, ranks_per_machine, scenario.has_forecasts)
     return ProfiledCosts(
         profile,
-        scenario.plan,
+        scenario.dag,
         scenario.model,
         scenario.sizes,
         number_bytes=number_dtype(config).itemsize,
@@ -258,7 +258,7 @@ def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool
         stages, shards, chunks = nearest
         hint = f"by estimate --stages {stages} --shards {shards} --chunks {chunks} fits; try that"
     raise InputError(
-        f"--stages {plan.num_stages} --shards {plan.shards} --chunks {plan.chunks}: rank {worst} "
-        f"takes {human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
+        f"{shape_text(scenario.config)}, {plan.chunks} chunks: rank {worst} takes "
+        f"{human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
         f"{human_bytes(device_bytes[worst])}; {hint}"
     )

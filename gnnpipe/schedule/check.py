@@ -235,6 +235,11 @@ def _check_forecast(program: Program) -> None:
     for stage, actions in enumerate(program.stages):
         first = [a.kind for a in actions if a.kind in (*_FORECAST, ActionKind.FORWARD)]
         found = [a for a in actions if a.kind in _FORECAST]
+        if found and sum(a.kind is ActionKind.STEP for a in actions) != 1:
+            raise ProgramError(
+                f"stage {stage}: a forecast needs one STEP in the epoch: it compares the weights "
+                "before and after"
+            )
         if (
             first[: len(wanted)] != wanted
             or len(found) != len(wanted) - 1

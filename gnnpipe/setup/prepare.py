@@ -27,15 +27,9 @@ from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
-from gnnpipe.planner import GraphCounts, Planner, PlanRequest, Shape, planner_named
+from gnnpipe.planner import PLANNERS, GraphCounts, Planner, PlanRequest, Shape, planner_named
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import (
-    EXACT_SCHEDULE,
-    CheckedProgram,
-    evaluation_program,
-    training_program,
-    with_forecast,
-)
+from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -84,8 +78,7 @@ def prepare(
         PlanRequest(model_graph, _graph_counts(model_graph, graph), shape_of(config))
     )
     dag = StageDag.of(plan, model_graph)
-    check_staleness(config, plan.chunks)
-    usual, exact_program = _training_programs(config, model_graph, dag)
+    usual, exact_program = training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
@@ -106,9 +99,8 @@ def prepare(
         quality=quality,
         program=program,
         exact_program=exact_program,
-        evaluation_program=evaluation_program(dag),
         probes=probes,
-        volume=_epoch_bytes(config, plan, model_graph, graph, quality, probes),
+        volume=_epoch_bytes(config, dag, model_graph, graph, quality, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
     )
@@ -125,11 +117,16 @@ def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
     return (planner or planner_named(config.plan)).num_ranks(shape_of(config))
 
 
+def shape_text(config: TrainConfig) -> str:
+    """Returns the flags that give the number of ranks, for messages."""
+    if config.plan in set(PLANNERS):
+        return f"--stages {config.stages} --shards {config.shards}"
+    return f"--plan {config.plan!r}"
+
+
 def join_world(config: TrainConfig, planner: Planner | None = None) -> World:
     """Joins the other ranks; ``InputError`` if their number is not that of the plan."""
-    shape = f"--stages {config.stages} --shards {config.shards}"
-    if planner is not None or config.plan != "uniform":
-        shape = "plan"
+    shape = shape_text(config) if planner is None else "plan"
     return World.meet(ranks_of(config, planner), config.device, config.timeout_s, shape)
 
 
@@ -209,18 +206,26 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> C
     return shared
 
 
-def _training_programs(
+def training_programs(
     config: TrainConfig, model: ModelGraph, dag: StageDag
 ) -> tuple[CheckedProgram, CheckedProgram]:
-    """Returns the checked programs of usual epochs, without a forecast, and of exact epochs."""
+    """Returns the checked programs of usual epochs, without a forecast, and of exact epochs.
+
+    Raises:
+        InputError: Settings of stale rows contradict each other, or the schedule of the plan.
+    """
+    check_staleness(config, dag.plan.chunks)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     usual = training_program(dag, buckets)
-    if config.staleness_settings_for(dag.plan.chunks).is_exact and not usual.is_exact:
+    exact = training_program(dag, buckets, EXACT_SCHEDULE)
+    if usual.is_exact or not config.staleness_settings_for(dag.plan.chunks).is_exact:
+        return usual, exact
+    if config.staleness == "exact":
         raise InputError(
             f"plan: its schedule {dag.plan.schedule!r} reads stale rows, and --staleness exact "
             "allows none; drop one of the two"
         )
-    return usual, training_program(dag, buckets, EXACT_SCHEDULE)
+    return exact, exact  # as many exact epochs at the start as epochs
 
 
 def _probes(
@@ -240,7 +245,7 @@ def _probes(
 
 def _epoch_bytes(
     config: TrainConfig,
-    plan: Plan,
+    dag: StageDag,
     model: ModelGraph,
     graph: Graph,
     quality: CutQuality,
@@ -249,7 +254,7 @@ def _epoch_bytes(
     """Returns the bytes sent in a usual epoch."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     return closed_form_volume(
-        plan,
+        dag,
         model,
         num_vertices=graph.vertex_counts,
         crossings=quality.crossings_by_type,

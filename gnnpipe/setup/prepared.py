@@ -25,7 +25,7 @@ from gnnpipe.plan import (
     precomputed_aggregations,
     shared_tables,
 )
-from gnnpipe.schedule import CheckedProgram
+from gnnpipe.schedule import CheckedProgram, evaluation_program
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.tasks.loss import LossFn
@@ -54,8 +54,6 @@ class Prepared:
     """The program of usual epochs."""
     exact_program: CheckedProgram
     """The program of exact epochs, in a run whose usual epochs have stale reads."""
-    evaluation_program: CheckedProgram
-    """The program of an exact forward pass."""
     probes: npt.NDArray[np.int64]
     """[P] rows of the probe vertices in ``graph``, ascending; empty: no forecast."""
     volume: CommVolume
@@ -69,6 +67,11 @@ class Prepared:
     def plan(self) -> Plan:
         """The plan."""
         return self.dag.plan
+
+    @cached_property
+    def evaluation_program(self) -> CheckedProgram:
+        """The program of an exact forward pass."""
+        return evaluation_program(self.dag)
 
     @cached_property
     def staleness(self) -> StalenessSettings:

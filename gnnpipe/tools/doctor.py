@@ -50,8 +50,8 @@ LEAST_BYTES = 1 << 30
 """Memory and disk space below which nearly every run fails."""
 
 HEAP_HINT = (
-    "runs keep freed memory while they train. To save more memory on CPUs (measured: GAT 19 %, "
-    "GCNII of 8 layers 8 %, GCN of 16 layers nothing; equal time), type before the command: "
+    "runs keep freed memory while they train. On CPUs a setting of the heap saves memory with some "
+    "models, most of all with attention, at the same speed; type before the command: "
     f"export GLIBC_TUNABLES={HEAP_SETTINGS}"
 )
 

@@ -158,9 +158,11 @@ def test_a_layer_may_keep_its_output():
     assert torch.equal(layer.calls, calls)
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_built_in_model_works_row_by_row(name):
-    check_layers(GNN.build(name, SPEC, 0, torch.float64).stack(), 40)
+def test_every_built_in_model_works_row_by_row(name, is_rounded):
+    spec = LayerSpec(70, 3, 3, 64, dropout=0.3, heads=2, is_rounded=is_rounded)
+    check_layers(GNN.build(name, spec, 0, torch.float32).stack(), 40)
 
 
 def test_built_in_models_are_run_too(monkeypatch):

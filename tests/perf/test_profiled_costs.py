@@ -41,7 +41,7 @@ def bytes_of(shapes, model):
 def costs_of(prepared):
     return ProfiledCosts(
         profile_of(prepared.model_graph),
-        prepared.plan,
+        prepared.dag,
         prepared.model_graph,
         chunk_sizes(prepared),
         number_bytes=prepared.dtype.itemsize,
@@ -115,7 +115,7 @@ def test_a_profile_of_something_else_is_refused():
     with pytest.raises(InputError, match="profile: has no layer like gcn0"):
         ProfiledCosts(
             other,
-            prepared.plan,
+            prepared.dag,
             prepared.model_graph,
             chunk_sizes(prepared),
             number_bytes=4,
@@ -138,7 +138,7 @@ def test_a_profile_without_links_is_refused_where_there_are_stages():
     with pytest.raises(InputError, match="torchrun"):
         ProfiledCosts(
             profile,
-            prepared.plan,
+            prepared.dag,
             prepared.model_graph,
             chunk_sizes(prepared),
             number_bytes=4,

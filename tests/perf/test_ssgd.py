@@ -57,7 +57,7 @@ def test_by_hand():
     )
     assert iteration_s(training, "naive", 2) == 3 + 2 + 5 + 8 + 0.5
     assert iteration_s(training, "input overlap", 2) == 2 + 5 + 8 + 0.5
-    # LayerTimes 2's starts at 2 + 3 and ends at 9; layer 1's then ends at 13.
+    # The all-reduce of layer 2 starts at 2 + 3 and ends at 9; that of layer 1 then ends at 13.
     assert iteration_s(training, "wait-free backward", 2) == 13 + 0.5
     slow_input = Training(training.layers, 50.0, 1.0, 0.5, training.all_reduce)
     assert iteration_s(slow_input, "wait-free backward", 2) == 51

@@ -77,7 +77,7 @@ WRONG = {
     "no JSON": lambda d: "{",
     "deep": lambda d: "[" * 100_000,
     "a list": lambda d: [],
-    "another version": lambda d: d["otherData"].update(version=2),
+    "another version": lambda d: d["otherData"].update(version=1),
     "no head": lambda d: d.pop("otherData"),
     "no events": lambda d: d.pop("traceEvents"),
     "an event that is text": lambda d: d["traceEvents"].append("F 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers import small_graph
@@ -34,6 +35,14 @@ def test_a_plan_of_one_stage_trains_as_the_flags_do(tmp_path):
         TrainConfig.from_dict({**config, "plan": "uniform", "chunks": 2}), small_graph()
     )
     assert [row.loss for row in found.history] == [row.loss for row in flags.fit().history]
+
+
+def test_a_stale_plan_with_exact_epochs_only_is_run_exactly(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(written(([0, 1, 2, 3], [0])))
+    config = TrainConfig.from_dict({**CONFIG.to_dict(), "plan": str(file), "epochs": 1})
+    assert prepare(config, Mesh.alone(), small_graph()).program.is_exact
+    assert not prepare(replace(config, epochs=2), Mesh.alone(), small_graph()).program.is_exact
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,19 @@ def test_a_plan_gives_the_shape_of_a_graph_in_numbers(tmp_path):
     assert found.memory_bytes == flags.memory_bytes
 
 
+def test_a_plan_that_a_shape_cannot_follow_is_refused(tmp_path):
+    shape = GraphShape(1000, 8000, 16, 4)
+    plan = scenario_of_shape(config_of(stages=2, shards=2, chunks=4), shape).plan
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    with pytest.raises(InputError, match="--staleness exact allows none"):
+        simulated(config_of(plan=str(file), staleness="exact"), shape, "h100:10gbe", None)
+    stages = tuple(replace(stage, shares=(0.7, 0.3)) for stage in plan.stages)
+    file.write_text(replace(plan, stages=stages).to_json())
+    with pytest.raises(InputError, match="unequal shares"):
+        simulated(config_of(plan=str(file)), shape, "h100:10gbe", None)
+
+
 def test_the_answer_of_a_shape(tmp_path, capsys):
     path = tmp_path / "answer.json"
     words = ["simulate", *MADE_UP, "--stages", "2", "--shards", "2", "--chunks", "4"]
@@ -270,7 +283,7 @@ def test_more_ranks_than_devices(tmp_path, capsys):
         "[link]\nbandwidth_bytes_per_s = 1e9\nlatency_s = 0.0\n"
     )
     assert main(["simulate", *MADE_UP, "--stages", "2", "--cluster", str(path)]) == 2
-    assert "need 2 devices, and the cluster has 1" in capsys.readouterr().err
+    assert "needs 2 devices, and the cluster has 1" in capsys.readouterr().err
 
 
 def test_the_cluster_of_the_page(tmp_path):

@@ -44,7 +44,7 @@ def test_masks_are_part_of_an_epoch_of_one_chunk_too():
         times = replace(profile.compute[0], begin=fitted.costs["begin"])
         costs = ProfiledCosts(
             replace(profile, compute=(times,)),
-            prepared.plan,
+            prepared.dag,
             prepared.model_graph,
             chunk_sizes(prepared),
             number_bytes=4,

@@ -270,7 +270,7 @@ def test_what_counts_as_a_jump():
         program=program,
         program_of=lambda epoch: exact if epoch == 0 else program,
     )
-    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
+    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(step_limit=None)
 
     def walked(epoch, begun=epochs):
         return begun.begin(epoch, grad_clip), grad_clip.step_limit
@@ -313,7 +313,7 @@ def test_the_median_is_that_of_the_last_twenty_epochs(recent, median):
         program=program,
         program_of=lambda epoch: program,
     )
-    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(longest=None)
+    epochs, grad_clip = ExactEpochs(prepared), SimpleNamespace(step_limit=None)
     for norm in [1.0] * 50 + [7.0] * recent:
         epochs.end(program, norm, has_stepped=True)
     epochs.begin(50 + recent, grad_clip)

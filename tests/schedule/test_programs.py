@@ -11,6 +11,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.schedule import (
     Action,
     ActionKind,
+    Consistency,
     check,
     evaluation_program,
     training_program,
@@ -216,6 +217,16 @@ FORECAST_FAULTS = {
     "late": lambda a: [x for x in a if x.kind != "CARRY"] + [x for x in a if x.kind == "CARRY"],
     "elsewhere": lambda a: [replace(x, position=0) if x.kind == "CARRY" else x for x in a],
 }
+
+
+def test_a_forecast_needs_a_single_step():
+    program = forecast_program(chain(1, 2))
+    step = [a for a in program.stages[0] if a.kind is ActionKind.STEP]
+    twice = replace(
+        changed(program, 0, lambda a: [*a, *step]), consistency=Consistency(1, optimizer_steps=None)
+    )
+    with pytest.raises(ProgramError, match="a forecast needs one STEP"):
+        check(twice)
 
 
 @pytest.mark.parametrize("fault", FORECAST_FAULTS)

@@ -10,13 +10,14 @@ from helpers import quick_config, small_graph
 from torch_geometric import nn as pyg
 
 from gnnpipe.capture.recorded_model import RecordedModel
+from gnnpipe.models import GNN
 from gnnpipe.models import layer as layer_module
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.setup import build, prepare
-from gnnpipe.verify.verify import reference_of, relative_difference, verify
+from gnnpipe.verify.verify import reference_of, reference_text, relative_difference, verify
 
 BUILT_IN = ("gcn", "sage", "gcnii", "resgcn", "gat")
 
@@ -168,3 +169,22 @@ def test_the_floor_of_a_difference_is_a_thousandth_of_the_usual_norm():
     found, name = relative_difference({"large": large, "small": tiny * 2}, truth)
     floor = 1e-3 * float(large.norm() / 2**0.5)
     assert (found, name) == (pytest.approx(float(tiny.norm()) / floor, rel=1e-4), "small")
+
+
+class OwnLayer(GCNIILayer):
+    """A layer that ``reference_models`` does not have."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gcnii", "a second implementation"), ("pyg gcn", "the module as plain PyG")]
+)
+def test_the_reference_is_named(name, text):
+    assert text in reference_text(prepared_run(name, 1)[1])
+
+
+def test_layers_without_a_second_implementation_are_named():
+    config = quick_config(layers=2, hidden=8)
+    spec = layer_module.LayerSpec(7, 3, 2, 8)
+    model = GNN([OwnLayer(i, spec) for i in range(2)])
+    found = reference_text(prepare.prepare(config, Mesh.alone(), small_graph(), model))
+    assert "a mistake inside a layer is not found" in found

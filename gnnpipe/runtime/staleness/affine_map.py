@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnpipe.perf.volume import affine_fit_sizes
+from gnnpipe.perf.volume import affine_fit_sizes, shift_fit_sizes
 
 RIDGE = 5e-2
 """Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
@@ -106,7 +106,7 @@ def mean_moments(old: Tensor, new: Tensor) -> Tensor:
 
 def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
     """Fit a shift without slope, which is enough for a mean over all vertices."""
-    d, moved, size = torch.split(sums, [len(sums) - 2, 1, 1])
+    d, moved, size = torch.split(sums, shift_fit_sizes(len(sums) - 2))
     total = max(float(size), 1e-30)
     residual = max(float(moved - d.square().sum() / rows), 0.0)
     eye = torch.eye(len(d), dtype=dtype, device=sums.device)

@@ -148,13 +148,12 @@ class Forecaster:
 
     def _aggregate(self, a: Aggregation, old: Tensor, new: Tensor) -> tuple[Received, Received]:
         """Return the next step's inputs: from the table, and from the table after the map."""
-        neighbours, history = self._neighbours[a.structure_key], self.histories[a.name]
-        history.settle()
-        read = neighbours.read(history.table, old)
-        received = neighbours.received(history.table, read, old)
+        neighbours, table = self._neighbours[a.structure_key], self.histories[a.name].table
+        read = neighbours.read(table, old)
+        received = neighbours.received(table, read, old)
         if not a.moves:
-            return received, neighbours.received(history.table, read, new)
-        return received, neighbours.foresee(history.table, read, new, self.maps[a.name])
+            return received, neighbours.received(table, read, new)
+        return received, neighbours.foresee(table, read, new, self.maps[a.name])
 
     def _pushed(self, step: int) -> tuple[Aggregation, ...]:
         """Return the aggregations that a step pushes rows for."""
