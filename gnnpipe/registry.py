@@ -18,7 +18,7 @@ T = TypeVar("T")
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known name, or all known names."""
     known = sorted(names)
-    close = get_close_matches(name[:64].lower(), [k.lower() for k in known], n=1, cutoff=0.6)
+    close = get_close_matches(name[:64].lower(), [k.lower() for k in known], n=1, cutoff=0.52)
     if close:
         return f"did you mean {next(k for k in known if k.lower() == close[0])!r}?"
     return "known: " + ", ".join(known)
