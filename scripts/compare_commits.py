@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,8 +101,9 @@ def page(rows: list[dict], commits: tuple[str, str], repeats: int) -> str:
         "",
         f"Time and memory of {commits[1]} beside {commits[0]}, measured by "
         f"`scripts/compare_commits.py {' '.join(commits)} --repeats {repeats}` on "
-        f"{os.cpu_count()} cores ({platform.machine()}). Runs of {EPOCHS} epochs take turns; one "
-        "thread per rank; medians over the repeats, and the ratio of each pair of runs with the "
+        f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}. "
+        f"Runs of {EPOCHS} epochs take turns; one thread per rank; medians over the "
+        "repeats, and the ratio of each pair of runs with the "
         "smallest and the largest. Memory is the peak of the largest rank.",
         "",
         f"Geometric mean of the ratios: time {mean:.3f}, memory {memory:.3f}.",
