@@ -148,10 +148,11 @@ def plain(graph: Any, forward: Callable[[Any], Any], parameters: Any) -> Epoch:
 
     dense = graph.x.toarray() if hasattr(graph.x, "toarray") else graph.x
     here = torch.get_default_device()
-    x, y, train = (torch.from_numpy(a).to(here) for a in (dense, graph.y, graph.train_mask))
+    x, y, mask = (torch.from_numpy(a).to(here) for a in (dense, graph.y, graph.train_mask))
     x, y = x.float(), y.long()
+    train = mask.nonzero().flatten()  # to read by a mask, a GPU would wait for their number
     forward(x)  # lazy parts are made
-    optimizer = torch.optim.Adam(parameters(), lr=0.001)
+    optimizer = torch.optim.Adam(parameters(), lr=0.001, capturable=here.type == "cuda")
 
     def epoch() -> None:
         optimizer.zero_grad()
@@ -239,7 +240,7 @@ def with_pyg_evened(graph: Any, model: str, layers: int, width: int, steps: int)
         graph = renumber(
             graph, make_chunking(graph, chunks=1, shards=1, partitioner="metis", seed=0)
         )
-    n = graph.num_vertices
+    n, here = graph.num_vertices, torch.get_default_device()
     a = sp.csr_array((np.ones(graph.num_edges, np.float32), graph.indices, graph.indptr), (n, n))
     if model == "sage":
         a = sp.diags_array(1 / np.maximum(a.sum(1), 1)) @ a
@@ -251,7 +252,8 @@ def with_pyg_evened(graph: Any, model: str, layers: int, width: int, steps: int)
     def tensor(matrix: Any) -> Any:
         matrix = sp.csr_array(matrix, dtype=np.float32)
         parts = (matrix.indptr.astype(np.int64), matrix.indices.astype(np.int64), matrix.data)
-        return torch.sparse_csr_tensor(*map(torch.from_numpy, parts), size=matrix.shape)
+        given = (torch.from_numpy(part).to(here) for part in parts)
+        return torch.sparse_csr_tensor(*given, size=matrix.shape)
 
     class Product(torch.autograd.Function):
         """``matrix @ rows`` with the transposed matrix for backward."""
