@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-__version__ = version("gnnpipe")
+from gnnpipe.version import __version__
 
 if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import ExitCode, InputError
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
+from gnnpipe.version import __version__
 
 DATA_SHEETS = "a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
 
@@ -45,7 +45,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         description="Train deep graph neural networks on the whole graph, on one device or many.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"gnnpipe {version('gnnpipe')}")
+    parser.add_argument("--version", action="version", version=f"gnnpipe {__version__}")
     choices = parser.add_subparsers(dest="command", parser_class=Parser)
     subparsers = {}
     for name, command in COMMANDS.items():

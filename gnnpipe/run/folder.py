@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.resume import note_launch
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.version import __version__
 
 
 def run_path(config: TrainConfig) -> Path:
@@ -254,7 +254,7 @@ def plain(value: Any) -> Any:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that the run uses."""
     return {
-        "gnnpipe": version("gnnpipe"),
+        "gnnpipe": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,
