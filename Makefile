@@ -1,7 +1,8 @@
 # Two commands for a fresh clone: `make run` trains on the embedded graph, `make test` runs the tests
-# of one process; `make test-all` also runs those that start several processes.
+# of one process; `make test-all` also runs those that start several processes, and `make test-gpu`
+# those that need a GPU (all others run on the CPU).
 # Each sets up .venv first if need be (scripts/setup.sh).
-.PHONY: run test test-all check audit setup setup-dev
+.PHONY: run test test-all test-gpu check audit setup setup-dev
 .DEFAULT_GOAL := run
 # Tests at a time: those of several ranks have some processes each, and often wait for one another,
 # so one more than a small machine has cores.
@@ -15,6 +16,10 @@ test: setup-dev
 
 test-all: setup-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-gpu: setup-dev
+	GNNPIPE_TEST_DEVICE=cuda OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) \
+		tests/test_cuda.py tests/ops/test_triton.py tests/tools/test_doctor.py $(ARGS)
 
 check: setup-dev
 	.venv/bin/ruff check .

@@ -1,10 +1,17 @@
-"""Where there is no GPU, kernels in Triton are run by its interpreter."""
+"""Tests run on the CPU, also on a machine with a GPU, unless `make test-gpu` runs them.
+
+Without a GPU, kernels in Triton are run by its interpreter.
+"""
 
 import functools
 import inspect
 import os
 
 import pytest
+
+if os.environ.get("GNNPIPE_TEST_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when torch first looks for a GPU
+
 import torch
 
 if not torch.cuda.is_available():

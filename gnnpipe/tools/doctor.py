@@ -25,6 +25,7 @@ from gnnpipe.files import check_folder
 from gnnpipe.heap import HEAP_SETTINGS, has_own_settings
 from gnnpipe.machine import free_bytes, memory_bytes
 from gnnpipe.runtime.comm.cpu_affinity import usable_cores
+from gnnpipe.version import __version__
 
 NEEDED = {
     "torch": "2.8",
@@ -94,7 +95,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def examine(folders: dict[str, str]) -> Iterator[Finding]:
     """Yield the findings of all checks; ``folders`` maps each flag of ``FOLDERS`` to a path."""
-    yield Finding("gnnpipe", f"{version('gnnpipe')}, Python {platform.python_version()}")
+    yield Finding("gnnpipe", f"{__version__}, Python {platform.python_version()}")
     broken = False
     for package, least in NEEDED.items():
         finding = _package(package, least)
