@@ -1,12 +1,13 @@
 """Time and memory of two commits in turns: are runs slower, or larger, than they were?
 
-    python scripts/compare_commits.py b8d01c6 HEAD --repeats 5
+    python scripts/compare_commits.py b8d01c6 HEAD --repeats 5 [--mbit 200]
 
 Trains the same cells (models, graphs, shapes) with both commits, one after the other, so that
 whatever else the machine does meets both alike. For each cell the median epoch time and the peak
 memory per rank, and the ratio of the second commit to the first with its spread. Writes
 docs/benchmarks/compare_commits.md. Threads are pinned (OMP_NUM_THREADS=1 per rank). Graphs of
-``--data`` (a folder of npz files) that are not there are left out.
+``--data`` (a folder of npz files) that are not there are left out. With ``--mbit`` the last cells
+run on two hosts with links of that rate (``namespaces.py``; needs root).
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts")]
+
+from namespaces import Hosts  # noqa: E402
+
 MODELS = {
     "gcn": ["--layers", "16", "--hidden", "128"],
     "sage": ["--layers", "3", "--hidden", "128"],
@@ -34,11 +39,14 @@ SHAPES = [
     ("gcnii", "debian", ["--stages", "2", "--chunks", "8"]),
     ("gcnii", "debian", ["--shards", "2"]),
 ]
-EPOCHS = 8
+EPOCHS, PORT = 8, 29611
 
 
-def train(tree: Path, flags: list[str], ranks: int) -> tuple[float, float]:
-    """Median seconds of an epoch and peak MiB of the largest rank."""
+def train(tree: Path, flags: list[str], ranks: int, mbit: float = 0.0) -> tuple[float, float]:
+    """Median seconds of an epoch and peak MiB of the largest rank.
+
+    ``mbit``: rate of the links between the ranks, each on a host of its own; 0: one machine.
+    """
     launch = [sys.executable, "-m", "gnnpipe"]
     if ranks > 1:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -46,33 +54,45 @@ def train(tree: Path, flags: list[str], ranks: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         common = ["--epochs", str(EPOCHS), "--eval-every", "0", "--no-predict", "--quiet"]
-        subprocess.run(
-            [*launch, "train", *flags, *common, "--out", str(run)],
-            check=True,
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
+        words = ["train", *flags, *common, "--out", str(run)]
+        given = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        if mbit:
+            rank = [sys.executable, "-m", "gnnpipe", *words]
+            with Hosts(ranks, mbit) as hosts, open(Path(folder) / "errors", "w") as errors:
+                every = [hosts.start(i, rank, given, PORT, errors) for i in range(ranks)]
+                for process in every:
+                    process.communicate()
+                assert not any(process.returncode for process in every), "a rank has failed"
+        else:
+            subprocess.run(
+                [*launch, *words],
+                check=True,
+                cwd=folder,
+                env=os.environ | given,
+                stdout=subprocess.DEVNULL,
+            )
         result = json.loads((run / "result.json").read_text())
     return result["epoch_time_s"], max(result["peak_memory_bytes"]) / 2**20
 
 
-def cells(data: Path) -> list[tuple[str, list[str], int]]:
-    """Name, flags and number of ranks of every cell."""
+def cells(data: Path, mbit: float) -> list[tuple[str, list[str], int, float]]:
+    """Name, flags, number of ranks and rate of the links of every cell."""
     found = []
     for model, settings in MODELS.items():
         for graph in GRAPHS:
-            found.append((f"{model} {graph} (1,1,1)", ["--model", model, *settings], graph, 1))
+            flags = ["--model", model, *settings]
+            found.append((f"{model} {graph} (1,1,1)", flags, graph, 1, 0.0))
     for model, graph, shape in SHAPES:
-        name = f"{model} {graph} {' '.join(shape)}"
-        found.append((name, ["--model", model, *MODELS[model], *shape], graph, 2))
+        for rate in (0.0, mbit) if mbit else (0.0,):
+            name = f"{model} {graph} {' '.join(shape)}" + (f", {rate:g} Mbit/s" if rate else "")
+            found.append((name, ["--model", model, *MODELS[model], *shape], graph, 2, rate))
     known = []
-    for name, flags, graph, ranks in found:
+    for name, flags, graph, ranks, rate in found:
         path = data / f"{graph}.npz"
         if graph == "debian":
-            known.append((name, ["--dataset", "debian", *flags], ranks))
+            known.append((name, ["--dataset", "debian", *flags], ranks, rate))
         elif path.exists():
-            known.append((name, ["--dataset", str(path), *flags], ranks))
+            known.append((name, ["--dataset", str(path), *flags], ranks, rate))
     return known
 
 
@@ -128,6 +148,7 @@ def main() -> None:
     parser.add_argument("after")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--mbit", type=float, default=0.0, help="also cells on slow links")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,13 +163,13 @@ def main() -> None:
             trees.append(tree)
             names.append(name)
         rows = []
-        for name, flags, ranks in cells(options.data):
+        for name, flags, ranks, mbit in cells(options.data, options.mbit):
             if options.only not in name:
                 continue
             runs: tuple[list, list] = ([], [])
             for _ in range(options.repeats):
                 for tree, found in zip(trees, runs, strict=True):
-                    found.append(train(tree, flags, ranks))
+                    found.append(train(tree, flags, ranks, mbit))
             rows.append(row_of(name, *runs))
             print(rows[-1], flush=True)
     target = ROOT / "docs" / "benchmarks" / "compare_commits.md"
