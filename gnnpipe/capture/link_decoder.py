@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gnnpipe.capture.fx_names import first_line, refuse
-from gnnpipe.capture.stage.conv_dropout import DropoutKind, DropoutKinds, KeyedDropout
-from gnnpipe.capture.trial.perturb import names_of_weights, perturb_weights
+from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutKinds, KeyedDropout
+from gnnpipe.capture.trial.sample_graph import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
-from gnnpipe.capture.stage.linear import is_linear
+from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.capture.trial.facts import Facts
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends

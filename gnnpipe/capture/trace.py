@@ -36,13 +36,16 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import drop
-from gnnpipe.capture.rewrite import check_same_calls, make_out_of_place, replace_dropout
-from gnnpipe.capture.rules.attention import ATTENTION_RULES
+from gnnpipe.capture.rewrite import (
+    check_same_calls,
+    check_vertex_weights,
+    make_out_of_place,
+    mark_vertex_weights,
+    replace_dropout,
+)
+from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
-from gnnpipe.capture.rules.edge_conv import EDGE_RULES
-from gnnpipe.capture.rules.hetero import HETERO_RULES
-from gnnpipe.capture.rules.norms import NORMS
-from gnnpipe.capture.vertex_parameters import check_vertex_weights, mark_vertex_weights
+from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION

@@ -1,23 +1,27 @@
-"""Checks that every ``Layer`` works row by row, on a few random rows before a run.
+"""Runs every ``Layer`` on a few random rows before a run.
 
-A norm over all rows, or dropout that draws random numbers, would silently give another result for
-every number of chunks. The check runs the layer on C rows at once and on two parts of the rows, and
-compares.
+``check_layers`` checks that layers work row by row: a norm over all rows, or dropout that draws
+random numbers, would silently give another result for every number of chunks. ``measure_layers``
+measures the memory that each layer keeps until backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Layer, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
-from gnnpipe.ops.hashed_dropout import row_keys
+from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
+from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address, tensors_in
 
 _ROWS = 12
 _SPLIT = 5
@@ -163,3 +167,138 @@ class _Trial:
                 joined.double(), whole.double(), self.tolerance, self.tolerance, equal_nan=True
             )
         )
+
+
+_FEW_ROWS, _DEGREE = 8, 2
+_MASK_NUMBER_BYTES = 4
+"""Bytes of a number, to convert tensors of other types (dropout masks) into numbers."""
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Numbers that a layer keeps until backward."""
+
+    per_row: int
+    per_row_before: int
+    """The part of ``per_row`` that ``before`` keeps."""
+    per_row_recomputed: int
+    """Numbers per row with ``--recompute``: the inputs of ``after``."""
+    per_edge: int
+
+
+def measure_layers(layers: Sequence[Layer]) -> list[LayerMemory]:
+    """Returns the memory of every layer, in order."""
+    with torch.inference_mode(False), _trainable_weights(layers):
+        small = _measure(layers, _FEW_ROWS, _FEW_ROWS * _DEGREE)
+        wide = _measure(layers, 2 * _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
+        dense = _measure(layers, _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
+    found = []
+    for one, more_rows, more_edges in zip(small, wide, dense, strict=True):
+        per_edge = (more_edges.total - one.total) / (_FEW_ROWS * _DEGREE)
+        found.append(
+            LayerMemory(
+                per_row=round((more_rows.total - one.total) / _FEW_ROWS - _DEGREE * per_edge),
+                per_row_before=round((more_rows.before - one.before) / _FEW_ROWS),
+                per_row_recomputed=round((more_rows.recomputed - one.recomputed) / _FEW_ROWS),
+                per_edge=round(per_edge),
+            )
+        )
+    return found
+
+
+@dataclass
+class _Numbers:
+    """Numbers that a layer keeps for a whole sample."""
+
+    total: float = 0.0
+    before: float = 0.0
+    recomputed: float = 0.0
+
+
+class _Seen:
+    """Storage that is already counted."""
+
+    def __init__(self, *known: Tensor) -> None:
+        self._addresses = {storage_address(t) for t in known}
+        self._alive: list[Tensor] = list(known)  # a freed address could be allocated again
+
+    def count(self, value: object) -> float:
+        """Counts the numbers in the tensors of ``value`` with new storage."""
+        found = 0.0
+        for tensor in tensors_in(value):
+            self._alive.append(tensor)
+            if storage_address(tensor) not in self._addresses:
+                self._addresses.add(storage_address(tensor))
+                number = tensor.element_size()
+                if not tensor.is_floating_point():
+                    number = _MASK_NUMBER_BYTES
+                found += tensor.untyped_storage().nbytes() / number
+        return found
+
+
+def _measure(layers: Sequence[Layer], num_rows: int, num_edges: int) -> list[_Numbers]:
+    """Runs a training pass over ``num_rows`` rows."""
+    weights = [p for layer in layers for p in layer.parameters()]
+    like = weights[0] if weights else torch.empty(0)
+    vertices = torch.arange(num_rows, device=like.device)
+    features = np.ones((num_rows, layers[0].spec.num_features), dtype=np.float32)
+    masks = KeptMasks(row_keys(vertices))
+    rows = Rows(
+        keys=row_keys(vertices),
+        features=FeatureTable(features, like.dtype, like.device).rows(),
+        training=True,
+        vertices=vertices,
+        masks=masks,
+        may_overwrite=True,
+    )
+    on_block = replace(rows, block=_sample_block(vertices, num_edges))
+    seen, seen_recomputed = _Seen(*weights), _Seen(*weights)
+    found = []
+    values: Values = {}
+    for layer in layers:
+        numbers = _Numbers()
+        with in_training_mode(layer), recorded_saved_tensors() as saved:
+            pushed, kept = layer.before(values, rows)
+            numbers.before = seen.count([saved, masks.masks])
+            received = pushed.detach().clone().requires_grad_()
+            numbers.recomputed = seen_recomputed.count([received, kept])
+            numbers.total = numbers.before + seen.count([received, kept])
+            # The runtime also detaches values between two steps.
+            leaves = {k: v.detach().requires_grad_(v.requires_grad) for k, v in kept.items()}
+            values = layer.after(received, leaves, rows if layer.is_linear else on_block)
+            numbers.total += seen.count([saved, masks.masks, {} if layer.is_last else values])
+        found.append(numbers)
+    return found
+
+
+def _sample_block(vertices: Tensor, num_edges: int) -> Block:
+    """Returns a block whose edges all lie within the sample, without self-loops."""
+    count, edge = len(vertices), torch.arange(num_edges, device=vertices.device)
+    target = edge % count
+    source = (target + 1 + edge // count) % count
+    nothing = vertices[:0]
+    return Block(
+        torch.stack([source, target]),
+        nothing,
+        torch.zeros(0, 1, dtype=torch.bool, device=vertices.device),
+        (count, count),
+        keys=row_keys(vertices),
+        is_fused=True,
+    )
+
+
+@contextmanager
+def _trainable_weights(layers: Sequence[Layer]) -> Iterator[None]:
+    """Temporarily replaces weights created in inference mode by copies that autograd can save."""
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for layer in layers:
+        for module in layer.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.is_inference():
+                    swapped.append((module, name, weight))
+                    setattr(module, name, nn.Parameter(weight.detach().clone()))
+    try:
+        yield
+    finally:
+        for module, name, weight in swapped:
+            setattr(module, name, weight)

@@ -11,12 +11,12 @@ from gnnpipe.capture import RecordedModel
 from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
 from gnnpipe.capture.markers import is_mean, of_vertices
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.stage.stage_module import Cut
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
 from gnnpipe.models.layer import PushMaker
-from gnnpipe.models.layer_memory import LayerMemory, measure_layers
+from gnnpipe.models.layer_probe import LayerMemory, measure_layers
 from gnnpipe.models.layer_stack import layer_name
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.plan import ModelGraph, Op

@@ -10,8 +10,7 @@ from helpers import assert_all_within, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
-from gnnpipe.capture.stage.codegen import _may_choose
-from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.stage.stage_module import Cut, _may_choose
 from gnnpipe.data.links import split_links
 from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR

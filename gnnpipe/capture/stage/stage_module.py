@@ -1,20 +1,376 @@
-"""A stage of a recorded model: steps, weights and running statistics."""
+"""A stage of a recorded model.
+
+``Cut`` assigns the ops of the stage to steps, ``StepFunction`` generates one function for each
+step, and ``RecordedStageModule`` runs them.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.markers import in_training, is_mean
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
-from gnnpipe.capture.stage.codegen import StepFunction
-from gnnpipe.capture.stage.split import Cut
+from gnnpipe.capture.stage.block_conv import BlockConv
+from gnnpipe.capture.stage.step_calls import (
+    OF_ROWS,
+    LinearBy,
+    dense_features,
+    edge_data_of,
+    first_row,
+    flattened,
+    for_all,
+    is_linear,
+    linear_of_features,
+    normalise,
+    rounded_linear,
+    shaped,
+    squares,
+)
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.stage_module import Received, StageModule
+from gnnpipe.models.stage_module import Aggregation, Received, StageModule
+
+
+class Cut:
+    """Some ops of a recording, laid out in steps."""
+
+    def __init__(self, recording: Recording, ops: Sequence[int]) -> None:
+        """``ops``: ascending positions in ``recording.ops``."""
+        self.recording = recording
+        self.ops = [recording.ops[i] for i in ops]
+        self.depth: dict[fx.Node, int] = {}
+        for op in self.ops:
+            reached = max((self.depth.get(s, 0) for s in recording.inputs(op)), default=0)
+            self.depth[op] = reached + recording.aggregates(op)
+        self.num_steps = max(self.depth.values()) + 1
+        self._running: list[list[fx.Node]] = [[] for _ in range(self.num_steps)]
+        for op, step in self.depth.items():
+            self._running[step].append(op)
+        self.blocks = {op: self._block(op) for op in self.ops if recording.facts[op].form}
+        self.rounds = [
+            tuple(self._aggregation(op) for op in self.pushing(step))
+            for step in range(self.num_steps - 1)
+        ]
+        used: dict[fx.Node, int] = {}
+        for op in self.ops:
+            for source, when in self._uses(op):
+                used[source] = max(used.get(source, 0), when)
+        others = (op for op in recording.ops if op not in self.depth)
+        later = {s for op in others for s in recording.inputs(op)}
+        self.leaving = [op for op in self.ops if op in later or op is recording.result]
+        self.entering = [s for s in used if s not in self.depth]
+        self._carried: list[list[fx.Node]] = [[] for _ in range(self.num_steps - 1)]
+        stays = set(self.leaving)
+        for value in (*self.entering, *self.ops):
+            last = self.num_steps - 1 if value in stays else used.get(value, 0)
+            for step in range(self.depth.get(value, 0), last):
+                self._carried[step].append(value)
+
+    def pushing(self, step: int) -> list[fx.Node]:
+        """Aggregations whose rows are pushed at the end of a step."""
+        if step == self.num_steps - 1:
+            return []
+        return [op for op in self._running[step + 1] if self.recording.aggregates(op)]
+
+    def running(self, step: int) -> list[fx.Node]:
+        """Ops that are computed in a step."""
+        return self._running[step]
+
+    def carried(self, step: int) -> list[fx.Node]:
+        """Values that pass from a step to the next, or from the last step out of the stage."""
+        return self.leaving if step == self.num_steps - 1 else self._carried[step]
+
+    def pushed(self, op: fx.Node) -> list[fx.Node]:
+        """Values whose rows an aggregation pushes."""
+        return self.blocks[op].pushed if op in self.blocks else [op.all_input_nodes[0]]
+
+    def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
+        """Values that an op reads, each with the step that reads it."""
+        if not self.recording.aggregates(op):
+            for source in self.recording.inputs(op):
+                yield source, self.depth[op]
+            return
+        for source in self.pushed(op):
+            if source.op != "placeholder":
+                yield source, self.depth[op] - 1
+        own = self.blocks[op].own if op in self.blocks else None
+        if own is not None and own.op != "placeholder":
+            yield own, self.depth[op]
+
+    def _block(self, op: fx.Node) -> BlockConv:
+        facts = self.recording.facts
+        conv = self.recording.graph_module.get_submodule(str(op.target))
+        of_edges = {call for call in op.all_input_nodes if facts[call].of_edges}
+        shapes = {call: facts[call].shape for call in op.all_input_nodes if facts[call].is_rows}
+        # Distinct from the sites of recorded dropouts and of other convolutions.
+        site = (self.recording.ops.index(op) + 1) << 16
+        form = facts[op].form
+        assert form is not None
+        return BlockConv(conv, op, shapes, form, facts[op].drops, site, of_edges)
+
+    def _aggregation(self, op: fx.Node) -> Aggregation:
+        structure, pushed_type, vertex_type = self.recording.over(op)
+        block = self.blocks.get(op)
+        width = self.recording.facts[op].width if block is None else block.width
+        moves = not all(self.recording.is_fixed(value) for value in self.pushed(op))
+        of_features = all(value.op == "placeholder" for value in self.pushed(op))
+        found = Aggregation(
+            op.name,
+            structure,
+            width,
+            pushed_type,
+            vertex_type,
+            moves=moves,
+            of_features=of_features,
+        )
+        if block is None:
+            return found
+        facts = self.recording.facts[op]
+        of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
+        return replace(
+            found,
+            kept_per_row=of_row,
+            kept_per_edge=of_edge,
+            kept_per_read_row=of_read,
+            structure_per_edge=block.structure_per_edge,
+        )
+
+
+class StepFunction:
+    """A step's generated function with the names of its arguments and results."""
+
+    def __init__(self, cut: Cut, step: int) -> None:
+        before = cut.entering if step == 0 else cut.carried(step - 1)
+        arrived = [op for op in cut.running(step) if cut.recording.aggregates(op)]
+        pushing, leaving = cut.pushing(step), cut.carried(step)
+        ends = step == cut.num_steps - 1
+        writer = _Writer(cut)
+        writer.take(before, flat=step == 0, has_means=step > 0 and not _may_choose(cut, step))
+        writer.arrive(arrived)
+        for op in cut.running(step):
+            writer.make(op)
+        pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
+        self.function = writer.finish(
+            pushed, leaving, flat=ends, has_means=not ends and not _may_choose(cut, step + 1)
+        )
+        self._before = [v.name for v in before]
+        self._arrived = [op.name for op in arrived]
+        self._pushing = [op.name for op in pushing]
+        result = cut.recording.result
+        self._leaving = ["x" if ends and v is result else v.name for v in leaving]
+
+    def __call__(
+        self, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """The rows to push, by aggregation, and the values for the next step."""
+        given: list[Any] = [rows, *(values[name] for name in self._before)]
+        for name in self._arrived:
+            given += [received[name].rows, received[name].block]
+        pushed, handed = self.function(*given)
+        return (
+            dict(zip(self._pushing, pushed, strict=True)),
+            dict(zip(self._leaving, handed, strict=True)),
+        )
+
+
+def _may_choose(cut: Cut, step: int) -> bool:
+    """Whether a step may be computed for the loss rows alone (``plan.loss_rows``)."""
+    is_last = step == cut.num_steps - 1
+    return is_last and not all(
+        is_mean(op) for op in cut.running(step) if cut.recording.aggregates(op)
+    )
+
+
+class _Writer:
+    """Builds a step's function from the recording's calls."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._blocks, self._facts = cut.blocks, cut.recording.facts
+        self._graph_module = cut.recording.graph_module
+        self._recording = cut.recording
+        self._graph = fx.Graph()
+        self._modules: dict[str, Any] = {}
+        self._rows = self._graph.placeholder("rows")
+        self._parts: dict[str, fx.Node] = {"": self._rows}
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._means: dict[fx.Node, fx.Node] = {}
+        """Single rows of values that are equal for all rows; ``_made`` has them expanded."""
+
+    def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
+        """Add the values of the step before; ``flat``: they come from another stage.
+
+        ``has_means``: values that are equal for all rows arrive as a single row.
+        """
+        for value in values:
+            held = self._graph.placeholder(value.name)
+            if has_means and is_mean(value):
+                self._means[value] = held
+            else:
+                self._made[value] = self._shaped(held, value) if flat else held
+
+    def arrive(self, ops: list[fx.Node]) -> None:
+        """Add the aggregated rows and the block of each op."""
+        names = [(f"{op.name}_rows", f"{op.name}_block") for op in ops]
+        inputs = [tuple(map(self._graph.placeholder, pair)) for pair in names]
+        for op, (found, block) in zip(ops, inputs, strict=True):
+            if is_mean(op):
+                self._means[op] = self._shaped(self._call(first_row, found), op)
+            else:
+                self._made[op] = self._arrive(op, found, block)
+
+    def make(self, call: fx.Node) -> None:
+        """Add a call with its sources, unless its value is there."""
+        if call in self._made or call in self._means or call.op == "placeholder":
+            return
+        if call.op == "get_attr":
+            self._modules[str(call.target)] = attribute(self._graph_module, str(call.target))
+            self._made[call] = self._graph.get_attr(str(call.target))
+        elif self._recording.maps_features(call):
+            self._made[call] = self._linear_of_features(call)
+        elif self._is_rounded(call):
+            self._made[call] = self._rounded_linear(call)
+        elif is_mean(call):
+            self._means[call] = self._copy(call)
+        else:
+            self._made[call] = self._copy(call)
+
+    def side_by_side(self, values: list[fx.Node]) -> fx.Node:
+        """The rows of several values, flat and concatenated [C, F]."""
+        for value in values:
+            self.make(value)
+        flat = [self._call(flattened, self._value(value)) for value in values]
+        return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
+
+    def finish(
+        self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool, has_means: bool
+    ) -> fx.GraphModule:
+        """The function; ``flat``: its values go to another stage; ``has_means``: as in ``take``."""
+        handed = [
+            self._means[v] if has_means and v in self._means else self._value(v) for v in leaving
+        ]
+        self._graph.output(
+            (pushed, tuple(self._call(flattened, value) if flat else value for value in handed))
+        )
+        return fx.GraphModule(self._modules, self._graph)
+
+    def _rows_of(self, call: fx.Node) -> fx.Node:
+        """The ``Rows`` of a call's vertex type."""
+        name = self._facts[call].vertex_type
+        if name not in self._parts:
+            self._parts[name] = self._graph.call_method("part", (self._rows, name))
+        return self._parts[name]
+
+    def _submodule(self, call: fx.Node) -> nn.Module:
+        return self._graph_module.get_submodule(str(call.target))
+
+    def _add_module(self, call: fx.Node) -> None:
+        if call.op == "call_module":
+            self._modules[str(call.target)] = self._submodule(call)
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._graph.call_function(function, args, kwargs)
+
+    def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
+        shape = self._facts[value].shape
+        return held if len(shape) == 1 else self._call(shaped, held, shape)
+
+    def _arrive(self, op: fx.Node, found: fx.Node, block: fx.Node) -> fx.Node:
+        if op not in self._blocks:
+            return self._shaped(found, op)
+        path = f"{op.name}_on_block"
+        self._modules[path] = self._blocks[op]
+        conv = self._blocks[op]
+        own = None if conv.own is None else self._value(conv.own)
+        made: dict[fx.Node, fx.Node] = {}
+        carried = tuple(self._of_edges(value, block, made) for value in conv.carried)
+        return self._graph.call_module(path, (found, block, self._rows_of(op), own, carried))
+
+    def _of_edges(self, call: fx.Node, block: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+        """An edge value of an op's block; ``made``: edge values already added for this op."""
+        if call not in made:
+            if call.op == "placeholder":
+                made[call] = self._call(edge_data_of, block, str(call.target))
+                return made[call]
+            sources = {}
+            for source in call.all_input_nodes:
+                if self._facts[source].of_edges:
+                    sources[source] = self._of_edges(source, block, made)
+                else:
+                    self.make(source)
+                    sources[source] = self._value(source)
+            self._add_module(call)
+            made[call] = self._graph.node_copy(call, sources.__getitem__)
+        return made[call]
+
+    def _value(self, call: fx.Node) -> fx.Node:
+        """A value that was added before, as rows; features are made dense."""
+        if call.op == "placeholder":
+            return self._call(dense_features, self._rows_of(call))
+        if call not in self._made:
+            self._made[call] = self._call(for_all, self._means[call], self._rows_of(call))
+        return self._made[call]
+
+    def _copy(self, call: fx.Node) -> fx.Node:
+        """A copy of a call, with its sources."""
+        for source in call.all_input_nodes:
+            if source.op != "placeholder":
+                self.make(source)
+        self._add_module(call)
+        rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
+        # These take single rows, except for x.
+        x = call.args[0] if call.target in (squares, normalise) else None
+        takes_means = call.target in (squares, normalise, in_training)
+
+        def source_of(v: fx.Node) -> fx.Node:
+            is_single = takes_means and v is not x and v in self._means
+            return self._means[v] if is_single else self._value(v)
+
+        copied = self._graph.node_copy(call, source_of)
+        if call.target in OF_ROWS:
+            target: Any = OF_ROWS[call.target]
+            copied.target = target
+            copied.args = (rows, *copied.args)
+            copied.kwargs = {k: v for k, v in copied.kwargs.items() if k != "vertex_type"}
+        return copied
+
+    def _linear_of_features(self, call: fx.Node) -> fx.Node:
+        function = partial(linear_of_features, is_rounded=self._is_rounded(call))
+        if call.op == "call_module":
+            path = f"{call.target}_of_features"
+            self._modules[path] = LinearBy(self._submodule(call), function)
+            return self._graph.call_module(path, (self._rows_of(call),))
+        for source in call.all_input_nodes[1:]:
+            self.make(source)
+        rest = fx.node.map_arg(call.args[1:], self._value)
+        kwargs = fx.node.map_arg(call.kwargs, self._value)
+        kwargs = {**kwargs, **function.keywords}
+        return self._call(linear_of_features, self._rows_of(call), *rest, **kwargs)
+
+    def _is_rounded(self, call: fx.Node) -> bool:
+        """Whether a call is a linear map to be computed in bf16."""
+        recording = self._recording
+        if not recording.is_rounded or call in recording.scoring:
+            return False
+        return is_linear(self._graph_module, call)
+
+    def _rounded_linear(self, call: fx.Node) -> fx.Node:
+        """A copy of a linear map, computed in bf16."""
+        copied = self._copy(call)
+        if call.op == "call_module":
+            path = f"{call.target}_rounded"
+            self._modules[path] = LinearBy(self._submodule(call), rounded_linear)
+            copied.target = path
+        else:
+            copied.target = rounded_linear
+        return copied
 
 
 class RecordedStageModule(StageModule):

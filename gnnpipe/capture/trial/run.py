@@ -21,8 +21,7 @@ from gnnpipe.capture.fx_names import (
 )
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
-from gnnpipe.capture.stage.block_conv import BlockConv, Form
-from gnnpipe.capture.stage.conv_dropout import DropoutKind, DropoutKinds, NoDropout
+from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form, NoDropout
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows

@@ -1,8 +1,9 @@
-"""Makes the small random graph on which a recording is tried out."""
+"""Makes the small random graph, and the perturbed weights, with which a recording is tried out."""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -191,3 +192,27 @@ def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt
     if values.dtype.kind in "iu":
         return rng.integers(0, int(values.max(initial=0)) + 1, count)
     return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
+
+
+_BY = 0.1
+"""Far above rounding, and small enough that positive weights mostly stay positive."""
+
+
+def names_of_weights(owner: nn.Module, module: nn.Module) -> dict[str, str]:
+    """Names in ``owner`` by path in ``module``, for the weights that both share."""
+    names = {id(p): name for name, p in owner.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {path: names[id(p)] for path, p in every if id(p) in names}
+
+
+@torch.no_grad()
+def perturb_weights(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Add small random numbers to every weight, seeded by the weight's name.
+
+    ``names``: names by path in the module, so that a model and its recording stay equal.
+    """
+    for path, weight in module.named_parameters():
+        if path in names and weight.is_floating_point():
+            generator = torch.Generator().manual_seed(zlib.crc32(names[path].encode()))
+            noise = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+            weight.add_(_BY * noise.to(weight.dtype))

@@ -17,8 +17,7 @@ from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import FEATURES, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop, in_training, of_vertices
-from gnnpipe.capture.stage.linear import is_linear
-from gnnpipe.capture.stage.norm_rows import normalise, squares
+from gnnpipe.capture.stage.step_calls import is_linear, normalise, squares
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.errors import InputError
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address, tensors_in

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gnnpipe.capture.stage import norm_rows
-from gnnpipe.capture.stage.norm_rows import normalise, squares
+from gnnpipe.capture.stage import step_calls
+from gnnpipe.capture.stage.step_calls import normalise, squares
 from gnnpipe.ops import norm_relu_blocks
 
 C, F = 300, 7
@@ -58,9 +58,9 @@ def test_squares_are_their_formula(block_bytes):
 
 def test_a_single_row_is_seen_as_one():
     x, mean, variance, *_ = drawn()
-    assert norm_rows._is_one_row(x, mean, variance)
-    assert not norm_rows._is_one_row(x, mean.expand(C, F))
-    assert not norm_rows._is_one_row(x[None], mean)
+    assert step_calls._is_one_row(x, mean, variance)
+    assert not step_calls._is_one_row(x, mean.expand(C, F))
+    assert not step_calls._is_one_row(x[None], mean)
 
 
 def test_no_rows():
