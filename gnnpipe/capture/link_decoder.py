@@ -10,12 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from gnnpipe.capture.fx_names import first_line, refuse
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutKinds, KeyedDropout
@@ -24,6 +22,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
+from gnnpipe.ops.saved_tensors import recorded_saved_tensors
 
 PAIR_SCORES = "pair_scores"
 """Name of the op that scores pairs; its table holds the final rows."""
@@ -42,8 +41,8 @@ class PairModel(Model):
         self.inner, self.num_ops, self.width = inner, num_ops, width
         self.name = inner.name
         self.has_decode = inspect.ismethod(getattr(inner.module, "decode", None))
-        decode = _try_out(inner.module, width) if self.has_decode else _Decode()
-        self.drops, self.decode_weights, self.kept_width = decode.drops, decode.weights, decode.kept
+        found: _Tried = _try_out(inner.module, width) if self.has_decode else ((), (), 0)
+        self.drops, self.decode_weights, self.kept_width = found
         """For ``decode``: kinds of rows of its dropouts, names of its weights, and numbers that
         autograd keeps for each pair."""
         whole = inner.stage_module(range(num_ops))
@@ -173,36 +172,25 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, read: Tensor, own: Tensor, source: Tensor, target: Tensor) -> Tensor:
         ctx.save_for_backward(read, own, source, target)
-        pairs = zip(_split(source), _split(target), strict=True)
+        pairs = zip(torch.split(source, _AT_ONCE), torch.split(target, _AT_ONCE), strict=True)
         return torch.cat([(read[s] * own[t]).sum(1) for s, t in pairs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         read, own, source, target = ctx.saved_tensors
         to_read, to_own = torch.zeros_like(read), torch.zeros_like(own)
-        for g, s, t in zip(_split(grad), _split(source), _split(target), strict=True):
+        parts = (torch.split(one, _AT_ONCE) for one in (grad, source, target))
+        for g, s, t in zip(*parts, strict=True):
             to_read.index_add_(0, s, own[t] * g[:, None])
             to_own.index_add_(0, t, read[s] * g[:, None])
         return to_read, to_own, None, None
 
 
-def _split(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(x, _AT_ONCE)
+_Tried = tuple[tuple[DropoutKind, ...], tuple[str, ...], int]
+"""Kinds of the dropouts of ``decode``, names of its weights, numbers kept for each pair."""
 
 
-@dataclass(frozen=True)
-class _Decode:
-    """Properties of a model's ``decode``, found on a sample."""
-
-    drops: tuple[DropoutKind, ...] = ()
-    """Kind of rows of each dropout."""
-    weights: tuple[str, ...] = ()
-    """Names of the weights."""
-    kept: int = 0
-    """Numbers that autograd keeps for each pair until backward."""
-
-
-def _try_out(module: nn.Module, width: int) -> _Decode:
+def _try_out(module: nn.Module, width: int) -> _Tried:
     """Run ``decode`` on samples; raises ``InputError`` if it cannot score chunk by chunk."""
     name = f"{type(module).__name__}.decode"
     own: Any = module.decode
@@ -216,13 +204,8 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(_ROWS, width, dtype=torch.float64, generator=generator, requires_grad=True)
     ends = torch.randint(0, _ROWS // 2, (2, _PAIRS), generator=generator)
-    kept: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel() if tensor.shape[:1] == (_PAIRS,) else 0)
-        return tensor
-
-    with DropoutKinds(0, _ROWS, _PAIRS) as kinds, saved_tensors_hooks(keep, lambda t: t):
+    of_pairs = recorded_saved_tensors(lambda tensor: tensor.shape[:1] == (_PAIRS,))
+    with DropoutKinds(0, _ROWS, _PAIRS) as kinds, of_pairs as kept:
         whole = _decoded(decode, z, ends, name)
     named = list(tried.named_parameters())
     weights = [p for _, p in named]
@@ -254,7 +237,7 @@ def _try_out(module: nn.Module, width: int) -> _Decode:
         hint = "leave its sigmoid out (of GAE, pass a decoder of your own)"
         refuse(f"{name} gives numbers from 0 to 1, where scores are logits", hint)
     used = tuple(n for (n, _), g in zip(named, grads[1:], strict=True) if g is not None)
-    return _Decode(tuple(kinds.found), used, sum(kept) // _PAIRS)
+    return tuple(kinds.found), used, sum(t.numel() for t in kept) // _PAIRS
 
 
 _ROWS, _PAIRS = 22, 29

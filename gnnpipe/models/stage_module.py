@@ -116,17 +116,18 @@ class StageModule(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the weights of these ops by their names in the whole model."""
 
-    @abstractmethod
     def use_aggregated_features(self, names: Collection[str]) -> None:
         """Makes ``step`` receive the aggregated features ``A x`` for these aggregations.
 
-        All are ``of_features``. Their rows are no longer pushed.
+        All are ``of_features``; their rows are no longer pushed. Does nothing if they push the
+        features themselves, and so receive ``A x`` in any case.
         """
+        del names
 
     @property
-    @abstractmethod
     def needs_features(self) -> bool:
         """Whether the stage also reads features that are not aggregated."""
+        return True
 
     @property
     def is_cuda_graph_safe(self) -> bool:

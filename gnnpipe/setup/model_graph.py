@@ -125,7 +125,7 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
 
 def _handed_on(cut: Cut) -> set[fx.Node]:
     """Returns the ops whose values a later step reads, so that they are kept until its backward."""
-    found = {value for step in range(cut.num_steps - 1) for value in cut.carried(step)}
+    found = {value for step in range(cut.num_steps - 1) for value in cut.carried[step]}
     return {value for value in found if not is_mean(value)}
 
 
@@ -137,10 +137,10 @@ def _kept_besides(cut: Cut) -> dict[fx.Node, int]:
     facts, found = cut.recording.facts, {}
     for step in range(cut.num_steps):
         made: set[fx.Node] = set()
-        for op in cut.running(step):
+        for op in cut.running[step]:
             helpers = set(cut.recording.helpers(op)) - made
             made |= helpers
-            found[op] = facts[op].saved + sum(facts[one].saved for one in helpers)
+            found[op] = sum(facts[one].memory.per_row for one in {op, *helpers})
     return found
 
 
@@ -154,9 +154,9 @@ def _kept(
     if found is not None and not found.is_linear:
         # An unchanged convolution reads a copy of the table's rows.
         of_read = found.width + found.kept_per_read_row
-        return of_read + width * (facts.is_saved or waits) + found.kept_per_row
+        return of_read + width * (facts.memory.is_kept or waits) + found.kept_per_row
     # Aggregated rows are kept until the step's backward.
-    is_kept = facts.is_saved or waits or found is not None
+    is_kept = facts.memory.is_kept or waits or found is not None
     return beside + width * (is_kept and not is_mean(call))
 
 

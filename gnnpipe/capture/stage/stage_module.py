@@ -7,8 +7,8 @@ step, and ``RecordedStageModule`` runs them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,6 @@ from gnnpipe.capture.stage.step_calls import (
     LinearBy,
     dense_features,
     edge_data_of,
-    first_row,
-    flattened,
     for_all,
     is_linear,
     linear_of_features,
@@ -51,14 +49,14 @@ class Cut:
             reached = max((self.depth.get(s, 0) for s in recording.inputs(op)), default=0)
             self.depth[op] = reached + recording.aggregates(op)
         self.num_steps = max(self.depth.values()) + 1
-        self._running: list[list[fx.Node]] = [[] for _ in range(self.num_steps)]
+        self.running: list[list[fx.Node]] = [[] for _ in range(self.num_steps)]
+        """By step: ops that are computed in it."""
         for op, step in self.depth.items():
-            self._running[step].append(op)
+            self.running[step].append(op)
+        self.pushing = [[op for op in ops if recording.aggregates(op)] for ops in self.running[1:]]
+        """By step except the last: aggregations whose rows are pushed at its end."""
         self.blocks = {op: self._block(op) for op in self.ops if recording.facts[op].form}
-        self.rounds = [
-            tuple(self._aggregation(op) for op in self.pushing(step))
-            for step in range(self.num_steps - 1)
-        ]
+        self.rounds = [tuple(map(self._aggregation, ops)) for ops in self.pushing]
         used: dict[fx.Node, int] = {}
         for op in self.ops:
             for source, when in self._uses(op):
@@ -67,26 +65,14 @@ class Cut:
         later = {s for op in others for s in recording.inputs(op)}
         self.leaving = [op for op in self.ops if op in later or op is recording.result]
         self.entering = [s for s in used if s not in self.depth]
-        self._carried: list[list[fx.Node]] = [[] for _ in range(self.num_steps - 1)]
+        self.carried: list[list[fx.Node]] = [[] for _ in range(self.num_steps - 1)]
+        """By step: values that pass to the next step, or from the last step out of the stage."""
         stays = set(self.leaving)
         for value in (*self.entering, *self.ops):
             last = self.num_steps - 1 if value in stays else used.get(value, 0)
             for step in range(self.depth.get(value, 0), last):
-                self._carried[step].append(value)
-
-    def pushing(self, step: int) -> list[fx.Node]:
-        """Aggregations whose rows are pushed at the end of a step."""
-        if step == self.num_steps - 1:
-            return []
-        return [op for op in self._running[step + 1] if self.recording.aggregates(op)]
-
-    def running(self, step: int) -> list[fx.Node]:
-        """Ops that are computed in a step."""
-        return self._running[step]
-
-    def carried(self, step: int) -> list[fx.Node]:
-        """Values that pass from a step to the next, or from the last step out of the stage."""
-        return self.leaving if step == self.num_steps - 1 else self._carried[step]
+                self.carried[step].append(value)
+        self.carried.append(self.leaving)
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
         """Values whose rows an aggregation pushes."""
@@ -118,29 +104,23 @@ class Cut:
 
     def _aggregation(self, op: fx.Node) -> Aggregation:
         structure, pushed_type, vertex_type = self.recording.over(op)
-        block = self.blocks.get(op)
-        width = self.recording.facts[op].width if block is None else block.width
-        moves = not all(self.recording.is_fixed(value) for value in self.pushed(op))
-        of_features = all(value.op == "placeholder" for value in self.pushed(op))
-        found = Aggregation(
+        facts, block, pushed = self.recording.facts[op], self.blocks.get(op), self.pushed(op)
+        of_row, of_edge, of_read = 0, 0, 0
+        if block is not None:
+            memory = facts.memory
+            of_row, of_edge, of_read = block.kept or (memory.per_row, memory.per_edge, 0)
+        return Aggregation(
             op.name,
             structure,
-            width,
+            facts.width if block is None else block.width,
             pushed_type,
             vertex_type,
-            moves=moves,
-            of_features=of_features,
-        )
-        if block is None:
-            return found
-        facts = self.recording.facts[op]
-        of_row, of_edge, of_read = block.kept or (facts.saved, facts.saved_per_edge, 0)
-        return replace(
-            found,
-            kept_per_row=of_row,
             kept_per_edge=of_edge,
+            kept_per_row=of_row,
             kept_per_read_row=of_read,
-            structure_per_edge=block.structure_per_edge,
+            structure_per_edge=0 if block is None else block.structure_per_edge,
+            moves=not all(map(self.recording.is_fixed, pushed)),
+            of_features=all(value.op == "placeholder" for value in pushed),
         )
 
 
@@ -148,14 +128,14 @@ class StepFunction:
     """A step's generated function with the names of its arguments and results."""
 
     def __init__(self, cut: Cut, step: int) -> None:
-        before = cut.entering if step == 0 else cut.carried(step - 1)
-        arrived = [op for op in cut.running(step) if cut.recording.aggregates(op)]
-        pushing, leaving = cut.pushing(step), cut.carried(step)
+        before = cut.entering if step == 0 else cut.carried[step - 1]
+        arrived = [op for op in cut.running[step] if cut.recording.aggregates(op)]
         ends = step == cut.num_steps - 1
+        pushing, leaving = [] if ends else cut.pushing[step], cut.carried[step]
         writer = _Writer(cut)
         writer.take(before, flat=step == 0, has_means=step > 0 and not _may_choose(cut, step))
         writer.arrive(arrived)
-        for op in cut.running(step):
+        for op in cut.running[step]:
             writer.make(op)
         pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
         self.function = writer.finish(
@@ -185,7 +165,7 @@ def _may_choose(cut: Cut, step: int) -> bool:
     """Whether a step may be computed for the loss rows alone (``plan.loss_rows``)."""
     is_last = step == cut.num_steps - 1
     return is_last and not all(
-        is_mean(op) for op in cut.running(step) if cut.recording.aggregates(op)
+        is_mean(op) for op in cut.running[step] if cut.recording.aggregates(op)
     )
 
 
@@ -193,9 +173,8 @@ class _Writer:
     """Builds a step's function from the recording's calls."""
 
     def __init__(self, cut: Cut) -> None:
-        self._blocks, self._facts = cut.blocks, cut.recording.facts
-        self._graph_module = cut.recording.graph_module
-        self._recording = cut.recording
+        self._blocks, self._recording = cut.blocks, cut.recording
+        self._facts, self._graph_module = cut.recording.facts, cut.recording.graph_module
         self._graph = fx.Graph()
         self._modules: dict[str, Any] = {}
         self._rows = self._graph.placeholder("rows")
@@ -222,7 +201,7 @@ class _Writer:
         inputs = [tuple(map(self._graph.placeholder, pair)) for pair in names]
         for op, (found, block) in zip(ops, inputs, strict=True):
             if is_mean(op):
-                self._means[op] = self._shaped(self._call(first_row, found), op)
+                self._means[op] = self._shaped(self._call(operator.getitem, found, slice(0, 1)), op)
             else:
                 self._made[op] = self._arrive(op, found, block)
 
@@ -246,7 +225,7 @@ class _Writer:
         """The rows of several values, flat and concatenated [C, F]."""
         for value in values:
             self.make(value)
-        flat = [self._call(flattened, self._value(value)) for value in values]
+        flat = [self._flat(self._value(value)) for value in values]
         return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
 
     def finish(
@@ -257,7 +236,7 @@ class _Writer:
             self._means[v] if has_means and v in self._means else self._value(v) for v in leaving
         ]
         self._graph.output(
-            (pushed, tuple(self._call(flattened, value) if flat else value for value in handed))
+            (pushed, tuple(self._flat(value) if flat else value for value in handed))
         )
         return fx.GraphModule(self._modules, self._graph)
 
@@ -277,6 +256,9 @@ class _Writer:
 
     def _call(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self._graph.call_function(function, args, kwargs)
+
+    def _flat(self, rows: fx.Node) -> fx.Node:
+        return self._graph.call_method("flatten", (rows, 1))
 
     def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
         shape = self._facts[value].shape
@@ -409,14 +391,6 @@ class RecordedStageModule(StageModule):
     ) -> tuple[Values, Values]:
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
-
-    def use_aggregated_features(self, names: Collection[str]) -> None:
-        """Nothing to do: these aggregations push the features and receive A x in any case."""
-
-    @property
-    def needs_features(self) -> bool:
-        """True: recorded calls may read the features elsewhere."""
-        return True
 
     def to(self, device: torch.device) -> None:
         """Move the weights and buffers of these ops."""

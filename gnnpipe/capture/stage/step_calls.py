@@ -67,19 +67,9 @@ OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
 """Implementations of the markers that take the chunk's ``Rows`` as first argument."""
 
 
-def first_row(mean: Tensor) -> Tensor:
-    """The first row, [1, ...], of rows that are all equal."""
-    return mean[:1]
-
-
 def for_all(mean: Tensor, rows: Rows) -> Tensor:
     """A single row [1, ...] expanded to all rows [C, ...]."""
     return mean.expand(len(rows.keys), *mean.shape[1:])
-
-
-def flattened(x: Tensor) -> Tensor:
-    """Rows [C, ...] as they are pushed or sent, [C, F]."""
-    return x.flatten(1)
 
 
 def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -32,7 +32,7 @@ from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, Form, NoDropout
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
-from gnnpipe.capture.trial.saved_tensors import saved_by_calls
+from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, relation_ends
 
@@ -55,12 +55,7 @@ class Facts:
     """For an unchanged convolution: kind of rows of each dropout inside."""
     vertex_type: str = ""
     """Vertex type of the rows, '' if there is only one."""
-    is_saved: bool = field(default=False, repr=False)
-    """Autograd keeps the value until backward, for this call or another."""
-    saved: int = field(default=0, repr=False)
-    """Numbers that autograd keeps for each row beside the value."""
-    saved_per_edge: int = field(default=0, repr=False)
-    """Numbers that autograd keeps for each edge of an unchanged convolution."""
+    memory: Saved = field(default=Saved(), repr=False)
 
     @property
     def width(self) -> int:
@@ -92,14 +87,9 @@ def probe(
             else:
                 found[call] = _facts_of(call, found, run)
         saved = saved_by_calls(run, {call for call in found if found[call].is_rows})
-    for call, amounts in saved.items():
+    for call, memory in saved.items():
         if found[call].depends:
-            found[call] = replace(
-                found[call],
-                is_saved=amounts.is_kept,
-                saved=amounts.per_row,
-                saved_per_edge=amounts.per_edge,
-            )
+            found[call] = replace(found[call], memory=memory)
     return found
 
 
@@ -188,9 +178,10 @@ def check_equals_model(
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
         again = SampleRun(run.graph, run.module, sample)
-        for other in run.graph.nodes:
-            if other.op != "output":
-                again.follow(other)
+        with NoDropout():
+            for other in run.graph.nodes:
+                if other.op != "output":
+                    again.whole[other] = again.value(other)
         found = again.whole[result]
         towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
         for out in (truth, found):

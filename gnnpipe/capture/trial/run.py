@@ -21,7 +21,7 @@ from gnnpipe.capture.fx_names import (
 )
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
-from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form, NoDropout
+from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
@@ -59,40 +59,34 @@ class SampleRun:
             self.of_edges.append(call)
         form: Form | None = None
         drops: tuple[DropoutKind, ...] = ()
+        are_first = True
         value: Any
-        if call.op == "placeholder":
-            value = sample.inputs[str(call.target)]
-        elif edges_read(call) is not None:
+        if edges_read(call) is not None:
             value, form, drops = self._convolve(call)
-        elif call.target is aggregate:
-            value = self._aggregate(self.whole[call.all_input_nodes[0]], call)
-        elif call.target is of_vertices:
-            value = self.whole[call.all_input_nodes[0]]
         else:
-            value = self.call(call, self.whole)
+            value = self.value(call)
+        halves: list[Any] = [None, None]
+        if form or call.op == "placeholder" or call.target in (aggregate, of_vertices):
+            if not is_input(call, EDGES):
+                parts = sample.edge_halves if of_edges else sample.halves(vertex_type)
+                halves = [value[part] for part in parts]
+        else:
             halves = [self.call(call, part) for part in self.parts]
-            are_first = True
             if depends:
                 count = sample.num_edges if of_edges else sample.counts[vertex_type]
                 are_first = _are_rows_first(call, value, halves, count, of_edges)
-            self._keep(call, value, halves)
-            return are_first, form, drops
-        if is_input(call, EDGES):
-            self._keep(call, value, [None, None])
-        else:
-            parts = sample.edge_halves if of_edges else sample.halves(vertex_type)
-            self._keep(call, value, [value[part] for part in parts])
-        return True, form, drops
+        self.whole[call] = value
+        for part, half in zip(self.parts, halves, strict=True):
+            part[call] = half
+        return are_first, form, drops
 
-    def follow(self, call: fx.Node) -> None:
-        """Compute a call's value on all rows alone, without dropout."""
+    def value(self, call: fx.Node) -> Any:
+        """A call's value on all rows."""
         if call.op == "placeholder":
-            self.whole[call] = self.sample.inputs[str(call.target)]
-        elif call.target is aggregate:
-            self.whole[call] = self._aggregate(self.whole[call.all_input_nodes[0]], call)
-        else:
-            with NoDropout():
-                self.whole[call] = self.call(call, self.whole)
+            return self.sample.inputs[str(call.target)]
+        if call.target is aggregate:
+            return self._aggregate(self.whole[call.all_input_nodes[0]], call)
+        return self.call(call, self.whole)
 
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
@@ -112,11 +106,6 @@ class SampleRun:
             edges = f"the edges lead from {source} to {target}"
             refuse(f"{name_of(call)} is given rows of {found}, but {edges}", call=call)
         return (matrix @ x.flatten(1)).reshape(len(matrix), *x.shape[1:])
-
-    def _keep(self, call: fx.Node, value: Any, halves: list[Any]) -> None:
-        self.whole[call] = value
-        for part, half in zip(self.parts, halves, strict=True):
-            part[call] = half
 
     def call(self, call: fx.Node, values: Found) -> Any:
         """A call's value, given the values that it reads."""

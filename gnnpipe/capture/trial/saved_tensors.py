@@ -28,13 +28,13 @@ _NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class Saved:
-    """Numbers that autograd keeps of one call."""
+    """Numbers that autograd keeps of one call until backward."""
 
-    is_kept: bool
+    is_kept: bool = False
     """The call's value is kept, for this call or for another one."""
-    per_row: int
+    per_row: int = 0
     """Numbers kept for each row beside the values of ops."""
-    per_edge: int
+    per_edge: int = 0
     """Numbers kept for each edge by a convolution that runs unchanged."""
 
 
