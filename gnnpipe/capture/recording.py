@@ -131,10 +131,9 @@ class Recording:
         return is_of_features and is_linear(self.graph_module, call)
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
-        """Whether some linear map can be computed in bf16.
+        """Whether some map in ``ops`` may be in bf16: not in ``scoring``, nor of sparse features.
 
-        Maps in ``scoring`` and maps of sparse features cannot. ``dense``: vertex types whose
-        features are dense.
+        ``dense``: vertex types whose features are dense.
         """
         return any(
             is_linear(self.graph_module, op) and op not in self.scoring
@@ -162,11 +161,8 @@ class Recording:
 
     def inputs(self, op: fx.Node) -> list[fx.Node]:
         """Ops that an op reads, directly or through its helpers, each once."""
-        found: dict[fx.Node, None] = {}
-        for source in self._sources(op):
-            if source.op != "placeholder" and self.facts[source].is_rows:
-                found[source] = None
-        return list(found)
+        sources = (s for s in self._sources(op) if s.op != "placeholder" and self.facts[s].is_rows)
+        return list(dict.fromkeys(sources))
 
     def reads_features(self, op: fx.Node) -> bool:
         """Whether an op or a helper of it reads the input features."""

@@ -147,10 +147,7 @@ class _Tracer(fx.Tracer):
         return super().trace(root, concrete_args)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """A weight or buffer as a recorded value.
-
-        The method of ``fx.Tracer`` searches all weights at each access.
-        """
+        """A weight or buffer as a recorded value; ``fx.Tracer`` would search all at each access."""
         path = self._tensor_paths.get(id(attr_val))
         if path is None:
             return attr_val
@@ -276,7 +273,7 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
 
 def _choose_target(recording: fx.GraphModule, target: str) -> None:
     """Make the output the result of the labelled vertex type, if forward returns a dict."""
-    output = next(n for n in recording.graph.nodes if n.op == "output")
+    output = recording.graph.output_node()
     result = output.args[0]
     if target and isinstance(result, Mapping):
         if not isinstance(result.get(target), fx.Node):
@@ -295,8 +292,8 @@ def _random_state() -> tuple[bytes, str, str]:
 def _patched_pyg() -> Iterator[None]:
     """Context in which aggregations and HeteroConv can be traced.
 
-    ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv branches on
-    whether a result is a tuple, which a traced value does not know.
+    ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv takes the
+    first of a result that is a tuple, which a traced value does not know.
     """
     original = pyg.Aggregation.__call__
 
@@ -307,22 +304,13 @@ def _patched_pyg() -> Iterator[None]:
         return original(self, x, *args, **kwargs)
 
     grouping = hetero_conv.group
-    pyg.Aggregation.__call__, hetero_conv.group = traced_call, _group
+
+    def traced_group(values: list[Any], how: str | None) -> Any:
+        found = grouping(values, how)
+        return found[0] if how in ("min", "max") and len(values) > 1 else found
+
+    pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
     try:
         yield
     finally:
         pyg.Aggregation.__call__, hetero_conv.group = original, grouping
-
-
-def _group(values: list[Any], how: str | None) -> Any:
-    """PyG's ``hetero_conv.group`` without the branch on tuples."""
-    if not values:
-        return None
-    if how is None:
-        return torch.stack(values, dim=1)
-    if len(values) == 1:
-        return values[0]
-    if how == "cat":
-        return torch.cat(values, dim=-1)
-    found = getattr(torch, how)(torch.stack(values, dim=0), dim=0)
-    return found[0] if how in ("min", "max") else found

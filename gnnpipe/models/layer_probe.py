@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -147,7 +148,8 @@ class _Trial:
     def _check_parts(self, what: str, whole: Values, *halves: Values) -> None:
         for name, value in whole.items():
             joined = [half[name] for half in halves if isinstance(half.get(name), Tensor)]
-            if len(joined) < len(halves) or not self._is_joined(value, joined):
+            is_whole = are_parts(joined, value, 0, self.tolerance, self.tolerance)
+            if len(joined) < len(halves) or not is_whole:
                 raise InputError(
                     f"{self.name}: {what} mixes rows or draws random numbers: part of the rows "
                     "alone gives another result than among all rows, so results would depend on "
@@ -155,18 +157,20 @@ class _Trial:
                     "dropout_mask(rows, width) for dropout"
                 )
 
-    def _is_joined(self, whole: Any, halves: Sequence[Tensor]) -> bool:
-        try:
-            joined = torch.cat(list(halves))
-        except RuntimeError:
-            return False
-        return (
-            isinstance(whole, Tensor)
-            and joined.shape == whole.shape
-            and torch.allclose(
-                joined.double(), whole.double(), self.tolerance, self.tolerance, equal_nan=True
-            )
-        )
+
+def are_parts(
+    parts: Sequence[Tensor], whole: Any, dim: int, relative: float, absolute: float
+) -> bool:
+    """Whether tensors, concatenated in a dimension, equal ``whole`` within these tolerances."""
+    try:
+        joined = torch.cat(list(parts), dim)
+    except (RuntimeError, IndexError):
+        return False
+    return (
+        isinstance(whole, Tensor)
+        and joined.shape == whole.shape
+        and torch.allclose(joined.double(), whole.double(), relative, absolute, equal_nan=True)
+    )
 
 
 _FEW_ROWS, _DEGREE = 8, 2
@@ -192,27 +196,10 @@ def measure_layers(layers: Sequence[Layer]) -> list[LayerMemory]:
         small = _measure(layers, _FEW_ROWS, _FEW_ROWS * _DEGREE)
         wide = _measure(layers, 2 * _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
         dense = _measure(layers, _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
-    found = []
-    for one, more_rows, more_edges in zip(small, wide, dense, strict=True):
-        per_edge = (more_edges.total - one.total) / (_FEW_ROWS * _DEGREE)
-        found.append(
-            LayerMemory(
-                per_row=round((more_rows.total - one.total) / _FEW_ROWS - _DEGREE * per_edge),
-                per_row_before=round((more_rows.before - one.before) / _FEW_ROWS),
-                per_row_recomputed=round((more_rows.recomputed - one.recomputed) / _FEW_ROWS),
-                per_edge=round(per_edge),
-            )
-        )
-    return found
-
-
-@dataclass
-class _Numbers:
-    """Numbers that a layer keeps for a whole sample."""
-
-    total: float = 0.0
-    before: float = 0.0
-    recomputed: float = 0.0
+    per_edge = (dense - small)[:, 0] / (_FEW_ROWS * _DEGREE)
+    total, before, recomputed = (wide - small).T / _FEW_ROWS
+    columns = total - _DEGREE * per_edge, before, recomputed, per_edge
+    return [LayerMemory(*map(round, numbers)) for numbers in zip(*columns, strict=True)]
 
 
 class _Seen:
@@ -236,8 +223,8 @@ class _Seen:
         return found
 
 
-def _measure(layers: Sequence[Layer], num_rows: int, num_edges: int) -> list[_Numbers]:
-    """Runs a training pass over ``num_rows`` rows."""
+def _measure(layers: Sequence[Layer], num_rows: int, num_edges: int) -> npt.NDArray[np.float64]:
+    """Numbers kept in a training pass, [layers, 3]: all, by ``before``, with ``--recompute``."""
     weights = [p for layer in layers for p in layer.parameters()]
     like = weights[0] if weights else torch.empty(0)
     vertices = torch.arange(num_rows, device=like.device)
@@ -256,19 +243,18 @@ def _measure(layers: Sequence[Layer], num_rows: int, num_edges: int) -> list[_Nu
     found = []
     values: Values = {}
     for layer in layers:
-        numbers = _Numbers()
         with in_training_mode(layer), recorded_saved_tensors() as saved:
             pushed, kept = layer.before(values, rows)
-            numbers.before = seen.count([saved, masks.masks])
+            before = seen.count([saved, masks.masks])
             received = pushed.detach().clone().requires_grad_()
-            numbers.recomputed = seen_recomputed.count([received, kept])
-            numbers.total = numbers.before + seen.count([received, kept])
+            recomputed = seen_recomputed.count([received, kept])
+            total = before + seen.count([received, kept])
             # The runtime also detaches values between two steps.
             leaves = {k: v.detach().requires_grad_(v.requires_grad) for k, v in kept.items()}
             values = layer.after(received, leaves, rows if layer.is_linear else on_block)
-            numbers.total += seen.count([saved, masks.masks, {} if layer.is_last else values])
-        found.append(numbers)
-    return found
+            total += seen.count([saved, masks.masks, {} if layer.is_last else values])
+        found.append((total, before, recomputed))
+    return np.array(found)
 
 
 def _sample_block(vertices: Tensor, num_edges: int) -> Block:

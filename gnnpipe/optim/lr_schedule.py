@@ -19,21 +19,19 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-        self._optimizer = optimizer
-        self._warmup, self._epoch = config.warmup_epochs, 0
+        self._optimizer, self._warmup, self._epoch = optimizer, config.warmup_epochs, 0
         self._early: lr_scheduler.LRScheduler | None = None
         self._late: lr_scheduler.LRScheduler | None = None
-        self._plateau: lr_scheduler.ReduceLROnPlateau | None = None
         if self._warmup:
             self._early = lr_scheduler.LinearLR(
                 optimizer, start_factor=1 / (self._warmup + 1), total_iters=self._warmup
             )
-        left = config.epochs - self._warmup
         if config.lr_schedule == "cosine":
             # Starts from the rate at the end of the warm-up, where it is first stepped.
+            left = config.epochs - self._warmup
             self._late = lr_scheduler.CosineAnnealingLR(optimizer, T_max=left)
         elif config.lr_schedule == "plateau":
-            self._plateau = lr_scheduler.ReduceLROnPlateau(
+            self._late = lr_scheduler.ReduceLROnPlateau(
                 optimizer,
                 mode="max",
                 factor=0.5,
@@ -49,10 +47,10 @@ class LearningRate:
     def step(self, score: float | None) -> None:
         """End an epoch; ``score``: the validation metric, if it was evaluated."""
         self._epoch += 1
-        if self._epoch <= self._warmup:
-            assert self._early is not None
+        if self._early is not None and self._epoch <= self._warmup:
             self._early.step()
+        elif isinstance(self._late, lr_scheduler.ReduceLROnPlateau):
+            if score is not None:
+                self._late.step(score)
         elif self._late is not None:
             self._late.step()
-        elif self._plateau is not None and score is not None:
-            self._plateau.step(score)

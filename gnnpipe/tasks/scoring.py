@@ -51,12 +51,8 @@ def accuracy(counts: Counts, is_multi_label: bool) -> float:
     hits, false_positives, false_negatives, known = counts.T
     if not is_multi_label:
         return float(hits.sum() / known[0]) if known[0] else math.nan
-    each = [
-        1 - (a + b) / n
-        for a, b, n in zip(false_positives, false_negatives, known, strict=True)
-        if n
-    ]
-    return float(np.mean(each)) if each else math.nan
+    each = 1 - (false_positives + false_negatives)[known > 0] / known[known > 0]
+    return float(np.mean(each)) if len(each) else math.nan
 
 
 def f1(counts: Counts, is_multi_label: bool, average: str) -> float:

@@ -260,15 +260,11 @@ def _hgt(
     joined = {t: _joined(outs, heads) for t, outs in found.items() if outs}
     results: dict[str, Any] = {}
     for name, out in conv.out_lin({t: nn.functional.gelu(v) for t, v in joined.items()}).items():
-        if conv.out_lin.lins[name].out_channels == _width(conv, name):
+        if conv.out_lin.lins[name].out_channels == conv.kqv_lin.lins[name].in_channels:
             alpha = conv.skip[name].sigmoid()
             out = alpha * out + (1 - alpha) * x[name]
         results[name] = out
     return results
-
-
-def _width(conv: Any, name: str) -> int:
-    return int(conv.kqv_lin.lins[name].in_channels)
 
 
 def _by_head(rows: Any, weight: Any, heads: int) -> Any:

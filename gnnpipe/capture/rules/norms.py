@@ -29,10 +29,6 @@ def _mean(x: Any, path: str = "", what: str = "") -> Any:
     return aggregate(x, structure=EVERYONE, observed_by=path and f"{path}:{what}")
 
 
-def _square(x: Any) -> Any:
-    return x * x
-
-
 def batch_norm(module: Any, x: Any, path: str) -> Any:
     """BatchNorm: statistics of all vertices in training, running ones in evaluation."""
     if isinstance(module, pyg.BatchNorm):
@@ -52,7 +48,7 @@ def layer_norm(module: Any, x: Any, path: str) -> Any:
     if module.mode != "graph":
         return None
     centred = x - _mean(x.mean(dim=-1, keepdim=True))
-    variance = _mean(_square(centred).mean(dim=-1, keepdim=True))
+    variance = _mean((centred * centred).mean(dim=-1, keepdim=True))
     out = centred / (torch.sqrt(positive(variance)) + module.eps)
     return out if module.weight is None else out * module.weight + module.bias
 
@@ -60,7 +56,7 @@ def layer_norm(module: Any, x: Any, path: str) -> Any:
 def graph_norm(module: Any, x: Any, path: str) -> Any:
     """GraphNorm: subtracts a learned multiple of the mean."""
     centred = x - _mean(x) * module.mean_scale
-    variance = positive(_mean(_square(centred)))
+    variance = positive(_mean(centred * centred))
     return module.weight * centred / torch.sqrt(variance + module.eps) + module.bias
 
 
@@ -69,7 +65,7 @@ def pair_norm(module: Any, x: Any, path: str) -> Any:
     centred = x - _mean(x)
     if module.scale_individually:
         return module.scale * centred / (module.eps + centred.norm(2, -1, keepdim=True))
-    length = _mean(_square(centred).sum(-1, keepdim=True))
+    length = _mean((centred * centred).sum(-1, keepdim=True))
     return module.scale * centred / torch.sqrt(module.eps + positive(length))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -42,11 +41,10 @@ class DropoutKind(StrEnum):
     EDGES_AND_LOOPS = "edges and loops"
 
 
-class _Dropout(TorchFunctionMode, ABC):
-    """Context in which ``F.dropout`` calls ``drop``."""
+class DropoutMode(TorchFunctionMode):
+    """Context in which ``F.dropout`` does nothing; subclasses override ``drop``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replaces ``F.dropout`` alone."""
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
         found = dropout_arguments(args, kwargs or {})
@@ -54,12 +52,13 @@ class _Dropout(TorchFunctionMode, ABC):
             return found["input"]
         return self.drop(found["input"], found["p"])
 
-    @abstractmethod
     def drop(self, x: Tensor, probability: float) -> Tensor:
         """Dropout of ``x`` [R, ...] in training."""
+        del probability
+        return x
 
 
-class KeyedDropout(_Dropout):
+class KeyedDropout(DropoutMode):
     """Dropout with masks keyed by vertices or edges."""
 
     def __init__(self, kinds: Sequence[DropoutKind], block: Block, rows: Rows, site: int) -> None:
@@ -90,15 +89,7 @@ class KeyedDropout(_Dropout):
         return edge_keys(keys[source], into[target])
 
 
-class NoDropout(_Dropout):
-    """Dropout that does nothing."""
-
-    def drop(self, x: Tensor, probability: float) -> Tensor:
-        """``x`` itself."""
-        return x
-
-
-class DropoutKinds(_Dropout):
+class DropoutKinds(DropoutMode):
     """Dropout that does nothing and notes the kind of rows of every call."""
 
     def __init__(self, num_read: int, num_rows: int, num_edges: int) -> None:
@@ -196,25 +187,20 @@ class BlockConv(nn.Module):
         return sum(self._widths)
 
     @property
-    def kept(self) -> tuple[int, int, int] | None:
-        """Numbers kept for backward by GAT attention without messages; None for others.
+    def attention_memory(self) -> tuple[int, int, int, int] | None:
+        """Memory of GAT attention without messages; None for other convolutions.
 
-        For each own row (attended row), edge (weight of each head, also before dropout) and row of
-        the block (mapped row).
+        Numbers kept for backward for each own row (attended row), edge (weight of each head, also
+        before dropout) and row of the block (mapped row), and bytes for each edge beyond its two
+        ends (``graph.blocks.Incidence``).
         """
         if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
             return None
         heads = int(self.conv.heads)
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
-        return width, per_edge, 0 if is_mapped(self.conv) else width
-
-    @property
-    def structure_per_edge(self) -> int:
-        """Bytes for each edge beyond its two ends (``graph.blocks.Incidence``)."""
-        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
-            return 0
-        return 24 if self.conv.add_self_loops else 8
+        structure_per_edge = 24 if self.conv.add_self_loops else 8
+        return width, per_edge, 0 if is_mapped(self.conv) else width, structure_per_edge
 
     @property
     def _makes_no_messages(self) -> bool:

@@ -105,10 +105,11 @@ class Cut:
     def _aggregation(self, op: fx.Node) -> Aggregation:
         structure, pushed_type, vertex_type = self.recording.over(op)
         facts, block, pushed = self.recording.facts[op], self.blocks.get(op), self.pushed(op)
-        of_row, of_edge, of_read = 0, 0, 0
+        of_row, of_edge, of_read, structure_per_edge = 0, 0, 0, 0
         if block is not None:
             memory = facts.memory
-            of_row, of_edge, of_read = block.kept or (memory.per_row, memory.per_edge, 0)
+            kept = block.attention_memory or (memory.per_row, memory.per_edge, 0, 0)
+            of_row, of_edge, of_read, structure_per_edge = kept
         return Aggregation(
             op.name,
             structure,
@@ -118,7 +119,7 @@ class Cut:
             kept_per_edge=of_edge,
             kept_per_row=of_row,
             kept_per_read_row=of_read,
-            structure_per_edge=0 if block is None else block.structure_per_edge,
+            structure_per_edge=structure_per_edge,
             moves=not all(map(self.recording.is_fixed, pushed)),
             of_features=all(value.op == "placeholder" for value in pushed),
         )
@@ -241,7 +242,6 @@ class _Writer:
         return fx.GraphModule(self._modules, self._graph)
 
     def _rows_of(self, call: fx.Node) -> fx.Node:
-        """The ``Rows`` of a call's vertex type."""
         name = self._facts[call].vertex_type
         if name not in self._parts:
             self._parts[name] = self._graph.call_method("part", (self._rows, name))

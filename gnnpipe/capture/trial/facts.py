@@ -29,7 +29,7 @@ from gnnpipe.capture.fx_names import (
 )
 from gnnpipe.capture.markers import aggregate, drop, of_vertices
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
-from gnnpipe.capture.stage.block_conv import DropoutKind, Form, NoDropout
+from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
 from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
@@ -173,12 +173,12 @@ def check_equals_model(
     cut_vertex_weights(plain, paths, sample.counts)
     perturb_weights(plain, names_of_weights(model, model))
     with torch.enable_grad():
-        with NoDropout():
+        with DropoutMode():
             truth = sample.call(plain, method, torch.float64)
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
         again = SampleRun(run.graph, run.module, sample)
-        with NoDropout():
+        with DropoutMode():
             for other in run.graph.nodes:
                 if other.op != "output":
                     again.whole[other] = again.value(other)

@@ -26,6 +26,7 @@ from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
 from gnnpipe.models.layer import Rows
+from gnnpipe.models.layer_probe import are_parts
 from gnnpipe.ops.saved_tensors import tensors_in
 
 Found = dict[fx.Node, Any]
@@ -244,7 +245,7 @@ def _are_rows_first(
                 call,
             )
         parts = [half[index] for half in halves]
-        if not any(_fits(tensor, parts, place) for place in places):
+        if not any(are_parts(parts, tensor, place, 1e-9, 1e-12) for place in places):
             refuse(
                 f"{name_of(call)} mixes {many} or draws random numbers",
                 "it would give another result chunk by chunk. Make it work row by row, " + BY_HAND,
@@ -252,17 +253,6 @@ def _are_rows_first(
             )
         are_first &= places[0] == 0
     return are_first
-
-
-def _fits(whole: Tensor, parts: list[Tensor], place: int) -> bool:
-    """Whether the parts, concatenated in a dimension, equal the whole."""
-    try:
-        joined = torch.cat(parts, dim=place)
-    except (RuntimeError, IndexError):
-        return False
-    return joined.shape == whole.shape and torch.allclose(
-        joined.double(), whole.double(), 1e-9, 1e-12, equal_nan=True
-    )
 
 
 def _places(order: Tensor) -> Tensor:

@@ -143,15 +143,10 @@ def _compute(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[
     if call.op == "get_attr":
         values[call] = run.call(call, {})  # float32 now, unlike in run.whole
         return []
-    is_of_features = any(is_input(source, FEATURES) for source in inputs[:1])
-    if call.op == "placeholder":
-        values[call] = _leaf(run.whole[call], False)
-        return []
-    if is_of_features and is_linear(run.module, call):
-        values[call] = _leaf(run.whole[call], _has_trained_weights(call, run, values))
-        return []
-    if call.target in (aggregate, in_training, of_vertices):
-        values[call] = _leaf(run.whole[call], True)
+    is_map = any(is_input(s, FEATURES) for s in inputs[:1]) and is_linear(run.module, call)
+    if is_map or call.op == "placeholder" or call.target in (aggregate, in_training, of_vertices):
+        is_trained = _has_trained_weights(call, run, values) if is_map else bool(inputs)
+        values[call] = _leaf(run.whole[call], is_trained)
         return []
     given = {source: values[source] for source in inputs}
     received: set[int] = set()
