@@ -106,13 +106,10 @@ def regression_score(sums: Counts, metric: str) -> float:
         return float(absolute.sum() / count.sum())
     if metric == "rmse":
         return float(math.sqrt(squared.sum() / count.sum()))
-    scores = []
-    for n, error, distance, size in zip(count, squared, spread, square, strict=True):
-        if n:
-            # A constant target differs from its mean by rounding only.
-            varies = distance > 1e-24 * size
-            scores.append(1 - error / distance if varies else float(error == 0))
-    return float(np.mean(scores))
+    # A constant target differs from its mean by rounding only.
+    varies = spread > 1e-24 * square
+    scores = np.where(varies, 1 - squared / np.where(varies, spread, 1), squared == 0)
+    return float(np.mean(scores[count > 0]))
 
 
 def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:

@@ -62,11 +62,11 @@ def _plus_bias(conv: Any, out: Any) -> Any:
 def _gcn(conv: Any, edge_weight: Any) -> Callable[[Any], Any]:
     """The product with the matrix of ``gcn_norm``, or with A if the convolution does not normalise.
 
-    As in PyG, 'improved' has no effect without edge weights.
+    As in PyG, 'improved' has no effect without edge weights; TAGConv and LGConv add no loops.
     """
     if not getattr(conv, "normalize", True):
         structure = "sum"
-    elif not conv.add_self_loops:
+    elif not getattr(conv, "add_self_loops", False):
         structure = "gcn-loopless"
     else:
         is_improved = getattr(conv, "improved", False) and edge_weight is not None
@@ -182,16 +182,10 @@ def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return x
 
 
-def _loopless(conv: Any, edge_weight: Any) -> Callable[[Any], Any]:
-    """The product with A without self-loops, normalised if the convolution says so."""
-    structure = "gcn-loopless" if conv.normalize else "sum"
-    return partial(aggregate, structure=structure, edge_weight=edge_weight)
-
-
 @lowers(pyg.TAGConv)
 def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum A^k x W_k + b``, A without loops."""
-    aggregated, out = _loopless(conv, edge_weight), conv.lins[0](x)
+    aggregated, out = _gcn(conv, edge_weight), conv.lins[0](x)
     for lin in list(conv.lins)[1:]:
         x = aggregated(x)
         out = out + lin(x)
@@ -254,7 +248,7 @@ def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 @lowers(pyg.LGConv)
 def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, A without loops."""
-    return _loopless(conv, edge_weight)(x)
+    return _gcn(conv, edge_weight)(x)
 
 
 @lowers(SparseLinear)

@@ -21,12 +21,13 @@ from gnnpipe.capture.stage.step_calls import normalise, positive, squares
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE
 
 
-def _mean(x: Any, path: str = "", what: str = "") -> Any:
-    """The mean of x over all vertices, one equal row for each vertex.
+def _mean(x: Any, path: str = "", what: str = "", structure: str = EVERYONE) -> Any:
+    """The mean of x over all vertices or edges, one equal row for each vertex.
 
-    ``what``: running statistic of the module at ``path`` that the mean updates.
+    ``what``: running statistic of the module at ``path`` that the mean updates. ``BY_EDGES``: x are
+    means over the edges into each vertex.
     """
-    return aggregate(x, structure=EVERYONE, observed_by=path and f"{path}:{what}")
+    return aggregate(x, structure=structure, observed_by=path and f"{path}:{what}")
 
 
 def batch_norm(module: Any, x: Any, path: str) -> Any:
@@ -172,19 +173,16 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     reading = nn.functional.linear(x, of_pair - of_difference, lin.bias)
     read = nn.functional.linear(x, of_difference)
     # Centring before squaring avoids cancellation; reading + read stays the same.
-    middle = aggregate(read, structure=EVERYONE)
+    middle = _mean(read)
     read, reading = read - middle, reading + middle
 
     around = aggregate(torch.cat([read, read * read], dim=1), structure="mean")
     near, square = torch.chunk(around, 2, dim=1)
 
-    def over_edges(rows: Any, what: str) -> Any:
-        """The mean over all edges of rows that are means over the edges into each vertex."""
-        return aggregate(rows, structure=BY_EDGES, observed_by=path and f"{path}:{what}")
-
-    mean = over_edges(reading + near, "mean")
+    mean = _mean(reading + near, path, "mean", BY_EDGES)
     centred = reading - mean
-    variance = over_edges(centred * centred + 2.0 * centred * near + square, "variance")
+    squared = centred * centred + 2.0 * centred * near + square
+    variance = _mean(squared, path, "variance", BY_EDGES)
     if path:
         centred = reading - in_training(mean, norm.running_mean)
         variance = in_training(variance, norm.running_var)

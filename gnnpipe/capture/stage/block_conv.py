@@ -227,8 +227,13 @@ class BlockConv(nn.Module):
             values[0] = (values[0], values[0][:count] if own is None else own)
 
         given = {"edges": [block.edge_index], "rows": values, "edge values": carried}
-        args = [_filled(a, given) for a in self._args]
-        kwargs = {k: _filled(v, given) for k, v in self._kwargs.items()}
+
+        def fill(argument: Any) -> Any:
+            is_slot = isinstance(argument, _Slot)
+            return given[argument.kind][argument.index] if is_slot else argument
+
+        args: Any = fx.node.map_aggregate(self._args, fill)
+        kwargs: Any = fx.node.map_aggregate(self._kwargs, fill)
         mode: AbstractContextManager[Any] = nullcontext()
         if self.drops:
             mode = KeyedDropout(self.drops, block, rows, self.site)
@@ -239,14 +244,3 @@ class BlockConv(nn.Module):
             else:
                 out = self.conv(*args, **kwargs)
         return out[:count]
-
-
-# Not a closure of ``forward``: a recursive closure is a reference cycle, which would keep the rows
-# alive until garbage collection.
-def _filled(argument: Any, given: Mapping[str, Sequence[Any]]) -> Any:
-    """An argument of the recorded call, with placeholders replaced by the block's values."""
-    if isinstance(argument, _Slot):
-        return given[argument.kind][argument.index]
-    if isinstance(argument, tuple | list):
-        return type(argument)(_filled(a, given) for a in argument)
-    return argument

@@ -344,7 +344,6 @@ class _Writer:
         return is_linear(self._graph_module, call)
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
-        """A copy of a linear map, computed in bf16."""
         copied = self._copy(call)
         if call.op == "call_module":
             path = f"{call.target}_rounded"

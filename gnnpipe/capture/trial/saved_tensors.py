@@ -112,7 +112,6 @@ def _counts(call: fx.Node, run: SampleRun) -> tuple[set[int], set[int]]:
 
 
 def _edge_values(call: fx.Node, run: SampleRun) -> set[fx.Node]:
-    """The edge values that a convolution depends on."""
     found: set[fx.Node] = set()
     waiting = [call]
     while waiting:
@@ -171,7 +170,6 @@ def _has_mask(call: fx.Node) -> bool:
 
 
 def _has_trained_weights(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> bool:
-    """Whether some weight of a linear map is trained."""
     weights = [t for source in call.all_input_nodes[1:] for t in tensors_in(values[source])]
     if call.op == "call_module":
         weights = list(run.module.get_submodule(str(call.target)).parameters())
