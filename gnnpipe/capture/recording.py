@@ -179,10 +179,7 @@ class Recording:
 
     @cached_property
     def _buffers(self) -> dict[str, dict[str, Tensor]]:
-        """Buffers of the state dict by name, for the path of each buffer and each module above it.
-
-        Found once, which is safe because buffers are moved in place.
-        """
+        """Buffers by name, for the path of each buffer and module above it; they move in place."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             path = f"model.{name}"

@@ -178,10 +178,7 @@ def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
 def cut_vertex_weights(
     module: nn.Module, paths: Mapping[str, str], counts: Mapping[str, int]
 ) -> None:
-    """Resize these weights to the numbers of vertices in ``counts``.
-
-    Rows repeat where the sample has more vertices than the graph.
-    """
+    """Resize weights to ``counts`` vertices; rows repeat where the sample has more."""
     for path, vertex_type in paths.items():
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)

@@ -307,7 +307,8 @@ def _patched_pyg() -> Iterator[None]:
 
     def traced_group(values: list[Any], how: str | None) -> Any:
         found = grouping(values, how)
-        return found[0] if how in ("min", "max") and len(values) > 1 else found
+        is_pair = how in ("min", "max") and len(values) > 1 and isinstance(found, fx.Proxy)
+        return found[0] if is_pair else found
 
     pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
     try:

@@ -279,8 +279,7 @@ class Layer(nn.Module, ABC):
     def push_maker_behind(self, previous: Layer | None) -> PushMaker:
         """Returns the method that computes this layer's pushed rows in the table.
 
-        ``PushMaker.AFTER`` means ``after`` of the ``previous`` layer; only if both layers declare
-        ``PushMaker.AFTER``.
+        ``PushMaker.AFTER``: ``after`` of the ``previous`` layer, if both layers declare it.
         """
         declared = self._declared_push_maker
         if declared is PushMaker.AFTER and (

@@ -148,8 +148,8 @@ class _Trial:
     def _check_parts(self, what: str, whole: Values, *halves: Values) -> None:
         for name, value in whole.items():
             joined = [half[name] for half in halves if isinstance(half.get(name), Tensor)]
-            is_whole = are_parts(joined, value, 0, self.tolerance, self.tolerance)
-            if len(joined) < len(halves) or not is_whole:
+            tolerances = self.tolerance, self.tolerance
+            if len(joined) < len(halves) or not are_parts(joined, value, 0, *tolerances):
                 raise InputError(
                     f"{self.name}: {what} mixes rows or draws random numbers: part of the rows "
                     "alone gives another result than among all rows, so results would depend on "

@@ -16,10 +16,7 @@ from gnnpipe.ops.norm_relu import norm_relu
 
 
 class SAGELayer(Layer):
-    """``x' = dropout(relu(LayerNorm(mean(x) W_l + x W_r + b)))``; the last layer ends with the sum.
-
-    ``mean`` averages over the neighbours.
-    """
+    """``x' = dropout(relu(LayerNorm(mean(x) W_l + x W_r + b)))``; the last layer is the sum."""
 
     aggregation = "mean"
     maps_features = keeps_features = cuda_graph_safe = True

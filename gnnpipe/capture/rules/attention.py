@@ -57,10 +57,7 @@ def is_mapped(conv: nn.Module) -> bool:
 
 
 def _check(conv: Any, x: Any, made: int) -> None:
-    """Raises ``OtherKindError`` if a map is not PyG's ``Linear`` or makes rows wider.
-
-    ``made``: width of the mapped rows.
-    """
+    """Raises ``OtherKindError`` unless maps are PyG's ``Linear``, and rows [n, made] no wider."""
     maps = [conv._modules[name] for name in _MAPS[type(conv)]]
     if not all(isinstance(lin, Linear) for lin in maps):
         raise OtherKindError
@@ -71,11 +68,7 @@ def _check(conv: Any, x: Any, made: int) -> None:
 
 
 def _rest(conv: Any, bias: str | None, **modules: nn.Module | None) -> Any:
-    """A shallow copy of the convolution with other modules and without its bias.
-
-    The copy shares the user's weights for the scores. Attributes set on the original later have no
-    effect on it.
-    """
+    """A shallow copy of the convolution with shared weights, other modules and no ``bias``."""
     rest = copy.copy(conv)
     rest._modules = {**conv._modules, **modules}
     rest._parameters = {**conv._parameters, **({bias: None} if bias else {})}

@@ -133,10 +133,7 @@ def _is_one_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def _taken_apart(layers: Any) -> tuple[Any, Any, nn.Module]:
-    """(first linear map, BatchNorm behind it, remaining layers) of EdgeConv's ``nn``.
-
-    Raises ``OtherKindError`` for other layers.
-    """
+    """(first linear map, BatchNorm behind it, others) of EdgeConv's nn, or ``OtherKindError``."""
     if _is_one_of(layers, pyg.MLP):
         dropout = [nn.Dropout(p) for p in layers.dropout]
         lins, norms = list(layers.lins), list(layers.norms)

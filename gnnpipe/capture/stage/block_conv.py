@@ -214,10 +214,7 @@ class BlockConv(nn.Module):
         own: Tensor | None = None,
         carried: Sequence[Any] = (),
     ) -> Tensor:
-        """Results [C, ...] for the own rows, from the block's rows [C + H, F].
-
-        ``carried`` [E_c, ...]: values of the block's edges.
-        """
+        """Results [C, ...] from the block's rows [C + H, F] and values of its edges [E_c, ...]."""
         count = block.size[1]
         parts = torch.split(received, self._widths, dim=1)
         values: list[Any] = [

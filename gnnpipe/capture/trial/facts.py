@@ -135,10 +135,7 @@ def _type_of(call: fx.Node, sources: list[Facts], sample: Sample) -> str:
 
 
 def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
-    """Whether a call's value has one row for each edge.
-
-    Raises ``InputError`` for a call that mixes rows of vertices and edges.
-    """
+    """Whether a call's value has one row for each edge; ``InputError`` if it mixes in vertices."""
     if is_input(call, *EDGE_DATA):
         return True
     if not any(s.of_edges for s in sources) or edges_read(call) is not None:

@@ -37,11 +37,7 @@ class Sample:
     """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
 
     def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:
-        """The result of the user's method in plain PyG, on floating-point numbers of a type.
-
-        With several vertex types, features and edges are passed as dicts. ``InputError`` if the
-        method fails.
-        """
+        """The result of the method in plain PyG, in ``dtype``; ``InputError`` if it fails."""
         x = {t: rows.to(dtype) for t, rows in self.x.items()}
         carried = {
             k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()
