@@ -28,18 +28,6 @@ Rule = Callable[..., Any]
 """Maps (convolution, its arguments by name without edges) to its result. ``edge_weight`` is None or
 the recording's input of that name."""
 
-RULES: dict[type[nn.Module], Rule] = {}
-
-
-def lowers(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Registers the decorated function as the rule of a class of convolutions."""
-
-    def add(rule: Rule) -> Rule:
-        RULES[kind] = rule
-        return rule
-
-    return add
-
 
 class OtherKindError(Exception):
     """The rule does not support this instance, which then runs unchanged."""
@@ -94,13 +82,11 @@ def _linear_of_aggregate(lin: Any, x: Any, aggregated: Callable[[Any], Any]) -> 
     return _plus_bias(lin, aggregated(nn.functional.linear(x, lin.weight)))
 
 
-@lowers(pyg.GCNConv)
 def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A (x W) + b``."""
     return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, _gcn(conv, edge_weight)))
 
 
-@lowers(pyg.SAGEConv)
 def sage(conv: Any, x: Any) -> Any:
     """``A x W_l + b + x W_r``."""
     aggregated = _reduction(conv)
@@ -113,7 +99,6 @@ def sage(conv: Any, x: Any) -> Any:
     return nn.functional.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
 
-@lowers(pyg.GraphConv)
 def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x W + b + x W_root``."""
     x, own = _pair(x)
@@ -121,7 +106,6 @@ def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return out if own is None else out + conv.lin_root(own)
 
 
-@lowers(pyg.GINConv)
 def gin(conv: Any, x: Any) -> Any:
     """``nn(A x + (1 + eps) x)``."""
     x, own = _pair(x)
@@ -129,7 +113,6 @@ def gin(conv: Any, x: Any) -> Any:
     return conv.nn(out if own is None else out + (1 + conv.eps) * own)
 
 
-@lowers(pyg.GCN2Conv)
 def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     """GCNII: ``(1 - beta) m + beta m W`` with ``m = (1 - alpha) A x + alpha x_0``."""
 
@@ -149,7 +132,6 @@ def _check_cached(conv: Any, x: Any) -> None:
         raise OtherKindError
 
 
-@lowers(pyg.SGConv)
 def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A^K x W + b``: K aggregations."""
     aggregated = _gcn(conv, edge_weight)
@@ -159,7 +141,6 @@ def sgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return _linear_of_aggregate(conv.lin, x, aggregated) if conv.K else conv.lin(x)
 
 
-@lowers(pyg.SSGConv)
 def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``(alpha x + (1 - alpha) / K sum A^k x) W + b``."""
     aggregated = _gcn(conv, edge_weight)
@@ -171,7 +152,6 @@ def ssgc(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return conv.lin(h)
 
 
-@lowers(pyg.APPNP)
 def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """K times ``x = (1 - alpha) A x + alpha h``."""
     if conv.dropout > 0 or conv.cached:
@@ -182,7 +162,6 @@ def appnp(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return x
 
 
-@lowers(pyg.TAGConv)
 def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum A^k x W_k + b``, A without loops."""
     aggregated, out = _gcn(conv, edge_weight), conv.lins[0](x)
@@ -192,7 +171,6 @@ def tag(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return _plus_bias(conv, out)
 
 
-@lowers(pyg.MixHopConv)
 def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """Concatenation of ``A^p x W_p`` over p in ``powers``."""
     aggregated, powers = _gcn(conv, edge_weight), [int(p) for p in conv.powers]
@@ -204,7 +182,6 @@ def mix_hop(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return _plus_bias(conv, torch.cat([outs[p] for p in powers], dim=-1))
 
 
-@lowers(pyg.LEConv)
 def le(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum (x_j W_1 + b - x_i W_2) + x_i W_3``: A (x W_1 + b) - degree * (x W_2) + x W_3."""
     total = partial(aggregate, structure="sum", edge_weight=edge_weight)
@@ -212,7 +189,6 @@ def le(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return total(conv.lin1(x)) - degree * conv.lin2(x) + conv.lin3(x)
 
 
-@lowers(pyg.ClusterGCNConv)
 def cluster_gcn(conv: Any, x: Any) -> Any:
     """``(D^-1 (A + I) + lambda diag) x W_out + x W_root``."""
     if not conv.add_self_loops or conv.diag_lambda != 0.0:
@@ -220,7 +196,6 @@ def cluster_gcn(conv: Any, x: Any) -> Any:
     return conv.lin_out(aggregate(x, structure="mean-looped")) + conv.lin_root(x)
 
 
-@lowers(pyg.ChebConv)
 def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``sum T_k(L) x W_k + b``; L is -A here, as PyG has it for lambda_max = 2."""
     if conv.normalization != "sym":
@@ -234,7 +209,6 @@ def cheb(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return _plus_bias(conv, out)
 
 
-@lowers(pyg.SimpleConv)
 def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``; with combine_root, ``A x + x`` or ``[x, A x]``."""
     if conv.combine_root == "self_loop":
@@ -245,21 +219,17 @@ def simple(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return out + x if conv.combine_root == "sum" else torch.cat([x, out], dim=-1)
 
 
-@lowers(pyg.LGConv)
 def light_gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``A x``, A without loops."""
     return _gcn(conv, edge_weight)(x)
 
 
-@lowers(SparseLinear)
 def sparse_linear(conv: Any, edge_weight: Any = None) -> Any:
     """``A W + b``: LINKX's map of the adjacency matrix; W has one row for each vertex."""
     rows = of_vertices(conv.weight, vertex_type="")
     return _plus_bias(conv, aggregate(rows, structure="sum", edge_weight=edge_weight))
 
 
-@lowers(pyg.FastRGCNConv)
-@lowers(pyg.RGCNConv)
 def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
     """``sum_r A_r (x W_r) + x W_root + b``, if all x W_r are at most twice as wide as x."""
     structure, count = _reduction_name(conv), conv.num_relations
@@ -282,7 +252,6 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
     return _plus_bias(conv, out)
 
 
-@lowers(pyg.GatedGraphConv)
 def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     """``x = GRU(A x W_i, x)`` for each layer i."""
     aggregated = _reduction(conv, edge_weight)
@@ -291,3 +260,26 @@ def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     for i in range(conv.num_layers):
         x = conv.rnn(aggregated(x @ conv.weight[i]), x)
     return x
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    pyg.GCNConv: gcn,
+    pyg.SAGEConv: sage,
+    pyg.GraphConv: graph_conv,
+    pyg.GINConv: gin,
+    pyg.GCN2Conv: gcn2,
+    pyg.SGConv: sgc,
+    pyg.SSGConv: ssgc,
+    pyg.APPNP: appnp,
+    pyg.TAGConv: tag,
+    pyg.MixHopConv: mix_hop,
+    pyg.LEConv: le,
+    pyg.ClusterGCNConv: cluster_gcn,
+    pyg.ChebConv: cheb,
+    pyg.SimpleConv: simple,
+    pyg.LGConv: light_gcn,
+    SparseLinear: sparse_linear,
+    pyg.RGCNConv: rgcn,
+    pyg.FastRGCNConv: rgcn,
+    pyg.GatedGraphConv: gated_graph,
+}

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
-from torch_geometric.nn import GATConv
 
 from gnnpipe.capture.fx_names import EDGES, dropout_arguments, is_input
 from gnnpipe.capture.rules.attention import is_mapped
@@ -194,17 +193,13 @@ class BlockConv(nn.Module):
         before dropout) and row of the block (mapped row), and bytes for each edge beyond its two
         ends (``graph.blocks.Incidence``).
         """
-        if not (isinstance(self.conv, GATConv) and self._makes_no_messages):
+        if not (self._is_plain and is_additive(self.conv)):
             return None
         heads = int(self.conv.heads)
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
         structure_per_edge = 24 if self.conv.add_self_loops else 8
         return width, per_edge, 0 if is_mapped(self.conv) else width, structure_per_edge
-
-    @property
-    def _makes_no_messages(self) -> bool:
-        return self._is_plain and is_additive(self.conv)
 
     def forward(
         self,
@@ -236,7 +231,7 @@ class BlockConv(nn.Module):
             mode = KeyedDropout(self.drops, block, rows, self.site)
         with mode:
             out: Tensor
-            if block.is_fused and self._makes_no_messages:
+            if block.is_fused and self._is_plain and is_additive(self.conv):
                 out = attend(self.conv, values[0][0], own, block)
             else:
                 out = self.conv(*args, **kwargs)
