@@ -144,7 +144,7 @@ def _compute(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[
         return []
     is_map = any(is_input(s, FEATURES) for s in inputs[:1]) and is_linear(run.module, call)
     if is_map or call.op == "placeholder" or call.target in (aggregate, in_training, of_vertices):
-        is_trained = _has_trained_weights(call, run, values) if is_map else bool(inputs)
+        is_trained = _has_trained_weights(call, run, values) if is_map else call.op != "placeholder"
         values[call] = _leaf(run.whole[call], is_trained)
         return []
     given = {source: values[source] for source in inputs}
