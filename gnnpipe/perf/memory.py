@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
 from gnnpipe.plan import (
     LossRows,
     ModelGraph,
@@ -113,7 +112,7 @@ def estimate_memory(
     dag: StageDag, model: ModelGraph, stage: int, sizes: ShardSizes, settings: MemorySettings
 ) -> MemoryEstimate:
     """Returns the estimate for a rank of ``stage`` with a shard of these ``sizes``."""
-    rank = _RankMemory(dag, model, stage, sizes, settings)
+    rank = RankMemory(dag, model, stage, sizes, settings)
     parts = MemoryEstimate(
         rank.structure(), rank.features(), rank.history(), rank.activations(), rank.weights()
     )
@@ -130,8 +129,8 @@ def partition_bytes(graph_bytes: int, num_edges: int, uses_metis: bool) -> int:
 
 
 @dataclass(frozen=True)
-class _RankMemory:
-    """One rank's memory, part by part, in bytes."""
+class RankMemory:
+    """Memory of a rank, part by part, in bytes; ``estimate_memory`` puts the parts together."""
 
     dag: StageDag
     model: ModelGraph
@@ -141,12 +140,13 @@ class _RankMemory:
 
     @property
     def plan(self) -> Plan:
+        """The plan."""
         return self.dag.plan
 
     @cached_property
     def ops(self) -> Sequence[Op]:
-        own = self.plan.stages[self.stage].ops
-        return self.model.select(own)
+        """The ops of the stage."""
+        return self.model.select(self.plan.stages[self.stage].ops)
 
     @cached_property
     def depths(self) -> dict[str, int]:
@@ -156,22 +156,17 @@ class _RankMemory:
 
     @cached_property
     def precomputed(self) -> frozenset[str]:
-        settings = self.settings
-        return precomputed_aggregations(
-            self.model, self.plan, settings.rounds_rows, settings.is_exact
-        )
+        """Ops whose aggregation is computed once for all epochs."""
+        rounds_rows, is_exact = self.settings.rounds_rows, self.settings.is_exact
+        return precomputed_aggregations(self.model, self.plan, rounds_rows, is_exact)
 
     @cached_property
     def shared(self) -> frozenset[str]:
         """Ops whose gradients share a table with the aggregated rows."""
         limited, settings = self.sizes.loss_rows.ops, self.settings
+        rounds_rows, is_exact = settings.rounds_rows, settings.is_exact
         return shared_tables(
-            self.model,
-            self.plan,
-            self.precomputed,
-            limited,
-            settings.rounds_rows,
-            settings.is_exact,
+            self.model, self.plan, self.precomputed, limited, rounds_rows, is_exact
         )
 
     @cached_property
@@ -189,10 +184,14 @@ class _RankMemory:
     @property
     def num_tables(self) -> int:
         """History tables of an op; 0 for a single unrounded chunk: its rows are the table."""
-        is_alone = self.plan.chunks == 1 and self.plan.shards == 1
-        if is_alone and not self.settings.rounds_rows:
+        if self.is_alone and not self.settings.rounds_rows:
             return 0
         return 2 if self.settings.snapshot else 1
+
+    @property
+    def is_alone(self) -> bool:
+        """A single chunk on a single shard."""
+        return self.plan.chunks == 1 and self.plan.shards == 1
 
     @property
     def is_linear(self) -> bool:
@@ -282,18 +281,73 @@ class _RankMemory:
                     self.sizes.table_rows[op.pushed_type] + own[op.vertex_type]
                 )
                 pairs += (1 + sum(op.kept_widths.values())) * self.sizes.own_pairs
-        tables = StageTables(
-            dag=self.dag,
-            ops=self.ops,
-            depths=list(self.depths.values()),
-            stage=self.stage,
-            pushing=self.pushing,
-            own_rows=own,
-            table_rows=self.sizes.table_rows,
-            number_bytes=self.settings.number_bytes,
-            row_bytes=self.settings.row_bytes,
-        )
-        return max((numbers + pairs) * self.settings.number_bytes, evaluation_bytes(tables))
+        return max((numbers + pairs) * self.settings.number_bytes, self.evaluation())
+
+    def evaluation(self) -> int:
+        """The most bytes that a step of an evaluation needs beside what training keeps.
+
+        Evaluation runs layer by layer, without gradients. A step needs the whole table that the
+        step reads, the whole table that the step pushes into, and the values of all chunks that
+        later steps read. If a stage has few layers and training is limited to loss rows, this is
+        more than an epoch of training needs.
+        """
+        chunks, settings = self.plan.chunks, self.settings
+        waiting = self._waiting_in_evaluation()
+        tables_read, aggregated = [0] * (len(waiting) + 1), [0] * len(waiting)
+        for op in self.pushing:
+            rows = self.sizes.table_rows[op.pushed_type]
+            tables_read[self.depths[op.name]] += op.push_width * rows
+        for op in self.ops:
+            rows = self.sizes.own_rows[op.vertex_type]
+            aggregated[self.depths[op.name]] += op.push_width * rows // chunks
+        most = 0
+        for step, passing in enumerate(aggregated):
+            read, written = tables_read[step], tables_read[step + 1]
+            # Chunk by chunk, values for this step are freed and values for the next step are made.
+            waits = max(waiting[step - 1] if step else 0, waiting[step])
+            # A single chunk on one shard reads all rows at once, and frees the table.
+            tables = max(read, written) if self.is_alone else read + written
+            held = tables * settings.row_bytes + (waits + passing) * settings.number_bytes
+            most = max(most, held)
+        return most
+
+    def _waiting_in_evaluation(self) -> list[int]:
+        """Numbers kept after each step of an evaluation, for a later step or for the output."""
+        found = [0] * (max(self.depths.values(), default=0) + 1)
+
+        def keep(width: int, vertex_type: str, made: int, read: int) -> None:
+            for step in range(made, read):
+                found[step] += width * self.sizes.own_rows[vertex_type]
+
+        # By value: width, vertex type, and the step that makes the value.
+        made = {
+            name: (width, t.types.get(name, ""), 0)
+            for t in self.dag.receives(self.stage)
+            for name, width in t.widths.items()
+        }
+        last_read: dict[str, int] = {}
+        for op in self.ops:
+            depth = self.depths[op.name]
+            for name in op.inputs:
+                # An aggregation reads its inputs one step before its result is made.
+                last_read[name] = max(last_read.get(name, 0), depth - op.aggregates)
+            # A value that is the same for all rows is a single row, which is negligible.
+            if not op.is_one_row:
+                made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
+            # A kept row that is a row of an unrounded table takes no further memory.
+            is_rounded = self.settings.rounds_rows
+            in_table = not is_rounded and op.holds_pushed and op.push_maker in self.depths
+            if op.aggregates and not in_table:
+                keep(sum(op.kept_widths.values()), op.vertex_type, depth - 1, depth)
+        for name, value in made.items():
+            keep(*value, last_read.get(name, 0))
+        # Values that leave the stage, or the model, are kept to the end.
+        sent = {name for t in self.dag.sends(self.stage) for name in t.widths}
+        leaving = sent or set(self.ops[-1].outputs)
+        for op in self.ops:
+            for name, width in op.outputs.items():
+                found[-1] += (name in leaving) * width * self.sizes.own_rows[op.vertex_type]
+        return found
 
     def _kept_by_op(self) -> dict[str, int]:
         """Numbers that each op keeps until backward, without those in history tables."""
@@ -415,8 +469,10 @@ def human_bytes(size: float) -> str:
     >>> human_bytes(3 * 2**20)
     '3.0 MiB'
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    raise AssertionError
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.report.run import Fields
 from gnnpipe.report.svg import bars, escape
 
@@ -15,19 +16,6 @@ SHARES = {
 AXES = ("pipeline", "graph", "gradient", "control", "total")
 HELD = "held before"
 PARTS = ("structure", "features", "history", "activations", "weights")
-
-
-def size(value: float) -> str:
-    """Format a number of bytes with a suitable unit.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
 
 
 def time_section(result: Fields) -> str:
@@ -62,13 +50,13 @@ def memory_section(result: Fields) -> str:
         rows.append((f"rank {rank}: estimate", [(HELD, held), *parts]))
         whole = sum(of_part for _, of_part in parts)
         ratio = f" ({grown / whole:.0%})" if whole else ""
-        lines.append(f"rank {rank}: {size(grown)} of {size(whole)}{ratio}")
+        lines.append(f"rank {rank}: {human_bytes(grown)} of {human_bytes(whole)}{ratio}")
     few = lines[:16] + ["..."] * (len(lines) > 16)
     note = (
         f"Growth in training, compared with the estimate: {', '.join(few)}. On a CPU the peak is "
         "that of the whole process, so it may have occurred while the data was read."
     )
-    return bars("Memory by rank", rows, size) + _note(note)
+    return bars("Memory by rank", rows, human_bytes) + _note(note)
 
 
 def bytes_section(result: Fields) -> str:

@@ -5,10 +5,13 @@ from helpers import quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.perf.evaluation_memory import StageTables, evaluation_bytes
+from gnnpipe.perf import ShardSizes
+from gnnpipe.perf.memory import RankMemory
+from gnnpipe.plan import ALL_ROWS
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
+from gnnpipe.setup.memory_estimate import memory_settings
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate
 
@@ -31,14 +34,16 @@ def prepared_of(model, chunks, stages=1, **settings):
 
 
 def counted(prepared, stage=0):
-    plan, model = prepared.plan, prepared.model_graph
-    ops = model.select(plan.stages[stage].ops)
-    pushing = [op for op in ops if not op.is_mean and op.name not in prepared.precomputed]
-    rows = {"": N}
-    depths, row_bytes = model.depths(plan.stages[stage].ops), prepared.row_dtype.itemsize
-    return evaluation_bytes(
-        StageTables(prepared.dag, ops, depths, stage, pushing, rows, rows, 4, row_bytes)
+    sizes = ShardSizes({"": N}, {"": 0}, 0, 0, 0, ALL_ROWS, 0)
+    settings = memory_settings(
+        prepared.config,
+        prepared.plan.chunks,
+        has_sparse_features=False,
+        is_symmetric=True,
+        is_exact=prepared.program.is_exact,
+        extra_weights=0,
     )
+    return RankMemory(prepared.dag, prepared.model_graph, stage, sizes, settings).evaluation()
 
 
 def held_at_most(monkeypatch, prepared):
