@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     from gnnpipe import TrainConfig
+    from gnnpipe.perf.parts import Side
     from gnnpipe.perf.profile import op_kind
     from gnnpipe.profile.profile import take_profile
     from gnnpipe.runtime.comm.mesh import Mesh
@@ -81,7 +82,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     for i in PLACES:
         op = prepared.model_graph.ops[i]
         costs, seconds = times[op_kind(op)], 0.0
-        for side in ("before", "after"):
+        for side in Side:
             rows, links, stored = sizes.columns(op, side)
             for way in ("forward", "backward"):
                 a = getattr(costs, f"{way}_{side}")

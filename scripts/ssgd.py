@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT)]
 from ssgd_model import VARIANTS, AllReduce, LayerTimes, Training, ssgd_tasks  # noqa: E402
 
 from gnnpipe.perf import simulate  # noqa: E402
-from gnnpipe.perf.critical import critical_shares  # noqa: E402
+from gnnpipe.perf.what_if import critical_shares  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "ssgd.md"
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnnpipe.perf.simulate import collector_paused
-from gnnpipe.perf.tasks import Task, Tasks
+from gnnpipe.perf.simulate import Task, TaskKind, Tasks, collector_paused
 
 VARIANTS = ("naive", "input overlap", "wait-free backward")
 
@@ -105,7 +104,7 @@ def ssgd_tasks(training: Training, variant: str, devices: int, iterations: int) 
         reduced = 0
         for layer in reversed(layers):
             size = training.layers[layer].gradient_bytes
-            what = Task("REDUCE_GRAD", 0, -1, iteration, step=layer, size_bytes=size)
+            what = Task(TaskKind.REDUCE_GRADIENTS, 0, -1, iteration, step=layer, size_bytes=size)
             behind = layer if variant == "wait-free backward" else 0
             before = tuple(device.backward[behind] for device in on_devices)
             reduced = tasks.add(what, link, times_s[layer], before)
@@ -132,19 +131,20 @@ class _DeviceTasks:
         # With overlap, samples are read once the iteration before the previous one has ended.
         earlier = iteration - (2 if self._is_ahead else 1)
         before = (self._updates[earlier],) if earlier >= 0 else ()
-        tasks.add(self._task("READ", iteration), self._input, training.read_s, before)
-        here = (tasks.add(self._task("COPY", iteration), self._input, training.copy_s),)
+        tasks.add(self._task(TaskKind.READ, iteration), self._input, training.read_s, before)
+        here = (tasks.add(self._task(TaskKind.COPY, iteration), self._input, training.copy_s),)
         for number, layer in enumerate(training.layers):
-            what = self._task("F", iteration, number)
+            what = self._task(TaskKind.FORWARD, iteration, number)
             tasks.add(what, self._on, layer.forward_s, here if number == 0 else ())
         for number in reversed(range(len(training.layers))):
-            what, time_s = self._task("B", iteration, number), training.layers[number].backward_s
+            what = self._task(TaskKind.BACKWARD, iteration, number)
+            time_s = training.layers[number].backward_s
             self.backward[number] = tasks.add(what, self._on, time_s)
 
     def update(self, iteration: int, reduced: int) -> None:
         """Add the step after the all-reduce ``reduced``."""
-        what = self._task("STEP", iteration)
+        what = self._task(TaskKind.STEP, iteration)
         self._updates.append(self.tasks.add(what, self._on, self.training.update_s, (reduced,)))
 
-    def _task(self, kind: str, iteration: int, layer: int = -1) -> Task:
+    def _task(self, kind: TaskKind, iteration: int, layer: int = -1) -> Task:
         return Task(kind, 0, self.device, iteration, step=layer)

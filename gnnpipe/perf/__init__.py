@@ -1,11 +1,18 @@
 """Predicted costs of a plan, and the split of a measured epoch's time."""
 
-from gnnpipe.perf.measured import measured_spans
 from gnnpipe.perf.memory import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.parts import ChunkSizes
 from gnnpipe.perf.profile import Profile
 from gnnpipe.perf.simulate import simulate
-from gnnpipe.perf.spans import ActionTimes, Collective, EpochSpans, Message, TimeShares, time_shares
+from gnnpipe.perf.spans import (
+    ActionTimes,
+    Collective,
+    EpochSpans,
+    Message,
+    TimeShares,
+    measured_spans,
+    time_shares,
+)
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
 from gnnpipe.perf.volume import CommVolume, closed_form_volume
 

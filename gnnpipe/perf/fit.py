@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from scipy.optimize import nnls
@@ -28,12 +28,7 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """Return the sum of two amounts of work."""
-        return Work(
-            self.rows + other.rows,
-            self.edges + other.edges,
-            self.entries + other.entries,
-            self.times + other.times,
-        )
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def columns(self) -> tuple[float, float, float, float]:
         """Return the factors of the four numbers of an ``Affine``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.plan import ModelGraph, Op
@@ -81,17 +82,15 @@ def _sheets(name: str) -> tuple[DeviceSheet, LinkSheet]:
     return DEVICES[device], LINKS[link]
 
 
-def hardware_profile(
-    name: str, model: ModelGraph, *, dtype: str, comm_dtype: str, matmul_dtype: str, recompute: bool
-) -> Profile:
+def hardware_profile(name: str, model: ModelGraph, config: TrainConfig) -> Profile:
     """Return a profile of ``name``, 'DEVICE:LINK', for a model's ops; ``InputError`` if unknown."""
     sheet, link = _sheets(name)
-    number_bytes = 8 if dtype == "float64" else 4
-    row_bytes = 2 if comm_dtype == "bf16" else number_bytes
-    flops_per_s = sheet.bf16_flops_per_s if matmul_dtype == "bf16" else sheet.flops_per_s
+    number_bytes = 8 if config.dtype == "float64" else 4
+    row_bytes = 2 if config.comm_dtype == "bf16" else number_bytes
+    flops_per_s = sheet.bf16_flops_per_s if config.matmul_dtype == "bf16" else sheet.flops_per_s
     # float64 runs at half the speed of float32 on these devices.
     speed = SHARE * flops_per_s * 4 / number_bytes
-    roof = _Roof(sheet, speed, number_bytes, row_bytes, recompute)
+    roof = _Roof(sheet, speed, number_bytes, row_bytes, config.recompute)
     number_s = roof.moved_s(number_bytes)
     compute = ComputeTimes(
         ranks=1,
@@ -108,11 +107,11 @@ def hardware_profile(
         note=f"{sheet.source}; {link.source}; assumed: {SHARE:.0%} of its speed and memory's, "
         f"{LAUNCH_S * 1e6:g} us a kernel, {link.latency_s * 1e6:g} us a message",
         device="cuda",
-        dtype=dtype,
-        comm_dtype=comm_dtype,
-        matmul_dtype=matmul_dtype,
+        dtype=config.dtype,
+        comm_dtype=config.comm_dtype,
+        matmul_dtype=config.matmul_dtype,
         kernel="auto",
-        recompute=recompute,
+        recompute=config.recompute,
         threads=1,
         compute=(compute,),
         message=times,
@@ -159,8 +158,8 @@ class _Roof:
         backward_after = Affine(then, back_row_s)
         if self.recompute:
             # Rows are recomputed, aggregations are not.
-            backward_before = _sum(backward_before, forward_before)
-            backward_after = _sum(backward_after, Affine(then, after_row_s, 0.0, own_entry_s))
+            backward_before += forward_before
+            backward_after += Affine(then, after_row_s, 0.0, own_entry_s)
         fitted = push if op.moves else 0
         # Two passes, with the old and the new weights, and the fit of the map.
         probe_row_s = 2 * (before_row_s + after_row_s)
@@ -175,12 +174,3 @@ class _Roof:
             carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(2 * push**2, 3 * push)),
             relative_error=0.0,
         )
-
-
-def _sum(a: Affine, b: Affine) -> Affine:
-    return Affine(
-        a.base_s + b.base_s,
-        a.per_row_s + b.per_row_s,
-        a.per_edge_s + b.per_edge_s,
-        a.per_entry_s + b.per_entry_s,
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +16,25 @@ from gnnpipe.plan import ModelGraph, Op
 Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The part of an op before its push ('before') or after its aggregation ('after')."""
+class Side(StrEnum):
+    """Side of an op's aggregation; the value ends the names of fields in ``OpTimes``."""
+
+    BEFORE = "before"
+    """Before the rows are pushed."""
+    AFTER = "after"
+
+
+class Part(NamedTuple):
+    """A part of an op."""
 
     op: int
-    side: str
+    side: Side
 
 
 def step_parts(
     model: ModelGraph, ops: Sequence[int], precomputed: Collection[str] = ()
 ) -> list[list[Part]]:
-    """Return the parts of each step of a stage; an op without a push has an 'after' part only.
+    """Return the parts of each step of a stage; an op without a push has the part AFTER only.
 
     ``precomputed``: ops whose aggregation is precomputed; they push nothing, and both parts lie in
     the step after their aggregation.
@@ -34,8 +43,8 @@ def step_parts(
     for i, depth in zip(ops, model.depths(ops), strict=True):
         op = model.ops[i]
         if op.aggregates:
-            steps[depth - (op.name not in precomputed)].append(Part(i, "before"))
-        steps[depth].append(Part(i, "after"))
+            steps[depth - (op.name not in precomputed)].append(Part(i, Side.BEFORE))
+        steps[depth].append(Part(i, Side.AFTER))
     return steps
 
 
@@ -89,7 +98,7 @@ class ChunkSizes:
         """G."""
         return int(next(iter(self.rows.values())).shape[0])
 
-    def work(self, op: Op, side: str, shard: int, chunk: int) -> Work:
+    def work(self, op: Op, side: Side, shard: int, chunk: int) -> Work:
         """Return the work of a part for one chunk."""
         rows, edges, entries = (int(counts[shard, chunk]) for counts in self.columns(op, side))
         return Work(rows, edges, entries)
@@ -109,17 +118,17 @@ class ChunkSizes:
         cleared = [n * op.clears for n, op in zip(numbers, pushing, strict=True)]
         return Work(sum(cleared) * (self.chunks > 1), sum(numbers), times=len(pushing))
 
-    def columns(self, op: Op, side: str) -> tuple[Counts, Counts, Counts]:
+    def columns(self, op: Op, side: Side) -> tuple[Counts, Counts, Counts]:
         """Return the rows, edges and entries that a part processes, [G, K] each."""
         zeros = np.zeros((self.shards, self.chunks), dtype=np.int64)
         entries = edges = zeros
-        if op.reads_features and side == ("before" if op.aggregates else "after"):
+        if op.reads_features and side is (Side.BEFORE if op.aggregates else Side.AFTER):
             entries = self.entries[op.vertex_type]
         if op.aggregates and not op.is_mean and op.name not in self.precomputed:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
         if op.name in self.loss_rows and op.aggregates:
-            edges = self.loss_row_source_edges if side == "before" else self.loss_row_edges
-        if side == "before":
+            edges = self.loss_row_source_edges if side is Side.BEFORE else self.loss_row_edges
+        if side is Side.BEFORE:
             # Only the backward product of this part works on edges.
             if op.name in self.shared and self.stale_edges:
                 every = np.maximum(self.edges[op.vertex_type], 1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gnnpipe.perf.simulate import Timeline
+from gnnpipe.perf.simulate import Task, TaskKind, Timeline
 from gnnpipe.perf.spans import Collective, EpochSpans, Message
-from gnnpipe.perf.tasks import Task
 from gnnpipe.perf.trace import Span
 from gnnpipe.plan.placement import Placement
 
@@ -19,7 +18,7 @@ def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpan
     for number, task in enumerate(tasks.what):
         rank = tasks.resource[number]
         if rank >= ranks:
-            if task.kind.startswith("SEND_"):
+            if task.kind.is_send:
                 source, target = _ends(task, placement)
                 key = task.kind[-1], target, task.position
                 epochs[source].send_times_s[key] = end_s[tasks.before[number][0]]
@@ -43,10 +42,10 @@ def _add_wait(
     task, senders = timeline.tasks.what[number], timeline.tasks.before[number]
     ready_s = [timeline.end_s[sender] for sender in senders]
     end_s = max(start_s, timeline.end_s[number])
-    if task.kind == "SYNC":
+    if task.kind is TaskKind.SYNC:
         epochs[rank].step_sync = Collective(start_s, start_s, end_s)
         return end_s
-    if not task.kind.startswith("SEND_"):
+    if not task.kind.is_send:
         epochs[rank].collectives.append(Collective(ready_s[placement.shard(rank)], start_s, end_s))
         return end_s
     source, target = _ends(task, placement)
@@ -91,7 +90,7 @@ def predicted_spans(
             continue
         steps = (0, num_steps[task.stage]) if task.step < 0 else (task.step, task.step + 1)
         # The product that overlaps with the exchange of halo gradients is part of its step.
-        kind = "B" if task.kind == "PULL" else task.kind
+        kind = TaskKind.BACKWARD if task.kind is TaskKind.PULL else task.kind
         for shown_rank, peer, lane in _lanes(task, rank, placement):
             span = Span(
                 shown_rank,
@@ -100,7 +99,7 @@ def predicted_spans(
                 end_s,
                 task.chunk,
                 task.stage,
-                steps if kind in ("F", "B") else (0, 0),
+                steps if kind in (TaskKind.FORWARD, TaskKind.BACKWARD) else (0, 0),
                 peer,
                 task.size_bytes,
                 number in critical,
@@ -119,9 +118,9 @@ def _lanes(task: Task, rank: int, placement: Placement) -> Iterator[tuple[int, i
     """Yield rank, peer and lane of each span of a task."""
     if rank < placement.num_ranks:
         yield rank, -1, ""
-    elif task.kind.startswith("SEND_"):
+    elif task.kind.is_send:
         source, target = _ends(task, placement)
         yield source, target, f"to {target}"
-    elif task.kind != "SYNC":
+    elif task.kind is not TaskKind.SYNC:
         for member in placement.stages[task.stage]:
             yield member, -1, "shards"

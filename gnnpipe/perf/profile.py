@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
@@ -38,18 +38,20 @@ class Affine:
     per_edge_s: float = 0.0
     per_entry_s: float = 0.0
 
-    def time_s(self, rows: float, edges: float = 0.0, entries: float = 0.0) -> float:
-        """Seconds of the given work.
+    def time_s(
+        self, rows: float, edges: float = 0.0, entries: float = 0.0, times: float = 1.0
+    ) -> float:
+        """Seconds of the given work in so many calls.
 
         >>> Affine(1.0, 0.5).time_s(4)
         3.0
         """
-        return (
-            self.base_s
-            + self.per_row_s * rows
-            + self.per_edge_s * edges
-            + self.per_entry_s * entries
-        )
+        per_call, per_row = self.base_s * times, self.per_row_s * rows
+        return per_call + per_row + self.per_edge_s * edges + self.per_entry_s * entries
+
+    def __add__(self, other: Affine) -> Affine:
+        """Return the time of one call of each."""
+        return Affine(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Costs of a plan from a profile and the sizes of its chunks.
+"""Durations and sizes of every task of a program, from a profile and the sizes of its chunks.
+
+The simulator gets all costs through the public methods of ``ProfiledCosts``; another object with
+these methods may give assumed costs. ``chunk`` is a chunk's own number, not its position in the
+order. Times are in seconds and at least 0. Compute and communication are given separately; the
+simulator overlaps the two as the executor does.
 
 Bytes are counted, not estimated: over all ranks they equal ``closed_form_volume``. Compute times
 are those of the profile for as many ranks at once, divided by the speed of each rank's device.
@@ -16,14 +21,16 @@ import numpy.typing as npt
 
 from gnnpipe.collectives import LinkUse
 from gnnpipe.errors import InputError
-from gnnpipe.perf.parts import ChunkSizes, Part, step_parts
+from gnnpipe.perf.parts import ChunkSizes, Part, Side, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
+from gnnpipe.perf.simulate import TaskKind
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.plan import ModelGraph, Op, StageDag, Transfer, op_gradient_steps
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.schedule import SpecialPosition
+from gnnpipe.schedule import Direction, SpecialPosition
 
-WAYS = {"F": "forward", "B": "backward"}
+WAYS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
+"""Beginnings of the names of fields in ``OpTimes``."""
 SUM_BYTES = 8
 """Bytes of a number in the sums of a forecast's fit and of a mean over all vertices (float64)."""
 
@@ -65,7 +72,7 @@ class ProfiledCosts:
         self._cluster = cluster
         self._ops = [self._times_of(op) for op in model.ops]
         self._parts = [step_parts(model, stage.ops, sizes.precomputed) for stage in plan.stages]
-        self._steps: dict[tuple[str, int, int], npt.NDArray[np.float64]] = {}
+        self._steps: dict[tuple[Direction, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         """Transfers by (source, target)."""
@@ -111,19 +118,29 @@ class ProfiledCosts:
         return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
 
     def begin_s(self, stage: int, shard: int) -> float:
-        """Return the time to clear tables, take snapshots and draw masks."""
-        begin, work = self._compute.begin, self.sizes.begin_work(self._stage_ops(stage), shard)
-        per_row, per_edge = begin.per_row_s * work.rows, begin.per_edge_s * work.edges
-        return (begin.base_s * work.times + per_row + per_edge) * self._slowdown(stage, shard)
+        """Return the time of the work before the first action of an epoch.
 
-    def step_s(self, way: str, stage: int, shard: int, chunk: int, step: int) -> float:
-        """Return the time of a step, with reading and adding rows for other shards."""
+        Clearing tables of gradients, taking and restoring snapshots, drawing masks.
+        """
+        work = self.sizes.begin_work(self._stage_ops(stage), shard)
+        time_s = self._compute.begin.time_s(work.rows, work.edges, times=work.times)
+        return time_s * self._slowdown(stage, shard)
+
+    def step_s(self, way: Direction, stage: int, shard: int, chunk: int, step: int) -> float:
+        """Return the time of one step of one chunk on one rank, without waiting for others.
+
+        Forward: aggregate the rows that step - 1 pushed (not for step 0), compute, write the pushed
+        rows into the table; after the last step of the last stage also the loss. Backward: the
+        transposed aggregation, for halo rows and own rows (not for the last step, which pushes
+        nothing), then autograd; with recomputation also the forward of the step. Both include
+        reading and adding rows for other shards.
+        """
         key = way, stage, step
         if key not in self._steps:
             self._steps[key] = self._step_times(*key)
         return float(self._steps[key][shard, chunk]) * self._slowdown(stage, shard)
 
-    def _step_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
+    def _step_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
         """Return the seconds of a step, [G, K]."""
         total = np.zeros((self.plan.shards, self.plan.chunks))
         for part in self._parts[stage][step]:
@@ -131,18 +148,18 @@ class ProfiledCosts:
             rows, edges, entries = self.sizes.columns(op, part.side)
             total += costs.base_s + costs.per_row_s * rows
             total += costs.per_edge_s * edges + costs.per_entry_s * entries
-            if part.side == "before" and not op.is_mean:
+            if part.side is Side.BEFORE and not op.is_mean:
                 numbers = self.sizes.boundary[op.pushed_type] * op.push_width
                 total += self._compute.boundary_per_number_s * numbers
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
-    def _busy_times(self, way: str, stage: int, step: int) -> npt.NDArray[np.float64]:
+    def _busy_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
         """Return the processor seconds of messages and exchanges during a step, [G, K]."""
         plan, total = self.plan, np.zeros((self.plan.shards, self.plan.chunks))
         last = len(self._parts[stage]) - 1
-        first_step, last_step = (0, last) if way == "F" else (last, 0)
+        first_step, last_step = (0, last) if way == Direction.FORWARD else (last, 0)
         for ends in self._transfers:
-            source, target = ends if way == "F" else ends[::-1]
+            source, target = ends if way == Direction.FORWARD else ends[::-1]
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
                 busy = self._link("message").busy
                 total += busy.base_s + busy.per_row_s * self._bytes_between(*ends)
@@ -158,12 +175,15 @@ class ProfiledCosts:
             ]
         return total
 
-    def _part_times(self, way: str, part: Part) -> Affine:
+    def _part_times(self, way: Direction, part: Part) -> Affine:
         found: Affine = getattr(self._ops[part.op], f"{WAYS[way]}_{part.side}")
         return found
 
     def finish_s(self, stage: int, shard: int) -> float:
-        """Return the time of the weight gradients of ops that read features."""
+        """Return the extra time of the last backward step of an epoch.
+
+        This step computes the gradient of the weight that multiplies the features, for all chunks.
+        """
         total = 0.0
         for op, times in self._stage_times(stage):
             if op.reads_features:
@@ -172,40 +192,53 @@ class ProfiledCosts:
         return total * self._slowdown(stage, shard)
 
     def pull_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
-        """Return the part of the step that grows with the edges; edges of halo rows are few."""
+        """Return the part of a backward step that overlaps with the exchange of halo gradients.
+
+        This part is the product for the own rows, here all that grows with the edges (edges of halo
+        rows are few). Not called with one shard, nor for the last step.
+        """
         total = sum(
-            self._part_times("B", part).per_edge_s
+            self._part_times(Direction.BACKWARD, part).per_edge_s
             * float(self.sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
             for part in self._parts[stage][step]
-            if part.side == "before"
+            if part.side is Side.BEFORE
         )
         return total * self._slowdown(stage, shard)
 
-    def probe_s(self, kind: str, stage: int, shard: int) -> float:
-        """Return the time of FORECAST or CARRY."""
+    def probe_s(self, kind: TaskKind, stage: int, shard: int) -> float:
+        """Return the time of FORECAST or CARRY on one rank, without communication."""
         total = 0.0
         for op, times in self._stage_times(stage):
             probes = float(self.sizes.probes[op.vertex_type][shard])
-            if kind == "FORECAST":
+            if kind == TaskKind.FORECAST:
                 total += times.forecast.time_s(probes)
             elif op.is_forecast:
                 total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
         return total * self._slowdown(stage, shard)
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
-        """Return the bytes of the sum of each aggregation that is forecast."""
+        """Return the bytes of each sum over the shards that FORECAST needs for its fits; one copy.
+
+        Not called with one shard.
+        """
         return [fit_numbers(op) * SUM_BYTES for op in self._stage_ops(stage) if op.is_forecast]
 
     def update_s(self, stage: int, shard: int) -> float:
-        """Return the time of the optimizer's step."""
-        ops, update = self._stage_ops(stage), self._compute.update
+        """Return the time of the optimizer's step on one rank."""
+        ops = self._stage_ops(stage)
         weights = sum(op.num_parameters for op in ops)
-        total = update.base_s * len(ops) + update.per_row_s * weights
-        return total * self._slowdown(stage, shard)
+        time_s = self._compute.update.time_s(weights, times=len(ops))
+        return time_s * self._slowdown(stage, shard)
 
-    def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
-        """Return the rows of a chunk times the widths of the values, in bytes."""
-        ends = (source, target) if way == "F" else (target, source)
+    def message_bytes(
+        self, way: Direction, source: int, target: int, shard: int, chunk: int
+    ) -> int:
+        """Return the bytes that a shard of stage ``source`` sends to the same shard of ``target``.
+
+        All values of one chunk, or in backward their gradients. If ``chunk`` is
+        ``SpecialPosition.PROBE``: the values of the probe rows, old and new.
+        """
+        ends = (source, target) if way == Direction.FORWARD else (target, source)
         if chunk != SpecialPosition.PROBE:
             return int(self._bytes_between(*ends)[shard, chunk])
         return sum(
@@ -227,12 +260,19 @@ class ProfiledCosts:
         return self._messages[ends]
 
     def has_exchange(self, stage: int, step: int) -> bool:
-        """Whether the step pushes rows, and not only for means."""
+        """Whether the step pushes rows for neighbours, and not only for means over all vertices.
+
+        Not called with one shard, nor for the last step, which pushes nothing.
+        """
         return any(not op.is_mean for op in self._pushing(stage, step))
 
-    def exchange_bytes(self, way: str, stage: int, shard: int, chunk: int, step: int) -> int:
-        """Return the bytes of boundary rows (forward) or of gradients of halo rows (backward)."""
-        rows = self.sizes.boundary if way == "F" else self.sizes.halo
+    def exchange_bytes(self, way: Direction, stage: int, shard: int, chunk: int, step: int) -> int:
+        """Return the bytes that a rank sends to all other shards of its stage for one step.
+
+        Forward: the boundary rows that the step pushed; backward: the gradients of its halo rows.
+        Only called if the step ``has_exchange``.
+        """
+        rows = self.sizes.boundary if way == Direction.FORWARD else self.sizes.halo
         return sum(
             int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
             for op in self._pushing(stage, step)
@@ -240,46 +280,57 @@ class ProfiledCosts:
         )
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
-        """Return the bytes of the sum of each mean that the step pushes for."""
+        """Return the bytes of each sum for a mean that the step pushes, in order; one copy.
+
+        Each sum is waited for as soon as it has started: forward after the step, backward after the
+        step that read the mean.
+        """
         return [op.push_width * SUM_BYTES for op in self._pushing(stage, step) if op.is_mean]
 
     def _pushing(self, stage: int, step: int) -> list[Op]:
         """Return the ops that push at the end of a step, in order."""
         parts = self._parts[stage][step]
-        return [self.model.ops[part.op] for part in parts if part.side == "before"]
+        return [self.model.ops[part.op] for part in parts if part.side is Side.BEFORE]
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
-        """Return the bytes of the weight gradients that are complete after these steps."""
+        """Return the bytes of the weight gradients that these steps complete; one copy."""
         complete = op_gradient_steps(self.model, self.plan.stages[stage].ops)
         ops = zip(self._stage_ops(stage), complete, strict=True)
         numbers = sum(op.num_parameters for op, step in ops if step in range(*steps))
         return numbers * self._number_bytes
 
     def message_s(self, source: int, target: int, size_bytes: int) -> float:
-        """Return latency plus bytes over bandwidth."""
+        """Return the time of a message on an idle link, from when both ranks are ready."""
         if self._cluster is not None:
             link = self._cluster.between(source, target)
             return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
         return self._link("message").time_s(size_bytes)
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
-        """Return the time of the shard that sends most; in a cluster, over the slowest link."""
+        """Return the time of an exchange among the shards on idle links, once all are ready.
+
+        ``sizes_bytes``: bytes that each shard sends to all others together. In a cluster the
+        slowest link between the shards counts.
+        """
         use = self.plan.collectives.rows.link_use(self.plan.shards, max(sizes_bytes))
         is_measured = self._profile.collectives.row_exchange == self.plan.collectives.row_exchange
         return self._collective_s(stage, use, "exchange" if is_measured else None)
 
     def shard_sum_s(self, stage: int, size_bytes: int) -> float:
-        """Return the time of the plan's sum over shards; in a cluster, over the slowest link."""
+        """Return the time of all phases of a sum of ``size_bytes`` (one copy) over the shards.
+
+        Includes the copies into and out of a contiguous buffer.
+        """
         use = self.plan.collectives.sum.link_use(self.plan.shards, size_bytes)
         is_measured = self._profile.collectives.shard_sum == self.plan.collectives.shard_sum
         return self._collective_s(stage, use, "shard_sum" if is_measured else None)
 
     def shard_sum_bytes(self, size_bytes: int) -> int:
-        """Return the bytes of the plan's sum over the shards."""
+        """Return the bytes that all shards of a stage send for a sum of ``size_bytes``."""
         return self.plan.collectives.sum.sent_bytes(self.plan.shards, size_bytes)
 
     def shard_sum_phases(self) -> int:
-        """Return the number of phases of the plan's sum over the shards."""
+        """Return the phases of a sum, which follow one another and take equally long."""
         return self.plan.collectives.sum.phases
 
     def _collective_s(self, stage: int, use: LinkUse, measured: str | None) -> float:
@@ -299,7 +350,10 @@ class ProfiledCosts:
         )
 
     def sync_s(self) -> float:
-        """Return the latency of a tree all-reduce: 2 ceil(log2(ranks)) consecutive messages."""
+        """Return the time of an all-reduce of a few numbers over all ranks, at least two.
+
+        The latency of a tree: 2 ceil(log2(ranks)) consecutive messages.
+        """
         if self._cluster is not None:
             links = [self._cluster.link, *self._cluster.pairs.values()]
             latency_s = max(link.latency_s for link in links)
@@ -308,11 +362,14 @@ class ProfiledCosts:
         return 2 * math.ceil(math.log2(self.plan.num_ranks)) * latency_s
 
     def link(self, source: int, target: int) -> str:
-        """Return a link for every pair of ranks and direction."""
+        """Return the name of the link that a message uses; here each pair of ranks has its own.
+
+        Messages on links of the same name are served one after another, first come, first served.
+        """
         return f"link {source} to {target}"
 
     def group(self, stage: int) -> str:
-        """Return a link for every stage."""
+        """Return the name of the link that collectives of the stage's shards use."""
         return f"shards of stage {stage}"
 
     def _stage_ops(self, stage: int) -> list[Op]:

@@ -1,4 +1,8 @@
-"""List scheduling: starts each task on its resource as soon as its dependencies have ended.
+"""Tasks of an epoch, and list scheduling: each starts as soon as its dependencies have ended.
+
+As in the DAG model of S-SGD (arXiv 1805.03812), an epoch is a directed acyclic graph of tasks, each
+a computation or a communication on one resource, and its time is the longest path once the
+resources have been scheduled.
 
 A link serves its tasks first come, first served. A device runs its tasks in the order of the
 program, as an executor does. A link from one rank to one other rank also sees its messages in the
@@ -13,12 +17,121 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from gnnpipe.perf.tasks import Tasks
+from gnnpipe.schedule import Direction
+
+
+class TaskKind(StrEnum):
+    """Kind of a task; the value is its short form in traces."""
+
+    BEGIN = "BEGIN"
+    """Work once per epoch. This kind and those up to STEP are tasks on a device."""
+    FORWARD = "F"
+    BACKWARD = "B"
+    PULL = "PULL"
+    """Part of a backward step that overlaps with the exchange of halo gradients."""
+    FORECAST = "FORECAST"
+    CARRY = "CARRY"
+    STEP = "STEP"
+    SEND_FORWARD = "SEND_F"
+    """A message from stage to stage. This kind and those up to SYNC are tasks on a link."""
+    SEND_BACKWARD = "SEND_B"
+    EXCHANGE_FORWARD = "EXCHANGE_F"
+    """An exchange of rows among the shards of a stage."""
+    EXCHANGE_BACKWARD = "EXCHANGE_B"
+    REDUCE_FIT = "REDUCE_FIT"
+    """Sums over the shards that FORECAST is fitted to."""
+    REDUCE_MEAN = "REDUCE_MEAN"
+    """Sum over the shards for a mean over all vertices, or for its gradient."""
+    REDUCE_GRADIENTS = "REDUCE_GRAD"
+    SYNC = "SYNC"
+    """All-reduce of a few numbers over all ranks; position 0 before the optimizer's step, 1 after
+    the step."""
+    READ = "READ"
+    """Input, on a device of its own; READ and COPY are tasks of scripts/ssgd_model.py."""
+    COPY = "COPY"
+
+    @property
+    def is_send(self) -> bool:
+        """The task is a message from stage to stage."""
+        return self in SENDS.values()
+
+
+SENDS = {Direction.FORWARD: TaskKind.SEND_FORWARD, Direction.BACKWARD: TaskKind.SEND_BACKWARD}
+EXCHANGES = {
+    Direction.FORWARD: TaskKind.EXCHANGE_FORWARD,
+    Direction.BACKWARD: TaskKind.EXCHANGE_BACKWARD,
+}
+
+
+class Task(NamedTuple):
+    """Description of a task; -1 where a field has no meaning."""
+
+    kind: TaskKind
+    stage: int
+    shard: int = -1
+    """-1: all shards of the stage."""
+    position: int = -1
+    """Position of the chunk in the order."""
+    chunk: int = -1
+    step: int = -1
+    """-1: all steps of its action."""
+    peer: int = -1
+    """The stage that receives a message."""
+    size_bytes: int = 0
+    """Bytes that all senders send."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A device or link, which runs one task at a time."""
+
+    name: str
+    in_order: bool
+    """Whether tasks run in the order in which they were added, as on a device; otherwise first
+    come, first served, as on a link."""
+
+
+@dataclass
+class Tasks:
+    """Table of tasks, a column per field, since there may be millions.
+
+    ``before`` may name tasks that are added later.
+    """
+
+    what: list[Task] = field(default_factory=list)
+    resource: list[int] = field(default_factory=list)
+    duration_s: list[float] = field(default_factory=list)
+    before: list[tuple[int, ...]] = field(default_factory=list)
+    """Tasks that must end before a task starts. For a task on a link these are the last
+    tasks on the devices that take part: source and target, or one per shard."""
+    resources: list[Resource] = field(default_factory=list)
+    _number: dict[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.what)
+
+    def open(self, name: str, in_order: bool) -> int:
+        """Return the number of the resource of that name, created on first use."""
+        if name not in self._number:
+            self._number[name] = len(self.resources)
+            self.resources.append(Resource(name, in_order))
+        return self._number[name]
+
+    def add(
+        self, what: Task, resource: int, duration_s: float, before: tuple[int, ...] = ()
+    ) -> int:
+        """Add a task; return its number."""
+        self.what.append(what)
+        self.resource.append(resource)
+        self.duration_s.append(duration_s)
+        self.before.append(before)
+        return len(self.what) - 1
 
 
 @contextmanager

@@ -21,59 +21,16 @@ Sends and receives take no time on a device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from gnnpipe.perf.costs import Costs
-from gnnpipe.perf.simulate import collector_paused
-from gnnpipe.perf.tasks import Task, Tasks
-from gnnpipe.schedule import Action, ActionKind, Program
-
-
-class BucketTasks:
-    """Tasks of the gradient sums of one stage's shards."""
-
-    def __init__(
-        self,
-        phases: int,
-        add: Callable[[int, int, tuple[int, ...]], int],
-        wait: Callable[..., None],
-    ) -> None:
-        """Prepare the sums.
-
-        Args:
-            phases: Phases of a sum.
-            add: Adds the task of one phase; arguments: bytes, step, dependencies.
-            wait: Makes the shards wait for tasks.
-        """
-        self._phases, self._add, self._wait = phases, add, wait
-        self._under_way: list[tuple[int, int, int, int]] = []
-        """Current task, bytes, step and number of remaining phases of every bucket."""
-
-    def begin(self, size: int, step: int) -> None:
-        """Start the first phase of a bucket, if the bucket has weights."""
-        self._proceed()
-        if size:
-            self._under_way.append((self._add(size, step, ()), size, step, self._phases - 1))
-
-    def finish(self) -> None:
-        """Wait for all sums."""
-        while any(phases for *_, phases in self._under_way):
-            self._proceed()
-        self._wait(*(task for task, *_ in self._under_way))
-        self._under_way.clear()
-
-    def _proceed(self) -> None:
-        """Start the next phase of every bucket that has one, after its current phase."""
-        for place, (task, size, step, phases) in enumerate(self._under_way):
-            if phases:
-                self._wait(task)
-                started = self._add(size, step, (task,))
-                self._under_way[place] = started, size, step, phases - 1
+from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.simulate import EXCHANGES, SENDS, Task, TaskKind, Tasks, collector_paused
+from gnnpipe.schedule import Action, ActionKind, Direction, Program
 
 
 @collector_paused()
 def program_tasks(
-    program: Program, costs: Costs, order: Sequence[int] | None = None, overlap: bool = True
+    program: Program, costs: ProfiledCosts, order: Sequence[int] | None = None, overlap: bool = True
 ) -> Tasks:
     """Return the tasks of one epoch; ``order[position]`` is the chunk (default: the position).
 
@@ -84,7 +41,7 @@ def program_tasks(
     tasks = Tasks()
     for rank in range(program.placement.num_ranks):
         tasks.open(f"rank {rank}", in_order=True)
-    messages: dict[tuple[str, int, int, int], list[int]] = {}
+    messages: dict[tuple[Direction, int, int, int], list[int]] = {}
     syncs: list[int] = []
     for stage in range(len(program.stages)):
         stage_tasks = _StageTasks(program, costs, order, overlap, tasks, messages, syncs, stage)
@@ -98,11 +55,11 @@ class _StageTasks:
     def __init__(
         self,
         program: Program,
-        costs: Costs,
+        costs: ProfiledCosts,
         order: Sequence[int],
         overlap: bool,
         tasks: Tasks,
-        messages: dict[tuple[str, int, int, int], list[int]],
+        messages: dict[tuple[Direction, int, int, int], list[int]],
         syncs: list[int],
         stage: int,
     ) -> None:
@@ -120,17 +77,19 @@ class _StageTasks:
         """Last task on each device."""
         self._waits: list[list[int]] = [[] for _ in self.shards]
         """Tasks that the next task on each device waits for."""
-        self._arriving: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+        self._arriving: dict[tuple[Direction, int], list[list[int]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
-        self._buckets = BucketTasks(costs.shard_sum_phases(), self._sum_phase, self._wait)
+        self._buckets: list[tuple[int, int, int, int]] = []
+        """Gradient sums under way: current task, bytes, step and number of remaining phases."""
 
     def run(self) -> None:
         """Add all tasks."""
         actions = self.program.stages[self.stage]
         last = max((i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD), default=-1)
         self._last = [-1] * len(self.shards)
-        self._device("BEGIN", [self.costs.begin_s(self.stage, shard) for shard in self.shards])
+        begins = [self.costs.begin_s(self.stage, shard) for shard in self.shards]
+        self._device(TaskKind.BEGIN, begins)
         for index, action in enumerate(actions):
             following = actions[index + 1] if index + 1 < len(actions) else None
             if action.kind is ActionKind.FORWARD:
@@ -144,18 +103,18 @@ class _StageTasks:
             elif action.kind is ActionKind.REDUCE_GRADIENTS:
                 self._sum_gradients(action)
             elif action.kind is ActionKind.STEP:
-                self._buckets.finish()
+                self._finish_gradient_sums()
                 self._sync(0)
                 updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
-                self._device("STEP", updates)
+                self._device(TaskKind.STEP, updates)
                 self._sync(1)
             else:
                 self._probe(action)
 
     def _device(
-        self, kind: str, durations_s: list[float], position: int = -1, step: int = -1
+        self, kind: TaskKind, durations_s: list[float], position: int = -1, step: int = -1
     ) -> None:
-        chunk = self.order[position] if position >= 0 else position
+        chunk = self._chunk(position)
         for shard in self.shards:
             what = Task(kind, self.stage, shard, position, chunk, step)
             before = tuple(self._waits[shard])
@@ -168,21 +127,25 @@ class _StageTasks:
 
     def _probe(self, action: Action) -> None:
         if action.kind.is_pass:
-            self._wait_for_messages("F", action.position)
-        each = [self.costs.probe_s(action.kind, self.stage, shard) for shard in self.shards]
+            self._wait_for_messages(Direction.FORWARD, action.position)
+        kind = TaskKind(action.kind)
+        each = [self.costs.probe_s(kind, self.stage, shard) for shard in self.shards]
         has_sums = action.kind is ActionKind.FORECAST and len(self.shards) > 1
         sums = self.costs.fit_bytes(self.stage) if has_sums else ()
         # Work and sums alternate: the fit of each aggregation needs the one before.
         parts = [time_s / (len(sums) + 1) for time_s in each]
         for size in sums:
-            self._device(action.kind, parts, action.position)
-            self._reduce("REDUCE_FIT", size, action.position, action.position)
-        self._device(action.kind, parts, action.position)
+            self._device(kind, parts, action.position)
+            self._reduce(TaskKind.REDUCE_FIT, size, action.position, action.position)
+        self._device(kind, parts, action.position)
+
+    def _step_times(self, way: Direction, chunk: int, step: int) -> list[float]:
+        return [self.costs.step_s(way, self.stage, shard, chunk, step) for shard in self.shards]
 
     def _forward(self, action: Action) -> None:
         chunk = self.order[action.position]
         if action.steps[0] == 0:
-            self._wait_for_messages("F", action.position)
+            self._wait_for_messages(Direction.FORWARD, action.position)
         if len(self.shards) == 1:
             self._all_steps(action)
             return
@@ -190,11 +153,11 @@ class _StageTasks:
             if step:
                 self._wait(*self._pushed[step - 1])
                 self._pushed[step - 1].clear()
-            each = [self.costs.step_s("F", self.stage, shard, chunk, step) for shard in self.shards]
-            self._device("F", each, action.position, step)
+            each = self._step_times(Direction.FORWARD, chunk, step)
+            self._device(TaskKind.FORWARD, each, action.position, step)
             if step < self.num_steps - 1:
                 self._sum_means(action.position, step)
-                pushed = self._exchange("F", action.position, step)
+                pushed = self._exchange(Direction.FORWARD, action.position, step)
                 if self.overlap:
                     self._pushed[step] += pushed
                 else:
@@ -202,45 +165,46 @@ class _StageTasks:
 
     def _all_steps(self, action: Action, is_last: bool = False) -> None:
         """Run all steps as one task: with one shard no rows are exchanged between them."""
-        chunk = self.order[action.position]
+        chunk, way = self.order[action.position], action.kind.direction
         steps = range(*action.steps)
-        time_s = sum(self.costs.step_s(action.kind, self.stage, 0, chunk, step) for step in steps)
+        time_s = sum(self.costs.step_s(way, self.stage, 0, chunk, step) for step in steps)
         if is_last:
             time_s += self.costs.finish_s(self.stage, 0)
-        self._device(action.kind, [time_s], action.position, steps[0] if len(steps) == 1 else -1)
+        step = steps[0] if len(steps) == 1 else -1
+        self._device(TaskKind(action.kind), [time_s], action.position, step)
 
     def _backward(self, action: Action, following: Action | None, is_last: bool) -> None:
         chunk = self.order[action.position]
         if action.steps[1] == self.num_steps:
-            self._wait_for_messages("B", action.position)
+            self._wait_for_messages(Direction.BACKWARD, action.position)
         if len(self.shards) == 1:
             self._all_steps(action, is_last)
             return
         repeat = following if action.is_repeated_by(following) else None
         for step in reversed(range(*action.steps)):
-            each = [self.costs.step_s("B", self.stage, shard, chunk, step) for shard in self.shards]
+            each = self._step_times(Direction.BACKWARD, chunk, step)
             if step < self.num_steps - 1:
                 place = action.position, step
                 arriving = self._returning.pop(place, None)
                 if arriving is None:
-                    arriving = self._exchange("B", *place)
+                    arriving = self._exchange(Direction.BACKWARD, *place)
                 if not self.overlap:
                     self._wait(*arriving)
                 own = [self.costs.pull_s(self.stage, shard, chunk, step) for shard in self.shards]
-                self._device("PULL", own, *place)
+                self._device(TaskKind.PULL, own, *place)
                 each = [whole - part for whole, part in zip(each, own, strict=True)]
                 if self.overlap:
                     self._wait(*arriving)
                     if repeat is not None:
                         comes = repeat.position, step
-                        self._returning[comes] = self._exchange("B", *comes)
+                        self._returning[comes] = self._exchange(Direction.BACKWARD, *comes)
             if is_last and step == action.steps[0]:
                 each = [e + self.costs.finish_s(self.stage, s) for s, e in enumerate(each)]
-            self._device("B", each, action.position, step)
+            self._device(TaskKind.BACKWARD, each, action.position, step)
             if step:
                 self._sum_means(action.position, step - 1)
 
-    def _exchange(self, way: str, position: int, step: int) -> list[int]:
+    def _exchange(self, way: Direction, position: int, step: int) -> list[int]:
         """Add and return the exchange of a step; nothing if the step pushes only for means."""
         if not self.costs.has_exchange(self.stage, step):
             return []
@@ -248,45 +212,64 @@ class _StageTasks:
         sizes = [
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
-        what = Task(f"EXCHANGE_{way}", self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
-        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        what = Task(EXCHANGES[way], self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
         time_s = self.costs.exchange_s(self.stage, sizes)
-        return [self.tasks.add(what, link, time_s, tuple(self._last))]
+        return [self.tasks.add(what, self._shard_link(), time_s, tuple(self._last))]
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):
-            self._reduce("REDUCE_MEAN", size, position, self.order[position], step)
+            self._reduce(TaskKind.REDUCE_MEAN, size, position, self.order[position], step)
 
     def _sum_gradients(self, action: Action) -> None:
         size = self.costs.gradient_bytes(self.stage, action.steps)
         if self.overlap:
-            self._buckets.begin(size, action.steps[0])
+            self._next_phases()
+            if size:
+                self._add_phase(size, action.steps[0], (), self.costs.shard_sum_phases() - 1)
         elif size:
-            self._reduce("REDUCE_GRAD", size, step=action.steps[0])
+            self._reduce(TaskKind.REDUCE_GRADIENTS, size, step=action.steps[0])
 
-    def _sum_phase(self, size: int, step: int, before: tuple[int, ...]) -> int:
+    def _add_phase(self, size: int, step: int, before: tuple[int, ...], remaining: int) -> None:
         phases = self.costs.shard_sum_phases()
         sent = self.costs.shard_sum_bytes(size) // phases
-        what = Task("REDUCE_GRAD", self.stage, step=step, size_bytes=sent)
-        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        what = Task(TaskKind.REDUCE_GRADIENTS, self.stage, step=step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size) / phases
-        return self.tasks.add(what, link, time_s, (*self._last, *before))
+        task = self.tasks.add(what, self._shard_link(), time_s, (*self._last, *before))
+        self._buckets.append((task, size, step, remaining))
+
+    def _next_phases(self) -> None:
+        """Start the next phase of every bucket that has one, after its current phase."""
+        buckets, self._buckets = self._buckets, []
+        for task, size, step, remaining in buckets:
+            if remaining:
+                self._wait(task)
+                self._add_phase(size, step, (task,), remaining - 1)
+            else:
+                self._buckets.append((task, size, step, remaining))
+
+    def _finish_gradient_sums(self) -> None:
+        while any(remaining for *_, remaining in self._buckets):
+            self._next_phases()
+        self._wait(*(task for task, *_ in self._buckets))
+        self._buckets.clear()
+
+    def _shard_link(self) -> int:
+        return self.tasks.open(self.costs.group(self.stage), in_order=False)
 
     def _reduce(
-        self, kind: str, size: int, position: int = -1, chunk: int = -1, step: int = -1
+        self, kind: TaskKind, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
         sent = self.costs.shard_sum_bytes(size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
-        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
         time_s = self.costs.shard_sum_s(self.stage, size)
-        self._wait(self.tasks.add(what, link, time_s, tuple(self._last)))
+        self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last)))
 
     def _sync(self, position: int) -> None:
         """Wait for all ranks; the first stage adds the task."""
         if self.program.placement.num_ranks == 1:
             return
         if len(self.syncs) == position:
-            what = Task("SYNC", -1, position=position)
+            what = Task(TaskKind.SYNC, -1, position=position)
             place = self.tasks.open("all ranks", in_order=False)
             self.syncs.append(self.tasks.add(what, place, self.costs.sync_s()))
         task = self.syncs[position]
@@ -295,7 +278,7 @@ class _StageTasks:
         self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)
         self._wait(task)
 
-    def _wait_for_messages(self, way: str, position: int) -> None:
+    def _wait_for_messages(self, way: Direction, position: int) -> None:
         """Make the next task on each device wait for the messages posted for this chunk."""
         for message in self._arriving.pop((way, position), ()):
             for waits, task in zip(self._waits, message, strict=True):
@@ -317,24 +300,25 @@ class _StageTasks:
             for waits, task in zip(self._waits, message, strict=True):
                 waits.append(task)
 
-    def _message(self, way: str, source: int, target: int, position: int) -> list[int]:
+    def _message(self, way: Direction, source: int, target: int, position: int) -> list[int]:
         """Return the tasks of a message by shard; the first of its send and receive adds them."""
         key = way, source, target, position
         if key not in self.messages:
-            chunk = self.order[position] if position >= 0 else position
-            self.messages[key] = [
-                self._message_task(way, source, target, shard, position, chunk)
-                for shard in self.shards
-            ]
+            self.messages[key] = [self._message_task(*key, shard) for shard in self.shards]
         return self.messages[key]
 
     def _message_task(
-        self, way: str, source: int, target: int, shard: int, position: int, chunk: int
+        self, way: Direction, source: int, target: int, position: int, shard: int
     ) -> int:
+        chunk = self._chunk(position)
         size = self.costs.message_bytes(way, source, target, shard, chunk)
         placement = self.program.placement
         ranks = placement.rank(source, shard), placement.rank(target, shard)
         link = self.tasks.open(self.costs.link(*ranks), in_order=False)
-        time_s = self.costs.message_s(ranks[0], ranks[1], size)
-        what = Task(f"SEND_{way}", source, shard, position, chunk, peer=target, size_bytes=size)
+        time_s = self.costs.message_s(*ranks, size)
+        what = Task(SENDS[way], source, shard, position, chunk, peer=target, size_bytes=size)
         return self.tasks.add(what, link, time_s)
+
+    def _chunk(self, position: int) -> int:
+        """The chunk at a position; a ``SpecialPosition`` is returned unchanged."""
+        return self.order[position] if position >= 0 else position

@@ -29,7 +29,6 @@ from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
-from gnnpipe.plan import ModelGraph
 from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profile.steps import (
     BEGIN,
@@ -75,7 +74,7 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
         with mesh.on_own_cores():
             profile = take_profile(config, mesh)
     else:
-        profile = data_sheet_profile(config, prepare(config, mesh).model_graph, hardware)
+        profile = hardware_profile(hardware, prepare(config, mesh).model_graph, config)
         profile = replace(profile, note=f"dataset {config.dataset}; {profile.note}")
     if mesh.rank == 0:
         lines = profile_lines(profile)
@@ -84,18 +83,6 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
         print("\n".join(lines), flush=True)
     mesh.leave()
     return 0
-
-
-def data_sheet_profile(config: TrainConfig, model: ModelGraph, hardware: str) -> Profile:
-    """Profile of ``hardware``, 'DEVICE:LINK', for the settings of ``config``."""
-    return hardware_profile(
-        hardware,
-        model,
-        dtype=config.dtype,
-        comm_dtype=config.comm_dtype,
-        matmul_dtype=config.matmul_dtype,
-        recompute=config.recompute,
-    )
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -13,17 +13,22 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.files import NewFile
 from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
-from gnnpipe.perf.critical import critical_shares, task_group, task_place
-from gnnpipe.perf.hardware import hardware_memory_bytes
+from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.memory import ON_TOP, human_bytes
 from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import LESS, sensitivity, what_ifs
+from gnnpipe.perf.what_if import (
+    LESS,
+    critical_shares,
+    sensitivity,
+    task_group,
+    task_place,
+    what_ifs,
+)
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
 from gnnpipe.profile.predict import check_profile, read_profile
-from gnnpipe.profile.profile import data_sheet_profile
 from gnnpipe.profile.scenario import (
     GraphShape,
     Scenario,
@@ -173,7 +178,7 @@ def simulated(
     if device_bytes:
         _check_memory(scenario, device_bytes, cluster is None)
     if profile is None:
-        profile = data_sheet_profile(config, scenario.model, hardware or "")
+        profile = hardware_profile(hardware or "", scenario.model, config)
         config = replace(config, kernel=profile.kernel)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate(program_tasks(scenario.program, costs, scenario.order))

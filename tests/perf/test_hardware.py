@@ -1,8 +1,11 @@
 """Profiles by hand: what a data sheet says decides what is fast."""
 
+from dataclasses import replace
+
 import pytest
 from profiles import prepared_of
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.perf import Profile
 from gnnpipe.perf.hardware import DEVICES, LINKS, hardware_profile
 from gnnpipe.perf.profile import op_kind
@@ -10,12 +13,12 @@ from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.profile.predict import run_costs
 
-SETTINGS = {"dtype": "float32", "comm_dtype": "same", "matmul_dtype": "same", "recompute": False}
+PLAIN = TrainConfig(dtype="float32")
 
 
 def epoch_s(name, **shape):
     prepared = prepared_of(model="gcnii", layers=4, **{"hidden": 64} | shape)
-    profile = hardware_profile(name, prepared.model_graph, **SETTINGS)
+    profile = hardware_profile(name, prepared.model_graph, PLAIN)
     assert Profile.from_json(profile.to_json()) == profile
     return simulate(program_tasks(prepared.program, run_costs(prepared, profile, 1))).makespan_s
 
@@ -35,7 +38,7 @@ def test_a_faster_device_and_a_faster_link_are_faster():
 
 def test_no_product_is_faster_than_the_sheet():
     prepared = prepared_of(model="gcn", layers=3, hidden=512)
-    profile = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS)
+    profile = hardware_profile("a100:10gbe", prepared.model_graph, PLAIN)
     flops = prepared.model_graph.ops[1].flops_per_row
     assert flops == 2 * 512 * 512
     found = profile.compute[0].ops[op_kind(prepared.model_graph.ops[1])]
@@ -50,7 +53,7 @@ def test_an_edge_costs_by_what_is_kept_of_it():
     )
     assert op_kind(few.ops[1]) != op_kind(many.ops[1])
     times = [
-        hardware_profile("a100:10gbe", model, **SETTINGS).compute[0].ops[op_kind(model.ops[1])]
+        hardware_profile("a100:10gbe", model, PLAIN).compute[0].ops[op_kind(model.ops[1])]
         for model in (few, many)
     ]
     assert times[0].forward_after.per_edge_s < times[1].forward_after.per_edge_s
@@ -59,8 +62,8 @@ def test_an_edge_costs_by_what_is_kept_of_it():
 
 def test_recomputation_costs_in_backward():
     prepared = prepared_of(model="gcn", layers=2)
-    plain = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS)
-    again = hardware_profile("a100:10gbe", prepared.model_graph, **SETTINGS | {"recompute": True})
+    plain = hardware_profile("a100:10gbe", prepared.model_graph, PLAIN)
+    again = hardware_profile("a100:10gbe", prepared.model_graph, replace(PLAIN, recompute=True))
     for kind, op in plain.compute[0].ops.items():
         other = again.compute[0].ops[kind]
         assert other.forward_after == op.forward_after

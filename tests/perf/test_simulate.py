@@ -13,10 +13,10 @@ from stage_dags import chain, dags
 from stated_costs import DrawnCosts, StatedCosts
 
 from gnnpipe.perf import simulate, time_shares
-from gnnpipe.perf.critical import critical_shares
 from gnnpipe.perf.predicted import simulated_epochs
-from gnnpipe.perf.tasks import Task, Tasks
+from gnnpipe.perf.simulate import Task, TaskKind, Tasks
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import critical_shares
 from gnnpipe.plan import buckets
 from gnnpipe.plan.placement import Placement
 from gnnpipe.schedule import evaluation_program, training_program, with_forecast
@@ -169,12 +169,12 @@ def test_a_wire_serves_first_come_first_served_and_a_device_keeps_its_order():
     tasks = Tasks()
     slow, fast = tasks.open("slow", in_order=True), tasks.open("fast", in_order=True)
     wire = tasks.open("wire", in_order=False)
-    a = tasks.add(Task("F", 0), slow, 5.0)
-    b = tasks.add(Task("F", 1), fast, 1.0)
-    late = tasks.add(Task("SEND_F", 0, peer=2), wire, 4.0, (a,))
-    early = tasks.add(Task("SEND_F", 1, peer=2), wire, 6.0, (b,))
-    behind = tasks.add(Task("B", 0), fast, 1.0, (late,))
-    free = tasks.add(Task("B", 1), fast, 1.0)
+    a = tasks.add(Task(TaskKind.FORWARD, 0), slow, 5.0)
+    b = tasks.add(Task(TaskKind.FORWARD, 1), fast, 1.0)
+    late = tasks.add(Task(TaskKind.SEND_FORWARD, 0, peer=2), wire, 4.0, (a,))
+    early = tasks.add(Task(TaskKind.SEND_FORWARD, 1, peer=2), wire, 6.0, (b,))
+    behind = tasks.add(Task(TaskKind.BACKWARD, 0), fast, 1.0, (late,))
+    free = tasks.add(Task(TaskKind.BACKWARD, 1), fast, 1.0)
     timeline = simulate(tasks)
     assert timeline.start_s[early] == 1.0
     assert timeline.start_s[late] == 7.0
@@ -192,9 +192,9 @@ def test_a_wire_serves_first_come_first_served_and_a_device_keeps_its_order():
 def test_what_waits_for_ever_is_named():
     tasks = Tasks()
     on = tasks.open("rank 0", in_order=True)
-    tasks.add(Task("F", 0), on, 1.0, (1,))
-    tasks.add(Task("B", 0), on, 1.0)
-    with pytest.raises(ValueError, match=r"task 0 waits for ever: Task\(kind='F'"):
+    tasks.add(Task(TaskKind.FORWARD, 0), on, 1.0, (1,))
+    tasks.add(Task(TaskKind.BACKWARD, 0), on, 1.0)
+    with pytest.raises(ValueError, match=r"task 0 waits for ever: Task\(kind=<TaskKind"):
         simulate(tasks)
 
 
@@ -212,7 +212,7 @@ def any_tasks(draw):
     for task in range(draw(st.integers(1, 25))):
         earlier = draw(st.sets(st.integers(0, task - 1), max_size=3)) if task else ()
         duration = float(draw(st.integers(0, 9)))
-        tasks.add(Task("F", 0), draw(st.sampled_from(on)), duration, tuple(earlier))
+        tasks.add(Task(TaskKind.FORWARD, 0), draw(st.sampled_from(on)), duration, tuple(earlier))
     return tasks
 
 

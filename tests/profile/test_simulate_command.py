@@ -13,9 +13,8 @@ from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf import simulate
-from gnnpipe.perf.critical import critical_shares
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.perf.what_if import sensitivity
+from gnnpipe.perf.what_if import critical_shares, sensitivity
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profile.predict import run_costs
 from gnnpipe.profile.scenario import GraphShape, memory_of_shape, scenario_of, scenario_of_shape

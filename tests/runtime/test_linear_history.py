@@ -11,6 +11,7 @@ from helpers import quick_config, small_graph
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.operators import LinearOperator
 from gnnpipe.ops.spmm import KERNELS, embedding_bag
+from gnnpipe.perf.parts import Side
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.setup.build import build_rank
@@ -154,8 +155,8 @@ def test_predictions_count_live_edges(staleness):
     crossing = (np.repeat(chunk, graph.degrees) != chunk[graph.indices]).sum()
     assert crossing > 0
     dead = 0 if staleness == "exact" else crossing / 2
-    assert sizes.columns(op, "after")[1].sum() == graph.num_edges
-    assert sizes.columns(op, "before")[1].sum() == pytest.approx(graph.num_edges - dead, abs=5)
+    assert sizes.columns(op, Side.AFTER)[1].sum() == graph.num_edges
+    assert sizes.columns(op, Side.BEFORE)[1].sum() == pytest.approx(graph.num_edges - dead, abs=5)
 
 
 def operator(index=None, dtype=torch.float64):

@@ -16,7 +16,7 @@ from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.layout import shard_layout
 from gnnpipe.graph.operators import weighted_rows
-from gnnpipe.perf.parts import step_parts
+from gnnpipe.perf.parts import Side, step_parts
 from gnnpipe.plan import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import loss_rows as loss_rows_module
@@ -341,14 +341,14 @@ def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     sizes = chunk_sizes(prepared)
     last = prepared.model_graph.ops[-1]
     graph, train = prepared.graph, prepared.loss_row_mask
-    rows, edges, _ = sizes.columns(last, "after")
+    rows, edges, _ = sizes.columns(last, Side.AFTER)
     assert (rows.sum(), edges.sum()) == (train.sum(), graph.degrees[train].sum())
-    rows, edges, _ = sizes.columns(last, "before")
+    rows, edges, _ = sizes.columns(last, Side.BEFORE)
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.degrees[train].sum())
     # Brought back to a chunk is what its rows are read for, whoever reads them.
     read = graph.indices[np.repeat(train, graph.degrees)]
     assert edges.sum(0).tolist() == np.bincount(prepared.chunking.chunk_of_row()[read]).tolist()
-    rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], "after")
+    rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], Side.AFTER)
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
     few = memory_by_rank(prepared)
     monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)

@@ -17,6 +17,7 @@ from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.models.sage import SAGELayer
 from gnnpipe.models.sparse_input_linear import FeatureLinear
 from gnnpipe.perf.fit import fit_costs
+from gnnpipe.perf.parts import Side
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import precomputed_aggregations
 from gnnpipe.profile.profile import take_profile
@@ -296,8 +297,8 @@ def test_edges_of_a_precomputed_op_take_no_time(chunks):
     prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
     sizes = chunk_sizes(prepared)
     first, second = prepared.model_graph.ops[:2]
-    assert bool(sizes.columns(first, "after")[1].any()) == (chunks > 1)
-    assert sizes.columns(second, "after")[1].any()
+    assert bool(sizes.columns(first, Side.AFTER)[1].any()) == (chunks > 1)
+    assert sizes.columns(second, Side.AFTER)[1].any()
     fitted = fit_costs(measure_steps(prepared, CPU))
-    for side in ("before", "after"):
+    for side in Side:
         assert (op_kind(first), f"forward_{side}") in fitted.costs
