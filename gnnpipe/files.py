@@ -1,4 +1,4 @@
-"""Checks of paths that users give: regular files of limited size, folders, new files.
+"""Checks of paths and JSON objects that users give: regular files of limited size, folders, fields.
 
 The checks come before a parser or a download starts: reading from a pipe or a device may block for
 ever, and a file where a folder is expected would only be noticed at the first write.
@@ -7,10 +7,13 @@ ever, and a file where a folder is expected would only be noticed at the first w
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from gnnpipe.errors import InputError
 
@@ -116,3 +119,86 @@ def how_to_write(number: int | None) -> str:
     'free some space'
     """
     return _REMEDIES.get(number or 0, "free some space")
+
+
+class Fields:
+    """A JSON object with checked access by name and type; an ``InputError`` names the field."""
+
+    def __init__(self, values: Any, where: str) -> None:
+        """``where``: the file and the field that contain the object."""
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: is not a JSON object; try another run")
+        self._values, self.where = values, where
+
+    def _as(self, name: str, is_kind: Callable[[Any], bool], kind: str) -> Any:
+        if name not in self._values:
+            raise InputError(
+                f"{self.where}: has no {name}; another version of gnnpipe wrote it, run again"
+            )
+        value = self._values[name]
+        if not is_kind(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 60 else shown[:57] + "..."
+            raise InputError(f"{self.where}: {name} {shown}; must be {kind}")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return a string."""
+        found: str = self._as(name, lambda v: isinstance(v, str), "text")
+        return found
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean."""
+        found: bool = self._as(name, lambda v: isinstance(v, bool), "true or false")
+        return found
+
+    def number(self, name: str, least: float = -math.inf) -> float:
+        """Return a finite number of at least ``least``."""
+        words = "a number" if least == -math.inf else f"a number, at least {least:g}"
+        return float(self._as(name, lambda v: _is_number(v) and v >= least, words))
+
+    def whole(self, name: str, least: int = 0, most: float = math.inf) -> int:
+        """Return a whole number from ``least`` to ``most``."""
+        words = f"a whole number, at least {least}" + f" and at most {most}" * (most < math.inf)
+        found: int = self._as(name, lambda v: _is_whole(v) and least <= v <= most, words)
+        return found
+
+    def wholes(self, name: str, count: int) -> list[int]:
+        """Return a list of ``count`` whole numbers."""
+        found: list[int] = self._as(
+            name,
+            lambda v: isinstance(v, list) and len(v) == count and all(map(_is_whole, v)),
+            f"{count} whole numbers",
+        )
+        return found
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a number, or ``None`` for null."""
+        found = self._as(name, lambda v: v is None or _is_number(v), "a number or null")
+        return None if found is None else float(found)
+
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of numbers."""
+        found = self._as(
+            name, lambda v: isinstance(v, list) and all(map(_is_number, v)), "a list of numbers"
+        )
+        return [float(v) for v in found]
+
+    def fields(self, name: str) -> Fields:
+        """Return a nested object."""
+        found = self._as(name, lambda v: isinstance(v, dict), "a JSON object")
+        return Fields(found, f"{self.where}: {name}")
+
+    def list_of_fields(self, name: str) -> list[Fields]:
+        """Return a list of objects."""
+        found = self._as(name, lambda v: isinstance(v, list), "a list")
+        return [Fields(v, f"{self.where}: {name} {i}") for i, v in enumerate(found)]
+
+
+def _is_number(value: Any) -> bool:
+    # The limit also excludes NaN and whole numbers that no float can hold.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int)

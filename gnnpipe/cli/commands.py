@@ -212,7 +212,7 @@ def _add_report_flags(parser: Parser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from gnnpipe.report.write import write_report
+    from gnnpipe.report.html import write_report
 
     for path in write_report(Path(options.run), options.save, options.png):
         print(path)

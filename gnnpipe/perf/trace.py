@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.errors import InputError
+from gnnpipe.files import Fields
 from gnnpipe.schedule import SpecialPosition
 
 VERSION = 2
@@ -87,24 +88,20 @@ def _names(
     used = sorted({(s.rank, first_thread[s.lane], s.lane) for s in spans})
     if not used:
         return []
-    events: list[tuple[int, str, dict[str, Any]]] = [
-        (0, "process_name", {"name": name}),
-        (0, "process_sort_index", {"sort_index": -process}),  # predicted above measured
+
+    def event(thread: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "pid": process, "tid": thread, "name": name, "args": args}
+
+    first_used = used[0][1] + used[0][0]
+    events = [
+        event(first_used, "process_name", {"name": name}),
+        event(first_used, "process_sort_index", {"sort_index": -process}),  # predicted first
     ]
     for index, (rank, first, lane) in enumerate(used):
         label = f"rank {rank}" + (f" {lane}" if lane else "")
-        events.append((first + rank, "thread_name", {"name": label}))
-        events.append((first + rank, "thread_sort_index", {"sort_index": index}))
-    return [
-        {
-            "ph": "M",
-            "pid": process,
-            "tid": thread or used[0][1] + used[0][0],
-            "name": what,
-            "args": args,
-        }
-        for thread, what, args in events
-    ]
+        events.append(event(first + rank, "thread_name", {"name": label}))
+        events.append(event(first + rank, "thread_sort_index", {"sort_index": index}))
+    return events
 
 
 def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
@@ -134,75 +131,44 @@ def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
 def read_trace(path: Path) -> Trace:
     """Read the timelines of a file; ``InputError`` names the event and its fault."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = Fields(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a trace ({error}); make the run again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); try another run") from None
-    other = data.get("otherData") if isinstance(data, dict) else None
-    version = other.get("version") if isinstance(other, dict) else None
+    version = data.fields("otherData").whole("version")
     if version != VERSION:
         raise InputError(
             f"{path}: trace version {version!r}; expected {VERSION}, written by this gnnpipe"
         )
-    events = data.get("traceEvents")
-    if not isinstance(events, list):
-        raise InputError(f"{path}: traceEvents is no list; make the run again")
     found: tuple[list[Span], list[Span]] = ([], [])
-    for index, event in enumerate(events):
-        where = f"{path}: event {index}"
-        if not isinstance(event, dict):
-            raise InputError(f"{where}: is no object; make the run again")
-        if event.get("ph") == "M":
-            continue
-        process = event.get("pid")
-        if event.get("ph") != "X" or process not in (1, 2):
-            raise InputError(f"{where}: no span of process 1 or 2; make the run again")
-        found[process - 1].append(_span(event, where))
+    for event in data.list_of_fields("traceEvents"):
+        match event.text("ph"):
+            case "M":
+                continue
+            case "X":
+                found[event.whole("pid", 1, 2) - 1].append(_span(event))
+            case other:
+                raise InputError(
+                    f"{event.where}: no span but of kind {other!r}; make the run again"
+                )
     return Trace(*(tuple(spans) for spans in found))
 
 
-def _span(event: dict[str, Any], where: str) -> Span:
-    args = event.get("args")
-    if not isinstance(args, dict):
-        raise InputError(f"{where}: args is no object; make the run again")
-    start_us, duration_us = _number(event, "ts", where), _number(event, "dur", where)
-    steps = args.get("steps")
-    if not isinstance(steps, list) or len(steps) != 2:
-        raise InputError(f"{where}: steps {steps!r}; give two whole numbers")
-    first, last = (_whole({"steps": step}, "steps", where, 0) for step in steps)
+def _span(event: Fields) -> Span:
+    args = event.fields("args")
+    start_us, duration_us = event.number("ts", 0), event.number("dur", 0)
+    first, last = args.wholes("steps", 2)
     return Span(
-        rank=_whole(args, "rank", where, 0),
-        kind=_text(event, "cat", where),
+        rank=args.whole("rank"),
+        kind=event.text("cat"),
         start_s=start_us / 1e6,
         end_s=(start_us + duration_us) / 1e6,
-        chunk=_whole(args, "chunk", where, min(SpecialPosition)),
-        stage=_whole(args, "stage", where, -1),
+        chunk=args.whole("chunk", min(SpecialPosition)),
+        stage=args.whole("stage", -1),
         steps=(first, last),
-        peer=_whole(args, "peer", where, -1),
-        size_bytes=_whole(args, "bytes", where, 0),
-        is_critical=args.get("critical") is True,
-        lane=_text(args, "lane", where),
+        peer=args.whole("peer", -1),
+        size_bytes=args.whole("bytes"),
+        is_critical=args.flag("critical"),
+        lane=args.text("lane"),
     )
-
-
-def _number(values: dict[str, Any], name: str, where: str) -> float:
-    value = values.get(name)
-    # Also refuses NaN and absurdly long times.
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e18:
-        raise InputError(f"{where}: {name} {value!r}; give microseconds, 0 or more")
-    return float(value)
-
-
-def _whole(values: dict[str, Any], name: str, where: str, least: int) -> int:
-    value = values.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{where}: {name} {value!r}; give a whole number, at least {least}")
-    return value
-
-
-def _text(values: dict[str, Any], name: str, where: str) -> str:
-    value = values.get(name)
-    if not isinstance(value, str):
-        raise InputError(f"{where}: {name} {value!r}; give text")
-    return value

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gnnpipe.perf import Span, Trace
 from gnnpipe.report.svg import escape, ticks
@@ -62,13 +61,6 @@ def shown(spans: Sequence[Span]) -> list[Span]:
     return [spans[i] for i in sorted(i for row in rows.values() for i in row[:share])]
 
 
-@dataclass(frozen=True)
-class _Row:
-    rank: int
-    lane: str
-    top: int
-
-
 def gantt(trace: Trace) -> str:
     """Return the chart, or '' if there is no timeline."""
     found = {"predicted": shown(trace.predicted), "measured": shown(trace.measured)}
@@ -87,9 +79,8 @@ def gantt(trace: Trace) -> str:
             words = lane or f"rank {rank}"
             kind = ' class="lane"' if lane else ""
             labels.append(f'<div{kind} title="{escape(words)}">{escape(words)}</div>')
-            row = _Row(rank, lane, top)
             of_row = [s for s in spans if (s.rank, s.lane) == (rank, lane)]
-            bars += [_bar(s, row, name, end_s) for s in of_row]
+            bars += [_bar(s, top, name, end_s) for s in of_row]
             top += ROW
     height = top + AXIS
     axis = [
@@ -104,9 +95,9 @@ def gantt(trace: Trace) -> str:
     )
 
 
-def _bar(span: Span, row: _Row, timeline: str, end_s: float) -> str:
+def _bar(span: Span, top: int, timeline: str, end_s: float) -> str:
     start, length = span.start_s / end_s, max(span.end_s - span.start_s, 0.0) / end_s
-    place = f'x="{start:.4%}" y="{row.top + GAP // 2}" width="{length:.4%}" height="{ROW - GAP}"'
+    place = f'x="{start:.4%}" y="{top + GAP // 2}" width="{length:.4%}" height="{ROW - GAP}"'
     classes = "span"
     colour, tone = "", " light"
     if span.kind == "WAIT":

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 
+from gnnpipe.errors import InputError
+from gnnpipe.files import Fields, open_plain
+from gnnpipe.perf.memory import human_bytes
 from gnnpipe.report.gantt import MOST_SPANS, critical_words, gantt
-from gnnpipe.report.run import Run
-from gnnpipe.report.sections import bytes_section, chunks_section, memory_section, time_section
-from gnnpipe.report.svg import MOST_POINTS, Line, escape, line_chart
+from gnnpipe.report.run import Run, read_run
+from gnnpipe.report.svg import MOST_POINTS, Line, bars, escape, line_chart
 
 MARK = "<!doctype html><!-- made by gnnpipe report -->"
 """First line of every page."""
@@ -22,6 +26,17 @@ MOST_LAYERS = 8
 """Limit of curves in one chart by layer."""
 MOST_PROGRAM = 20_000
 """Limit of characters shown of program.txt."""
+
+SHARES = {
+    "compute": "compute_s",
+    "exposed pipeline": "exposed_pipeline_s",
+    "exposed graph": "exposed_graph_s",
+    "bubble": "bubble_s",
+    "imbalance": "imbalance_s",
+}
+AXES = ("pipeline", "graph", "gradient", "control", "total")
+HELD = "held before"
+PARTS = ("structure", "features", "history", "activations", "weights")
 
 NOT_YET = '<p class="note">Written at the end of a run; there is no result.json yet.</p>'
 
@@ -35,6 +50,52 @@ TITLES = {
     "chunks": "Partition",
     "settings": "Settings and program",
 }
+
+
+def write_report(folder: Path, save: str | None, with_pictures: bool) -> list[Path]:
+    """Write the report of the run in ``folder`` and return the paths of the files.
+
+    ``save``: the file of the page (``None``: report.html in ``folder``). The PNG files are written
+    beside the page. Raises ``InputError`` for a folder without a run, and for an existing file
+    that is not a page of gnnpipe.
+    """
+    if save == "":
+        raise InputError("--save '': give a file, like report.html")
+    target = Path(save) if save else folder / "report.html"
+    run = read_run(folder)
+    if not _can_replace(target):
+        raise InputError(
+            f"--save {str(target)!r}: exists and is not a page of gnnpipe; give a new file"
+        )
+    # Texts of the run may contain characters that UTF-8 cannot encode.
+    files = {target: page(run).encode("utf-8", "replace")}
+    if with_pictures:
+        from gnnpipe.report.png import pictures
+
+        stem = target.with_suffix("").name
+        files |= {target.with_name(f"{stem}-{k}.png"): data for k, data in pictures(run).items()}
+    try:
+        for path, data in files.items():
+            # A symbolic link in a folder from elsewhere must not redirect the write.
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:
+                file.write(data)
+    except OSError as error:
+        raise InputError(
+            f"--save {str(target)!r}: cannot be written ({error.strerror}); give another file"
+        ) from None
+    return list(files)
+
+
+def _can_replace(path: Path) -> bool:
+    """Return whether ``path`` does not exist or is a page that this module has written."""
+    try:
+        with open_plain(path) as file:
+            return file.read(len(MARK)) == MARK.encode()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def page(run: Run) -> str:
@@ -51,10 +112,10 @@ def page(run: Run) -> str:
         "curves": _curves(run),
         "drift": _drift(run),
         "timeline": _timeline(run),
-        "time": time_section(result) if result else NOT_YET,
-        "memory": memory_section(result) if result else NOT_YET,
-        "bytes": bytes_section(result) if result else NOT_YET,
-        "chunks": chunks_section(result) if result else NOT_YET,
+        "time": _time(result) if result else NOT_YET,
+        "memory": _memory(result) if result else NOT_YET,
+        "bytes": _bytes(result) if result else NOT_YET,
+        "chunks": _chunks(result) if result else NOT_YET,
         "settings": _settings(run),
     }
     sections = "".join(
@@ -73,10 +134,17 @@ def page(run: Run) -> str:
     )
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
-    """Return a table with a heading and a text in each row."""
-    cells = "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f'<div class="table"><table>{cells}</table></div>'
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with a heading and texts in each row."""
+    lines = (
+        f"<tr><th>{escape(head)}</th>" + "".join(f"<td>{escape(text)}</td>" for text in texts)
+        for head, *texts in rows
+    )
+    return f'<div class="table"><table>{"</tr>".join(lines)}</tr></table></div>'
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
 
 
 def _summary(run: Run) -> str:
@@ -156,7 +224,7 @@ def _drift(run: Run) -> str:
         if not columns:
             continue
         every = -(-len(columns) // MOST_LAYERS)
-        lines = [Line(f"layer {i}", columns[i][1]) for i in range(0, len(columns), every)]
+        lines = [Line(f"layer {i}", columns[i]) for i in range(0, len(columns), every)]
         charts.append(line_chart(title, run.metrics["epoch"], lines))
     if not any(charts):
         return '<p class="note">Nothing is read stale in this run, or not yet.</p>'
@@ -202,3 +270,87 @@ def _settings(run: Run) -> str:
         f"<details><summary>config.toml</summary>{settings}</details>"
         f"<details><summary>program.txt</summary>{program}</details>"
     )
+
+
+def _time(result: Fields) -> str:
+    """Return bars of how each rank spent an epoch."""
+    shares = result.list_of_fields("time_shares")
+    if not shares:
+        return '<p class="note">Not measured: on GPUs kernels run asynchronously.</p>'
+    rows = [
+        (f"rank {rank}", [(name, share.number(key)) for name, key in SHARES.items()])
+        for rank, share in enumerate(shares)
+    ]
+    hidden = [s.number("hidden_pipeline_s") + s.number("hidden_graph_s") for s in shares]
+    note = (
+        "Exposed: waiting for data in transfer. Bubble: waiting for another stage. Imbalance: "
+        "waiting for another shard. Communication hidden under compute, by rank: "
+        + ", ".join(f"{seconds:.3g} s" for seconds in hidden[:16])
+        + (" ..." if len(hidden) > 16 else ".")
+    )
+    return bars("Time of one epoch", rows, lambda v: f"{v:.4g} s") + _note(note)
+
+
+def _memory(result: Fields) -> str:
+    """Return bars of the memory peak and the estimate of every rank."""
+    peaks, before = result.numbers("peak_memory_bytes"), result.numbers("memory_before_bytes")
+    estimates = result.list_of_fields("memory_estimate_bytes")
+    rows: list[tuple[str, list[tuple[str, float]]]] = []
+    lines = []
+    for rank, (peak, held, estimate) in enumerate(zip(peaks, before, estimates, strict=False)):
+        grown = max(peak - held, 0.0)
+        parts = [(part, float(estimate.whole(part))) for part in PARTS]
+        rows.append((f"rank {rank}: peak", [(HELD, held), ("growth in training", grown)]))
+        rows.append((f"rank {rank}: estimate", [(HELD, held), *parts]))
+        whole = sum(of_part for _, of_part in parts)
+        ratio = f" ({grown / whole:.0%})" if whole else ""
+        lines.append(f"rank {rank}: {human_bytes(grown)} of {human_bytes(whole)}{ratio}")
+    few = lines[:16] + ["..."] * (len(lines) > 16)
+    note = (
+        f"Growth in training, compared with the estimate: {', '.join(few)}. On a CPU the peak is "
+        "that of the whole process, so it may have occurred while the data was read."
+    )
+    return bars("Memory by rank", rows, human_bytes) + _note(note)
+
+
+def _bytes(result: Fields) -> str:
+    """Return a table of counted bytes and their closed form by axis."""
+    counted, formula = (
+        result.fields("comm_bytes_per_epoch"),
+        result.fields("comm_bytes_closed_form"),
+    )
+    lines, same = [], True
+    for axis in AXES:
+        a, b = counted.whole(axis), formula.whole(axis)
+        same &= a == b
+        lines.append(
+            f'<tr><th>{axis}</th><td class="n">{a:,}</td><td class="n">{b:,}</td>'
+            f"<td>{'equal' if a == b else 'NOT EQUAL'}</td></tr>"
+        )
+    head = "<tr><th>axis</th><th>counted</th><th>closed form</th><th></th></tr>"
+    words = "" if same else '<p class="warning">The counted bytes differ from the closed form.</p>'
+    note = "Bytes sent in the last epoch by all ranks. Control: for the forecast of stale rows."
+    return f'{words}<div class="table"><table>{head}{"".join(lines)}</table></div>{_note(note)}'
+
+
+def _chunks(result: Fields) -> str:
+    """Return a table of the edge cut, halo rows and balance of chunks and shards."""
+    cut = result.fields("cut")
+    rows = [("", "chunks", "shards")]
+    edges, shard_edges = (
+        f"{cut.whole(f'{axis}_cut_edges'):,} ({cut.number(f'{axis}_cut_share'):.1%})"
+        for axis in ("chunk", "shard")
+    )
+    halo = f"{cut.number('halo_share'):.2f} halo rows per own row"
+    crossings = f"{cut.whole('crossings'):,} (M/N {cut.number('crossings_per_vertex'):.2f})"
+    rows += [
+        ("number", str(cut.whole("chunks")), str(cut.whole("shards"))),
+        ("edge cut", edges, shard_edges),
+        ("halo (rows read from others)", halo, crossings),
+        (
+            "balance (largest / mean work)",
+            f"{cut.number('chunk_balance'):.2f}",
+            f"{cut.number('cell_balance'):.2f} (chunk and shard)",
+        ),
+    ]
+    return _table(rows)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gnnpipe.errors import InputError
-from gnnpipe.files import like_run_in
+from gnnpipe.files import Fields, like_run_in
 from gnnpipe.perf import Trace, read_trace
 from gnnpipe.plan import Plan
 
@@ -53,82 +53,12 @@ class Run:
         """Number of epochs trained."""
         return len(self.metrics.get("epoch", ()))
 
-    def columns(self, prefix: str) -> list[tuple[str, Column]]:
+    def columns(self, prefix: str) -> list[Column]:
         """Return the columns ``prefix``0, ``prefix``1, ... in the order of the layers."""
-        found: list[tuple[str, Column]] = []
+        found: list[Column] = []
         while (name := f"{prefix}{len(found)}") in self.metrics:
-            found.append((name, self.metrics[name]))
+            found.append(self.metrics[name])
         return found
-
-
-class Fields:
-    """A JSON object with checked access by name and type; an ``InputError`` names the field."""
-
-    def __init__(self, values: Any, where: str) -> None:
-        """``where``: the file and the field that contain the object."""
-        if not isinstance(values, dict):
-            raise InputError(f"{where}: is not a JSON object; try another run")
-        self._values, self._where = values, where
-
-    def _as(self, name: str, is_kind: Callable[[Any], bool], kind: str) -> Any:
-        if name not in self._values:
-            raise InputError(
-                f"{self._where}: has no {name}; another version of gnnpipe wrote it, run again"
-            )
-        value = self._values[name]
-        if not is_kind(value):
-            shown = repr(value)
-            shown = shown if len(shown) < 60 else shown[:57] + "..."
-            raise InputError(f"{self._where}: {name} {shown}; must be {kind}")
-        return value
-
-    def text(self, name: str) -> str:
-        """Return a string."""
-        found: str = self._as(name, lambda v: isinstance(v, str), "text")
-        return found
-
-    def flag(self, name: str) -> bool:
-        """Return a boolean."""
-        found: bool = self._as(name, lambda v: isinstance(v, bool), "true or false")
-        return found
-
-    def number(self, name: str) -> float:
-        """Return a finite number."""
-        return float(self._as(name, _is_number, "a number"))
-
-    def whole(self, name: str) -> int:
-        """Return a whole number that is not negative."""
-        found: int = self._as(
-            name, lambda v: _is_number(v) and isinstance(v, int) and v >= 0, "a whole number"
-        )
-        return found
-
-    def optional_number(self, name: str) -> float | None:
-        """Return a number, or ``None`` for null."""
-        found = self._as(name, lambda v: v is None or _is_number(v), "a number or null")
-        return None if found is None else float(found)
-
-    def numbers(self, name: str) -> list[float]:
-        """Return a list of numbers."""
-        found = self._as(
-            name, lambda v: isinstance(v, list) and all(map(_is_number, v)), "a list of numbers"
-        )
-        return [float(v) for v in found]
-
-    def fields(self, name: str) -> Fields:
-        """Return a nested object."""
-        found = self._as(name, lambda v: isinstance(v, dict), "a JSON object")
-        return Fields(found, f"{self._where}: {name}")
-
-    def list_of_fields(self, name: str) -> list[Fields]:
-        """Return a list of objects."""
-        found = self._as(name, lambda v: isinstance(v, list), "a list")
-        return [Fields(v, f"{self._where}: {name} {i}") for i, v in enumerate(found)]
-
-
-def _is_number(value: Any) -> bool:
-    # The limit also excludes NaN and whole numbers that no float can hold.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def read_run(path: Path) -> Run:
@@ -141,14 +71,16 @@ def read_run(path: Path) -> Run:
         raise InputError(
             f"{str(path)!r}: contains no config.toml; give the folder of a run{like_run_in(path)}"
         )
-    trace = path / "trace.json"
+    plan, trace, metrics, result = (
+        path / name for name in ("plan.json", "trace.json", "metrics.csv", "result.json")
+    )
     return Run(
         path=path,
         config=_parse(path / "config.toml", tomllib.loads),
-        plan=_parse(path / "plan.json", lambda text: Plan.from_json(text, str(path / "plan.json"))),
+        plan=_parse(plan, lambda text: Plan.from_json(text, str(plan))),
         program=_parse(path / "program.txt", str),
-        metrics=_metrics(path / "metrics.csv") if (path / "metrics.csv").exists() else {},
-        result=_result(path / "result.json") if (path / "result.json").exists() else None,
+        metrics=_metrics(metrics) if metrics.exists() else {},
+        result=Fields(_parse(result, json.loads), str(result)) if result.exists() else None,
         trace=read_trace(_checked(trace)) if trace.exists() else Trace(),
     )
 
@@ -178,10 +110,6 @@ def _parse(file: Path, parse: Callable[[str], T]) -> T:
     except (ValueError, RecursionError, csv.Error) as error:
         reason = " ".join(str(error).split())[:120]
         raise InputError(f"{file}: cannot be understood ({reason}); make the run again") from None
-
-
-def _result(file: Path) -> Fields:
-    return Fields(_parse(file, json.loads), str(file))
 
 
 def _metrics(file: Path) -> dict[str, Column]:
