@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from gnnpipe.plan import Plan, StageDag, StagePlan, Transfer  # noqa: E402
-from gnnpipe.plan.placement import Placement  # noqa: E402
+from gnnpipe.plan import Placement, Plan, StageDag, StagePlan, Transfer  # noqa: E402
 from gnnpipe.planner.uniform import split_evenly  # noqa: E402
 
 LOGS = ROOT.parent / "shared" / "gnnpipe_measured.csv"

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from gnnpipe.plan import Plan, StageDag, StagePlan, Transfer
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement, Plan, StageDag, StagePlan, Transfer
 
 
 def plan_of_runs(runs, shards, chunks, schedule="fill-drain"):

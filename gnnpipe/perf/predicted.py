@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gnnpipe.perf.simulate import Task, TaskKind, Timeline
 from gnnpipe.perf.spans import Collective, EpochSpans, Message
 from gnnpipe.perf.trace import Span
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 
 
 def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpans]:

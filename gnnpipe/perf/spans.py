@@ -30,7 +30,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gnnpipe.perf.trace import Span
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 from gnnpipe.schedule import Action
 
 ActionTimes = tuple[Action, float, float]

@@ -131,11 +131,12 @@ def _event(process: int, span: Span, thread: int) -> dict[str, Any]:
 def read_trace(path: Path) -> Trace:
     """Read the timelines of a file; ``InputError`` names the event and its fault."""
     try:
-        data = Fields(json.loads(path.read_text(encoding="utf-8")), str(path))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a trace ({error}); make the run again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); try another run") from None
+    data = Fields(values, str(path))
     version = data.fields("otherData").whole("version")
     if version != VERSION:
         raise InputError(
@@ -143,15 +144,12 @@ def read_trace(path: Path) -> Trace:
         )
     found: tuple[list[Span], list[Span]] = ([], [])
     for event in data.list_of_fields("traceEvents"):
-        match event.text("ph"):
-            case "M":
-                continue
-            case "X":
-                found[event.whole("pid", 1, 2) - 1].append(_span(event))
-            case other:
-                raise InputError(
-                    f"{event.where}: no span but of kind {other!r}; make the run again"
-                )
+        kind = event.text("ph")
+        if kind == "M":
+            continue
+        if kind != "X":
+            raise InputError(f"{event.where}: ph {kind!r} is not X or M; make the run again")
+        found[event.whole("pid", 1, 2) - 1].append(_span(event))
     return Trace(*(tuple(spans) for spans in found))
 
 

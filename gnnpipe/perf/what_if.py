@@ -14,7 +14,7 @@ from dataclasses import replace
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, Task, TaskKind, Timeline, simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 from gnnpipe.schedule import Program
 
 LESS = 0.1

@@ -3,8 +3,7 @@
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
-from gnnpipe.plan.placement import Placement
-from gnnpipe.plan.plan import Plan, StagePlan
+from gnnpipe.plan.plan import Placement, Plan, StagePlan
 from gnnpipe.plan.stage_dag import StageDag, Transfer
 
 __all__ = [

@@ -8,14 +8,78 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
-from gnnpipe.plan.placement import Placement
 
 VERSION = 5
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which shard of which stage.
+
+    Only this class maps ranks to (stage, shard) and back; the mesh of a run, simulated timelines
+    and reports all use it.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    """The ranks of every stage, by shard."""
+
+    @classmethod
+    def grid(cls, stages: int, shards: int) -> Placement:
+        """Return S stages of G shards each, with ranks numbered stage by stage.
+
+        >>> Placement.grid(2, 3).place(4)
+        (1, 1)
+        """
+        return cls(tuple(tuple(range(s * shards, (s + 1) * shards)) for s in range(stages)))
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return len(self._places)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (stage, shard)
+            for stage, ranks in enumerate(self.stages)
+            for shard, rank in enumerate(ranks)
+        }
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(stage, shard) of a rank."""
+        return self._places[rank]
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return self._places[rank][0]
+
+    def shard(self, rank: int) -> int:
+        """The shard of a rank."""
+        return self._places[rank][1]
+
+    def rank(self, stage: int, shard: int) -> int:
+        """The rank that holds a shard of a stage."""
+        return self.stages[stage][shard]
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's stage, by shard."""
+        return self.stages[self.stage(rank)]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """(stage, shard) of every rank, in the order of the ranks."""
+        return (self._places[rank] for rank in range(self.num_ranks))
 
 
 @dataclass(frozen=True)
@@ -32,11 +96,6 @@ class StagePlan:
     The work of a vertex is 50 + its degree (``graph.partition.vertex_work``): a shard of vertices
     of high degree gets fewer rows.
     """
-
-    @property
-    def num_shards(self) -> int:
-        """G of this stage."""
-        return len(self.ranks)
 
     @classmethod
     def even(cls, ops: tuple[int, ...], ranks: tuple[int, ...]) -> StagePlan:
@@ -109,7 +168,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """G, the ranks of one stage; stages of different numbers of ranks do not run yet."""
-        return self.stages[0].num_shards
+        return len(self.stages[0].ranks)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -143,13 +202,8 @@ class Plan:
 
 
 def _stage(data: Any) -> StagePlan:
-    values = dict(data)
-    return StagePlan(
-        tuple(map(_whole, values.pop("ops"))),
-        tuple(map(_whole, values.pop("ranks"))),
-        tuple(float(share) for share in values.pop("shares")),
-        **values,
-    )
+    wholes = {name: tuple(map(_whole, data[name])) for name in ("ops", "ranks")}
+    return StagePlan(**{**data, **wholes, "shares": tuple(map(float, data["shares"]))})
 
 
 def _whole(value: Any) -> int:

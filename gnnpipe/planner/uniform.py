@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ModelGraph, Op, Plan, StagePlan
+from gnnpipe.plan import ModelGraph, Op, Placement, Plan, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
-from gnnpipe.plan.placement import Placement
-from gnnpipe.planner.request import PLANNERS, GraphCounts, PlanRequest, Shape
+from gnnpipe.planner.planner import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
 
 
@@ -29,31 +28,23 @@ def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
     The edges of an op are all edges into the vertices of its type. With several relations this is
     an upper bound.
     """
-    return [
-        _cost(op, graph)
-        + float(op.flops_per_feature * graph.feature_entries.get(op.vertex_type, 0))
-        for op in model.ops
-    ]
+    return [_cost(op, graph) for op in model.ops]
 
 
 def _cost(op: Op, graph: GraphCounts) -> float:
-    """Return the cost of an op without its product with the input features."""
-    rows = graph.loss_rows.rows_of(op.name, graph.num_vertices[op.vertex_type])
-    scored_rows = graph.num_edges[op.pushed_type] if op.over_pairs else rows
-    is_limited = op.name in graph.loss_rows.ops
-    read_rows = graph.loss_rows.edges if is_limited else _num_read_rows(op, graph)
+    vertices = graph.num_vertices[op.vertex_type]
+    rows = graph.loss_rows.rows_of(op.name, vertices)
+    edges = graph.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
+    # A row that is read twice counts twice.
+    read_rows = vertices if op.is_mean else edges
+    if op.name in graph.loss_rows.ops:
+        read_rows = graph.loss_rows.edges
     return float(
-        op.flops_per_row * scored_rows
+        op.flops_per_row * (edges if op.over_pairs else rows)
         + EDGE_FLOPS * op.push_width * read_rows
         + KEPT_FLOPS * op.kept_per_row * rows
+        + op.flops_per_feature * graph.feature_entries.get(op.vertex_type, 0)
     )
-
-
-def _num_read_rows(op: Op, graph: GraphCounts) -> int:
-    """Return the number of rows that an op reads; a row that is read twice counts twice."""
-    if op.is_mean:
-        return graph.num_vertices[op.vertex_type]
-    return graph.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
 
 
 def split_evenly(
@@ -166,13 +157,10 @@ class UniformPlanner:
         crossing = model.crossing()
         costs = op_costs(model, request.graph)
         runs = split_evenly(costs, shape.stages, cuts, [crossing[cut] for cut in cuts])
-        ops = [tuple(range(*run)) for run in runs]
         ranks = Placement.grid(shape.stages, shape.shards).stages
+        stages = (StagePlan.even(tuple(range(*run)), r) for run, r in zip(runs, ranks, strict=True))
         return Plan(
-            tuple(
-                StagePlan.even(stage_ops, stage_ranks)
-                for stage_ops, stage_ranks in zip(ops, ranks, strict=True)
-            ),
+            tuple(stages),
             shape.chunks,
             EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",
         )

@@ -19,8 +19,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
-from gnnpipe.plan import ALL_ROWS, ModelGraph, Plan, StageDag, precomputed_aggregations
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh

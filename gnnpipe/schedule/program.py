@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 
 
 class Direction(StrEnum):

@@ -17,8 +17,7 @@ from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.simulate import Task, TaskKind, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares
-from gnnpipe.plan import buckets
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement, buckets
 from gnnpipe.schedule import evaluation_program, training_program, with_forecast
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe.perf import Collective, EpochSpans, Message, Span, measured_spans
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 from gnnpipe.schedule import Action, ActionKind
 
 NAP_S = 0.2

@@ -11,7 +11,7 @@ from helpers import small_graph
 from gnnpipe import TrainConfig, Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
-from gnnpipe.planner.from_file import check_plan
+from gnnpipe.planner import check_plan
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 

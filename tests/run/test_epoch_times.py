@@ -5,7 +5,7 @@ from helpers import run_ranks
 from slow_ranks import EVERY, NAP_S, slow_rank
 
 from gnnpipe.perf import Collective, EpochSpans, Message, time_shares
-from gnnpipe.plan.placement import Placement
+from gnnpipe.plan import Placement
 
 
 def of_message(sent, posted, asked, taken, size_bytes=100, speed=1000.0):
