@@ -11,7 +11,7 @@ while the graph is read and partitioned is separate, because this comes before t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from gnnpipe.plan import (
@@ -47,8 +47,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        parts = self.structure + self.features + self.history + self.activations + self.weights
-        return parts + self.setup
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def estimate_memory(
     parts = MemoryEstimate(
         rank.structure(), rank.features(), rank.history(), rank.activations(), rank.weights()
     )
-    setup = max(0, rank.setup_peak(parts.structure) - parts.total)
-    return MemoryEstimate(**{**vars(parts), "setup": setup})
+    return replace(parts, setup=max(0, rank.setup_peak(parts.structure) - parts.total))
 
 
 def partition_bytes(graph_bytes: int, num_edges: int, uses_metis: bool) -> int:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from gnnpipe.perf.trace import Span
 from gnnpipe.plan import Placement
@@ -50,11 +50,6 @@ class Message:
     wait_start_s: float
     wait_end_s: float
 
-    def shifted(self, offset_s: float) -> Message:
-        """The message on a clock that is ``offset_s`` ahead."""
-        times = (self.posted_s, self.wait_start_s, self.wait_end_s)
-        return Message(self.key, self.size_bytes, *(t + offset_s for t in times))
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -65,10 +60,14 @@ class Collective:
     """When its result was needed; ``start_s`` if the rank waited at once."""
     wait_end_s: float
 
-    def shifted(self, offset_s: float) -> Collective:
-        """The collective on a clock that is ``offset_s`` ahead."""
-        times = (self.start_s, self.wait_start_s, self.wait_end_s)
-        return Collective(*(t + offset_s for t in times))
+
+R = TypeVar("R", Message, Collective)
+
+
+def _shifted(record: R, offset_s: float) -> R:
+    """Return the record with all its times, the fields that end in ``_s``, ``offset_s`` later."""
+    times = {name: t + offset_s for name, t in vars(record).items() if name.endswith("_s")}
+    return replace(record, **times)
 
 
 @dataclass
@@ -99,17 +98,18 @@ class EpochSpans:
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same times on a clock that is ``offset_s`` ahead."""
         sync = self.step_sync
-        return EpochSpans(
-            self.start_s + offset_s,
-            self.end_s + offset_s,
-            self.actions_end_s + offset_s,
-            [m.shifted(offset_s) for m in self.messages],
-            {key: time_s + offset_s for key, time_s in self.send_times_s.items()},
-            [c.shifted(offset_s) for c in self.collectives],
-            [(action, start + offset_s, end + offset_s) for action, start, end in self.actions],
-            self.order,
-            None if sync is None else sync.shifted(offset_s),
-            self.is_exact,
+        return replace(
+            self,
+            start_s=self.start_s + offset_s,
+            end_s=self.end_s + offset_s,
+            actions_end_s=self.actions_end_s + offset_s,
+            messages=[_shifted(m, offset_s) for m in self.messages],
+            send_times_s={key: time_s + offset_s for key, time_s in self.send_times_s.items()},
+            collectives=[_shifted(c, offset_s) for c in self.collectives],
+            actions=[
+                (a, start_s + offset_s, end_s + offset_s) for a, start_s, end_s in self.actions
+            ],
+            step_sync=None if sync is None else _shifted(sync, offset_s),
         )
 
 

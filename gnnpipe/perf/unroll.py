@@ -281,8 +281,11 @@ class _StageTasks:
     def _wait_for_messages(self, way: Direction, position: int) -> None:
         """Make the next task on each device wait for the messages posted for this chunk."""
         for message in self._arriving.pop((way, position), ()):
-            for waits, task in zip(self._waits, message, strict=True):
-                waits.append(task)
+            self._wait_for(message)
+
+    def _wait_for(self, message: list[int]) -> None:
+        for waits, task in zip(self._waits, message, strict=True):
+            waits.append(task)
 
     def _receive(self, action: Action) -> None:
         message = self._message(action.kind.direction, action.peer, self.stage, action.position)
@@ -297,8 +300,7 @@ class _StageTasks:
         for task, sender in zip(message, self._last, strict=True):
             self.tasks.before[task] = (sender, *self.tasks.before[task])
         if not self.overlap:
-            for waits, task in zip(self._waits, message, strict=True):
-                waits.append(task)
+            self._wait_for(message)
 
     def _message(self, way: Direction, source: int, target: int, position: int) -> list[int]:
         """Return the tasks of a message by shard; the first of its send and receive adds them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, StageDag
 
@@ -25,7 +25,7 @@ class CommVolume:
     @property
     def total(self) -> int:
         """The sum over all axes."""
-        return self.pipeline + self.graph + self.gradient + self.control
+        return sum(astuple(self))
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by axis and in total, as in result.json."""
@@ -106,7 +106,5 @@ def shift_fit_sizes(width: int) -> list[int]:
 
 def fit_numbers(op: Op) -> int:
     """Return the count of numbers that are summed over the shards to fit one aggregation's map."""
-    width = op.push_width
-    if op.is_mean:
-        return sum(shift_fit_sizes(width))
-    return sum(affine_fit_sizes(width))
+    sizes = shift_fit_sizes if op.is_mean else affine_fit_sizes
+    return sum(sizes(op.push_width))

@@ -16,12 +16,14 @@ from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_s
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.plan import ModelGraph, StageDag
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profile.links import most_ranks_per_machine
 from gnnpipe.profile.profile import take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.prepared import Prepared
 
 MIN_EPOCHS = 10
@@ -144,24 +146,47 @@ def run_costs(
     sizes: ChunkSizes | None = None,
     cluster: Cluster | None = None,
 ) -> ProfiledCosts:
-    """Costs of the run by the profile; ``sizes`` of its chunks, if they are known already.
-
-    ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
-    """
-    check_profile(prepared.config, profile, ranks_per_machine, len(prepared.probes) > 0)
-    return ProfiledCosts(
+    """Costs of the run as ``costs_of``; ``sizes`` of its chunks, if they are known already."""
+    return costs_of(
+        prepared.config,
         profile,
         prepared.dag,
         prepared.model_graph,
         sizes or chunk_sizes(prepared),
-        number_bytes=prepared.dtype.itemsize,
-        row_bytes=prepared.row_dtype.itemsize,
-        ranks_at_once=min(ranks_per_machine, prepared.plan.num_ranks),
+        min(ranks_per_machine, prepared.plan.num_ranks),
+        len(prepared.probes) > 0,
+        cluster,
+    )
+
+
+def costs_of(
+    config: TrainConfig,
+    profile: Profile,
+    dag: StageDag,
+    model: ModelGraph,
+    sizes: ChunkSizes,
+    ranks_at_once: int,
+    has_forecasts: bool,
+    cluster: Cluster | None,
+) -> ProfiledCosts:
+    """Costs of a plan by the profile, with ``ranks_at_once`` ranks on a machine.
+
+    ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
+    """
+    _check_profile(config, profile, ranks_at_once, has_forecasts)
+    return ProfiledCosts(
+        profile,
+        dag,
+        model,
+        sizes,
+        number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
+        ranks_at_once=ranks_at_once,
         cluster=cluster,
     )
 
 
-def check_profile(
+def _check_profile(
     config: TrainConfig, profile: Profile, ranks_per_machine: int, has_forecasts: bool
 ) -> None:
     """``InputError`` if the profile was taken with other settings than the run's."""

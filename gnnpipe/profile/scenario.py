@@ -8,7 +8,8 @@ machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -48,7 +49,7 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
     devices = len(device_bytes)
 
-    def fits(stages: int, chunks: int, shards: int) -> bool:
+    def fits(shards: int, stages: int, chunks: int) -> bool:
         wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
         try:
             needed = memory_of_shape(wanted, scenario.shape, model)
@@ -63,34 +64,17 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     found: list[Shape] = []
     for chunks in _powers(config.chunks, min(MAX_CHUNK_FACTOR * config.chunks, vertices)):
         for stages in _powers(config.stages, min(len(model.cuts) + 1, devices)):
-            most = min(devices // stages, vertices // chunks)
-            if shards := _least(partial(fits, stages, chunks), most):
-                found.append((stages, shards, chunks))
+            counts = range(1, min(devices // stages, vertices // chunks) + 1)
+            if counts and fits(counts[-1], stages, chunks):
+                fit = partial(fits, stages=stages, chunks=chunks)
+                found.append((stages, counts[bisect_left(counts, True, key=fit)], chunks))
     return min(found, key=lambda s: (s[0] * s[1], s[2], s[1]), default=None)
-
-
-def _least(fits: Callable[[int], bool], most: int) -> int:
-    """The smallest number from 1 to ``most`` that fits, 0 if ``most`` does not."""
-    if most < 1 or not fits(most):
-        return 0
-    low, high = 0, most  # ``high`` fits
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def _powers(own: int, most: int) -> list[int]:
     """Powers of 2 and ``own``, up to ``most``."""
-    found = {own} if own <= most else set()
-    power = 1
-    while power <= most:
-        found.add(power)
-        power *= 2
-    return sorted(found)
+    powers = {1 << i for i in range(most.bit_length())}
+    return sorted(number for number in powers | {own} if number <= most)
 
 
 STALE_SHARE = 0.5
@@ -128,7 +112,11 @@ class GraphShape:
             if name in values:
                 raise InputError(f"--shape {text!r}: {name} is given twice; drop one of the two")
             try:
-                values[name] = _number(known[name], number)
+                # A whole number may be written as 1e7.
+                value = float(number)
+                if known[name] is int and value != int(value):
+                    raise ValueError
+                values[name] = known[name](value)
             except (ValueError, OverflowError):
                 raise InputError(
                     f"--shape {text!r}: {name} {number!r} is no "
@@ -144,20 +132,15 @@ class GraphShape:
                 f"--shape {text!r}: {' and '.join(missing)} missing; write it like "
                 "vertices=1e6,edges=1e7,features=128,classes=40"
             )
-        numbers = values["vertices"] * values["features"]
-        if numbers > MAX_NUMBERS:
-            raise InputError(
-                f"--shape {text!r}: vertices times features must be at most {MAX_NUMBERS:,}"
-            )
-        if values.get("stored", 0) > numbers:
-            raise InputError(
-                f"--shape {text!r}: stored must be at most vertices times features, {numbers:,.0f}"
-            )
-        pairs = values["vertices"] ** 2
-        if values["edges"] > pairs:
-            raise InputError(
-                f"--shape {text!r}: edges must be at most vertices times vertices, {pairs:,.0f}"
-            )
+        numbers, pairs = values["vertices"] * values["features"], values["vertices"] ** 2
+        limits = {
+            "vertices times features must be at most ": (numbers, MAX_NUMBERS),
+            "stored must be at most vertices times features, ": (values.get("stored", 0), numbers),
+            "edges must be at most vertices times vertices, ": (values["edges"], pairs),
+        }
+        for words, (value, limit) in limits.items():
+            if value > limit:
+                raise InputError(f"--shape {text!r}: {words}{limit:,.0f}")
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -355,11 +338,3 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
     check_parts(config, None, None)
     model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config))
     return describe(model, stand_in)
-
-
-def _number(kind: type[int] | type[float], text: str) -> float:
-    """Number of a ``kind``; 1e7 is an int, too."""
-    value = float(text)
-    if kind is int and value != int(value):
-        raise ValueError
-    return kind(value)

@@ -28,7 +28,7 @@ from gnnpipe.perf.what_if import (
 )
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
-from gnnpipe.profile.predict import check_profile, read_profile
+from gnnpipe.profile.predict import costs_of, read_profile
 from gnnpipe.profile.scenario import (
     GraphShape,
     Scenario,
@@ -37,7 +37,6 @@ from gnnpipe.profile.scenario import (
     scenario_of_shape,
 )
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
 
 VERSION = 1
@@ -220,16 +219,15 @@ def _costs(
 ) -> ProfiledCosts:
     # As many ranks share a machine as in the profile.
     ranks_per_machine = min(max(times.ranks for times in profile.compute), scenario.plan.num_ranks)
-    check_profile(config, profile, ranks_per_machine, scenario.has_forecasts)
-    return ProfiledCosts(
+    return costs_of(
+        config,
         profile,
         scenario.dag,
         scenario.model,
         scenario.sizes,
-        number_bytes=number_dtype(config).itemsize,
-        row_bytes=row_dtype(config).itemsize,
-        ranks_at_once=ranks_per_machine,
-        cluster=cluster,
+        ranks_per_machine,
+        scenario.has_forecasts,
+        cluster,
     )
 
 
