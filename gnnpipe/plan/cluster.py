@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,28 +108,21 @@ class Cluster:
             devices += [Device(_number(group["speed"], "devices: speed"), memory)] * count
         pairs = {}
         for group in _tables(values.get("pairs", []), "pairs"):
-            _check_fields(group, "pairs", {"ranks", "bandwidth_bytes_per_s", "latency_s"}, set())
-            ranks = group["ranks"]
+            link, ranks = _link(group, "pairs", {"ranks"}), group["ranks"]
             if not isinstance(ranks, list) or len(ranks) != 2:
                 raise InputError(f"pairs: ranks {ranks!r}: give two ranks, like [0, 1]")
             low, high = sorted(_whole(rank, "pairs: ranks") for rank in ranks)
-            pairs[low, high] = _link(group, "pairs")
-        link = _as_table(values["link"], "link")
-        _check_fields(link, "link", {"bandwidth_bytes_per_s", "latency_s"}, set())
-        return cls(tuple(devices), _link(link, "link"), pairs)
+            pairs[low, high] = link
+        if not isinstance(values["link"], dict):
+            raise InputError("link: is not a table; write [link] and its fields below")
+        return cls(tuple(devices), _link(values["link"], "link", set()), pairs)
 
 
-def _link(values: dict[str, Any], where: str) -> Link:
-    bandwidth, latency = (
-        _number(values[name], f"{where}: {name}") for name in ("bandwidth_bytes_per_s", "latency_s")
-    )
-    return Link(bandwidth, latency)
-
-
-def _as_table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: is not a table; write [{where}] and its fields below")
-    return value
+def _link(values: dict[str, Any], where: str, others: set[str]) -> Link:
+    """Return the link of a table, which also has the fields ``others``."""
+    names = [f.name for f in fields(Link)]
+    _check_fields(values, where, {*names, *others}, set())
+    return Link(*(_number(values[name], f"{where}: {name}") for name in names))
 
 
 def _tables(value: Any, where: str) -> list[dict[str, Any]]:

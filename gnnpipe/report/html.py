@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -37,19 +37,6 @@ SHARES = {
 AXES = ("pipeline", "graph", "gradient", "control", "total")
 HELD = "held before"
 PARTS = ("structure", "features", "history", "activations", "weights")
-
-NOT_YET = '<p class="note">Written at the end of a run; there is no result.json yet.</p>'
-
-TITLES = {
-    "curves": "Loss and accuracy",
-    "drift": "Staleness",
-    "timeline": "Timeline of one epoch",
-    "time": "Where the time goes",
-    "memory": "Memory",
-    "bytes": "Bytes sent",
-    "chunks": "Partition",
-    "settings": "Settings and program",
-}
 
 
 def write_report(folder: Path, save: str | None, with_pictures: bool) -> list[Path]:
@@ -107,20 +94,24 @@ def page(run: Run) -> str:
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'; img-src data:"
     )
-    result = run.result
-    bodies = {
-        "curves": _curves(run),
-        "drift": _drift(run),
-        "timeline": _timeline(run),
-        "time": _time(result) if result else NOT_YET,
-        "memory": _memory(result) if result else NOT_YET,
-        "bytes": _bytes(result) if result else NOT_YET,
-        "chunks": _chunks(result) if result else NOT_YET,
-        "settings": _settings(run),
-    }
+
+    def at_end(section: Callable[[Fields], str]) -> str:
+        if run.result is None:
+            return _note("Written at the end of a run; there is no result.json yet.")
+        return section(run.result)
+
     sections = "".join(
-        f'<section id="{name}"><h2>{TITLES[name]}</h2>{body}</section>'
-        for name, body in bodies.items()
+        f'<section id="{name}"><h2>{title}</h2>{body}</section>'
+        for name, title, body in (
+            ("curves", "Loss and accuracy", _curves(run)),
+            ("drift", "Staleness", _drift(run)),
+            ("timeline", "Timeline of one epoch", _timeline(run)),
+            ("time", "Where the time goes", at_end(_time)),
+            ("memory", "Memory", at_end(_memory)),
+            ("bytes", "Bytes sent", at_end(_bytes)),
+            ("chunks", "Partition", at_end(_chunks)),
+            ("settings", "Settings and program", _settings(run)),
+        )
     )
     name = escape(run.path.resolve().name)
     return (
@@ -198,7 +189,7 @@ def _score(value: float | None) -> str:
 def _curves(run: Run) -> str:
     epochs = run.metrics.get("epoch", ())
     if not epochs:
-        return '<p class="note">No epoch has been trained yet.</p>'
+        return _note("No epoch has been trained yet.")
     charts = [line_chart("Training loss", epochs, [Line("loss", run.metrics["loss"])])]
     for kind, title in (("acc", "Accuracy"), ("metric", "Metric of the run")):
         columns = {part: run.metrics.get(f"{part}_{kind}", ()) for part in ("train", "val", "test")}
@@ -209,7 +200,7 @@ def _curves(run: Run) -> str:
         lines = [Line(part, values) for part, values in columns.items() if values]
         charts.append(line_chart(title, epochs, lines))
     limit = f" At most {MOST_POINTS} epochs of a curve are drawn." * (len(epochs) > MOST_POINTS)
-    note = f'<p class="note">Loss: training, with dropout. Scores: exact evaluation.{limit}</p>'
+    note = _note(f"Loss: training, with dropout. Scores: exact evaluation.{limit}")
     return f'<div class="charts">{"".join(charts)}</div>{note}'
 
 
@@ -227,11 +218,11 @@ def _drift(run: Run) -> str:
         lines = [Line(f"layer {i}", columns[i]) for i in range(0, len(columns), every)]
         charts.append(line_chart(title, run.metrics["epoch"], lines))
     if not any(charts):
-        return '<p class="note">Nothing is read stale in this run, or not yet.</p>'
-    note = (
-        '<p class="note">Gaps are exact epochs, in which nothing is stale. With dropout the drift '
-        "stays near 1 (100 %), because every epoch draws a new dropout mask; moved and missed are "
-        "measured without dropout.</p>"
+        return _note("Nothing is read stale in this run, or not yet.")
+    note = _note(
+        "Gaps are exact epochs, in which nothing is stale. With dropout the drift stays near 1 "
+        "(100 %), because every epoch draws a new dropout mask; moved and missed are measured "
+        "without dropout."
     )
     return f'<div class="charts">{"".join(charts)}</div>{note}'
 
@@ -239,7 +230,7 @@ def _drift(run: Run) -> str:
 def _timeline(run: Run) -> str:
     chart = gantt(run.trace)
     if not chart:
-        return '<p class="note">No trace.json: a run writes it at its end, on CPUs only.</p>'
+        return _note("No trace.json: a run writes it at its end, on CPUs only.")
     out = [
         '<p><label>width <input id="wide" type="range" min="1" max="40" value="1"></label></p>',
         chart,
@@ -250,13 +241,13 @@ def _timeline(run: Run) -> str:
         if words:
             out.append(f"<p>Critical path, {name}: {escape(words)}.</p>")
         if len(spans) > MOST_SPANS:
-            out.append(
-                f'<p class="note">{name}: only the longest of {len(spans):,} spans are drawn.</p>'
-            )
+            out.append(_note(f"{name}: only the longest of {len(spans):,} spans are drawn."))
     out.append(
-        '<p class="note">Point at a bar or tap it for details. Each chunk has a colour, light for '
-        "forward and dark for backward; dark grey: work that belongs to no chunk; pale grey: "
-        "waiting; outlined: the critical path.</p>"
+        _note(
+            "Point at a bar or tap it for details. Each chunk has a colour, light for forward and "
+            "dark for backward; dark grey: work that belongs to no chunk; pale grey: waiting; "
+            "outlined: the critical path."
+        )
     )
     return "".join(out)
 
@@ -265,7 +256,7 @@ def _settings(run: Run) -> str:
     settings = _table([(name, str(value)) for name, value in run.config.items()])
     program = f"<pre>{escape(run.program[:MOST_PROGRAM])}</pre>"
     if len(run.program) > MOST_PROGRAM:
-        program += f'<p class="note">The first {MOST_PROGRAM:,} characters.</p>'
+        program += _note(f"The first {MOST_PROGRAM:,} characters.")
     return (
         f"<details><summary>config.toml</summary>{settings}</details>"
         f"<details><summary>program.txt</summary>{program}</details>"
@@ -276,7 +267,7 @@ def _time(result: Fields) -> str:
     """Return bars of how each rank spent an epoch."""
     shares = result.list_of_fields("time_shares")
     if not shares:
-        return '<p class="note">Not measured: on GPUs kernels run asynchronously.</p>'
+        return _note("Not measured: on GPUs kernels run asynchronously.")
     rows = [
         (f"rank {rank}", [(name, share.number(key)) for name, key in SHARES.items()])
         for rank, share in enumerate(shares)
