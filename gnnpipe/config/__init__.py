@@ -1,6 +1,6 @@
 """Settings of a training run and their validation."""
 
-from gnnpipe.config.staleness import StalenessSettings
+from gnnpipe.config.settings import StalenessSettings
 from gnnpipe.config.train_config import TrainConfig
 from gnnpipe.config.validation import parse_split
 

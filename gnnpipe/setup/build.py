@@ -38,7 +38,7 @@ from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram
-from gnnpipe.setup.memory_check import check_memory
+from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
 

@@ -1,22 +1,28 @@
-"""Estimates the memory of the ranks of a prepared run from the sizes of their shards."""
+"""Estimates the memory of a prepared run's ranks, and refuses a run that cannot fit."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
+import torch
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, SYMMETRIC_KINDS
 from gnnpipe.graph.order import resolve_order
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
+from gnnpipe.machine import memory_bytes
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
-from gnnpipe.perf.memory import partition_bytes
+from gnnpipe.perf.memory import human_bytes, partition_bytes
+from gnnpipe.runtime.comm.launch import launched_local_rank
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
@@ -63,6 +69,36 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
     )
     settings = replace(_settings_of(prepared), symmetric=True, extra_weights=0)
     return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, settings).total
+
+
+def check_memory(prepared: Prepared, mesh: Mesh) -> None:
+    """Raise ``InputError`` on every rank if the ranks of a machine need more than its memory.
+
+    Linux grants more memory than the machine has, and kills the process once the memory is used,
+    without a message about the setting that was too large. A refused run could not have finished:
+    a lower bound of its memory exceeds all the memory of the machine.
+    """
+    error = None
+    if mesh.device.type == "cuda":
+        here = [mesh.rank]
+        capacity_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
+    else:
+        first = mesh.rank - launched_local_rank() if mesh.world_size > 1 else 0
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = list(range(max(0, first), min(first + count, mesh.world_size)))
+        capacity_bytes = memory_bytes()
+    needed_bytes = sum(least_memory_bytes(prepared, mesh.placement.stage(rank)) for rank in here)
+    if needed_bytes > capacity_bytes:
+        ranks = (
+            f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks together take"
+        )
+        where = "GPU" if mesh.device.type == "cuda" else "machine"
+        error = InputError(
+            f"model {prepared.model.size_text}: {ranks} at least {human_bytes(needed_bytes)}, and "
+            f"this {where} has {human_bytes(capacity_bytes)}; try --recompute, a smaller --hidden, "
+            "or more --stages or --shards on more machines"
+        )
+    mesh.agree(error)
 
 
 def partition_memory_bytes(prepared: Prepared) -> int:
