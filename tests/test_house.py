@@ -25,6 +25,7 @@ LARGE_FUNCTIONS: dict[str, str] = {
     "ops/triton/norm_relu.py _forward": "a Triton kernel",
     "ops/triton/norm_relu.py _backward": "a Triton kernel",
     "ops/triton/spmm.py _sum_pieces": "a Triton kernel",
+    "train/trainer.py __init__": "a user passes the parts of a run by name",
 }
 """Functions over the limits, and why."""
 

@@ -57,8 +57,11 @@ def tensors_of(
             found |= {f"{BEFORE}/{n}": t for n, t in before.named_state()}
         assert executor.optimizer is not None
         for name, parameter in _trained(stage_module):
-            for key, value in executor.optimizer.state[parameter].items():
-                found[f"{OPTIMIZER}/{name}/{key}"] = value
+            for key, value in executor.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    is_tensor = isinstance(value, Tensor)
+                    stored = value if is_tensor else torch.tensor(value, dtype=torch.float64)
+                    found[f"{OPTIMIZER}/{name}/{key}"] = stored
     for name, history, kind in _histories(prepared, rank_runtime) if with_tables else ():
         if isinstance(history, MeanHistory):
             if mesh.shard == 0:
@@ -88,14 +91,21 @@ def load_tensors(
         source = BEFORE if _has(stored, BEFORE) else WEIGHT
         _copy(stored, source, dict(executor.forecaster.before.named_state()))
     assert executor.optimizer is not None
-    is_fused = executor.optimizer.param_groups[0]["fused"]
+    on_device = {
+        parameter
+        for group in executor.optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     names = [name for name in stored.tensors if name.startswith(f"{OPTIMIZER}/")]
     for name, parameter in _trained(stage_module):
         start = f"{OPTIMIZER}/{name}/"
         values = stored.read([n for n in names if n.startswith(start)])
+        if not values:
+            continue  # a weight that is not stepped has no state
         executor.optimizer.state[parameter] = {
             # torch keeps step counters on the CPU, except for fused kernels.
-            n.removeprefix(start): _like(parameter, v) if v.dim() or is_fused else v
+            n.removeprefix(start): _like(parameter, v) if v.dim() or parameter in on_device else v
             for n, v in values.items()
         }
     _load_histories(stored, prepared, rank_runtime, mesh)

@@ -57,6 +57,10 @@ PRESETS = {
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
+OPTIMIZERS = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -94,8 +98,16 @@ class Settings:
     )
 
     epochs: int = _training(200, "number of epochs", low=1)
-    lr: float = _training(0.01, "learning rate of Adam", above=0)
-    weight_decay: float = _training(0.0, "L2 penalty (weight decay of Adam)", low=0)
+    optimizer: str = _training(
+        "Adam",
+        "optimizer of torch.optim, with torch's defaults but for the settings below",
+        choices=OPTIMIZERS,
+    )
+    lr: float = _training(0.01, "learning rate", above=0)
+    weight_decay: float = _training(
+        0.0, "weight decay: an L2 penalty, but decoupled from the gradient in AdamW", low=0
+    )
+    momentum: float = _training(0.0, "momentum (SGD and RMSprop)", low=0, below=1)
     seed: int = _training(
         0, "random seed of weights, dropout, chunk order and splits", low=0, high=2**32 - 1
     )

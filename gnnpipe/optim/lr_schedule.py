@@ -3,54 +3,136 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
-import torch
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+
+Scheduler: TypeAlias = lr_scheduler.LRScheduler | lr_scheduler.ReduceLROnPlateau
+SchedulerFactory: TypeAlias = Callable[[Optimizer], Scheduler]
+"""Makes a scheduler, which steps once an epoch, for the optimizer of a rank."""
 
 
 class LearningRate:
-    """Learning rate of one optimizer; every rank has one, and all get the same scores.
+    """Learning rate of one optimizer; every rank has one, and all get the same metrics.
 
-    A linear warm-up from lr / (warm-up epochs + 1), then one of: constant; a half cosine down to 0
-    over the remaining epochs; halved whenever the validation metric has not risen for
-    ``lr_patience`` epochs.
+    From the settings: a linear warm-up from lr / (warm-up epochs + 1), then one of: constant; a
+    half cosine down to 0 over the remaining epochs; halved whenever the validation metric has not
+    improved for ``lr_patience`` epochs. Or a user's scheduler.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-        self._optimizer, self._warmup, self._epoch = optimizer, config.warmup_epochs, 0
-        self._early: lr_scheduler.LRScheduler | None = None
-        self._late: lr_scheduler.LRScheduler | None = None
-        if self._warmup:
-            self._early = lr_scheduler.LinearLR(
-                optimizer, start_factor=1 / (self._warmup + 1), total_iters=self._warmup
-            )
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        factory: SchedulerFactory | None = None,
+        is_error: bool = False,
+    ) -> None:
+        """``is_error``: a smaller validation metric is better."""
+        self._optimizer, self._config = optimizer, config
+        self._factory, self._is_error = factory, is_error
+        # Some schedulers change more than the learning rate.
+        self._first = [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+        self.restart(1.0, [])
+
+    @property
+    def value(self) -> float:
+        """Learning rate of the next step, of the first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def restart(self, factor: float, metrics: Iterable[float | None]) -> None:
+        """Repeat the schedule of past epochs with ``factor`` on all learning rates.
+
+        ``metrics``: of each epoch, as in ``step``.
+        """
+        for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
+            group.pop("initial_lr", None)
+            group.update(first)
+            group["lr"] = first["lr"] * factor
+        if self._factory is None:
+            self._early, self._late = self._warm_up(), self._by_name()
+        else:
+            self._early, self._late = None, _made(self._factory, self._optimizer)
+        self._epoch = 0
+        with warnings.catch_warnings():
+            # torch warns if a schedule steps before the optimizer has stepped.
+            warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
+            for metric in metrics:
+                self.step(metric)
+
+    def step(self, metric: float | None) -> None:
+        """End an epoch; ``metric``: the validation metric, if it was evaluated."""
+        self._epoch += 1
+        if self._early is not None and self._epoch <= self._config.warmup_epochs:
+            self._early.step()
+        elif isinstance(self._late, lr_scheduler.ReduceLROnPlateau):
+            if metric is not None:
+                self._late.step(metric)
+        elif self._late is not None:
+            self._late.step()
+
+    def _warm_up(self) -> lr_scheduler.LRScheduler | None:
+        epochs = self._config.warmup_epochs
+        if not epochs:
+            return None
+        return lr_scheduler.LinearLR(
+            self._optimizer, start_factor=1 / (epochs + 1), total_iters=epochs
+        )
+
+    def _by_name(self) -> Scheduler | None:
+        """The schedule after the warm-up; ``None``: constant."""
+        config = self._config
         if config.lr_schedule == "cosine":
             # Starts from the rate at the end of the warm-up, where it is first stepped.
-            left = config.epochs - self._warmup
-            self._late = lr_scheduler.CosineAnnealingLR(optimizer, T_max=left)
-        elif config.lr_schedule == "plateau":
-            self._late = lr_scheduler.ReduceLROnPlateau(
-                optimizer,
-                mode="max",
+            left = config.epochs - config.warmup_epochs
+            return lr_scheduler.CosineAnnealingLR(self._optimizer, T_max=left)
+        if config.lr_schedule == "plateau":
+            return lr_scheduler.ReduceLROnPlateau(
+                self._optimizer,
+                mode="min" if self._is_error else "max",
                 factor=0.5,
                 threshold=0.0,
                 patience=math.ceil(config.lr_patience / max(config.eval_every, 1)) - 1,
             )
+        return None
 
-    @property
-    def value(self) -> float:
-        """Learning rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
 
-    def step(self, score: float | None) -> None:
-        """End an epoch; ``score``: the validation metric, if it was evaluated."""
-        self._epoch += 1
-        if self._early is not None and self._epoch <= self._warmup:
-            self._early.step()
-        elif isinstance(self._late, lr_scheduler.ReduceLROnPlateau):
-            if score is not None:
-                self._late.step(score)
-        elif self._late is not None:
-            self._late.step()
+def check_scheduler(config: TrainConfig, factory: SchedulerFactory | None) -> None:
+    """Raise ``InputError`` for an argument ``scheduler`` that is no function, or not alone."""
+    if factory is None:
+        return
+    if not callable(factory):
+        raise InputError(
+            f"scheduler: is a {type(factory).__name__}; pass a function of the optimizer, such as "
+            "lambda optimizer: CosineAnnealingLR(optimizer, epochs)"
+        )
+    if config.lr_schedule != "constant":
+        raise InputError(
+            f"--lr-schedule {config.lr_schedule}: a scheduler was passed in, too; leave one out"
+        )
+    if config.warmup_epochs:
+        raise InputError(
+            f"--warmup-epochs {config.warmup_epochs}: not used with a scheduler that is passed in; "
+            "leave it out, or use torch's SequentialLR"
+        )
+
+
+def _made(factory: SchedulerFactory, optimizer: Optimizer) -> Scheduler:
+    made = factory(optimizer)
+    if not isinstance(made, Scheduler):
+        raise InputError(
+            f"scheduler: returned a {type(made).__name__}, not a torch.optim.lr_scheduler; try "
+            "lambda optimizer: CosineAnnealingLR(optimizer, epochs)"
+        )
+    if made.optimizer is not optimizer:
+        raise InputError(
+            "scheduler: was made for another optimizer; make it for the optimizer that the "
+            "function is given (each rank has its own)"
+        )
+    return made

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.retention import has_unfinished, newest_whole
 from gnnpipe.config import TrainConfig
@@ -84,6 +86,7 @@ STATE, METRICS = "state.json", "metrics.csv"
 FIXED = (
     *(f.name for f in fields(TrainConfig) if f.metadata["group"] == "model"),
     *("split", "symmetrize", "task", "seed", "dtype", "comm_dtype", "matmul_dtype", "metric"),
+    "optimizer",
 )
 """Settings that must not change when a run is resumed."""
 
@@ -181,13 +184,16 @@ class Start:
         return 0 if has_tables else self.epoch + 1
 
 
-def identity_of(config: TrainConfig, prepared: Prepared) -> dict[str, Any]:
-    """Return what must not change when a run is resumed: settings, model and graph."""
+def identity_of(
+    config: TrainConfig, prepared: Prepared, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return what must not change when a run is resumed: settings, model, optimizer and graph."""
     state = prepared.model.module.state_dict()
     shapes = [(name, list(t.shape), str(t.dtype)) for name, t in sorted(state.items())]
     return {
         **{name: getattr(config, name) for name in FIXED},
         "model": prepared.model.name,
+        "optimizer": type(optimizer).__name__,
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }
@@ -312,7 +318,8 @@ def _start(stored: StoredCheckpoint) -> Start:
         sent = tuple(int(number) for number in state["sent_bytes"])
         if len(sent) != len(fields(CommVolume)):
             raise ValueError(f"sent_bytes {sent}")
-        identity, cut = dict(state["identity"]), dict(state["cut"])
+        # Checkpoints of before there was a choice have no optimizer.
+        identity, cut = {"optimizer": "Adam"} | state["identity"], dict(state["cut"])
         lengths = tuple(float(number) for number in state.get("lengths", ()))
         if not all(0 <= length < math.inf for length in lengths):
             raise ValueError(f"lengths {lengths}")

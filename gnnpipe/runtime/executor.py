@@ -286,7 +286,9 @@ class Executor:
         if self.optimizer is not None:
             if self.has_stepped:
                 self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            # Also of weights that the optimizer does not step: their gradients would add up.
+            for _, parameter in self.stage.stage_module.named_parameters():
+                parameter.grad = None
 
 
 # Unbound methods: bound ones would make a cycle that keeps the executor and its tables alive.

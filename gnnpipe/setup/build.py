@@ -24,6 +24,7 @@ from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, embedding_bag, kernel_named, time_kernels
+from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.plan import gradient_steps
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -153,16 +154,12 @@ class _RankBuilder:
 
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
-        # A group, because a stage may have no weights: a group may be empty, a plain list may not.
-        optimizer = torch.optim.Adam(
-            [{"params": self._stage_module.parameters()}],
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            fused=mesh.device.type == "cuda",
+        named = dict(self._stage_module.named_parameters())
+        optimizer = make_optimizer(
+            config, prepared.optimizer, prepared.model.module, named, mesh.device
         )
         steps = gradient_steps(prepared.model_graph, self._ops)
-        named = list(self._stage_module.named_parameters())
-        trained = [(p, steps.get(name, 0)) for name, p in named if p.requires_grad]
+        trained = [(p, steps.get(name, 0)) for name, p in named.items() if p.requires_grad]
         clip = GradClip(self._stage_module.named_parameters(), mesh, config.clip_norm)
         return WeightUpdate(GradientSum(trained, mesh), clip, optimizer)
 

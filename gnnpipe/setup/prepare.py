@@ -25,6 +25,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.ops.spmm import kernel_named
+from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
 from gnnpipe.planner import PLANNERS, GraphCounts, Planner, PlanRequest, Shape, planner_named
@@ -55,6 +56,7 @@ def prepare(
     model: nn.Module | None = None,
     planner: Planner | None = None,
     loss_fn: LossFn | None = None,
+    optimizer: OptimizerChoice | None = None,
     refill_epochs: int = 0,
 ) -> Prepared:
     """Decides everything about a run; ``InputError`` on every rank if any rank has an error.
@@ -93,6 +95,7 @@ def prepare(
         model=chosen,
         metric=metric,
         loss_fn=loss_fn,
+        optimizer=optimizer,
         model_graph=model_graph,
         dag=dag,
         chunking=chunking,

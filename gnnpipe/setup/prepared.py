@@ -16,6 +16,7 @@ from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.models import Model
+from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.perf import CommVolume
 from gnnpipe.plan import (
     LossRows,
@@ -45,6 +46,8 @@ class Prepared:
     """The metric reported beside accuracy; never 'auto'."""
     loss_fn: LossFn | None
     """The user's own loss; ``None``: cross entropy, or squared error for numbers."""
+    optimizer: OptimizerChoice | None
+    """The user's own optimizer; ``None``: the one that the settings name."""
     model_graph: ModelGraph
     dag: StageDag
     """The stages of the plan."""

@@ -7,7 +7,6 @@ leave after the same epoch.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, StoppedError
 from gnnpipe.files import how_to_write
-from gnnpipe.optim.lr_schedule import LearningRate
+from gnnpipe.optim.lr_schedule import LearningRate, SchedulerFactory
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.folder import RunFolder
@@ -68,6 +67,8 @@ class Loop:
     """The run's folder, on every rank; ``None`` with ``--out off``."""
     progress: Progress
     identity: Mapping[str, Any]
+    scheduler: SchedulerFactory | None = None
+    """The user's own learning-rate scheduler; ``None``: the one that the settings name."""
 
     def __post_init__(self) -> None:
         config, executor = self.config, self.rank_runtime.executor
@@ -80,7 +81,9 @@ class Loop:
         self._is_over = False
         self.sent_bytes: list[int] = []
         """Bytes sent in the last epoch, over all ranks, by axis (see ``CommVolume``)."""
-        self._learning_rate = LearningRate(executor.optimizer, config)
+        self._learning_rate = LearningRate(
+            executor.optimizer, config, self.scheduler, self._is_error
+        )
         self._exact_epochs = ExactEpochs(self.prepared)
         self._saved_epoch = 0
         """Epoch of the newest checkpoint that this run can resume from; 0: none."""
@@ -117,24 +120,8 @@ class Loop:
 
     def _set_learning_rate(self, factor: float) -> None:
         """Replays the learning rate schedule over the epochs so far, times ``factor``."""
-        optimizer = self.rank_runtime.executor.optimizer
-        assert optimizer is not None
-        for group in optimizer.param_groups:
-            group.pop("initial_lr", None)
-            group["lr"] = self.config.lr * factor
         self._lr_factor = factor
-        self._learning_rate = LearningRate(optimizer, self.config)
-        with warnings.catch_warnings():
-            # torch warns if the schedule steps before the optimizer has stepped.
-            warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
-            for row in self.rows:
-                self._learning_rate.step(self._score(row))
-
-    def _score(self, row: EpochRow) -> float | None:
-        """Returns the validation metric of an evaluated epoch; larger is better."""
-        if row.scores is None:
-            return None
-        return -row.scores.val_metric if self._is_error else row.scores.val_metric
+        self._learning_rate.restart(factor, map(_val_metric, self.rows))
 
     def run(self, stopping: Stopping) -> None:
         """Trains up to the last epoch, or until patience runs out.
@@ -181,7 +168,7 @@ class Loop:
         if self.folder is not None:
             self.folder.add(row)
         self.progress.epoch(row)
-        self._learning_rate.step(self._score(row))
+        self._learning_rate.step(_val_metric(row))
         is_over = scores is not None and self.best.see(epoch + 1, scores) and not last
         if is_over:
             self.progress.say(
@@ -288,3 +275,7 @@ class Loop:
         raise FloatingPointError(
             f"{where}; try a smaller --lr (now {self._learning_rate.value:g}) or --clip-norm 1"
         )
+
+
+def _val_metric(row: EpochRow) -> float | None:
+    return None if row.scores is None else row.scores.val_metric

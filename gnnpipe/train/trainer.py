@@ -20,6 +20,8 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
+from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
+from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
@@ -63,6 +65,8 @@ class Trainer:
         plan: Plan | None = None,
         world: World | None = None,
         loss_fn: LossFn | None = None,
+        optimizer: OptimizerChoice | None = None,
+        scheduler: SchedulerFactory | None = None,
         resume: str | Path | None = None,
     ) -> None:
         """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
@@ -77,6 +81,12 @@ class Trainer:
             world: The ranks, if they have been joined for another run of this process.
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
                 losses. The sum is divided by the number of training labels.
+            optimizer: An optimizer class, which gets lr, weight_decay and momentum of ``config``;
+                or a function of the whole model that returns an optimizer, with any parameter
+                groups; or an optimizer of the model's parameters.
+            scheduler: A function of the optimizer that returns a learning-rate scheduler, which
+                steps once an epoch (``ReduceLROnPlateau``: after each evaluation, with the
+                validation metric). A resumed run calls it again and repeats the steps.
             resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
                 then the result of ``resumed_config``.
 
@@ -85,10 +95,14 @@ class Trainer:
                 naming the line of ``forward``, for a model that cannot be split into chunks.
         """
         check_parts(config, graph, model)
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        check_scheduler(config, scheduler)
         self.config = config
         self._graph, self._model = graph, model
         self._planner = None if plan is None else GivenPlan(plan)
         self._world, self._loss_fn = world, loss_fn
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
         self._mesh: Mesh | None = None
@@ -123,6 +137,7 @@ class Trainer:
                 self._model,
                 self._planner,
                 self._loss_fn,
+                self._optimizer,
                 refill_epochs=0 if start is None else start.refill_epochs,
             )
             self._mesh = Mesh.of(
@@ -188,8 +203,11 @@ class Trainer:
         for line in [*message.splitlines(), *head_lines(prepared)]:
             progress.say(line)
         predictor, rank_runtime = self._predict_and_build(progress, start)
-        identity = identity_of(config, prepared)
-        loop = Loop(config, mesh, prepared, rank_runtime, folder, path, progress, identity)
+        optimizer = rank_runtime.executor.optimizer
+        assert optimizer is not None
+        identity = identity_of(config, prepared, optimizer)
+        parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity)
+        loop = Loop(*parts, scheduler=self._scheduler)
         self._open(loop, start)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
         link_bytes_per_s = receive_bandwidth(mesh)

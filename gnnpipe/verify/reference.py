@@ -48,9 +48,10 @@ class Reference:
         self._user_model, self._loss_fn = user_model, loss_fn
         self._module = walk.model.module
         self._weights = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.Adam(
-            self._weights.values(), lr=config.lr, weight_decay=config.weight_decay
-        )
+        settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if config.momentum:
+            settings["momentum"] = config.momentum
+        self._optimizer = getattr(torch.optim, config.optimizer)(self._weights.values(), **settings)
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
