@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from gnnpipe.run.info import Info, info
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
+    from gnnpipe.train.callbacks import Callback
     from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
 __all__ = [
+    "Callback",
     "FailedError",
     "Graph",
     "Info",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Callback": "gnnpipe.train.callbacks",
     "FailedError": "gnnpipe.errors",
     "Graph": "gnnpipe.graph.graph",
     "InputError": "gnnpipe.errors",

@@ -7,14 +7,14 @@ leave after the same epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gnnpipe.checkpoint.retention import resume_advice
+from gnnpipe.checkpoint.retention import checkpoint_path, resume_advice
 from gnnpipe.checkpoint.state import load_tensors, restore_generators, tensors_of
 from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.config import TrainConfig
@@ -69,6 +69,10 @@ class Loop:
     identity: Mapping[str, Any]
     scheduler: SchedulerFactory | None = None
     """The user's own learning-rate scheduler; ``None``: the one that the settings name."""
+    epoch_end: Callable[[EpochRow], bool] = lambda row: False
+    """Called after every epoch; ``True``: this rank wants training to end."""
+    checkpoint_end: Callable[[Path], None] = lambda path: None
+    """Called with the folder of every checkpoint that was written."""
 
     def __post_init__(self) -> None:
         config, executor = self.config, self.rank_runtime.executor
@@ -78,7 +82,7 @@ class Loop:
         self._is_error = self.prepared.metric in ERRORS
         self.best = self._no_best()
         self._lr_factor = 1.0
-        self._is_over = False
+        self._is_over = self._is_told_to_stop = False
         self.sent_bytes: list[int] = []
         """Bytes sent in the last epoch, over all ranks, by axis (see ``CommVolume``)."""
         self._learning_rate = LearningRate(
@@ -136,7 +140,7 @@ class Loop:
             self._is_over = self._epoch(len(self.rows))
             sent = astuple(self.rank_runtime.executor.epoch_bytes)
             self.sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
-            self._save_or_stop(stopping, self._is_over)
+            self._save_or_stop(stopping)
 
     def _epoch(self, epoch: int) -> bool:
         """Trains one epoch and evaluates if due; returns whether patience has run out."""
@@ -169,6 +173,7 @@ class Loop:
             self.folder.add(row)
         self.progress.epoch(row)
         self._learning_rate.step(_val_metric(row))
+        self._is_told_to_stop = self.epoch_end(row)
         is_over = scores is not None and self.best.see(epoch + 1, scores) and not last
         if is_over:
             self.progress.say(
@@ -177,17 +182,25 @@ class Loop:
             )
         return is_over
 
-    def _save_or_stop(self, stopping: Stopping, is_over: bool) -> None:
+    def _save_or_stop(self, stopping: Stopping) -> None:
         """Agrees with all ranks on writing a checkpoint and on stopping."""
-        is_last = is_over or len(self.rows) == self.config.epochs
         now = time.monotonic()
         time_s, self._met_at = now - self._met_at, now
-        stops, saves = self.mesh.sum(
+        is_first = self.mesh.rank == 0
+        is_told, is_due, saves_last, saves_now = self.mesh.sum(
             [
-                float(stopping.is_due(time_s) and not is_last),
-                float(self.mesh.rank == 0 and self._wants_checkpoint(is_last)),
+                float(self._is_told_to_stop),
+                float(stopping.is_due(time_s)),
+                float(is_first and self._wants_checkpoint(True)),
+                float(is_first and self._wants_checkpoint(False)),
             ]
         )
+        is_last = self._is_over or len(self.rows) == self.config.epochs
+        if is_told and not is_last:
+            self._is_over = is_last = True
+            self.progress.say(f"stopped after epoch {len(self.rows)}: a callback asked for it")
+            self._evaluate_last()
+        stops, saves = is_due and not is_last, saves_last if is_last else saves_now
         if (stops or saves) and self.rows and self._saved_epoch != len(self.rows):
             self._save()
         if stops:
@@ -196,6 +209,17 @@ class Loop:
             if self.path is not None:
                 where = f"go on with --resume {self.path}"
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
+
+    def _evaluate_last(self) -> None:
+        """Evaluates the last epoch, as that of every run that has ended."""
+        row, start = self.rows[-1], time.perf_counter()
+        if row.scores is not None:
+            return
+        scores = evaluate(self.rank_runtime, self.mesh)
+        self.rows[-1] = replace(row, scores=scores, eval_time_s=time.perf_counter() - start)
+        self.best.see(row.epoch, scores)
+        if self.folder is not None:
+            self.folder.rewrite(self.rows)
 
     def interrupted(self) -> str:
         """Returns how to continue after an interrupt."""
@@ -249,6 +273,7 @@ class Loop:
             ) from None
         self._saved_epoch, self._saved_at = epoch, time.monotonic()
         self._save_time_s = self._saved_at - start
+        self.checkpoint_end(checkpoint_path(self.path, epoch))
 
     def _mend(self, epoch: int, loss: float) -> bool:
         """Applies ``--on-nan`` on every rank; returns whether to train the epoch again."""

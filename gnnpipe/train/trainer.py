@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
+from gnnpipe.train.callbacks import Callback, Callbacks
 from gnnpipe.train.evaluate import evaluate, results_by_chunk
 from gnnpipe.train.loop import Loop
 
@@ -67,6 +69,7 @@ class Trainer:
         loss_fn: LossFn | None = None,
         optimizer: OptimizerChoice | None = None,
         scheduler: SchedulerFactory | None = None,
+        callbacks: Sequence[Callback] = (),
         resume: str | Path | None = None,
     ) -> None:
         """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
@@ -87,6 +90,7 @@ class Trainer:
             scheduler: A function of the optimizer that returns a learning-rate scheduler, which
                 steps once an epoch (``ReduceLROnPlateau``: after each evaluation, with the
                 validation metric). A resumed run calls it again and repeats the steps.
+            callbacks: Run in this order; see ``Callback``.
             resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
                 then the result of ``resumed_config``.
 
@@ -103,6 +107,7 @@ class Trainer:
         self._planner = None if plan is None else GivenPlan(plan)
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
+        self._callbacks = Callbacks(callbacks)
         self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
         self._mesh: Mesh | None = None
@@ -207,9 +212,15 @@ class Trainer:
         assert optimizer is not None
         identity = identity_of(config, prepared, optimizer)
         parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity)
-        loop = Loop(*parts, scheduler=self._scheduler)
+        loop = Loop(
+            *parts,
+            scheduler=self._scheduler,
+            epoch_end=partial(self._callbacks.epoch_end, self),
+            checkpoint_end=partial(self._callbacks.checkpoint, self),
+        )
         self._open(loop, start)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
+        self._callbacks.fit_start(self, mesh.rank)
         link_bytes_per_s = receive_bandwidth(mesh)
         self._run(loop, log)
         give_back()  # otherwise the memory of an epoch and of the result add up
@@ -226,6 +237,7 @@ class Trainer:
             folder.close(result.to_dict(), weights)
         for line in result_lines(result):
             progress.say(line)
+        self._callbacks.fit_end(self, result)
         return result
 
     def _find_start(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
@@ -290,6 +302,7 @@ class Trainer:
 
     def evaluate(self) -> Scores:
         """Returns exact scores with the current weights, on every rank."""
+        self._check_together("evaluate()")
         mesh, _, rank_runtime = self._ready()
         with held_memory(mesh.device):
             return evaluate(rank_runtime, mesh)
@@ -300,6 +313,7 @@ class Trainer:
         For a heterogeneous graph: of the vertex type with labels. For link prediction: the final
         rows [N, d], from which any pair can be scored.
         """
+        self._check_together("predict()")
         mesh, prepared, rank_runtime = self._ready()
         layout = rank_runtime.target
         with held_memory(mesh.device):
@@ -325,6 +339,14 @@ class Trainer:
         met = self._mesh or self._world
         if met is not None:
             met.leave()
+
+    def _check_together(self, call: str) -> None:
+        """Raises ``InputError`` in a callback that other ranks do not run."""
+        if self._callbacks.is_alone and self._join().world_size > 1:
+            raise InputError(
+                f"callbacks: {call} needs all ranks, and this callback runs on rank 0 alone; set "
+                "on_all_ranks = True in its class"
+            )
 
     def _ready(self) -> tuple[Mesh, Prepared, RankRuntime]:
         """Allocates this rank's part, once."""
