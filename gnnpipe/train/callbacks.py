@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from torch import Tensor, nn
+
+from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.plan import Plan
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.result import RunResult
+from gnnpipe.tasks.scoring import Scores
 
-if TYPE_CHECKING:
-    from gnnpipe.train.trainer import Trainer
+
+class RunningTrainer(Protocol):
+    """The parts of ``Trainer`` that a callback can use."""
+
+    config: TrainConfig
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; before the end of training, with the current weights of this rank's stage."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run."""
+
+    def evaluate(self) -> Scores:
+        """Return exact scores with the current weights."""
+
+    def predict(self) -> Tensor:
+        """Return logits [N, classes]."""
 
 
 class Callback:
@@ -24,19 +46,19 @@ class Callback:
 
     on_all_ranks = False
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Before the first epoch, or before the first one after a resume."""
 
-    def on_evaluate(self, trainer: Trainer, row: EpochRow) -> None:
+    def on_evaluate(self, trainer: RunningTrainer, row: EpochRow) -> None:
         """After an epoch that was evaluated, before ``on_epoch_end``; ``row.scores`` is set."""
 
-    def on_epoch_end(self, trainer: Trainer, row: EpochRow) -> bool | None:
+    def on_epoch_end(self, trainer: RunningTrainer, row: EpochRow) -> bool | None:
         """After every epoch; return ``True`` to end training. One rank's ``True`` ends it."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
         """After the checkpoint in the folder ``path`` was written by all ranks."""
 
-    def on_fit_end(self, trainer: Trainer, result: RunResult) -> None:
+    def on_fit_end(self, trainer: RunningTrainer, result: RunResult) -> None:
         """After training; ``trainer.model`` has the weights that are kept."""
 
 
@@ -55,13 +77,13 @@ class Callbacks:
         self.is_alone = False
         """Whether a callback runs that the other ranks do not run."""
 
-    def fit_start(self, trainer: Trainer, rank: int) -> None:
+    def fit_start(self, trainer: RunningTrainer, rank: int) -> None:
         """Start a run, on this rank."""
         self._every = [one for one in self._every if rank == 0 or one.on_all_ranks]
         for one in self._running():
             one.on_fit_start(trainer)
 
-    def epoch_end(self, trainer: Trainer, row: EpochRow) -> bool:
+    def epoch_end(self, trainer: RunningTrainer, row: EpochRow) -> bool:
         """End an epoch; return whether a callback of this rank wants training to end."""
         if row.scores is not None:
             for one in self._running():
@@ -69,12 +91,12 @@ class Callbacks:
         answers = [one.on_epoch_end(trainer, row) for one in self._running()]
         return True in answers
 
-    def checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
         """Tell of a checkpoint."""
         for one in self._running():
             one.on_checkpoint(trainer, path)
 
-    def fit_end(self, trainer: Trainer, result: RunResult) -> None:
+    def fit_end(self, trainer: RunningTrainer, result: RunResult) -> None:
         """End a run."""
         for one in self._running():
             one.on_fit_end(trainer, result)

@@ -140,3 +140,21 @@ def test_callbacks_change_no_number(tmp_path):
 def test_wrong_callbacks(given, words):
     with pytest.raises(InputError, match=words):
         Trainer(quick_config(), small_graph(), callbacks=given)
+
+
+class Weights(Callback):
+    """Keeps the sum of the model's weights after every epoch."""
+
+    def __init__(self):
+        self.sums = []
+
+    def on_epoch_end(self, trainer, row):
+        self.sums.append(sum(float(p.detach().sum()) for p in trainer.model.parameters()))
+
+
+def test_a_callback_sees_the_current_weights():
+    seen = Weights()
+    trainer = Trainer(quick_config(), small_graph(), callbacks=[seen])
+    trainer.fit()
+    assert len(set(seen.sums)) == 3
+    assert seen.sums[-1] == sum(float(p.detach().sum()) for p in trainer.model.parameters())
