@@ -85,7 +85,11 @@ class Settings:
         choices=("labels", "links"),
     )
 
-    model: str = _model("gcn", "gcn, sage, gcnii, resgcn or gat")
+    model: str = _model(
+        "gcn",
+        "gcn, sage, gcnii, resgcn or gat; or a model of your own: net.py:make_model or "
+        "package.module:make_model, called with the graph and the config",
+    )
     layers: int = _model(2, "number of GNN layers L", low=1, high=10_000)
     hidden: int = _model(64, "hidden width H", low=1, high=1_000_000)
     heads: int = _model(4, "attention heads (gat); must divide --hidden", low=1)

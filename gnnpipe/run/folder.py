@@ -43,8 +43,9 @@ def run_path(config: TrainConfig) -> Path:
     if config.out:
         return Path(config.out)
     dataset = "".join(c if c.isalnum() else "-" for c in Path(config.dataset).stem.lower())
+    model = "".join(c if c.isalnum() else "-" for c in Path(config.model).name)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{dataset[:40]}-{config.model}-{stamp}"
+    base = Path("runs") / f"{dataset[:40]}-{model[:40]}-{stamp}"
     path, number = base, 1
     while path.exists():
         number += 1

@@ -25,6 +25,7 @@ from gnnpipe.ops.bf16_matmul import is_worth_rounding
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model
 from gnnpipe.tasks.loss import has_both, validation_labels
 
 
@@ -42,8 +43,11 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
                 "again: Trainer(config, model=model); to resume a run also pass "
                 "config=resumed_config(run) and resume=run"
             )
-        MODELS[config.model]
-        check_stages(config)
+        if is_user_model(config.model):
+            load_maker(config.model)
+        else:
+            MODELS[config.model]
+            check_stages(config)
     elif isinstance(model, type):
         raise InputError(f"model: is the class {model.__name__}; pass an instance of it")
     elif not isinstance(model, nn.Module):
@@ -112,6 +116,9 @@ def choose_model(
     model: nn.Module | None, config: TrainConfig, graph: Graph, world: World, dtype: torch.dtype
 ) -> Model:
     """Returns the model of the config or the given model, with equal weights on every rank."""
+    if model is None and is_user_model(config.model):
+        torch.manual_seed(config.seed)
+        model = make_user_model(config, graph)
     if graph.types is not None and (model is None or isinstance(model, GNN)):
         raise InputError(
             f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "

@@ -1,0 +1,110 @@
+"""A model that ``--model`` names by file or module: ``net.py:make_model`` or ``package.net:Net``.
+
+The function, or class, after the colon is called with the graph and the config, or with as many of
+these two as it takes, and returns a ``torch.nn.Module``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.registry import nearest
+
+
+def is_user_model(name: str) -> bool:
+    """Whether ``--model`` names a model of the user's own."""
+    return ":" in name and not name.startswith("passed-in:")
+
+
+def make_user_model(config: TrainConfig, graph: Graph) -> nn.Module:
+    """Import what ``config.model`` names and return the model that it makes.
+
+    Raises:
+        InputError: There is no such file, module or function, or it returns no module. An error in
+            the user's code itself is raised as it is.
+    """
+    make = load_maker(config.model)
+    given = [graph, config]
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # a class written in C
+        pass
+    else:
+        kinds = [p.kind for p in signature.parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            positional = (
+                inspect.Parameter.POSITIONAL_ONLY,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            )
+            given = given[: sum(kind in positional for kind in kinds)]
+    model = make(*given)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"--model {config.model!r}: returned a {type(model).__name__}, not a torch.nn.Module"
+        )
+    return model
+
+
+def load_maker(name: str) -> Callable[..., Any]:
+    """Return the function or class that ``name`` names, as ``FILE.py:NAME`` or ``MODULE:NAME``."""
+    source, _, attribute = name.rpartition(":")
+    module = _from_file(name, Path(source)) if source.endswith(".py") else _by_name(name, source)
+    found = getattr(module, attribute, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise InputError(
+            f"--model {name!r}: {source} has no {attribute!r}; {nearest(attribute, known)}"
+        )
+    if not callable(found):
+        raise InputError(
+            f"--model {name!r}: is a {type(found).__name__}; name a function of graph and config "
+            "that returns the model"
+        )
+    maker: Callable[..., Any] = found
+    return maker
+
+
+def _from_file(name: str, path: Path) -> ModuleType:
+    """Run a file as a module; its folder can be imported from, as if Python had started it."""
+    if not path.is_file():
+        raise InputError(
+            f"--model {name!r}: there is no file {path}; give a path from {Path.cwd()}, or an "
+            "absolute one"
+        )
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    place = str(path.resolve().parent)
+    if place not in sys.path:
+        sys.path.insert(0, place)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where pickle and torch.fx look for classes
+    spec.loader.exec_module(module)
+    return module
+
+
+def _by_name(name: str, source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (source == error.name or source.startswith(f"{error.name}.")):
+            raise  # the user's module imports another one that is missing
+        raise InputError(
+            f"--model {name!r}: there is no module {source!r} (the module {error.name!r} is "
+            "missing); install it, or give the path of a file, such as net.py:make_model"
+        ) from None
