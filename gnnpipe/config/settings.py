@@ -57,9 +57,8 @@ PRESETS = {
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
-OPTIMIZERS = (
-    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"),
-)
+OPTIMIZERS = tuple("Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD".split())
+"""Names in ``torch.optim``."""
 
 
 @dataclass(frozen=True, kw_only=True)
