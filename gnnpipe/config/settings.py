@@ -57,7 +57,7 @@ PRESETS = {
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
-OPTIMIZERS = tuple("Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD".split())
+OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
 
 
