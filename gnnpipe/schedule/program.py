@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from functools import cached_property
 
 from gnnpipe.plan import Placement
 
@@ -22,6 +23,8 @@ class Direction(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+
+    __hash__ = str.__hash__  # an Enum's own is slow, and a direction is part of many keys
 
 
 class ActionKind(StrEnum):
@@ -47,7 +50,7 @@ class ActionKind(StrEnum):
     STEP = "STEP"
     """Finish the gradient sums and step the optimizer."""
 
-    @property
+    @cached_property
     def direction(self) -> Direction:
         """Direction of the pass; FORECAST passes forward."""
         is_backward = self in (
@@ -57,17 +60,17 @@ class ActionKind(StrEnum):
         )
         return Direction.BACKWARD if is_backward else Direction.FORWARD
 
-    @property
+    @cached_property
     def is_send(self) -> bool:
         """The action sends a message to another stage."""
         return self in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
-    @property
+    @cached_property
     def is_receive(self) -> bool:
         """The action receives a message of another stage."""
         return self in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)
 
-    @property
+    @cached_property
     def is_pass(self) -> bool:
         """The action consumes values of other stages or produces values for other stages."""
         return self in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.FORECAST)
