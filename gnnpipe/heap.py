@@ -25,6 +25,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _HELD = {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 # glibc adjusts its thresholds up to these values, but no longer once mallopt was called.
 _DEFAULTS = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 << 20, _MMAP_THRESHOLD: 32 << 20}
+_blocks: list[Callable[..., int]] = []
+"""Blocks of ``held_heap`` that have not ended; the heap is one for the whole process, too."""
 _VARIABLES = (
     "GLIBC_TUNABLES",
     "MALLOC_MMAP_MAX_",
@@ -44,21 +46,24 @@ def has_own_settings() -> bool:
 def held_heap() -> Iterator[None]:
     """Keep freed memory in the process inside the block, and return it to the system at the end.
 
-    The setting holds for the whole process: where blocks overlap, the first one to end ends all.
+    The setting holds for the whole process, and until the last of several blocks has ended.
     Does nothing where the user has chosen settings (``has_own_settings``) or without glibc.
     """
     mallopt = None if has_own_settings() else _glibc("mallopt")
     if mallopt is None:
         yield
         return
+    _blocks.append(mallopt)
     try:
         for name, value in _HELD.items():
             mallopt(name, value)
         yield
     finally:
-        for name, value in _DEFAULTS.items():
-            mallopt(name, value)
-        give_back()
+        _blocks.pop()
+        if not _blocks:
+            for name, value in _DEFAULTS.items():
+                mallopt(name, value)
+            give_back()
 
 
 def give_back() -> None:

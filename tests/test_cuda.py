@@ -94,6 +94,32 @@ def test_every_kernel(kernel, chunks):
     )
 
 
+class Scaled(nn.Module):
+    """With a weight of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = GraphSAGE(7, 8, 2, 3), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x, edge_index):
+        return self.body(x, edge_index) * self.scale
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.ASGD])
+def test_other_optimizers_and_a_resume(kind, tmp_path):
+    found = {}
+    for device in ("cpu", GPU):
+        torch.manual_seed(0)
+        out, model = str(tmp_path / device), Scaled().double()
+        given = {"epochs": 4, "checkpoint_every": 2, "device": device, "out": out}
+        parts = {"optimizer": lambda m: kind(m.parameters(), lr=0.02)}
+        Trainer(quick_config(**given), small_graph(), model, **parts).fit()
+        again = resumed_config(out, {"epochs": 6})
+        result = Trainer(again, small_graph(), Scaled().double(), resume=out, **parts).fit()
+        found[device] = [row.loss for row in result.history]
+    assert found[GPU] == pytest.approx(found["cpu"], rel=1e-9)
+
+
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_recompute(chunks):
     assert_same(model="gcnii", recompute=True, chunks=chunks)

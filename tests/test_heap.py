@@ -50,6 +50,25 @@ print("returned", full - resident())
 """
 
 
+NESTED = """
+from gnnpipe import heap
+calls = []
+heap._glibc = lambda name: lambda *values: calls.append((name, *values))
+with heap.held_heap():
+    with heap.held_heap():
+        pass
+    print(len([c for c in calls if c[0] == "malloc_trim"]), calls[-1][2] in heap._HELD.values())
+print(len([c for c in calls if c[0] == "malloc_trim"]))
+"""
+
+
+def test_an_inner_block_does_not_end_the_outer_one():
+    kept = {k: v for k, v in os.environ.items() if k not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    words = [sys.executable, "-c", NESTED]
+    done = subprocess.run(words, env=kept, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True", "1"]
+
+
 def measure(tmp_path, kind, **environment):
     """The numbers that ``HELD`` prints, without our own settings of the heap."""
     script = tmp_path / "script.py"

@@ -27,6 +27,8 @@ from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepared import Prepared
 
 WEIGHT, OPTIMIZER, BEFORE, BEST = "weight", "optimizer", "before", "best"
+_NUMBER = ":number "
+"""Separates the name of a state that is no tensor from its type."""
 VERTICES, ROWS, MEAN, DRAWS = "vertices", "rows", "mean", "draws"
 
 
@@ -58,10 +60,7 @@ def tensors_of(
         assert executor.optimizer is not None
         for name, parameter in _trained(stage_module):
             for key, value in executor.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    is_tensor = isinstance(value, Tensor)
-                    stored = value if is_tensor else torch.tensor(value, dtype=torch.float64)
-                    found[f"{OPTIMIZER}/{name}/{key}"] = stored
+                found |= _stored(f"{OPTIMIZER}/{name}/{key}", value)
     for name, history, kind in _histories(prepared, rank_runtime) if with_tables else ():
         if isinstance(history, MeanHistory):
             if mesh.shard == 0:
@@ -101,17 +100,37 @@ def load_tensors(
     for name, parameter in _trained(stage_module):
         start = f"{OPTIMIZER}/{name}/"
         values = stored.read([n for n in names if n.startswith(start)])
-        if not values:
-            continue  # a weight that is not stepped has no state
-        executor.optimizer.state[parameter] = {
+        state: dict[str, Any] = {}
+        for n, value in values.items():
+            key, _, number = n.removeprefix(start).partition(_NUMBER)
             # torch keeps step counters on the CPU, except for fused kernels.
-            n.removeprefix(start): _like(parameter, v) if v.dim() or parameter in on_device else v
-            for n, v in values.items()
-        }
+            stays = key == "step" and parameter not in on_device
+            state[key] = value if stays else _like(parameter, value)
+            if number:
+                state[key] = int(value) if number == "int" else float(value)
+        executor.optimizer.state.pop(parameter, None)
+        if state:  # a weight that is not stepped has none
+            executor.optimizer.state[parameter] = state
     _load_histories(stored, prepared, rank_runtime, mesh)
     best = {name for name in own if f"{BEST}/{name}" in stored.tensors}
     values = stored.read([f"{BEST}/{name}" for name in best])
     return {n.removeprefix(f"{BEST}/"): v.to(mesh.device) for n, v in values.items()}
+
+
+def _stored(name: str, value: Any) -> dict[str, Tensor]:
+    """Return a value of an optimizer's state as it is stored, by name."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, int | float):
+        kind = "int" if isinstance(value, int) else "float"
+        return {f"{name}{_NUMBER}{kind}": torch.tensor(value, dtype=torch.float64)}
+    raise InputError(
+        f"optimizer: its state {name.removeprefix(OPTIMIZER + '/')} is a {type(value).__name__}, "
+        "which a checkpoint cannot store; keep tensors and numbers, or train with "
+        "--checkpoint-every 0"
+    )
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

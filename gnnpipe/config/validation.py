@@ -27,11 +27,6 @@ def check_combinations(config: Settings) -> None:
     """Raise ``InputError`` for the first pair of settings that contradict each other."""
     _check_model(config)
     _check_epochs(config)
-    if config.momentum and config.optimizer not in ("SGD", "RMSprop"):
-        raise InputError(
-            f"--momentum {config.momentum}: not used by --optimizer {config.optimizer}; leave it "
-            "out, or try --optimizer SGD"
-        )
     _check_checkpoints(config)
     check_staleness(config, config.chunks)
     _check_plan(config)

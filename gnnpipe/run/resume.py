@@ -25,6 +25,7 @@ from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.metrics_csv import EpochRow, rows_of
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.scoring import Scores
 
 NOTE = ".launch.json"
@@ -91,12 +92,13 @@ FIXED = (
 """Settings that must not change when a run is resumed."""
 
 
-def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
+def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) -> TrainConfig:
     """Return the config of the run in a folder with ``changes`` by field.
 
     Without a change of ``out`` the run continues in its folder. Raises ``InputError`` if the folder
     contains no run, or if a setting in ``changes`` must not change.
     """
+    changes = changes or {}
     path = Path(run) / "config.toml"
     if not path.is_file():
         raise InputError(
@@ -105,6 +107,8 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any]) -> TrainConfig:
         )
     values = TrainConfig.read_toml(path)
     for name, value in changes.items():
+        if name == "model":
+            value = absolute_name(value)
         if name in FIXED and name in values and value != values[name]:
             raise InputError(
                 f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, which a "
@@ -184,8 +188,15 @@ class Start:
         return 0 if has_tables else self.epoch + 1
 
 
+_FIRST_CHOICES = {"optimizer": "Adam", "scheduler": "by --lr-schedule"}
+"""Parts of the identity that checkpoints from before there was a choice do not have."""
+
+
 def identity_of(
-    config: TrainConfig, prepared: Prepared, optimizer: torch.optim.Optimizer
+    config: TrainConfig,
+    prepared: Prepared,
+    optimizer: torch.optim.Optimizer,
+    has_own_scheduler: bool,
 ) -> dict[str, Any]:
     """Return what must not change when a run is resumed: settings, model, optimizer and graph."""
     state = prepared.model.module.state_dict()
@@ -194,6 +205,7 @@ def identity_of(
         **{name: getattr(config, name) for name in FIXED},
         "model": prepared.model.name,
         "optimizer": type(optimizer).__name__,
+        "scheduler": "passed in" if has_own_scheduler else "by --lr-schedule",
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }
@@ -318,8 +330,7 @@ def _start(stored: StoredCheckpoint) -> Start:
         sent = tuple(int(number) for number in state["sent_bytes"])
         if len(sent) != len(fields(CommVolume)):
             raise ValueError(f"sent_bytes {sent}")
-        # Checkpoints of before there was a choice have no optimizer.
-        identity, cut = {"optimizer": "Adam"} | state["identity"], dict(state["cut"])
+        identity, cut = _FIRST_CHOICES | state["identity"], dict(state["cut"])
         lengths = tuple(float(number) for number in state.get("lengths", ()))
         if not all(0 <= length < math.inf for length in lengths):
             raise ValueError(f"lengths {lengths}")

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,10 +58,21 @@ def make_user_model(config: TrainConfig, graph: Graph) -> nn.Module:
     return model
 
 
+def absolute_name(name: str) -> str:
+    """Return ``name`` with the absolute path of its file, if it names a file."""
+    source, _, attribute = name.rpartition(":")
+    if not is_user_model(name) or not source.endswith(".py"):
+        return name
+    return f"{Path(source).resolve()}:{attribute}"
+
+
 def load_maker(name: str) -> Callable[..., Any]:
     """Return the function or class that ``name`` names, as ``FILE.py:NAME`` or ``MODULE:NAME``."""
     source, _, attribute = name.rpartition(":")
-    module = _from_file(name, Path(source)) if source.endswith(".py") else _by_name(name, source)
+    if source.endswith(".py"):
+        module = _import_file(name, Path(source))
+    else:
+        module = _import_module(name, source)
     found = getattr(module, attribute, None)
     if found is None:
         known = [key for key, value in vars(module).items() if callable(value)]
@@ -69,36 +81,51 @@ def load_maker(name: str) -> Callable[..., Any]:
         )
     if not callable(found):
         raise InputError(
-            f"--model {name!r}: is a {type(found).__name__}; name a function of graph and config "
-            "that returns the model"
+            f"--model {name!r}: names a value of type {type(found).__name__}; name a function of "
+            "graph and config that returns the model"
         )
     maker: Callable[..., Any] = found
     return maker
 
 
-def _from_file(name: str, path: Path) -> ModuleType:
-    """Run a file as a module; its folder can be imported from, as if Python had started it."""
+def _import_file(name: str, path: Path) -> ModuleType:
+    """Import a file; its folder can be imported from, as if Python had started the file."""
     if not path.is_file():
         raise InputError(
             f"--model {name!r}: there is no file {path}; give a path from {Path.cwd()}, or an "
             "absolute one"
         )
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
-        return known
-    place = str(path.resolve().parent)
-    if place not in sys.path:
-        sys.path.insert(0, place)
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    path = path.resolve()
+    module_name = path.stem
+    if module_name in sys.modules and not _is_module_of(sys.modules[module_name], path):
+        module_name += f"_{zlib.crc32(str(path).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where pickle and torch.fx look for classes
-    spec.loader.exec_module(module)
+    sys.modules[module_name] = module  # where pickle and torch.fx look for classes
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
     return module
 
 
-def _by_name(name: str, source: str) -> ModuleType:
+def _is_module_of(module: ModuleType, path: Path) -> bool:
+    return getattr(module, "__file__", None) == str(path)
+
+
+def _import_module(name: str, source: str) -> ModuleType:
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise InputError(
+            f"--model {name!r}: {source!r} is no module; give FILE.py:NAME, such as "
+            "net.py:make_model, or MODULE:NAME"
+        )
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:

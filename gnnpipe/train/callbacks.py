@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +46,9 @@ class Callback:
 
     on_all_ranks = False
 
+    def __init__(self) -> None:
+        """Takes nothing; a subclass may take what it needs."""
+
     def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Before the first epoch, or before the first one after a resume."""
 
@@ -53,7 +56,10 @@ class Callback:
         """After an epoch that was evaluated, before ``on_epoch_end``; ``row.scores`` is set."""
 
     def on_epoch_end(self, trainer: RunningTrainer, row: EpochRow) -> bool | None:
-        """After every epoch; return ``True`` to end training. One rank's ``True`` ends it."""
+        """After every epoch; return ``True`` to end training. One rank's ``True`` ends it.
+
+        The last epoch is then evaluated if it was not; ``on_fit_end`` gets these scores.
+        """
 
     def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
         """After the checkpoint in the folder ``path`` was written by all ranks."""
@@ -65,46 +71,45 @@ class Callback:
 class Callbacks:
     """Runs the callbacks of one rank."""
 
-    def __init__(self, every: Sequence[Callback] = ()) -> None:
-        for number, one in enumerate(every):
-            if not isinstance(one, Callback):
-                what = f"class {one.__name__}" if isinstance(one, type) else type(one).__name__
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        for number, callback in enumerate(callbacks):
+            if not isinstance(callback, Callback):
+                is_class = isinstance(callback, type)
+                name = callback.__name__ if is_class else type(callback).__name__
                 raise InputError(
-                    f"callbacks: number {number} is a {what}, not a gnnpipe.Callback; derive its "
-                    "class from gnnpipe.Callback and pass an instance"
+                    f"callbacks: number {number} is {'the class' if is_class else 'of type'} "
+                    f"{name}, not a gnnpipe.Callback; derive its class from gnnpipe.Callback and "
+                    "pass an instance"
                 )
-        self._every = list(every)
+        self._callbacks = list(callbacks)
         self.is_alone = False
         """Whether a callback runs that the other ranks do not run."""
 
     def fit_start(self, trainer: RunningTrainer, rank: int) -> None:
-        """Start a run, on this rank."""
-        self._every = [one for one in self._every if rank == 0 or one.on_all_ranks]
-        for one in self._running():
-            one.on_fit_start(trainer)
+        """Keep the callbacks of this rank, and call their ``on_fit_start``."""
+        self._callbacks = [c for c in self._callbacks if rank == 0 or c.on_all_ranks]
+        self._call(lambda callback: callback.on_fit_start(trainer))
 
     def epoch_end(self, trainer: RunningTrainer, row: EpochRow) -> bool:
-        """End an epoch; return whether a callback of this rank wants training to end."""
+        """Return whether a callback of this rank wants training to end after the epoch."""
         if row.scores is not None:
-            for one in self._running():
-                one.on_evaluate(trainer, row)
-        answers = [one.on_epoch_end(trainer, row) for one in self._running()]
-        return True in answers
+            self._call(lambda callback: callback.on_evaluate(trainer, row))
+        return True in self._call(lambda callback: callback.on_epoch_end(trainer, row))
 
     def checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
-        """Tell of a checkpoint."""
-        for one in self._running():
-            one.on_checkpoint(trainer, path)
+        """Call ``on_checkpoint``."""
+        self._call(lambda callback: callback.on_checkpoint(trainer, path))
 
     def fit_end(self, trainer: RunningTrainer, result: RunResult) -> None:
-        """End a run."""
-        for one in self._running():
-            one.on_fit_end(trainer, result)
+        """Call ``on_fit_end``."""
+        self._call(lambda callback: callback.on_fit_end(trainer, result))
 
-    def _running(self) -> Iterator[Callback]:
-        for one in self._every:
-            self.is_alone = not one.on_all_ranks
+    def _call(self, call: Callable[[Callback], bool | None]) -> list[bool | None]:
+        answers = []
+        for callback in self._callbacks:
+            self.is_alone = not callback.on_all_ranks
             try:
-                yield one
+                answers.append(call(callback))
             finally:
                 self.is_alone = False
+        return answers

@@ -43,6 +43,7 @@ from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
 from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
 from gnnpipe.train.callbacks import Callback, Callbacks
@@ -99,8 +100,7 @@ class Trainer:
                 naming the line of ``forward``, for a model that cannot be split into chunks.
         """
         check_parts(config, graph, model)
-        if optimizer is not None:
-            check_optimizer(optimizer)
+        check_optimizer(config, optimizer)
         check_scheduler(config, scheduler)
         self.config = config
         self._graph, self._model = graph, model
@@ -210,7 +210,7 @@ class Trainer:
         predictor, rank_runtime = self._predict_and_build(progress, start)
         optimizer = rank_runtime.executor.optimizer
         assert optimizer is not None
-        identity = identity_of(config, prepared, optimizer)
+        identity = identity_of(config, prepared, optimizer, self._scheduler is not None)
         parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity)
         loop = Loop(
             *parts,
@@ -292,7 +292,8 @@ class Trainer:
 
     def _written(self, prepared: Prepared) -> TrainConfig:
         """Returns the config that is written to the run's folder."""
-        written = self.config
+        # A relative path would be another file for a resume from another folder.
+        written = replace(self.config, model=absolute_name(self.config.model))
         if self._graph is not None:
             # Not a dataset name, so that repeating the run cannot train another graph.
             written = replace(written, dataset=f"passed-in:{prepared.graph.name}")

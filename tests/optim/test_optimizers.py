@@ -132,6 +132,73 @@ def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
 
 
+class TakesAnything(torch.optim.SGD):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, TakesAnything])
+def test_a_class_gets_momentum(kind):
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    wanted = plain(lambda model: torch.optim.SGD(model.parameters(), **settings))
+    assert ours(kind, **settings) == pytest.approx(wanted, rel=1e-9)
+
+
+def instance_losses(stages, chunks):
+    model = sage()
+    run = quick_config(
+        epochs=12, stages=stages, chunks=chunks, staleness="exact", out="off", predict=True
+    )
+    optimizer = two_groups(torch.optim.AdamW, model)
+    trainer = Trainer(run, small_graph(), model, optimizer=optimizer)
+    return [row.loss for row in trainer.fit().history]
+
+
+def test_an_optimizer_is_not_changed_by_the_prediction():
+    """A short profile before the first epoch steps the optimizer of every stage."""
+    wanted = plain(CHOICES["function"], epochs=12)
+    assert instance_losses(1, 1) == pytest.approx(wanted, rel=1e-9)
+    for found in run_ranks(instance_losses, 2, 2, 4):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_state_that_the_constructor_makes():
+    def choice(model):
+        return torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.3)
+
+    assert ours(choice) == pytest.approx(plain(choice), rel=1e-9)
+
+
+class Scaled(Sage):
+    """With a weight of no dimension, and one that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.again = nn.Linear(8, 8)
+        self.twice = nn.Linear(8, 8)
+        self.twice.weight = self.again.weight
+
+    def forward(self, x, edge_index):
+        x = self.twice(self.again(self.encode(x).relu())) * self.scale
+        return self.decode(self.body(x, edge_index).relu())
+
+
+def test_a_weight_without_dimensions_and_a_shared_one(tmp_path):
+    def choice(model):
+        return torch.optim.SGD(model.named_parameters(), lr=0.02, momentum=0.9)
+
+    graph, whole, out = small_graph(), tmp_path / "whole", tmp_path / "stopped"
+    for folder, epochs in ((whole, EPOCHS), (out, 4)):
+        torch.manual_seed(1)
+        run = config(folder, checkpoint_every=2, epochs=epochs)
+        Trainer(run, graph, Scaled(), optimizer=choice).fit()
+    Trainer(
+        resumed_config(out, {"epochs": EPOCHS}), graph, Scaled(), optimizer=choice, resume=out
+    ).fit()
+    assert table(out) == table(whole)
+
+
 def test_a_plateau_gets_the_validation_metric():
     run = quick_config(epochs=12, eval_every=2, lr=0.4)
     rows = Trainer(run, small_graph(), sage(), scheduler=plateau).fit().history
@@ -188,6 +255,9 @@ def test_a_resumed_run_has_the_optimizer_of_the_run(tmp_path):
         Trainer(run, graph, sage(), resume=out).fit()
     with pytest.raises(InputError, match=r"--optimizer SGD: the run in .* has Adam"):
         resumed_config(out, {"optimizer": "SGD"})
+    given |= {"scheduler": plateau}
+    with pytest.raises(InputError, match="the scheduler of the run: is passed in now, and by --lr"):
+        Trainer(run, graph, sage(), resume=out, **given).fit()
 
 
 class Keeps(torch.optim.Optimizer):
@@ -215,12 +285,18 @@ def test_state_that_is_no_tensor_is_resumed(tmp_path):
     assert table(out) == table(whole)
 
 
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"optimizer": "AdamW"}, r"optimizer: is a str; pass a class such as torch\.optim\.AdamW"),
         ({"optimizer": nn.Linear}, "optimizer: is the class Linear, not a torch.optim.Optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
+        ({"optimizer": NeedsClosure}, "NeedsClosure needs a closure in its step"),
         ({"optimizer": lambda model: None}, "optimizer: returned a NoneType"),
         (
             {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 3).parameters())},
@@ -251,13 +327,34 @@ def test_two_schedules_contradict(settings, words):
         Trainer(quick_config(**settings), scheduler=SCHEDULERS["cosine"])
 
 
-def test_momentum_needs_an_optimizer_that_has_it():
-    with pytest.raises(InputError, match=r"--momentum 0\.9: not used by --optimizer Adam"):
-        quick_config(momentum=0.9)
+def test_a_setting_needs_an_optimizer_that_has_it():
+    with pytest.raises(InputError, match=r"--momentum 0\.9: not used by the optimizer Adam"):
+        Trainer(quick_config(momentum=0.9))
+    with pytest.raises(InputError, match=r"--weight-decay 0\.1: not used by the optimizer Rprop"):
+        Trainer(quick_config(weight_decay=0.1), optimizer=torch.optim.Rprop)
 
 
-def test_the_users_model_is_left_as_it_was():
+class KeepsText(Keeps):
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["name"] = "text"
+
+
+def test_state_that_cannot_be_stored_is_named(tmp_path):
+    run = config(tmp_path / "run", checkpoint_every=2)
+    given = {"optimizer": lambda model: KeepsText(model.parameters())}
+    with pytest.raises(InputError, match=r"optimizer: its state .*/name is a str, which a checkp"):
+        Trainer(run, small_graph(), sage(), **given).fit()
+
+
+def test_weights_in_no_group_and_hooks_are_left_as_they_were():
     model = sage()
-    keys = list(model.state_dict())
-    Trainer(quick_config(), small_graph(), model, optimizer=CHOICES["function"]).fit()
-    assert list(copy.deepcopy(model).state_dict()) == keys
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    Trainer(quick_config(dtype="float32"), small_graph(), model, optimizer=optimizer).fit()
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == {k for k in before if k.startswith("body.")}
+    assert optimizer.state_dict()["param_groups"] == groups
+    assert not optimizer.state

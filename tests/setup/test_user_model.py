@@ -117,7 +117,9 @@ def test_every_rank_makes_it(net, stages, shards):
         ("net.py:make_modl", "net.py has no 'make_modl'; did you mean 'make_model'"),
         ("nut.py:make_model", "there is no file nut.py; give a path from /"),
         ("no_such.net:make", "there is no module 'no_such.net' .the module 'no_such' is missing"),
-        ("net.py:number", "is a int; name a function of graph and config"),
+        ("net.py:number", "names a value of type int; name a function of graph and config"),
+        ("./net:make_model", "'./net' is no module; give FILE.py:NAME"),
+        (":make_model", "'' is no module; give FILE.py:NAME"),
         ("net.py:returns_nothing", "returned a NoneType, not a torch.nn.Module"),
     ],
 )
@@ -129,7 +131,23 @@ def test_a_wrong_name(net, name, words):
 def test_an_error_of_the_users_code_is_raised_as_it_is(net):
     with pytest.raises(AttributeError, match="missing"):
         info(settings("net.py:fails", "off"))
-    (net / "net.py").write_text("import no_such_package")
-    sys.modules.pop("net", None)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        info(settings("net.py:make_model", "off"))
+    (net / "other.py").write_text("import no_such_package")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+            info(settings("other.py:make_model", "off"))
+
+
+def test_a_file_named_as_a_module_that_is_there(net):
+    (net / "json.py").write_text((net / "net.py").read_text())
+    assert "model GraphSAGE" in str(info(settings("json.py:make_model", "off")))
+    assert "dumps" in vars(sys.modules["json"])
+
+
+def test_a_resume_from_another_folder(net, monkeypatch):
+    out, elsewhere = net / "run", net / "elsewhere"
+    elsewhere.mkdir()
+    Trainer(settings("net.py:make_model", out, checkpoint_every=2, epochs=2)).fit()
+    monkeypatch.chdir(elsewhere)
+    Trainer(resumed_config(out, {"epochs": 4}), resume=out).fit()
+    assert resumed_config(out, {"model": "../net.py:make_model"})
+    assert len(table(out)) == 4

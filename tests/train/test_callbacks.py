@@ -133,8 +133,8 @@ def test_callbacks_change_no_number(tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([print], "number 0 is a builtin_function_or_method, not a gnnpipe.Callback"),
-        ([Notes(), Notes], "number 1 is a class Notes, not a gnnpipe.Callback"),
+        ([print], "number 0 is of type builtin_function_or_method, not a gnnpipe.Callback"),
+        ([Notes(), Notes], "number 1 is the class Notes, not a gnnpipe.Callback"),
     ],
 )
 def test_wrong_callbacks(given, words):
