@@ -297,7 +297,7 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     keys = ["hosts", "Mbit/s", "layers", "graph", "model", "pipeline s", "graph s", "best s"]
-    keys += ["best / pipeline", "pipeline bf16 s", "best bf16 s", "bf16: best / pipeline"]
+    keys += ["ratio", "pipeline bf16 s", "best bf16 s", "bf16: ratio"]
     lines = [
         "## Against the best graph parallelism",
         "",
@@ -305,7 +305,9 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
         f"{max(row['date'] for row in rows)}. *Best* is graph parallelism with what "
         "`scripts/graph_parallel.py` gives it and gnnpipe by itself does not: the product with the "
         "rows of its own shard runs while the rows of other shards arrive, and shards are balanced "
-        "by the rows they receive. Same losses up to rounding. *bf16*: rows are sent with 16 bits.",
+        "by the rows they receive. Same losses up to rounding. *bf16*: rows are sent with 16 bits. "
+        "The ratio is that of the faster of *graph* and *best* to the pipeline: four ranks share "
+        "two cores here, so a product under an exchange takes time from the exchange.",
         "",
         f"| {' | '.join(keys)} |",
         "|---" * len(keys) + "|",
@@ -315,7 +317,7 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
         r = row["results"]
         assert all(v["sent"] == v["closed_form"] for v in r.values()), row["cell"]
         s = {name: seconds(found) for name, found in r.items()}
-        ratios.append(s["graph best"][0] / s["pipeline"][0])
+        ratios.append(min(s["graph"][0], s["graph best"][0]) / s["pipeline"][0])
         rounded.append(s["graph best bf16"][0] / s["pipeline bf16"][0])
         cells = [row["hosts"], f"{row['mbit']:g}", row["layers"], row["graph"], row["model"]]
         cells += [spread(s[name]) for name in ("pipeline", "graph", "graph best")]
@@ -324,7 +326,7 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"| {' | '.join(map(str, [*cells, f'{rounded[-1]:.2f}']))} |")
     lines += [
         "",
-        f"Best / pipeline: {min(ratios):.2f} to {max(ratios):.2f}; with bf16 {min(rounded):.2f} to "
+        f"Ratio: {min(ratios):.2f} to {max(ratios):.2f}; with bf16 {min(rounded):.2f} to "
         f"{max(rounded):.2f}; {len(rows)} cells.",
         "",
     ]
