@@ -110,7 +110,7 @@ def test_other_optimizers_and_a_resume(kind, tmp_path):
     found = {}
     for device in ("cpu", GPU):
         torch.manual_seed(0)
-        out, model = str(tmp_path / device), Scaled().double()
+        out, model = str(tmp_path / f"{device} run"), Scaled().double()
         given = {"epochs": 4, "checkpoint_every": 2, "device": device, "out": out}
         parts = {"optimizer": lambda m: kind(m.parameters(), lr=0.02)}
         Trainer(quick_config(**given), small_graph(), model, **parts).fit()
