@@ -5,9 +5,9 @@
 Trains the same cells (models, graphs, shapes) with both commits, one after the other, so that
 whatever else the machine does meets both alike. For each cell the median epoch time and the peak
 memory per rank, and the ratio of the second commit to the first with its spread. Writes
-docs/benchmarks/compare_commits.md. Threads are pinned (OMP_NUM_THREADS=1 per rank). Graphs of
-``--data`` (a folder of npz files) that are not there are left out. With ``--mbit`` the last cells
-run on two hosts with links of that rate (``namespaces.py``; needs root).
+docs/benchmarks/compare_commits.md (or ``--page``). Threads are pinned (OMP_NUM_THREADS=1 per
+rank). Graphs of ``--data`` (a folder of npz files) that are not there are left out. With ``--mbit``
+the last cells run on two hosts with links of that rate (``namespaces.py``; needs root).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def page(rows: list[dict], commits: tuple[str, str], repeats: int) -> str:
         "# Two commits in turns",
         "",
         f"Time and memory of {commits[1]} beside {commits[0]}, measured by "
-        f"`scripts/compare_commits.py {' '.join(commits)} --repeats {repeats}` on "
+        f"`scripts/compare_commits.py {' '.join(commits)} --repeats {repeats} ...` on "
         f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}. "
         f"Runs of {EPOCHS} epochs take turns; one thread per rank; medians over the "
         "repeats, and the ratio of each pair of runs with the "
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--mbit", type=float, default=0.0, help="also cells on slow links")
     parser.add_argument("--only", default="", help="cells whose name contains this text")
+    parser.add_argument("--page", default="compare_commits", help="name of the page")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trees, names = [], []
@@ -172,7 +173,7 @@ def main() -> None:
                     found.append(train(tree, flags, ranks, mbit))
             rows.append(row_of(name, *runs))
             print(rows[-1], flush=True)
-    target = ROOT / "docs" / "benchmarks" / "compare_commits.md"
+    target = ROOT / "docs" / "benchmarks" / f"{options.page}.md"
     target.write_text(page(rows, (names[0], names[1]), options.repeats), encoding="utf-8")
 
 
