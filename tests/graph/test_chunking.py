@@ -256,7 +256,8 @@ def shared_graph(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("squirrel", 2.0, 2.55), ("coauthor_physics", 0.9, 1.05)]
+    ("name", "low", "high"),
+    [("squirrel", 2.0, 2.55), pytest.param("coauthor_physics", 0.9, 1.05, marks=pytest.mark.slow)],
 )
 def test_eight_shards_read_about_as_many_rows_as_in_the_paper(name, low, high):
     graph = shared_graph(name)

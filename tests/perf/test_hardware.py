@@ -29,6 +29,7 @@ def test_every_device_and_link_simulates(device, link):
     assert epoch_s(f"{device}:{link}", stages=2, shards=2, chunks=3) > 0
 
 
+@pytest.mark.slow
 def test_a_faster_device_and_a_faster_link_are_faster():
     planted = {"dataset": "synthetic:planted:n=20000", "stages": 1}
     assert epoch_s("h100:10gbe", **planted) < epoch_s("a100:10gbe", **planted)

@@ -350,6 +350,7 @@ def test_a_thousand_ranks():
     assert timeline.makespan_s == (chunks + stages - 1) * 3.0
 
 
+@pytest.mark.slow
 def test_a_thousand_shards_in_stages():
     plan = chain(32, 128, layers_each=1, shards=32)
     timeline = timeline_of(plan, StatedCosts(0.5, 1.0))

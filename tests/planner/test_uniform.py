@@ -39,6 +39,7 @@ def test_split_equals_brute_force(costs, data):
     assert sum(widths[cuts.index(start)] for start, _ in runs[1:]) <= min(equal)
 
 
+@pytest.mark.slow
 def test_thousands_of_ops_and_stages():
     costs = [1.0 + i % 7 for i in range(3000)]
     cuts = range(1, 3000)

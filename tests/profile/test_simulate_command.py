@@ -173,7 +173,11 @@ def named(config, shape, cluster):
 
 @pytest.mark.parametrize(
     ("stages", "shards", "chunks"),
-    [(2, 1, 1), pytest.param(8, 2, 16, marks=pytest.mark.slow), (4, 4, 16)],
+    [
+        (2, 1, 1),
+        pytest.param(8, 2, 16, marks=pytest.mark.slow),
+        pytest.param(4, 4, 16, marks=pytest.mark.slow),
+    ],
 )
 def test_the_nearest_shape_may_have_fewer_stages_and_no_more_ranks_than_there_are(
     stages, shards, chunks

@@ -31,6 +31,7 @@ def test_samples_cover_every_step_and_every_kind():
     assert rows == 2 * 3 * prepared.graph.num_vertices
 
 
+@pytest.mark.slow
 def test_masks_are_part_of_an_epoch_of_one_chunk_too():
     """They are made where the pass begins, which is not a step of any op."""
     torch.set_num_threads(1)
