@@ -7,9 +7,10 @@ The contenders of a cell are built in one process and take turns, an epoch each 
 backward, Adam; dropout 0.5), with the GPU waited for before and behind it. PyG runs with its
 default edge_index (normalised once), with a torch CSR adjacency, with ``even`` (what gnnpipe has:
 the transposed matrix kept for backward, sparse features through the first Linear, our order of the
-vertices) and with ``replayed`` (even, and the whole epoch replayed as one CUDA graph, as gnnpipe
-does). PyG's ``EdgeIndex`` can be asked for; torch_sparse has no wheel for this torch. A machine
-that was sent a copy of the files is told their commit in GNNPIPE_COMMIT.
+vertices) and with ``replayed`` (even, and the whole epoch replayed as one CUDA graph, of which
+gnnpipe replays all but masks and Adam). PyG's ``EdgeIndex`` can be asked for; torch_sparse has no
+wheel for this torch. A machine that was sent a copy of the files is told their commit in
+GNNPIPE_COMMIT.
 """
 
 from __future__ import annotations
@@ -217,7 +218,8 @@ def report(args: argparse.Namespace) -> None:
         "normalised once; `csr`: a torch CSR adjacency; `even`: also what gnnpipe has (the "
         "transposed matrix kept for backward, sparse features through the first Linear, "
         "gnnpipe's order of the vertices); `replayed`: `even`, and the whole epoch replayed as "
-        "one CUDA graph, as gnnpipe does. torch_sparse has no wheel for this torch. Last "
+        "one CUDA graph (gnnpipe replays all but masks and Adam). torch_sparse has no wheel for "
+        "this torch. Last "
         "columns: PyG's `csr` over ours, and the best of PyG over ours; *not replayed*: ours "
         "was not replayed as a CUDA graph.",
         "",
