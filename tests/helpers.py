@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch_geometric.data import Data
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
@@ -78,6 +80,13 @@ def quick_config(**settings):
         **{"epochs": 3, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
         | settings
     )
+
+
+def pyg_data(graph):
+    """The graph as a PyG ``Data``."""
+    masks = {f"{part}_mask": getattr(graph, f"{part}_mask") for part in ("train", "val", "test")}
+    fields = {"x": graph.x, "edge_index": graph.edge_index, "y": graph.y, **masks}
+    return Data(**{name: torch.from_numpy(value) for name, value in fields.items()})
 
 
 class NoDropout(TorchFunctionMode):

@@ -49,7 +49,7 @@ from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
-from gnnpipe.graph.types import VertexTypes
+from gnnpipe.graph.types import AdjacencyForm
 
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
 
@@ -115,9 +115,12 @@ class _Tracer(fx.Tracer):
     relation = ""
     """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
-    def __init__(self, names: Collection[str], types: VertexTypes | None) -> None:
+    def __init__(self, names: Collection[str], graph: Graph) -> None:
         super().__init__()
-        self._names, self._types, self._made = names, types, 0
+        self._names, self._types, self._made = names, graph.types, 0
+        self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
+        self._weight: fx.Proxy | None = None
+        """The values of ``adj_t``, if it has any."""
         self._tensor_paths: dict[int, str] = {}
 
     def create_args_for_root(
@@ -131,6 +134,8 @@ class _Tracer(fx.Tracer):
         types = self._types
         if types is None:
             arguments = [make(FEATURES), make(EDGES), {name: make(name) for name in self._names}]
+            if self._adjacency is not None:
+                self._weight = make("edge_weight")
         else:
             places = {name: i for i, name in enumerate(types.names) if name in types.features}
             arguments = [
@@ -222,6 +227,8 @@ class _Tracer(fx.Tracer):
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
         takes = inspect.signature(_RULES[type(m)]).parameters
+        if self._weight is not None and "edge_weight" in takes and self._reads_values(m):
+            others["edge_weight"] = self._weight
         needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
         if set(others) - set(takes) or needed - set(others):
             return None
@@ -236,9 +243,14 @@ class _Tracer(fx.Tracer):
         finally:
             self.relation = ""
 
+    def _reads_values(self, m: nn.Module) -> bool:
+        """Whether a convolution multiplies by the values of ``adj_t``."""
+        is_sparse_tensor = self._adjacency is AdjacencyForm.SPARSE_TENSOR
+        return not (is_sparse_tensor and isinstance(m, pyg.SAGEConv | pyg.GINConv))
+
 
 def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    root, tracer = _ModelCall(model, method), _Tracer(names, graph.types)
+    root, tracer = _ModelCall(model, method), _Tracer(names, graph)
     name = type(model).__name__
     before = _random_state()
     try:

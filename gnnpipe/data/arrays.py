@@ -6,6 +6,7 @@ holds numpy arrays.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.data.messages import fail
+from gnnpipe.graph.types import AdjacencyForm
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -54,18 +56,35 @@ def _csr(value: Any) -> sp.csr_array:
     return sp.csr_array(arrays, shape=shape)
 
 
-def edges_of(data: Any, name: str) -> tuple[Any, bool]:
-    """Edges [2, E] of a ``Data`` or store, and whether its adj_t has values other than 1.
+@dataclass(frozen=True, eq=False)
+class GivenEdges:
+    """Edges as a ``Data`` or a store of a ``HeteroData`` holds them."""
 
-    ``InputError`` if it has neither ``edge_index`` nor ``adj_t``.
-    """
+    edge_index: Any
+    """[2, E]"""
+    form: AdjacencyForm
+    weights: Any = None
+    """[E] values of ``adj_t``; ``None`` if it has none, or ones alone."""
+
+
+def edges_of(data: Any, name: str) -> GivenEdges:
+    """The edges of ``edge_index``, or else of ``adj_t``; ``InputError`` if there is neither."""
     if data.get("edge_index") is not None:
-        return array_of(data.edge_index), False
+        return GivenEdges(array_of(data.edge_index), AdjacencyForm.EDGE_INDEX)
     if data.get("adj_t") is None:
         fail(name, "neither edge_index nor adj_t", "data.edge_index = ...")
     # Row i of adj_t lists the sources of target i.
     rows = _csr(data.adj_t).tocoo()
-    return np.stack([rows.col, rows.row]), not (rows.data == 1).all()
+    weights = None if (rows.data == 1).all() else rows.data
+    return GivenEdges(np.stack([rows.col, rows.row]), _form(data.adj_t), weights)
+
+
+def _form(adj_t: Any) -> AdjacencyForm:
+    if _is_sparse_tensor(adj_t):
+        return AdjacencyForm.SPARSE_TENSOR
+    layout = str(getattr(adj_t, "layout", ""))
+    # A dense or scipy matrix is no form that PyG's convolutions take.
+    return AdjacencyForm(layout) if layout in set(AdjacencyForm) else AdjacencyForm.EDGE_INDEX
 
 
 def check_real(values: Any, name: str, field: str) -> None:

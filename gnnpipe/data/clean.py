@@ -1,7 +1,7 @@
 """Checks raw arrays and builds a ``Graph`` from them; every data source ends here.
 
-Files from outside contain loops, duplicate edges, labels beyond the classes, NaN features and
-masks over unlabelled vertices. Each of these either crashes much later on some rank or trains on
+Files from outside contain labels beyond the classes, NaN features and masks over unlabelled
+vertices. Each of these either crashes much later on some rank or trains on
 wrong data without an error. A graph that ``clean`` returns satisfies the contract of ``Graph``.
 """
 
@@ -37,7 +37,7 @@ from gnnpipe.data.split import (
     split_masks,
 )
 from gnnpipe.graph.graph import BoolArray, Features, Graph
-from gnnpipe.graph.types import VertexTypes
+from gnnpipe.graph.types import AdjacencyForm, VertexTypes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +64,8 @@ class RawGraph:
     """If not the largest label + 1; T if ``y`` is [N, T]."""
     edge_data: Mapping[str, Any] = field(default_factory=dict)
     """Any of 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E]."""
+    adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
+    """The form in which a model of PyG's gets the edges."""
     task: str = "classification"
     """'classification' or 'regression': the meaning of ``y``."""
     types: VertexTypes | None = None
@@ -77,18 +79,19 @@ class RawGraph:
 
 
 def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
-    """A checked ``Graph``, without loops, and without duplicates of edges that carry no data.
+    """A checked ``Graph`` with the edges as given: self-loops and parallel edges stay.
 
     Args:
         raw: the arrays.
         split: 'given' for the masks of ``raw``, or percentages such as '60/20/20'.
         seed: of the split by percentages; with masks of T splits, split ``seed`` modulo T is used.
-        symmetrize: add the reverse of every edge; where edges carry data, the reverse gets the same
-            data and is added only if no edge leads back.
+        symmetrize: add the reverse of every edge and keep each edge once; where edges carry data,
+            the reverse gets the same data, is added only if no edge leads back, and all given edges
+            are kept.
 
     Warns:
-        UserWarning: masks of several splits; masks that overlap; for the user's own data also
-            removed edges and the ``notes``.
+        UserWarning: masks of several splits; masks that overlap; for the user's own data also the
+            ``notes``.
 
     Raises:
         InputError: one line with the data set, the field, the value and a remedy to try.
@@ -101,12 +104,12 @@ def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: boo
     masks = _masks(raw, has_label, split, seed)
     data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
     symmetrize |= raw.has_one_direction
-    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, raw.is_own_data, data)
+    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, data)
     # Last, so that data which is refused is not warned about as well.
     notes = [_several_splits_warning(raw, n, seed) if split == "given" else ""]
     notes.append(overlap_warning(masks))
     if raw.is_own_data:
-        notes += [edges.removed, one_hot_warning(labels), *raw.notes]
+        notes += [one_hot_warning(labels), *raw.notes]
     for note in filter(None, notes):
         warn(raw.name, note)
     return Graph(
@@ -120,6 +123,7 @@ def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: boo
         test_mask=masks[2],
         num_classes=_num_classes(labels, raw.num_classes),
         types=raw.types,
+        adjacency=raw.adjacency,
         **edges.data,
     )
 

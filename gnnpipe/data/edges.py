@@ -22,16 +22,14 @@ MAX_RELATIONS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """E edges sorted by target and then by source, without loops."""
+    """E edges sorted by target and then by source, as given: with self-loops and parallel edges."""
 
     indptr: npt.NDArray[np.int64]
     """[N + 1]"""
     indices: IntArray
-    """[E] sources; without duplicates in a row if the edges carry no data."""
+    """[E] sources."""
     data: dict[str, Any]
     """Edge data [E, ...] in the same order, by the field of ``Graph``."""
-    removed: str
-    """Text about the removed edges; '' if there are none, or without ``report``."""
 
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
@@ -71,17 +69,13 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
 
 
 def sorted_edges(
-    edge_index: Any,
-    name: str,
-    n: int,
-    symmetrize: bool,
-    report: bool,
-    data: Mapping[str, npt.NDArray[Any]],
+    edge_index: Any, name: str, n: int, symmetrize: bool, data: Mapping[str, npt.NDArray[Any]]
 ) -> Edges:
-    """Checked and sorted edges: unique if they carry no ``data``, else with all duplicates.
+    """Checked and sorted edges: those given, each as often as it was given.
 
-    ``edge_index`` [2, E] of ``n`` vertices; ``symmetrize``: add the reverse edges; ``report``:
-    describe the removed edges in ``Edges.removed``; ``data`` [E, ...] by field.
+    ``edge_index`` [2, E] of ``n`` vertices; ``data`` [E, ...] by field. ``symmetrize``: add the
+    reverse edges and keep each edge once, as PyG's ``to_undirected``; where edges carry ``data``, a
+    reverse gets the same data, is added only if no edge leads back, and all given edges are kept.
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
@@ -105,23 +99,19 @@ def sorted_edges(
                 )
     source, target = edges
     if data:
-        return _sorted_with_data(source, target, n, symmetrize, report, data)
+        return _sorted_with_data(source, target, n, symmetrize, data)
     # One int64 per edge, target above source, sorted in place: 30 M edges take half a second, and
     # there are no further arrays of that size (ogbn-papers100M has 1.6 billion edges).
     keys = np.empty(2 * e if symmetrize else e, dtype="<i8")
     _pack(source, target, keys[:e])
-    removed = ""
-    if report:
-        keys[:e].sort()
-        removed = _removed(keys[:e])
     if symmetrize:
         _pack(target, source, keys[e:])
     keys.sort()
-    pair = keys.view("<i4").reshape(-1, 2)
-    keep = pair[:, 0] != pair[:, 1]
-    keep[1:] &= keys[1:] != keys[:-1]
-    indptr, indices = _rows(keys[keep], n)
-    return Edges(indptr, indices, {}, removed)
+    if symmetrize:
+        is_first = np.ones(len(keys), dtype=bool)
+        np.not_equal(keys[1:], keys[:-1], out=is_first[1:])
+        keys = keys[is_first]
+    return Edges(*_rows(keys, n), {})
 
 
 def _sorted_with_data(
@@ -129,24 +119,19 @@ def _sorted_with_data(
     target: IntArray,
     n: int,
     symmetrize: bool,
-    report: bool,
     data: Mapping[str, npt.NDArray[Any]],
 ) -> Edges:
     keys = np.empty(len(source), dtype="<i8")
     _pack(source, target, keys)
-    is_kept = source != target
-    removed = _removed_text({"loop": int((~is_kept).sum())}, len(keys)) if report else ""
-    number = np.flatnonzero(is_kept)
-    keys = keys[number]
+    number = np.arange(len(keys))
     if symmetrize:
         back = np.empty_like(keys)
-        _pack(target[number], source[number], back)
+        _pack(target, source, back)
         is_new = ~np.isin(back, keys)
         keys, number = np.concatenate([keys, back[is_new]]), np.append(number, number[is_new])
     # Parallel edges stay in the order in which they were given.
     order = np.argsort(keys, kind="stable")
-    indptr, indices = _rows(keys[order], n)
-    return Edges(indptr, indices, {k: v[number[order]] for k, v in data.items()}, removed)
+    return Edges(*_rows(keys[order], n), {k: v[number[order]] for k, v in data.items()})
 
 
 def _rows(keys: npt.NDArray[np.int64], n: int) -> tuple[npt.NDArray[np.int64], IntArray]:
@@ -155,26 +140,6 @@ def _rows(keys: npt.NDArray[np.int64], n: int) -> tuple[npt.NDArray[np.int64], I
     indptr = np.zeros(n + 1, dtype=np.int64)
     np.cumsum(np.bincount(pair[:, 1], minlength=n), out=indptr[1:])
     return indptr, np.ascontiguousarray(pair[:, 0], dtype=np.int32)
-
-
-def _removed(keys: npt.NDArray[np.int64]) -> str:
-    """Text about the loops and duplicates among sorted keys; a loop given twice is two loops."""
-    pair = keys.view("<i4").reshape(-1, 2)
-    loop = pair[:, 0] == pair[:, 1]
-    again = (keys[1:] == keys[:-1]) & ~loop[1:]
-    counts = {"duplicate edge": int(again.sum()), "loop": int(loop.sum())}
-    return _removed_text(counts, len(keys))
-
-
-def _removed_text(counts: Mapping[str, int], total: int) -> str:
-    parts = [f"{k} {kind}{'s' * (k > 1)}" for kind, k in counts.items() if k]
-    if not parts:
-        return ""
-    loops = "; models that add loops themselves, such as gcn and gat, still do"
-    return (
-        f"removed {' and '.join(parts)} of {total} edges; plain PyG would keep them, so results "
-        f"can differ{loops if counts['loop'] else ''}"
-    )
 
 
 def _pack(source: IntArray, target: IntArray, out: npt.NDArray[np.int64]) -> None:

@@ -93,12 +93,12 @@ def _edges(
     for number, (source, relation, target) in enumerate(data.edge_types):
         store = data[source, relation, target]
         place = f"{name}: {source}, {relation}, {target}"
-        found, has_values = edges_of(store, place)
-        found = _checked(found, place, counts[source], counts[target])
+        given = edges_of(store, place)
+        found = _checked(given.edge_index, place, counts[source], counts[target])
         edges.append(found + np.array([[first[source]], [first[target]]]))
         kinds.append(np.full(found.shape[1], number))
         unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
-        if has_values:
+        if given.weights is not None:
             unused.append(f"the values of {relation}.adj_t")
     return np.concatenate(edges, axis=1), np.concatenate(kinds), unused
 

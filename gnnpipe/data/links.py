@@ -36,14 +36,16 @@ _STREAM = 0x11A7
 def split_links(graph: Graph, split: str, seed: int) -> Graph:
     """The graph without the held-out links, and with all links as pairs to be predicted.
 
-    All edges between two vertices, in both directions, are held out together, because one would
-    reveal the other. If every edge has its reverse, a link is one pair, else each direction is one.
+    Self-loops and repetitions of an edge are dropped. All edges between two vertices, in both
+    directions, are held out together, because one would reveal the other. If every
+    edge has its reverse, a link is one pair, else each direction is one.
 
     ``split``: percentages such as '60/20/20', or 'given' for 85/5/10. ``InputError`` if there are
     too few edges, or too few pairs that no edge joins.
     """
     if graph.types is not None:
         fail(graph.name, "links of several types of vertices", "data.to_homogeneous()")
+    graph = graph.without_self_loops().without_parallel_edges()
     fractions = parse_split(split) or STANDARD_LINKS
     rng = np.random.default_rng([seed, _STREAM])
     n = graph.num_vertices

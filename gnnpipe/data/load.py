@@ -26,9 +26,11 @@ def load_graph(
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
+    remove_self_loops: bool = False,
+    coalesce: bool = False,
     task: str = "labels",
 ) -> Graph:
-    """The graph of the data set ``dataset`` (see ``dataset_names``), cleaned.
+    """The graph of the data set ``dataset`` (see ``dataset_names``), checked.
 
     Args:
         dataset: a name, or the path of an .npz file.
@@ -37,6 +39,8 @@ def load_graph(
             percentages such as '60/20/20'.
         seed: of the split by percentages.
         symmetrize: add the reverse of every edge.
+        remove_self_loops: remove the data set's self-loops.
+        coalesce: keep one of all parallel edges.
         task: 'labels' of the vertices, or 'links': ``split`` is then that of the links, of which
             'given' holds out 5 % to validate and 10 % to test.
 
@@ -60,8 +64,14 @@ def load_graph(
     )
     raw = _source_of(dataset).read(request)
     if is_for_links:
-        return split_links(clean(without_labels(raw), symmetrize=symmetrize), split, seed)
-    return clean(raw, split=split, seed=seed, symmetrize=symmetrize)
+        graph = clean(without_labels(raw), symmetrize=symmetrize)
+    else:
+        graph = clean(raw, split=split, seed=seed, symmetrize=symmetrize)
+    if remove_self_loops:
+        graph = graph.without_self_loops()
+    if coalesce:
+        graph = graph.without_parallel_edges()
+    return split_links(graph, split, seed) if is_for_links else graph
 
 
 def _source_of(dataset: str) -> Source:
@@ -100,5 +110,7 @@ def configured_graph(config: TrainConfig) -> Graph:
         split=config.split,
         seed=config.seed,
         symmetrize=config.symmetrize,
+        remove_self_loops=config.remove_self_loops,
+        coalesce=config.coalesce,
         task=config.task,
     )

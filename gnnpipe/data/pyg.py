@@ -72,9 +72,9 @@ def raw_graph(data: Any, name: str, *, needs_labels: bool = True) -> RawGraph:
     """The arrays of a PyG ``Data``.
 
     Args:
-        data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``,
-            whose values are not used); optionally ``edge_weight`` [E], ``edge_attr`` [E, D] and
-            ``edge_type`` [E]; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
+        data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``),
+            whose values become ``edge_weight``; optionally ``edge_weight`` [E], ``edge_attr``
+            [E, D] and ``edge_type`` [E]; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
             ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices.
         name: for messages and for the graph.
         needs_labels: False if y and the masks are not used.
@@ -87,21 +87,22 @@ def raw_graph(data: Any, name: str, *, needs_labels: bool = True) -> RawGraph:
         fail(name, "no y", "data.y = a class for each vertex, [N], or T labels of 0 and 1, [N, T]")
     x, y = data.get("x"), data.get("y")
     edge_data = {k: array_of(data[k]) for k in EDGE_DATA if data.get(k) is not None}
-    edge_index, has_values = edges_of(data, name)
+    edges = edges_of(data, name)
     if edge_data and data.get("edge_index") is None:
         wrong = f"{', '.join(edge_data)} beside adj_t, whose edges may be in another order"
         fail(name, wrong, "data.edge_index = ...")
+    if edges.weights is not None:
+        edge_data["edge_weight"] = edges.weights
     masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
-    unused = "the values of adj_t are not used; set data.edge_index and data.edge_weight"
     return RawGraph(
         name=name,
-        edge_index=edge_index,
+        edge_index=edges.edge_index,
+        adjacency=edges.form,
         x=None if x is None else array_of(x),
         y=None if y is None else array_of(y),
         masks=None if all(m is None for m in masks) else masks,
         num_vertices=None if x is None else int(shape_of(x)[0]),
         edge_data=edge_data,
-        notes=[unused] if has_values else [],
     )
 
 

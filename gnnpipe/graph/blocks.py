@@ -17,7 +17,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import Graph, keep_order_of_parallel
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.operators import local_rows
 
@@ -33,8 +33,8 @@ class Incidence:
     offsets: Tensor
     """[C + 1], edges into target c are offsets[c]:offsets[c + 1]."""
     order: Tensor | None
-    """[E], the position of each edge among the block's edges followed by the loops; ``None`` if
-    the edges were sorted already."""
+    """[E], the position of each edge among the given ones, or among the given ones that are no
+    self-loops followed by the added self-loops; ``None`` if these were sorted already."""
     by_source: Tensor
     """[E], positions of the edges sorted by source."""
     targets_by_source: Tensor
@@ -46,23 +46,17 @@ class Incidence:
     def build(cls, edge_index: Tensor, size: tuple[int, int], with_loops: bool) -> Incidence:
         """Sort ``edge_index`` [2, E], sources below T = ``size[0]``, targets below C = ``size[1]``.
 
-        ``with_loops``: exactly one loop for every target row, as PyG adds them.
+        ``with_loops``: exactly one self-loop for every target row, as PyG adds them.
         """
         source, target = edge_index
         order = None
         if with_loops:
-            loops = torch.arange(min(size), device=source.device)
-            order = torch.cat(
-                [
-                    torch.nonzero(source != target)[:, 0],
-                    torch.arange(len(source), len(source) + len(loops), device=source.device),
-                ]
-            )
-            source, target = torch.cat([source, loops])[order], torch.cat([target, loops])[order]
+            is_edge, loops = source != target, torch.arange(min(size), device=source.device)
+            source = torch.cat([source[is_edge], loops])
+            target = torch.cat([target[is_edge], loops])
         if bool((target[1:] < target[:-1]).any()):
-            target, place = torch.sort(target, stable=True)
-            source = source[place]
-            order = place if order is None else order[place]
+            target, order = torch.sort(target, stable=True)
+            source = source[order]
         # 32 bits where possible: these arrays are kept beside the edges.
         small = torch.int32 if max(len(source), *size) < 2**31 else torch.int64
         by_source = torch.argsort(source, stable=True)
@@ -113,7 +107,7 @@ class Block:
 
     @cached_property
     def incidence_with_loops(self) -> Incidence:
-        """The edges in both orders, with exactly one loop for every target row."""
+        """The edges in both orders, with exactly one self-loop for every target row."""
         return Incidence.build(self.edge_index, self.size, with_loops=True)
 
 
@@ -145,6 +139,8 @@ class Blocks:
         device: the dropout keys of the source rows [n + h] and target rows [m].
         """
         local = local_rows(rows, layout, into)
+        if edge_data:
+            keep_order_of_parallel(local)
         blocks = (_block(local, layout, into, c, keys, edge_data) for c in range(layout.num_chunks))
         return cls(tuple(blocks), local, edge_data, layout is into)
 

@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
-from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.graph import Features, Graph, keep_order_of_parallel
 from gnnpipe.graph.order import locality_rank, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
@@ -125,6 +125,8 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
     moved = chunking.inverse.astype(graph.indices.dtype)[rows.indices]
     a = sp.csr_array((rows.data, moved, rows.indptr), shape=(n, n))
     a.sort_indices()
+    if not bare:
+        keep_order_of_parallel(a)
     carried: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
     if graph.types is not None:
         carried["types"] = graph.types.renumbered(perm)
@@ -141,6 +143,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         val_mask=graph.val_mask[perm],
         test_mask=graph.test_mask[perm],
         num_classes=graph.num_classes,
+        adjacency=graph.adjacency,
         **carried,
     )
 

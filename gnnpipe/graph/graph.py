@@ -17,7 +17,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.graph.pairs import PAIRS, Pairs
-from gnnpipe.graph.types import Relation, VertexTypes
+from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data, HeteroData
@@ -26,6 +26,9 @@ IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Features: TypeAlias = npt.NDArray[np.float32] | sp.csr_array
 
+
+_BLOCK_EDGES = 1 << 20
+"""Edges that are looked at in one step, so that temporaries stay small."""
 
 EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
@@ -40,6 +43,23 @@ def have_same_pattern(a: sp.csr_array, b: sp.csr_array) -> bool:
     )
 
 
+def keep_order_of_parallel(numbered: sp.csr_array) -> None:
+    """Put parallel edges in the order of their numbers, which sorting by column may have changed.
+
+    ``numbered``: matrix with sorted columns whose values are the edges' numbers; changed in place.
+    """
+    is_equal = numbered.indices[1:] == numbered.indices[:-1]
+    starts = numbered.indptr[1:-1]
+    is_equal[starts[(starts > 0) & (starts < numbered.nnz)] - 1] = False
+    again = np.flatnonzero(is_equal) + 1
+    if not len(again):
+        return
+    places = np.union1d(again, again - 1)
+    run = np.cumsum(~np.isin(places, again))
+    order = np.lexsort((numbered.data[places], run))
+    numbered.data[places] = numbered.data[places][order]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A graph for vertex classification, in CSR by the READING vertex.
@@ -52,8 +72,8 @@ class Graph:
     indptr: npt.NDArray[np.int64]
     """[N + 1], start of each row in ``indices``."""
     indices: IntArray
-    """[E], int32 or int64, ascending within each row, without loops; and, where edges carry no
-    data, without duplicates."""
+    """[E], int32 or int64, ascending within each row. Self-loops and parallel edges count as they
+    were given."""
     x: Features
     """[N, F] float32, dense or ``scipy.sparse.csr_array``."""
     y: npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[np.float32]
@@ -65,7 +85,8 @@ class Graph:
     num_classes: int
     """C; T for multi-label and regression: the width of the model's output."""
     edge_weight: npt.NDArray[np.float32] | None = None
-    """[E], in the order of ``indices``; read by PyG models whose forward takes ``edge_weight``."""
+    """[E], in the order of ``indices``: read by PyG models whose forward takes ``edge_weight``, or
+    the values of ``adj_t`` (see ``adjacency``)."""
     edge_attr: npt.NDArray[np.float32] | None = None
     """[E, D], likewise."""
     edge_type: npt.NDArray[np.int64] | None = None
@@ -74,6 +95,8 @@ class Graph:
     """For a heterogeneous graph; ``edge_type`` then numbers its relations, and ``x`` is empty."""
     pairs: Pairs | None = None
     """For link prediction: the pairs to be scored; ``y`` is then -1 and ``num_classes`` 0."""
+    adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
+    """The form in which the edges were given, and in which a model of PyG's gets them."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -82,18 +105,59 @@ class Graph:
         return {field: values for field, values in found.items() if values is not None}
 
     def reduced_to(self, edge_data: Collection[str]) -> Graph:
-        """The graph with only this edge data; if none is left, without duplicate edges."""
+        """The graph with only this edge data; the relations of several types of vertices stay."""
         kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
         unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - kept)
-        if not unread:
+        return replace(self, **unread) if unread else self
+
+    @property
+    def has_weighted_adjacency(self) -> bool:
+        """Whether the edge weights are values of ``adj_t``, and no argument of their own."""
+        is_matrix = self.adjacency is not AdjacencyForm.EDGE_INDEX
+        return is_matrix and self.edge_weight is not None
+
+    @cached_property
+    def self_loops(self) -> npt.NDArray[np.int64]:
+        """[L], positions in ``indices`` of the self-loops."""
+        found, start = [], 0
+        while start < self.num_vertices:
+            first = self.indptr[start]
+            stop = int(np.searchsorted(self.indptr, first + _BLOCK_EDGES, side="right")) - 1
+            stop = max(stop, start + 1)
+            rows = np.repeat(np.arange(start, stop), np.diff(self.indptr[start : stop + 1]))
+            is_loop = self.indices[first : self.indptr[stop]] == rows
+            found.append(first + np.flatnonzero(is_loop))
+            start = stop
+        return np.concatenate(found).astype(np.int64)
+
+    @cached_property
+    def parallel_edges(self) -> npt.NDArray[np.int64]:
+        """Positions in ``indices`` of all edges that join the same two vertices as the edge before.
+
+        Edges of different relations are not parallel.
+        """
+        is_equal = self.indices[1:] == self.indices[:-1]
+        starts = self.indptr[1:-1]
+        is_equal[starts[(starts > 0) & (starts < self.num_edges)] - 1] = False
+        found = np.flatnonzero(is_equal) + 1
+        if self.edge_type is not None and len(found):
+            found = found[self.edge_type[found] == self.edge_type[found - 1]]
+        return found
+
+    def without_self_loops(self) -> Graph:
+        """The graph without its self-loops."""
+        return self._without(self.self_loops)
+
+    def without_parallel_edges(self) -> Graph:
+        """The graph with the first of all parallel edges, and its data."""
+        return self._without(self.parallel_edges)
+
+    def _without(self, edges: npt.NDArray[np.int64]) -> Graph:
+        if not len(edges):
             return self
-        found = replace(self, **unread)
-        if found.edge_data:
-            return found
-        source, target = self.edge_index
-        is_first = np.ones(self.num_edges, dtype=bool)
-        is_first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
-        return found.with_edges(is_first)
+        is_kept = np.ones(self.num_edges, dtype=bool)
+        is_kept[edges] = False
+        return self.with_edges(is_kept)
 
     def with_edges(self, is_kept: BoolArray) -> Graph:
         """The graph with only some of its edges, ``is_kept`` [E]."""
@@ -234,8 +298,9 @@ class Graph:
         Or from a ``HeteroData``, ``target`` being the type with the labels if several have y.
         ``task``: 'classification'; 'regression' where y holds numbers, [N] or [N, T]; or 'links':
         ``data`` is split here, or the (train, val, test) of PyG's ``RandomLinkSplit``, of which
-        train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. Raises
-        ``InputError`` naming the attribute that is missing or wrong.
+        train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. The
+        edges are those of ``data``, self-loops, parallel edges and values of ``adj_t`` included.
+        Raises ``InputError`` naming the attribute that is missing or wrong.
         """
         from gnnpipe.data.pyg import from_pyg  # the one import that goes up (.importlinter)
 

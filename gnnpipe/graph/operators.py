@@ -49,11 +49,12 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     """The aggregation matrix [N, N] of the whole graph, float64.
 
     ``gcn``: D^-1/2 (A + I) D^-1/2 with D the row sums of A + I, as PyG's ``gcn_norm``;
-    ``gcn-improved``: of A + 2 I; ``gcn-loopless``: of A; ``gcn-outgoing``: of A with D its column
-    sums; ``mean``: A over the number of neighbours; ``mean-looped``: the same of A + I; ``sum``: A;
-    ``edges`` and ``loops``: A and A + I, for convolutions that need both ends of an edge. A holds
-    ones; with the suffix ``WEIGHTED``, the edge weights. The values of ``edges`` are the edges'
-    numbers.
+    ``gcn-improved``: of A + 2 I; ``gcn-loopless``: of A; ``gcn-outgoing``: of A without
+    self-loops, D its column sums; ``mean``: A over the number of edges; ``mean-looped``: the same
+    of A + I; ``sum``: A; ``edges`` and ``loops``: A and A + I, for convolutions that need both ends
+    of an edge. A holds a one for each edge, so parallel edges add up; with the suffix ``WEIGHTED``,
+    the edge weights. A + I is without the graph's own self-loops, except that I holds their
+    weights. The values of ``edges`` are the edges' numbers.
 
     With ``RELATION`` and a number at the end: of the edges of that type alone. ``PAIRS``: the pairs
     of a link prediction instead of the edges; the values are their numbers.
@@ -80,6 +81,9 @@ def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     if base in ("gcn", "gcn-improved", "mean-looped", "loops"):
         adjacency = _with_loops(graph, values, 2.0 if base == "gcn-improved" else 1.0)
     else:
+        if base == "gcn-outgoing" and len(graph.self_loops):
+            values = None if values is None else np.delete(values, graph.self_loops)
+            graph = graph.without_self_loops()
         values = np.ones(graph.num_edges) if values is None else values
         adjacency = sp.csr_array((values, graph.indices, graph.indptr), shape=(n, n))
     counts = np.diff(adjacency.indptr)
@@ -136,15 +140,26 @@ def _of_relation(graph: Graph, number: int) -> Graph:
 def _with_loops(
     graph: Graph, values: npt.NDArray[np.float64] | None, weight: float
 ) -> sp.csr_array:
-    """A + weight I, of edge ``values`` (default: ones); scipy's sum would merge parallel edges."""
-    n, indptr = graph.num_vertices, graph.indptr
+    """A + weight I without the self-loops of the graph, of edge ``values`` (default: ones).
+
+    A vertex whose self-loop has a value keeps that value, as in PyG's ``add_remaining_self_loops``.
+    scipy's sum would merge parallel edges.
+    """
+    n, loops = graph.num_vertices, graph.self_loops
+    loop_values = np.full(n, weight)
+    if len(loops):
+        if values is not None:
+            loop_values[graph.indices[loops]] = values[loops]
+            values = np.delete(values, loops)
+        graph = graph.without_self_loops()
+    indptr = graph.indptr
     indices = np.insert(graph.indices, indptr[1:], np.arange(n, dtype=graph.indices.dtype))
     ends = indptr[1:] + np.arange(1, n + 1)
     if values is None:
         looped_values = np.ones(len(indices))
         looped_values[ends - 1] = weight
     else:
-        looped_values = np.insert(values, indptr[1:], weight)
+        looped_values = np.insert(values, indptr[1:], loop_values)
     looped = sp.csr_array((looped_values, indices, np.append(0, ends)), shape=(n, n))
     looped.sort_indices()
     return looped

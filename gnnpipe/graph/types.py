@@ -1,4 +1,4 @@
-"""Types of vertices and relations of a heterogeneous graph.
+"""Types of vertices and relations of a heterogeneous graph, and the forms of an adjacency matrix.
 
 A heterogeneous graph is stored as one graph with its vertices numbered type after type, so that it
 is partitioned and cleaned like any other; ``edge_type`` is the relation of each edge. The features
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,21 @@ import scipy.sparse as sp
 
 Relation: TypeAlias = tuple[str, str, str]
 """(source type, name, target type), as in PyG."""
+
+
+class AdjacencyForm(StrEnum):
+    """The forms in which PyG's models take the edges."""
+
+    EDGE_INDEX = "edge_index"
+    """[2, E], sources and targets."""
+    SPARSE_TENSOR = "SparseTensor"
+    """``adj_t`` [N, N] as a ``torch_sparse.SparseTensor``."""
+    CSR = "torch.sparse_csr"
+    """``adj_t`` [N, N] as a torch CSR tensor."""
+    COO = "torch.sparse_coo"
+    """``adj_t`` [N, N] as a torch COO tensor."""
+    CSC = "torch.sparse_csc"
+    """``adj_t`` [N, N] as a torch CSC tensor."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -173,8 +173,7 @@ def attend(conv: GATConv, x: Tensor, x_dst: Tensor | None, block: Block) -> Tens
     edges = block.incidence_with_loops if conv.add_self_loops else block.incidence
     keep = None
     if conv.training and conv.dropout:
-        loops = min(block.size) if conv.add_self_loops else 0
-        ones = rows.new_ones(block.edge_index.shape[1] + loops, conv.heads)
+        ones = rows.new_ones(len(edges.source), conv.heads)
         keep = F.dropout(ones, conv.dropout, training=True).t()
         keep = keep if edges.order is None else keep.index_select(1, edges.order)
     out: Tensor = _AdditiveAttention.apply(  # type: ignore[no-untyped-call]

@@ -27,6 +27,8 @@ class WholeGraph:
     within their types."""
     edge_data: dict[str, Tensor]
     """[E, ...] by field of ``Graph``; only for a graph with one vertex type."""
+    adjacency: str
+    """Form in which a user's model gets the edges (``AdjacencyForm``)."""
     pairs: Tensor | None
     """[2, P], sources and targets of the pairs of link prediction."""
     y: Tensor
@@ -56,7 +58,8 @@ class WholeGraph:
             y = torch.from_numpy(graph.pairs.label)[:, None]
             is_train = torch.from_numpy(graph.pairs.part) == 0
         y = y.to(dtype) if y.is_floating_point() else y
-        return cls(graph.num_vertices, x, relations, data, pairs, y, is_train)
+        form = str(graph.adjacency)
+        return cls(graph.num_vertices, x, relations, data, form, pairs, y, is_train)
 
     @property
     def features(self) -> Tensor:
@@ -76,12 +79,10 @@ def _dense(x: Features, dtype: torch.dtype) -> Tensor:
 def _read_edges(
     graph: Graph, fields: Collection[str], dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns edges [2, E] and their data; without data, parallel edges count once."""
+    """Returns edges [2, E] and their data."""
     target = np.repeat(np.arange(graph.num_vertices), np.diff(graph.indptr))
     edges = np.stack([graph.indices.astype(np.int64), target])
     data = {name: torch.from_numpy(graph.edge_data[name]) for name in fields}
-    if graph.edge_data and not data:
-        edges = np.unique(edges, axis=1)
     data = {name: v.to(dtype) if v.is_floating_point() else v for name, v in data.items()}
     return torch.from_numpy(edges), data
 

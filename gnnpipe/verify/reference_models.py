@@ -75,18 +75,15 @@ class _Aggregate:
     def __init__(self, graph: WholeGraph) -> None:
         source, target = graph.edge_index
         n, dtype = graph.num_vertices, graph.features.dtype
-        loops = torch.arange(n)
         self.degree = torch.zeros(n, dtype=dtype).index_add(
             0, target, torch.ones_like(target).to(dtype)
         )
         self.edges = graph.edge_index
-        self.edges_with_loops = torch.stack(
-            [torch.cat([source, loops]), torch.cat([target, loops])]
-        )
-        root = (self.degree + 1).rsqrt()
-        self.gcn_weights = (root[self.edges_with_loops[0]] * root[self.edges_with_loops[1]])[
-            :, None
-        ]
+        others, loops = graph.edge_index[:, source != target], torch.arange(n)
+        self.edges_with_loops = torch.cat([others, torch.stack([loops, loops])], dim=1)
+        read, reading = self.edges_with_loops
+        root = torch.bincount(reading, minlength=n).to(dtype).rsqrt()
+        self.gcn_weights = (root[read] * root[reading])[:, None]
 
     def gcn(self, x: Tensor) -> Tensor:
         """``D^-1/2 (A + I) D^-1/2 x`` with D the row sums of A + I."""
@@ -339,7 +336,7 @@ class UserModel(WholeModel):
         named = inspect.signature(named.forward if isinstance(named, nn.Module) else named)
         data = {name: v for name, v in graph.edge_data.items() if name in named.parameters}
         if "" in graph.x:
-            rows = call(graph.features, graph.edge_index, **data)
+            rows = call(graph.features, self._edges(data), **data)
         else:
             rows = call(dict(graph.x), dict(graph.edges))
             rows = rows[self._target] if isinstance(rows, Mapping) else rows
@@ -350,6 +347,26 @@ class UserModel(WholeModel):
             scores: Tensor = decode(found, graph.pairs)
             return scores.reshape(-1, 1)
         return score_pairs(graph.pairs, found, found)
+
+    def _edges(self, data: dict[str, Tensor]) -> Any:
+        """Returns the edges in the form in which they were given; takes the weights of a matrix."""
+        graph = self._graph
+        if graph.adjacency == "edge_index":
+            return graph.edge_index
+        source, target = graph.edge_index
+        data.pop("edge_weight", None)
+        weight = graph.edge_data.get("edge_weight")
+        shape = graph.num_vertices, graph.num_vertices
+        if graph.adjacency == "SparseTensor":
+            from torch_sparse import SparseTensor
+
+            return SparseTensor(row=target, col=source, value=weight, sparse_sizes=shape)
+        values = torch.ones(len(source), dtype=self._dtype) if weight is None else weight
+        if graph.adjacency == "torch.sparse_csr":
+            ends = torch.bincount(target, minlength=shape[0]).cumsum(0)
+            return torch.sparse_csr_tensor(F.pad(ends, (1, 0)), source, values, shape)
+        matrix = torch.sparse_coo_tensor(torch.stack([target, source]), values, shape)
+        return matrix.to_sparse_csc() if graph.adjacency == "torch.sparse_csc" else matrix
 
 
 class _UserDropout(TorchFunctionMode):

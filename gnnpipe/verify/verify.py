@@ -26,6 +26,7 @@ from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.capture.markers import drop
 from gnnpipe.capture.recorded_model import RecordedModel
 from gnnpipe.config.validation import check_verifiable
+from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN, MODELS, Model
 from gnnpipe.optim.lr_schedule import LearningRate
@@ -33,6 +34,7 @@ from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import ActionKind
 from gnnpipe.setup.build import RankRuntime, build_rank
+from gnnpipe.setup.inputs import reason_not_recorded
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verify.reference import Reference
@@ -144,9 +146,14 @@ def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> 
         The comparison of every epoch, on every rank.
 
     Raises:
-        InputError: The run rounds to bf16.
+        InputError: The run rounds to bf16, or the model runs as it is.
     """
     check_verifiable(prepared.config)
+    if reason_not_recorded(prepared.model):
+        raise InputError(
+            f"model: {prepared.model.name} runs as it is, as in plain PyG, so there is nothing to "
+            f"compare; it cannot be recorded: {reason_not_recorded(prepared.model)}"
+        )
     references = None
     if mesh.rank == 0:
         assert graph is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -31,21 +29,30 @@ def make(edge_index=EDGES, **changes):
     return clean(RawGraph(**(arrays | changes)), **options)
 
 
-def test_loops_and_duplicates_go_and_rows_are_by_target():
+def test_edges_stay_as_given_and_rows_are_by_target():
     g = make()
-    assert g.edge_index.tolist() == [[1, 0, 3, 1], [0, 1, 4, 5]]
-    assert g.indptr.tolist() == [0, 1, 2, 2, 2, 3, 4]
+    assert g.edge_index.tolist() == [[1, 0, 2, 3, 3, 1], [0, 1, 2, 4, 4, 5]]
+    assert g.indptr.tolist() == [0, 1, 2, 3, 3, 5, 6]
+    assert g.self_loops.tolist() == [2]
+    assert g.parallel_edges.tolist() == [4]
     assert g.indices.dtype == np.int32
     assert g.indptr.dtype == g.y.dtype == np.int64
     assert g.x.dtype == np.float32
-    assert (g.num_vertices, g.num_edges, g.num_features, g.num_classes) == (6, 4, 2, 3)
+    assert (g.num_vertices, g.num_edges, g.num_features, g.num_classes) == (6, 6, 2, 3)
 
 
 def test_symmetrize_adds_each_reverse_once():
     g = make(symmetrize=True)
     pairs = set(map(tuple, g.edge_index.T.tolist()))
-    assert pairs == {(0, 1), (1, 0), (3, 4), (4, 3), (1, 5), (5, 1)}
-    assert g.num_edges == 6
+    assert pairs == {(0, 1), (1, 0), (2, 2), (3, 4), (4, 3), (1, 5), (5, 1)}
+    assert g.num_edges == 7
+
+
+def test_edges_are_removed_on_request():
+    simple = make().without_self_loops().without_parallel_edges()
+    assert simple.edge_index.tolist() == [[1, 0, 3, 1], [0, 1, 4, 5]]
+    assert simple.indptr.tolist() == [0, 1, 2, 2, 2, 3, 4]
+    assert simple.without_self_loops() is simple
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,16 +66,22 @@ def test_symmetrize_adds_each_reverse_once():
         )
     )
 )
-def test_equals_a_set_of_pairs(case):
+def test_edges_equal_a_list_of_pairs(case):
     n, pairs, dtype, symmetrize = case
     edges = np.array(pairs, dtype=dtype).reshape(-1, 2).T
     raw = RawGraph(name="h", edge_index=edges, x=np.ones((n, 1)), y=np.zeros(n, int))
     g = clean(raw, split="100/0/0", symmetrize=symmetrize)
-    want = {(t, s) for s, t in pairs if s != t}
+    want = sorted((t, s) for s, t in pairs)
     if symmetrize:
-        want |= {(t, s) for s, t in want}
+        want = sorted({*want, *((s, t) for t, s in want)})
+    loops = [i for i, (t, s) in enumerate(want) if t == s]
+    assert g.self_loops.tolist() == loops
+    again = [i for i in range(1, len(want)) if want[i] == want[i - 1]]
+    assert g.parallel_edges.tolist() == again
+    simple = g.without_self_loops().without_parallel_edges()
+    assert simple.num_edges == len({(t, s) for t, s in want if t != s})
     got = [(t, int(s)) for t in range(n) for s in g.indices[g.indptr[t] : g.indptr[t + 1]]]
-    assert got == sorted(want)
+    assert got == want
 
 
 def test_a_graph_without_edges_is_a_graph():
@@ -131,34 +144,6 @@ def test_masks_that_overlap_are_told_once_and_kept():
     ]
     assert (g.train_mask == train).all()
     assert (g.test_mask == test).all()
-
-
-@pytest.mark.parametrize("symmetrize", [False, True])
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ([], None),
-        ([(0, 0)], "removed 1 loop of 4 edges; plain PyG would keep them"),
-        ([(2, 3)] * 2, "removed 2 duplicate edges of 5 edges; plain PyG would keep them"),
-        (
-            [(5, 5), (5, 5), (1, 0)],
-            "removed 1 duplicate edge and 2 loops of 6 edges; plain PyG would keep them, so "
-            "results can differ; models that add loops themselves, such as gcn and gat, still do",
-        ),
-    ],
-)
-def test_what_is_removed_is_told_of_own_data_only(more, text, symmetrize):
-    # 0-1 has its reverse already: what symmetrizing makes twice is not the user's doing.
-    edges = np.array([(0, 1), (1, 0), (2, 3), *more]).T
-    quiet = make(edges, symmetrize=symmetrize)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        loud = make(edges, symmetrize=symmetrize, is_own_data=True)
-    assert quiet.edge_index.tolist() == loud.edge_index.tolist()
-    assert loud.num_edges == (4 if symmetrize else 3)
-    assert [w.category for w in told] == [UserWarning] * (text is not None)
-    for w in told:
-        assert str(w.message).startswith(f"graph 'toy': {text}")
 
 
 def test_what_is_refused_is_not_commented_on():

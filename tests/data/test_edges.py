@@ -18,7 +18,7 @@ from gnnpipe.graph.operators import weighted_rows
 
 N = 5
 EDGES = np.array([[0, 3, 1, 1, 2, 4], [1, 0, 1, 4, 1, 1]])
-"""One loop, at place 2."""
+"""One self-loop, at place 2."""
 
 
 SPLIT = ("train", "val", "test")
@@ -45,8 +45,7 @@ def test_every_edge_keeps_its_own():
     weight = torch.arange(6.0)
     attributes = torch.stack([weight, -weight], dim=1)
     g = Graph.from_pyg(data(edge_weight=weight, edge_attr=attributes, edge_type=weight.long()))
-    kept = [0, 1, 3, 4, 5]
-    expected = sorted((*EDGES[:, i].tolist(), str(float(i))) for i in kept)
+    expected = sorted((*EDGES[:, i].tolist(), str(float(i))) for i in range(6))
     assert triples(g, "edge_weight") == expected
     assert g.edge_attr[:, 0].tolist() == g.edge_weight.tolist() == (-g.edge_attr[:, 1]).tolist()
     assert g.edge_type.tolist() == g.edge_weight.tolist()
@@ -56,28 +55,32 @@ def test_every_edge_keeps_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:graph 'pyg'")
-def test_bare_edges_are_there_once():
+def test_edges_without_their_data_are_as_many():
     twice = torch.from_numpy(np.repeat(EDGES, 2, axis=1))
-    g = Graph.from_pyg(data(edge_index=twice, edge_type=torch.arange(12)))
-    bare = Graph.from_pyg(data()).edge_index
-    assert g.num_edges == 10
+    g = Graph.from_pyg(data(edge_index=twice, edge_type=torch.arange(12) % 2))
+    assert g.num_edges == 12
     assert g.reduced_to(["edge_type"]) is g
-    assert g.reduced_to([]).edge_index.tolist() == bare.tolist()
+    assert (
+        g.reduced_to([]).edge_index.tolist()
+        == Graph.from_pyg(data(edge_index=twice)).edge_index.tolist()
+    )
+    assert len(g.parallel_edges) == 0  # of different types
+    assert len(g.reduced_to([]).parallel_edges) == 6
 
 
 @pytest.mark.filterwarnings("ignore:graph 'pyg'")
 def test_a_column_of_weights_and_a_row_of_attributes():
     g = Graph.from_pyg(data(edge_weight=torch.ones(6, 1), edge_attr=torch.arange(6)))
-    assert g.edge_weight.shape == (5,)
-    assert g.edge_attr.shape == (5, 1)
+    assert g.edge_weight.shape == (6,)
+    assert g.edge_attr.shape == (6, 1)
 
 
-def test_parallel_edges_stay_and_loops_are_told_of():
+def test_parallel_edges_stay_in_order():
     twice = torch.from_numpy(np.concatenate([EDGES, EDGES[:, :1]], axis=1))
-    with pytest.warns(UserWarning, match="removed 1 loop of 7 edges"):
-        g = Graph.from_pyg(data(edge_index=twice, edge_type=torch.arange(7)))
-    assert g.num_edges == 6
-    assert sorted(g.edge_type[g.indptr[1] : g.indptr[2]].tolist()) == [0, 4, 5, 6]
+    g = Graph.from_pyg(data(edge_index=twice, edge_attr=torch.arange(7)))
+    assert g.num_edges == 7
+    assert g.edge_attr[g.indptr[1] : g.indptr[2], 0].tolist() == [0, 6, 2, 4, 5]
+    assert g.without_parallel_edges().edge_attr[:, 0].tolist() == [1, 0, 2, 4, 5, 3]
 
 
 @pytest.mark.filterwarnings("ignore:graph 'pyg'")
@@ -93,6 +96,7 @@ def test_reverse_edges_carry_the_same_where_none_leads_back():
             (4, 1, "5"),
             (2, 1, "4"),
             (1, 2, "4"),
+            (1, 1, "2"),
         ]
     )
 
@@ -100,8 +104,9 @@ def test_reverse_edges_carry_the_same_where_none_leads_back():
 def test_renumbering_moves_it_along():
     rng = np.random.default_rng(0)
     edges = rng.integers(0, 30, (2, 200))
-    edges = edges[:, edges[0] != edges[1]]
-    label = edges[0] * 100 + edges[1]
+    edges = np.concatenate([edges, edges[:, :60]], axis=1)
+    number = np.arange(edges.shape[1])
+    label = (edges[0] * 100 + edges[1]) * 1000 + number
     g = Graph.from_pyg(
         Data(
             x=torch.rand(30, 2),
@@ -114,8 +119,11 @@ def test_renumbering_moves_it_along():
     chunking = make_chunking(g, chunks=4, shards=2, partitioner="random", seed=0, cache_dir="off")
     moved = renumber(g, chunking)
     source, target = chunking.perm[moved.edge_index]
-    assert (source * 100 + target == moved.edge_attr[:, 0]).all()
+    assert (source * 100 + target == moved.edge_attr[:, 0] // 1000).all()
     assert sorted(moved.edge_attr[:, 0]) == sorted(g.edge_attr[:, 0])
+    again = moved.parallel_edges
+    assert len(again) > 50
+    assert (moved.edge_attr[again, 0] > moved.edge_attr[again - 1, 0]).all(), "in the given order"
 
 
 def test_files_may_hold_it(tmp_path):
@@ -127,8 +135,9 @@ def test_files_may_hold_it(tmp_path):
         y=np.arange(N) % 2,
         **{f"{part}_mask": np.arange(N) % 3 == i for i, part in enumerate(SPLIT)},
     )
-    with pytest.warns(UserWarning, match="removed 1 loop"):
-        g = load_graph(str(tmp_path / "g.npz"))
+    g = load_graph(str(tmp_path / "g.npz"))
+    assert sorted(g.edge_weight) == [0, 1, 2, 3, 4, 5]
+    g = load_graph(str(tmp_path / "g.npz"), remove_self_loops=True)
     assert sorted(g.edge_weight) == [0, 1, 3, 4, 5]
 
 

@@ -11,11 +11,11 @@ import scipy.sparse as sp
 import torch
 
 from gnnpipe import Graph
-from gnnpipe.data.clean import clean
 from gnnpipe.data.load import load_graph
-from gnnpipe.data.pyg import raw_graph
 from gnnpipe.data.pyg_datasets import PYG_FAMILIES, find_pyg
 from gnnpipe.errors import InputError
+from gnnpipe.graph.adjacency import adjacency_tensor
+from gnnpipe.graph.types import AdjacencyForm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses
@@ -48,21 +48,29 @@ def test_from_pyg():
     assert Graph.from_pyg(data(), symmetrize=True).num_edges == 6
 
 
-def test_what_is_not_used_is_told():
-    with pytest.warns(UserWarning, match="graph .pyg.: ") as told:
-        g = Graph.from_pyg(data(edge_index=torch.tensor([[0, 1, 2, 2, 0], [1, 2, 3, 2, 1]])))
-    assert g.edge_index.tolist() == EDGES.tolist()
-    assert [str(w.message) for w in told] == [
-        "graph 'pyg': removed 1 duplicate edge and 1 loop of 5 edges; plain PyG would keep them, "
-        "so results can differ; models that add loops themselves, such as gcn and gat, still do"
-    ]
-    assert {w.filename for w in told} == {__file__}
-    loops = data(edge_index=EDGES[:, [0, 1, 2, 2]])
-    assert clean(raw_graph(loops, "by name")).num_edges == 3  # without a word
+def test_values_of_the_adjacency_matrix_are_edge_weights():
     dense = torch.zeros(4, 4)
-    dense[EDGES[1], EDGES[0]] = 0.5
-    with pytest.warns(UserWarning, match="the values of adj_t are not used"):
-        Graph.from_pyg(data(edge_index=None, adj_t=dense.to_sparse_csr()))
+    dense[EDGES[1], EDGES[0]] = torch.arange(1.0, 1 + EDGES.shape[1])
+    for matrix, form in (
+        (dense.to_sparse_csr(), AdjacencyForm.CSR),
+        (dense.to_sparse_csc(), AdjacencyForm.CSC),
+        (dense.to_sparse_coo(), AdjacencyForm.COO),
+    ):
+        g = Graph.from_pyg(data(edge_index=None, adj_t=matrix))
+        source, target = g.edge_index
+        assert g.edge_weight.tolist() == dense[target, source].tolist()
+        assert g.adjacency is form
+        again = adjacency_tensor(
+            form,
+            torch.from_numpy(g.edge_index),
+            torch.from_numpy(g.edge_weight),
+            (4, 4),
+            dense.dtype,
+        )
+        assert again.layout is matrix.layout
+        assert torch.equal(again.to_dense(), dense)
+    ones = (dense > 0).float().to_sparse_csr()
+    assert Graph.from_pyg(data(edge_index=None, adj_t=ones)).edge_weight is None
     with pytest.raises(InputError, match="edge_weight beside adj_t"):
         Graph.from_pyg(
             data(edge_index=None, adj_t=dense.to_sparse_csr(), edge_weight=torch.rand(3))

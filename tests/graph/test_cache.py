@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,12 +75,12 @@ def test_a_partitioner_from_outside_is_not_kept(graph, cuts, tmp_path, monkeypat
 
 def test_another_edge_is_another_entry_and_another_width_is_not(graph, cuts, tmp_path):
     make(graph, tmp_path)
-    wide = type(graph)(**{**graph.__dict__, "indices": graph.indices.astype(np.int64)})
+    wide = replace(graph, indices=graph.indices.astype(np.int64))
     make(wide, tmp_path)
     assert len(cuts) == 1
     other = graph.indices.copy()
     other[0] = (set(range(120)) - set(other[: graph.indptr[1]].tolist()) - {0}).pop()
-    make(type(graph)(**{**graph.__dict__, "indices": other}), tmp_path)
+    make(replace(graph, indices=other), tmp_path)
     assert len(cuts) == 2
 
 

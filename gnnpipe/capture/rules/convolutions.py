@@ -87,9 +87,9 @@ def gcn(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return _plus_bias(conv, _linear_of_aggregate(conv.lin, x, _gcn(conv, edge_weight)))
 
 
-def sage(conv: Any, x: Any) -> Any:
-    """``A x W_l + b + x W_r``."""
-    aggregated = _reduction(conv)
+def sage(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``A x W_l + b + x W_r``; ``edge_weight``: values of ``adj_t``."""
+    aggregated = _reduction(conv, edge_weight)
     x, own = _pair(x)
     if conv.project:
         x = conv.lin(x).relu()
@@ -106,10 +106,10 @@ def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return out if own is None else out + conv.lin_root(own)
 
 
-def gin(conv: Any, x: Any) -> Any:
-    """``nn(A x + (1 + eps) x)``."""
+def gin(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """``nn(A x + (1 + eps) x)``; ``edge_weight``: values of ``adj_t``."""
     x, own = _pair(x)
-    out = _reduction(conv)(x)
+    out = _reduction(conv, edge_weight)(x)
     return conv.nn(out if own is None else out + (1 + conv.eps) * own)
 
 

@@ -38,6 +38,7 @@ class DropoutKind(StrEnum):
     """Source vertices of another type."""
     EDGES = "edges"
     EDGES_AND_LOOPS = "edges and loops"
+    """Edges without self-loops, then a self-loop for each of the first target vertices."""
 
 
 class DropoutMode(TorchFunctionMode):
@@ -83,6 +84,8 @@ class KeyedDropout(DropoutMode):
             return (into if kind is DropoutKind.ROWS else keys)[:count]
         source, target = self._block.edge_index
         if kind is DropoutKind.EDGES_AND_LOOPS:
+            is_edge = source != target
+            source, target = source[is_edge], target[is_edge]
             loops = torch.arange(count - len(source), device=keys.device)
             source, target = torch.cat([source, loops]), torch.cat([target, loops])
         return edge_keys(keys[source], into[target])
@@ -91,12 +94,14 @@ class KeyedDropout(DropoutMode):
 class DropoutKinds(DropoutMode):
     """Dropout that does nothing and notes the kind of rows of every call."""
 
-    def __init__(self, num_read: int, num_rows: int, num_edges: int) -> None:
-        """Numbers of source vertices, target vertices and edges."""
+    def __init__(
+        self, num_read: int, num_rows: int, num_edges: int, num_self_loops: int = 0
+    ) -> None:
+        """Numbers of source vertices, target vertices, edges, and self-loops among the edges."""
         super().__init__()
         self._names = {
-            num_edges + num_read: DropoutKind.EDGES_AND_LOOPS,
-            num_edges + num_rows: DropoutKind.EDGES_AND_LOOPS,
+            num_edges - num_self_loops + num_read: DropoutKind.EDGES_AND_LOOPS,
+            num_edges - num_self_loops + num_rows: DropoutKind.EDGES_AND_LOOPS,
             num_edges: DropoutKind.EDGES,
             num_read: DropoutKind.READ_ROWS,
             num_rows: DropoutKind.ROWS,

@@ -188,7 +188,7 @@ def check_equals_model(
     if not torch.allclose(truth, found, 1e-6, 1e-6):
         refuse(
             "its recording gives other numbers than the model on a sample (by "
-            f"{float((truth - found).abs().max()):.1e})",
+            f"{float((truth - found).detach().abs().max()):.1e})",
             f"forward depends on something that a recording cannot hold, {BY_HAND}",
         )
     every = run.module.named_parameters(remove_duplicate=False)

@@ -133,8 +133,10 @@ class SampleRun:
         index = edges_read(call)
         assert index is not None
         source, target = self.sample.ends[str(index.target)]
-        counts, num_edges = self.sample.counts, self.sample.edges[str(index.target)].shape[1]
-        with DropoutKinds(counts[source], counts[target], num_edges) as kinds:
+        counts, edges = self.sample.counts, self.sample.edges[str(index.target)]
+        num_self_loops = int((edges[0] == edges[1]).sum()) if source == target else 0
+        sizes = counts[source], counts[target], edges.shape[1], num_self_loops
+        with DropoutKinds(*sizes) as kinds:
             whole = self.call(call, self.whole)
         if not isinstance(whole, Tensor):
             hint = "return the rows alone; read attention weights outside of training"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_name, refuse
+from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.graph import Features, Graph
 from gnnpipe.graph.types import VertexTypes
 
@@ -32,7 +33,7 @@ class Sample:
     ends: Mapping[str, tuple[str, str]]
     """Vertex types of sources and targets, by input."""
     graph: Graph
-    """The same edges as one graph."""
+    """The same edges as one graph, given in the same form as the graph of the run."""
     edge_data: Mapping[str, Tensor]
     """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
 
@@ -43,13 +44,22 @@ class Sample:
             k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()
         }
         names = {r: input_name(EDGES, i) for i, r in enumerate(self.graph.relations)}
-        given: Any = (x, {relation: self.edges[name] for relation, name in names.items()})
+        given: Any = (x, {relation: self._form(name, dtype) for relation, name in names.items()})
         if self.graph.types is None:
-            given = (x[""], self.edges[EDGES])
+            given = (x[""], self._form(EDGES, dtype))
+            if self.graph.has_weighted_adjacency:
+                carried.pop("edge_weight")
         try:
             return called(model, method)(*given, **carried)
         except Exception as error:
             refuse(f"fails on a sample in plain PyG: {first_line(error)}")
+
+    def _form(self, name: str, dtype: torch.dtype) -> Any:
+        """Edges of an input, in the form in which the run's graph was given."""
+        source, target = self.ends[name]
+        size = self.counts[source], self.counts[target]
+        weight = self.edge_data.get("edge_weight")
+        return adjacency_tensor(self.graph.adjacency, self.edges[name], weight, size, dtype)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -86,7 +96,8 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     """A sample with the same types, numbers of features and kinds of edge data as the graph ``of``.
 
     Directed; in every relation vertex 0 is isolated, vertex 1 has nearly all others as neighbours,
-    and vertex 2 is a neighbour of nearly all others.
+    and vertex 2 is a neighbour of nearly all others. There are self-loops and parallel edges if
+    ``of`` has any.
     """
     rng = np.random.default_rng(0)
     types = of.types
@@ -96,7 +107,7 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     if types is not None:
         ends = {input_name(EDGES, i): (s, t) for i, (s, _, t) in enumerate(types.relations)}
     edges = {
-        name: _random_edges(counts[source], counts[target], source == target, rng)
+        name: _random_edges(counts[source], counts[target], source == target, of, rng)
         for name, (source, target) in ends.items()
     }
     rows = {t: torch.from_numpy(_features(x, counts[t], rng)) for t, x in features.items()}
@@ -104,7 +115,7 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     carried: dict[str, Tensor] = {}
     if types is None:
         data: dict[str, Any] = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
-        graph = replace(graph, **({"edge_type": None} | data))
+        graph = replace(graph, **({"edge_type": None} | data), adjacency=of.adjacency)
         found = {k: torch.from_numpy(v) for k, v in data.items()}
         carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     else:
@@ -127,16 +138,19 @@ def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[
 
 
 def _random_edges(
-    num_source: int, num_target: int, is_square: bool, rng: np.random.Generator
+    num_source: int, num_target: int, is_square: bool, of: Graph, rng: np.random.Generator
 ) -> npt.NDArray[np.int64]:
     dense = rng.random((num_target, num_source)) < 4 / num_source
     dense[1, 2:] = True
     dense[3:, 2] = True
     if is_square:
-        np.fill_diagonal(dense, False)
+        np.fill_diagonal(dense, rng.random(num_source) < 0.3 if len(of.self_loops) else False)
     dense[0] = dense[:, 0] = False
+    times = dense.astype(np.int64)
+    if len(of.parallel_edges):
+        times[rng.random(dense.shape) < 0.2] *= 2
     target, source = np.nonzero(dense)
-    return np.stack([source, target])
+    return np.repeat(np.stack([source, target]), times[dense], axis=1)
 
 
 def _joined(

@@ -107,8 +107,9 @@ def _counts(call: fx.Node, run: SampleRun) -> tuple[set[int], set[int]]:
     if index is None:
         return {sample.counts.get(run.types[call], 0)} - {0}, set()
     rows = {sample.counts[t] for t in sample.ends[str(index.target)]}
-    count = sample.edges[str(index.target)].shape[1]
-    return rows, {count, count + min(rows)}
+    source, target = sample.edges[str(index.target)]
+    count, others = len(source), int((source != target).sum())
+    return rows, {count, others + min(rows)}
 
 
 def _edge_values(call: fx.Node, run: SampleRun) -> set[fx.Node]:

@@ -65,17 +65,18 @@ def vertex_work(graph: Graph) -> npt.NDArray[np.int64]:
 
 
 def symmetric_pattern(graph: Graph) -> sp.csr_array:
-    """The symmetric pattern of the edges without loops, [N, N] int8, as METIS needs it.
+    """The symmetric pattern of the edges without self-loops, [N, N] int8, as METIS needs it.
 
     A directed edge becomes undirected: an edge between parts costs a row in either direction.
     """
     n = graph.num_vertices
     a = sp.csr_array((np.ones(graph.num_edges, np.int8), graph.indices, graph.indptr), shape=(n, n))
-    loops = graph.indices == np.repeat(np.arange(n), graph.degrees)
-    if loops.any():
-        a.data = (~loops).astype(np.int8)
+    if len(graph.self_loops) or not a.has_canonical_format:
+        a.data[graph.self_loops] = 0
+        a = a.copy()  # the graph's own arrays stay as they are
         a.eliminate_zeros()
-    a.sort_indices()
+        a.sum_duplicates()
+        a.data[:] = 1
     transposed = a.T.tocsr()
     if have_same_pattern(a, transposed):
         return a
