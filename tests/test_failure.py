@@ -215,7 +215,7 @@ def test_the_first_cause_stands_last_and_marks_the_program(tmp_path):
     script = tmp_path / "raising.py"
     script.write_text(RAISING)
     process = launch(tmp_path / "run", "--no-predict", script=script)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=120)[0]
     last = said[said.index("Root Cause") :]
     cause = "rank 1 (stage 1, shard 0), chunk 1, epoch 3, action 1B1: MemoryError: made on purpose"
     assert cause in last
