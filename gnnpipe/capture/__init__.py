@@ -11,9 +11,11 @@ In the order in which ``capture`` uses them:
 - ``recording``: the recorded calls and queries about them.
 - ``stage``: splits the calls of a stage into steps and generates one function for each step.
 - ``recorded_model``: the ``Model`` made of all this.
+- ``whole_model``: the ``Model`` that calls the module as it is, if it cannot be recorded.
 - ``link_decoder``: adds the scoring of vertex pairs to a model, for link prediction.
 """
 
 from gnnpipe.capture.recorded_model import RecordedModel, capture
+from gnnpipe.capture.whole_model import WholeModel
 
-__all__ = ["RecordedModel", "capture"]
+__all__ = ["RecordedModel", "WholeModel", "capture"]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from torch_geometric import nn as pyg
 
-from gnnpipe.capture.fx_names import refuse
+from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
+from gnnpipe.capture.signature import edge_inputs, method_of
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
 from gnnpipe.capture.trial.facts import probe
-from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
-
-_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 
 
 class RecordedModel(Model):
@@ -32,6 +29,16 @@ class RecordedModel(Model):
     def module(self) -> nn.Module:
         """The user's own module, whose weights are trained."""
         return self.recording.model
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.recording.facts[self.recording.result].width
+
+    @property
+    def num_ops(self) -> int:
+        """Number of ops."""
+        return len(self.recording.ops)
 
     @property
     def edge_inputs(self) -> frozenset[str]:
@@ -58,52 +65,33 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
 
     Edge data of ``graph`` is passed to forward's parameters of the same name. For link prediction,
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
-    shares weights and buffers with ``model``. ``is_rounded``: linear maps are computed in bf16,
-    except the ones that give the logits. Raises ``InputError`` if the model cannot be recorded.
+    shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
+    initialised. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
+    logits. Raises ``InputError`` if the model cannot be recorded.
     """
-    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
-    method = "encode" if graph.pairs is not None and encodes else "forward"
-    names = _edge_inputs(model, method, graph.edge_data if graph.types is None else {})
-    sample = make_sample(model, graph.reduced_to(names))
-    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
-        with torch.no_grad():
-            # Lazy weights take their shape from the first input.
-            sample.call(model, method, next(p.dtype for p in model.parameters()))
-    recording = trace(model, method, names, graph)
-    facts = probe(model, method, recording, sample)
+    method = method_of(model, graph)
+    names = edge_inputs(model, method, graph)
+    read = [*names, "edge_weight"] if graph.has_weighted_adjacency else names
+    sample = make_sample(model, graph.reduced_to(read))
+    initialise_lazy(model, method, sample)
+    with unchanged(model):
+        recording = trace(model, method, names, graph)
+        facts = probe(model, method, recording, sample)
     return RecordedModel(
         Recording(model, recording, facts, sample.ends, graph.relations, is_rounded)
     )
 
 
-def _edge_inputs(model: nn.Module, method: str, known: Collection[str]) -> list[str]:
-    """Names in ``known`` (fields of edge data) that are parameters of a method of the model.
+def initialise_lazy(model: nn.Module, method: str, sample: Sample) -> None:
+    """Call a model with lazy weights on a sample: they take their shapes from the first input.
 
-    Raises ``InputError`` unless the method takes features, then edges, and has defaults for all
-    other parameters.
+    Raises:
+        InputError: The call fails.
     """
-    owner = model
-    if method == "encode" and isinstance(model, pyg.GAE):
-        owner, method = model.encoder, "forward"  # GAE.encode passes its arguments on.
-    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
-    name = f"{type(owner).__name__}.{method}"
-    # A second argument without a default takes the edges, whatever its name.
-    second = parameters[1] if len(parameters) > 1 else None
-    if (
-        second is None
-        or parameters[0].name in _EDGE_NAMES
-        or (second.name not in _EDGE_NAMES and second.default is not second.empty)
-    ):
-        refuse(
-            f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
-            "edge_index (or adj_t)",
-            "wrap it in a module that does",
-        )
-    named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for p in named:
-        if p.default is p.empty and p.name not in known:
-            refuse(
-                f"{name} needs {p.name!r}, which the graph lacks",
-                "give it a default, or wrap the model in a module that passes it",
-            )
-    return [p.name for p in named if p.name in known]
+    if not any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        return
+    was_training = model.training
+    model.eval()  # dropout would draw random numbers
+    with torch.no_grad(), without_caches(model):
+        sample.call(model, method, next(p.dtype for p in model.parameters()))
+    model.train(was_training)

@@ -77,6 +77,10 @@ class Settings:
         "drawn with --seed",
     )
     symmetrize: bool = _data(False, "add the reverse of every edge of a directed graph")
+    remove_self_loops: bool = _data(
+        False, "remove the self-loops of the dataset (models such as gcn still add their own)"
+    )
+    coalesce: bool = _data(False, "keep one of all edges that join the same two vertices")
     task: str = _data(
         "labels",
         "what the model predicts: labels (of vertices) or links (whether an edge joins two "
@@ -88,6 +92,11 @@ class Settings:
         "gcn",
         "gcn, sage, gcnii, resgcn or gat; or a model of your own: net.py:make_model or "
         "package.module:make_model, called with the graph and the config",
+    )
+    require_capture: bool = _model(
+        False,
+        "refuse a model of your own that cannot be recorded, even on one rank in one chunk, where "
+        "it would run as it is",
     )
     layers: int = _model(2, "number of GNN layers L", low=1, high=10_000)
     hidden: int = _model(64, "hidden width H", low=1, high=1_000_000)

@@ -336,5 +336,5 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
         shape.classes,
     )
     check_parts(config, None, None)
-    model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config))
+    model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config), True)
     return describe(model, stand_in)

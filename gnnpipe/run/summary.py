@@ -10,7 +10,7 @@ from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
 from gnnpipe.run.result import RunResult
-from gnnpipe.setup.inputs import rounding_lines
+from gnnpipe.setup.inputs import reason_not_recorded, rounding_lines
 from gnnpipe.setup.memory_estimate import partition_memory_bytes
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import REGRESSION
@@ -47,6 +47,15 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.program.reads_text()}",
     ]
+    found = {"self-loops": graph.self_loops, "parallel edges": graph.parallel_edges}
+    kept = [f"{len(places):,} {kind}" for kind, places in found.items() if len(places)]
+    if kept:
+        lines[0] += f"; {' and '.join(kept)}"
+    if reason := reason_not_recorded(prepared.model):
+        lines.append(
+            "the model runs as it is, as in plain PyG: it cannot be recorded, so it can have no "
+            f"chunks, stages or shards ({reason.removeprefix('model: ')})"
+        )
     if plan.collectives != DEFAULT_COLLECTIVES:
         used = plan.collectives
         lines.append(f"collectives: row exchange {used.row_exchange}, sum {used.shard_sum}")

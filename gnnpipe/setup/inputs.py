@@ -9,7 +9,7 @@ import scipy.sparse as sp
 import torch
 from torch import nn
 
-from gnnpipe.capture import capture
+from gnnpipe.capture import RecordedModel, WholeModel, capture
 from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
@@ -61,7 +61,8 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         raise InputError(
             f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
         )
-    given = [f"--{n}" for n in ("split", "symmetrize", "task") if _is_given(config, n)]
+    fields_of_data = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
+    given = [flag(n) for n in fields_of_data if _is_given(config, n)]
     if given:
         raise InputError(
             f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
@@ -113,9 +114,17 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
 
 
 def choose_model(
-    model: nn.Module | None, config: TrainConfig, graph: Graph, world: World, dtype: torch.dtype
+    model: nn.Module | None,
+    config: TrainConfig,
+    graph: Graph,
+    world: World,
+    dtype: torch.dtype,
+    must_record: bool,
 ) -> Model:
-    """Returns the model of the config or the given model, with equal weights on every rank."""
+    """Returns the model of the config or the given model, with equal weights on every rank.
+
+    ``must_record``: a user's model must be recorded, because it runs in chunks or on several ranks.
+    """
     if model is None and is_user_model(config.model):
         torch.manual_seed(config.seed)
         model = make_user_model(config, graph)
@@ -137,21 +146,41 @@ def choose_model(
         width = model.stack()[-1].out_widths["x"]
         check_layers(model.to(dtype).stack(), graph.num_vertices)
         return _scored(model, config.layers, width, graph)
+    _warn_of_other_type(model, dtype, world)
+    return _user_model(model, config, graph, world, dtype, must_record)
+
+
+def _user_model(
+    model: nn.Module,
+    config: TrainConfig,
+    graph: Graph,
+    world: World,
+    dtype: torch.dtype,
+    must_record: bool,
+) -> Model:
+    """Returns the user's model, recorded; or as it is if it cannot be and need not be recorded."""
     error: InputError | None = None
     chosen: Model | None = None
-    _warn_of_other_type(model, dtype, world)
+    digest = ""
     # Before recording: ``to`` creates new buffers, which the recording must share.
     model.to(dtype).train()
     try:
-        found = capture(model, graph, config.matmul_dtype == "bf16")
-        width = found.recording.facts[found.recording.result].width
+        found: RecordedModel | WholeModel
+        try:
+            found = capture(model, graph, config.matmul_dtype == "bf16")
+            digest, width = found.recording.digest, found.width
+        except InputError as reason:
+            if must_record:
+                raise
+            found = WholeModel(model, graph, str(reason), dtype)
+            _check_whole(config, found)
+            width = found.width
         if graph.pairs is None and width != graph.num_classes:
             raise InputError(
                 f"model: gives {width} numbers for each vertex, but the graph has "
                 f"{graph.label_text}"
             )
-        digest = found.recording.digest
-        chosen = _scored(found, len(found.recording.ops), width, graph)
+        chosen = _scored(found, found.num_ops, width, graph)
     except InputError as fault:
         error = fault
     world.agree(error)
@@ -161,6 +190,29 @@ def choose_model(
     if world.world_size > 1:
         model.load_state_dict(world.share(model.state_dict()))
     return chosen
+
+
+def reason_not_recorded(model: Model) -> str:
+    """Returns why a model runs as it is; '' if it can be cut into chunks and stages."""
+    inner = model.inner if isinstance(model, PairModel) else model
+    return inner.reason if isinstance(inner, WholeModel) else ""
+
+
+def _check_whole(config: TrainConfig, model: WholeModel) -> None:
+    """``InputError`` for settings that change a recorded model's work."""
+    given = {
+        "--recompute": config.recompute,
+        "--matmul-dtype bf16": config.matmul_dtype == "bf16",
+        "--comm-dtype bf16": config.comm_dtype == "bf16",
+        "--order metis": config.order == "metis",
+    }
+    wrong = [text for text, is_given in given.items() if is_given]
+    if wrong:
+        reason = model.reason.removeprefix("model: ")
+        raise InputError(
+            f"{', '.join(wrong)}: no effect on a model that runs as it is; leave it out. The model "
+            f"cannot be recorded: {reason}"
+        )
 
 
 def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> None:
@@ -186,18 +238,17 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     """Returns the graph without edge data that the model does not read; warns on rank 0."""
     relations = {"edge_type"} if graph.types is not None else set()
     unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
-    found = graph.reduced_to(model.edge_inputs)
     if unread and world.rank == 0:
         how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
-        merged = graph.num_edges - found.num_edges
-        counted = f", and {merged} parallel edges count once with the first" if merged else ""
+        if graph.has_weighted_adjacency:
+            how = "convolutions that multiply by adj_t"
         warnings.warn(
-            f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}{counted};"
-            f" a PyG model with {how} would read it",
+            f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}; a PyG "
+            f"model with {how} would read it",
             UserWarning,
             stacklevel=2,
         )
-    return found
+    return graph.reduced_to(model.edge_inputs)
 
 
 def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:

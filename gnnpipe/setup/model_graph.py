@@ -7,7 +7,7 @@ from dataclasses import replace
 import scipy.sparse as sp
 from torch import fx
 
-from gnnpipe.capture import RecordedModel
+from gnnpipe.capture import RecordedModel, WholeModel
 from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
 from gnnpipe.capture.markers import is_mean, of_vertices
 from gnnpipe.capture.recording import Recording
@@ -37,6 +37,8 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
     sizes = model.name, graph.num_features, graph.num_classes
     if isinstance(model, RecordedModel):
         return ModelGraph(*sizes, _recorded_ops(model.recording, graph), unit="op")
+    if isinstance(model, WholeModel):
+        return ModelGraph(*sizes, (_whole_op(model, graph),), unit="op")
     assert isinstance(model, GNN)
     ops: list[Op] = []
     before: Layer | None = None
@@ -46,6 +48,24 @@ def describe(model: Model, graph: Graph) -> ModelGraph:
         ops.append(replace(op, inputs=tuple(ops[-1].outputs) if ops else ()))
         before = layer
     return ModelGraph(*sizes, tuple(ops))
+
+
+def _whole_op(model: WholeModel, graph: Graph) -> Op:
+    """Returns the only op of a model that runs as it is."""
+    weights = dict(model.module.named_parameters())
+    matrices = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2)
+    edges_per_row = graph.num_edges / graph.num_vertices
+    return Op(
+        name="model",
+        inputs=(),
+        outputs={"model": model.width},
+        num_parameters=sum(p.numel() for p in weights.values() if p.requires_grad),
+        flops_per_row=matrices,
+        kept_per_row=model.kept_per_row + round(model.kept_per_edge * edges_per_row),
+        vertex_type=graph.target,
+        reads_features=True,
+        weights=tuple(model.module.state_dict()),
+    )
 
 
 def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:

@@ -24,6 +24,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
+from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.perf import CommVolume, closed_form_volume
@@ -37,6 +38,7 @@ from gnnpipe.setup.inputs import (
     check_validation,
     choose_model,
     number_dtype,
+    reason_not_recorded,
     row_dtype,
     without_unread,
 )
@@ -73,15 +75,15 @@ def prepare(
     if loss_fn is not None:
         check_loss(loss_fn, graph, dtype)
     # Before the partition, which may take long, so that an unusable model is refused at once.
-    chosen = choose_model(model, config, graph, world, dtype)
+    must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
+    chosen = choose_model(model, config, graph, world, dtype, must_record)
     graph = without_unread(graph, chosen, world)
     model_graph = describe(chosen, graph)
-    plan = planner.plan(
-        PlanRequest(model_graph, _graph_counts(model_graph, graph), shape_of(config))
-    )
+    plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
-    chunking = _partition(config, plan, graph, world)
+    order = "given" if reason_not_recorded(chosen) else config.order
+    chunking = _partition(config, plan, graph, world, order)
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
     probes = _probes(config, model_graph, graph, chunking, usual)
@@ -185,7 +187,19 @@ def _graph_counts(model: ModelGraph, graph: Graph) -> GraphCounts:
     )
 
 
-def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> Chunking:
+def _plan(
+    config: TrainConfig, planner: Planner, model_graph: ModelGraph, graph: Graph, model: Model
+) -> Plan:
+    """Returns the planner's plan; ``InputError`` for chunks of a model that runs as it is."""
+    counts = _graph_counts(model_graph, graph)
+    plan = planner.plan(PlanRequest(model_graph, counts, shape_of(config)))
+    reason = reason_not_recorded(model)
+    if reason and plan.chunks > 1:
+        raise InputError(reason)
+    return plan
+
+
+def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, order: str) -> Chunking:
     """Partitions the graph into the plan's chunks and shards, on rank 0 for all ranks."""
     chunking, error = None, None
     try:
@@ -197,7 +211,7 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World) -> C
                 shares=None if len(set(plan.shares)) == 1 else plan.shares,
                 seed=config.seed,
                 partitioner=config.partitioner,
-                order=config.order,
+                order=order,
                 cache_dir=config.cache_dir,
             )
     except InputError as fault:

@@ -221,7 +221,7 @@ class Plain(nn.Module):
 def test_what_cannot_be_cut_is_refused(kind, message):
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match=message):
-        Trainer(quick_config(), graph=graph, model=kind()).fit()
+        Trainer(quick_config(require_capture=True), graph=graph, model=kind()).fit()
 
 
 def test_a_built_in_model_knows_one_type():
@@ -254,7 +254,7 @@ class WithCentred(hetero_models.Hetero):
 def test_what_a_convolution_is_shown_must_not_matter():
     graph = Graph.from_pyg(hetero_models.hetero_data())
     with pytest.raises(InputError, match=r"\(Centred\) does not give the same rows"):
-        Trainer(quick_config(), graph=graph, model=WithCentred()).fit()
+        Trainer(quick_config(require_capture=True), graph=graph, model=WithCentred()).fit()
 
 
 class TwoTables(nn.Module):
@@ -282,7 +282,9 @@ def test_types_of_equal_size():
     graph = Graph.from_pyg(data)
     assert Trainer(quick_config(chunks=3), graph=graph, model=TwoTables()).fit().loss > 0
     with pytest.raises(InputError, match="has 20 rows, and a and b have as many vertices"):
-        Trainer(quick_config(), graph=graph, model=TwoTables(("first", "second"))).fit()
+        Trainer(
+            quick_config(require_capture=True), graph=graph, model=TwoTables(("first", "second"))
+        ).fit()
 
 
 class PaperAuthorSubject(nn.Module):

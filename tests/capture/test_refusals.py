@@ -113,7 +113,7 @@ class Wrong(nn.Module):
 )
 def test_what_cannot_be_cut_is_refused_by_name_and_line(fault, message):
     with pytest.raises(InputError, match=message):
-        Trainer(quick_config(), graph=small_graph(), model=Wrong(fault)).fit()
+        Trainer(quick_config(require_capture=True), graph=small_graph(), model=Wrong(fault)).fit()
 
 
 class WrongOnEdges(nn.Module):
@@ -158,12 +158,14 @@ class WrongOnEdges(nn.Module):
 def test_what_mixes_edges_is_refused(fault, message):
     graph = carrying(small_graph(), "edge_attr")
     with pytest.raises(InputError, match=message):
-        Trainer(quick_config(), graph=graph, model=WrongOnEdges(fault)).fit()
+        Trainer(quick_config(require_capture=True), graph=graph, model=WrongOnEdges(fault)).fit()
 
 
 def test_what_edges_do_not_carry_is_asked_for_in_vain():
     with pytest.raises(InputError, match="needs 'edge_attr', which the graph lacks"):
-        Trainer(quick_config(), graph=small_graph(), model=WrongOnEdges("normed")).fit()
+        Trainer(
+            quick_config(require_capture=True), graph=small_graph(), model=WrongOnEdges("normed")
+        ).fit()
 
 
 def test_what_edges_carry_and_nobody_reads_is_told_of():
@@ -177,7 +179,11 @@ def test_what_edges_carry_and_nobody_reads_is_told_of():
 @pytest.mark.parametrize("count", [50, 70])
 def test_a_weight_for_each_vertex_has_as_many_rows(count):
     with pytest.raises(InputError, match=f"edge_lin.weight has {count} rows, .* 60 vertices"):
-        Trainer(quick_config(), graph=small_graph(), model=pyg.LINKX(count, 7, 8, 3, 1)).fit()
+        Trainer(
+            quick_config(require_capture=True),
+            graph=small_graph(),
+            model=pyg.LINKX(count, 7, 8, 3, 1),
+        ).fit()
 
 
 class Needs(nn.Module):
@@ -198,7 +204,7 @@ def test_forward_must_take_features_and_edges():
     )
     for model, message in wrong:
         with pytest.raises(InputError, match=message):
-            Trainer(quick_config(), graph=small_graph(), model=model).fit()
+            Trainer(quick_config(require_capture=True), graph=small_graph(), model=model).fit()
 
 
 class Dead(nn.Module):
@@ -248,4 +254,6 @@ def hooked():
 )
 def test_why_a_convolution_is_refused_is_told(model, words):
     with pytest.raises(InputError, match=words):
-        Trainer(quick_config(), graph=small_graph(directed=True), model=model()).fit()
+        Trainer(
+            quick_config(require_capture=True), graph=small_graph(directed=True), model=model()
+        ).fit()

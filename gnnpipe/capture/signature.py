@@ -1,0 +1,97 @@
+"""Which arguments a user's model gets: features, edges, and edge data of the graph by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+
+import torch
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe.capture.fx_names import refuse
+from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+
+_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
+
+
+def method_of(model: nn.Module, graph: Graph) -> str:
+    """'encode' for link prediction if the model has it, as PyG's models do; else 'forward'."""
+    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
+    return "encode" if graph.pairs is not None and encodes else "forward"
+
+
+def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
+    """Fields of the graph's edge data that are parameters of a method of the model.
+
+    A parameter with a default is left out, with a warning, if the model fails with it on a sample
+    and works without it (PyG's PNA takes ``edge_attr``, and uses it only with ``edge_dim``).
+
+    Raises:
+        InputError: Unless the method takes features, then edges, and has defaults for all other
+            parameters that the graph lacks.
+    """
+    owner = model
+    if method == "encode" and isinstance(model, pyg.GAE):
+        owner, method = model.encoder, "forward"  # GAE.encode passes its arguments on.
+    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
+    name = f"{type(owner).__name__}.{method}"
+    # A second argument without a default takes the edges, whatever its name.
+    second = parameters[1] if len(parameters) > 1 else None
+    if (
+        second is None
+        or parameters[0].name in _EDGE_NAMES
+        or (second.name not in _EDGE_NAMES and second.default is not second.empty)
+    ):
+        refuse(
+            f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
+            "edge_index (or adj_t)",
+            "wrap it in a module that does",
+        )
+    named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    known = [] if graph.types is not None else list(graph.edge_data)
+    if graph.has_weighted_adjacency:
+        known.remove("edge_weight")  # passed as the values of the matrix
+    for p in named:
+        if p.default is p.empty and p.name not in known:
+            refuse(
+                f"{name} needs {p.name!r}, which the graph lacks",
+                "give it a default, or wrap the model in a module that passes it",
+            )
+    needed = [p.name for p in named if p.name in known and p.default is p.empty]
+    optional = [p.name for p in named if p.name in known and p.default is not p.empty]
+    return [*needed, *_that_work(model, method_of(model, graph), graph, needed, optional)]
+
+
+def _that_work(
+    model: nn.Module, method: str, graph: Graph, needed: list[str], optional: list[str]
+) -> list[str]:
+    """``optional`` fields, or none of them if the model fails with them and works without."""
+    if not optional or _fault(model, method, graph, [*needed, *optional]) is None:
+        return optional
+    fault = _fault(model, method, graph, [*needed, *optional])
+    if _fault(model, method, graph, needed) is not None:
+        return optional
+    warnings.warn(
+        f"model: {type(model).__name__} is called without {' and '.join(optional)}, with which it "
+        f"fails ({str(fault).removeprefix('model: ')})",
+        UserWarning,
+        stacklevel=2,
+    )
+    return []
+
+
+def _fault(model: nn.Module, method: str, graph: Graph, names: list[str]) -> InputError | None:
+    """The error of a copy of the model on a sample with these fields of edge data."""
+    read = [*names, "edge_weight"] if graph.has_weighted_adjacency else names
+    try:
+        tried = copy.deepcopy(model).eval()
+        dtype = next((p.dtype for p in tried.parameters()), torch.float32)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            make_sample(model, graph.reduced_to(read)).call(tried, method, dtype)
+    except InputError as error:
+        return error
+    return None

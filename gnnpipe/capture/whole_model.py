@@ -1,0 +1,199 @@
+"""Runs a user's model as it is, on the whole graph, as plain PyG would.
+
+For models that cannot be recorded. The model is one op that is neither cut into stages nor run in
+chunks. Random numbers come from torch's own generator, whose state a checkpoint stores.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.capture.fx_names import called
+from gnnpipe.capture.preserve import unchanged
+from gnnpipe.capture.signature import edge_inputs, method_of
+from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.errors import InputError
+from gnnpipe.graph.adjacency import adjacency_tensor
+from gnnpipe.graph.graph import Graph
+from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
+from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address
+
+
+class WholeModel(Model):
+    """A user's model that is not recorded."""
+
+    num_ops = 1
+
+    def __init__(self, module: nn.Module, graph: Graph, reason: str, dtype: torch.dtype) -> None:
+        """``reason``: why the model is not recorded.
+
+        Raises:
+            InputError: forward takes other arguments than features, edges and edge data.
+        """
+        self._module, self.reason = module, reason
+        self.name = type(module).__name__
+        self.graph, self.dtype = graph, dtype
+        self.method = method_of(module, graph)
+        self.names = edge_inputs(module, self.method, graph)
+        with unchanged(module):
+            self.width, self.kept_per_row, self.kept_per_edge = _tried(self)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module, whose weights are trained."""
+        return self._module
+
+    @property
+    def edge_inputs(self) -> frozenset[str]:
+        """Fields of ``Graph`` with edge data that the model gets."""
+        return frozenset(self.names) | (
+            {"edge_weight"} if self.graph.has_weighted_adjacency else set()
+        )
+
+    @property
+    def size_text(self) -> str:
+        """How the model runs."""
+        return "runs as it is"
+
+    def has_bf16_products(self, dense: Collection[str]) -> bool:
+        """False: the model's own products are not changed."""
+        return False
+
+    def stage_module(self, ops: Sequence[int]) -> WholeStageModule:
+        """The whole model, or nothing if ``ops`` is empty."""
+        return WholeStageModule(self)
+
+
+class WholeStageModule(StageModule):
+    """The only stage of a model that runs as it is."""
+
+    rounds: Sequence[tuple[Aggregation, ...]] = ()
+
+    def __init__(self, model: WholeModel) -> None:
+        self._model, self._module = model, model.module
+        self._device = torch.device("cpu")
+        self._edges: Any = None
+        self._carried: dict[str, Tensor] = {}
+        self._x: dict[str, Tensor] = {}
+        self._find_buffers()
+
+    def _find_buffers(self) -> None:
+        modules = self._module.modules()
+        self._buffers = [(m, k, v) for m in modules for k, v in m._buffers.items() if v is not None]
+
+    def step(
+        self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
+    ) -> tuple[Values, Values]:
+        """Call the model on all rows; returns the value ``x`` [N, C]."""
+        self._keep_buffers()
+        if self._edges is None:
+            self._edges, self._carried = _edges_of(self._model, self._device)
+        features = {"": rows} if not rows.parts else rows.parts
+        for name, part in features.items():
+            if name not in self._x and part.features is not None:
+                self._x[name] = part.features.dense()
+        if self._module.training != rows.training:
+            self._module.train(rows.training)
+        x = self._x[""] if "" in self._x else dict(self._x)
+        found = called(self._module, self._model.method)(x, self._edges, **self._carried)
+        if isinstance(found, Mapping):
+            found = found.get(self._model.graph.target)
+        return {}, {"x": _checked(found, self._model)}
+
+    def _keep_buffers(self) -> None:
+        """Moves values that forward has assigned into the buffers' own tensors.
+
+        Not in forward, because backward may still read the values before.
+        """
+        for module, name, buffer in self._buffers:
+            found = module._buffers[name]
+            if found is not buffer and found is not None:
+                buffer.copy_(found.detach())
+                module._buffers[name] = buffer
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All weights."""
+        return self._module.named_parameters()
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights and persistent buffers."""
+        self._keep_buffers()
+        yield from self._module.state_dict(keep_vars=True).items()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the model."""
+        self._module.to(device)
+        self._device, self._edges = device, None
+        self._find_buffers()
+
+
+def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """The edges as forward takes them, and edge data by the name of the argument."""
+    graph, dtype = model.graph, model.dtype
+    edge_index = torch.from_numpy(graph.edge_index).to(device)
+    found = {name: torch.from_numpy(graph.edge_data[name]) for name in model.edge_inputs}
+    data = {k: (v.to(dtype) if v.is_floating_point() else v).to(device) for k, v in found.items()}
+    if graph.types is None:
+        weight = data.pop("edge_weight") if graph.has_weighted_adjacency else None
+        size = graph.num_vertices, graph.num_vertices
+        return adjacency_tensor(graph.adjacency, edge_index, weight, size, dtype), data
+    counts = graph.vertex_counts
+    number = torch.from_numpy(graph.types.number).to(device)
+    kind = torch.from_numpy(graph.edge_type).to(device)
+    edges = {}
+    for place, relation in enumerate(graph.relations):
+        ends = number[edge_index[:, kind == place]]
+        size = counts[relation[0]], counts[relation[2]]
+        edges[relation] = adjacency_tensor(graph.adjacency, ends, None, size, dtype)
+    return edges, data
+
+
+def _checked(found: Any, model: WholeModel) -> Tensor:
+    """The result [N, C]; ``InputError`` if it is no such tensor."""
+    graph = model.graph
+    n = graph.vertex_counts[graph.target]
+    if isinstance(found, Tensor) and found.dim() == 2 and len(found) == n:
+        width = found.shape[1]
+        if graph.pairs is not None or width == graph.num_classes:
+            return found
+        raise InputError(
+            f"model: gives {width} numbers for each vertex, but the graph has {graph.label_text}"
+        )
+    what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    raise InputError(
+        f"model: {model.method} must return one tensor [{n}, classes], not {what}; wrap it in a "
+        "module that returns the logits"
+    )
+
+
+def _tried(model: WholeModel) -> tuple[int, int, int]:
+    """Width of the result, and numbers kept until backward for each row and for each edge.
+
+    Found on a small sample. A model that runs on the real graph alone counts as keeping nothing.
+    """
+    graph = model.graph
+    sample = make_sample(model.module, graph.reduced_to(model.edge_inputs))
+    tried = copy.deepcopy(model.module).float().train()
+    known = {storage_address(t) for t in (*tried.parameters(), *tried.buffers())}
+    try:
+        with recorded_saved_tensors() as saved:
+            found = sample.call(tried, model.method, torch.float32)
+    except InputError:
+        return graph.num_classes, 0, 0
+    if isinstance(found, Mapping):
+        found = found.get(graph.target)
+    if not isinstance(found, Tensor) or found.dim() != 2:
+        _checked(found, model)
+    edges, rows = sample.num_edges, sum(sample.counts.values())
+    by_memory = {storage_address(t): t for t in saved}
+    kept = {True: 0, False: 0}
+    for address, tensor in by_memory.items():
+        if address not in known and tensor.dim():
+            kept[len(tensor) >= edges] += tensor.numel()
+    return found.shape[1], round(kept[False] / rows), round(kept[True] / edges)
