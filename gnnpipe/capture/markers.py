@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from gnnpipe.graph.operators import EVERYONE, WEIGHTED
+from gnnpipe.graph.operators import EVERYONE, SUM, WEIGHTED
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +33,7 @@ def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: s
     """
     assert isinstance(x, fx.Proxy), "the runtime aggregates"
     name = structure if edge_weight is None else structure + WEIGHTED
-    if structure != EVERYONE:
+    if structure not in (EVERYONE, SUM):
         name += getattr(x.tracer, "relation", "")
     settings = {"structure": name, "observed_by": observed_by}
     return x.tracer.create_proxy("call_function", aggregate, (x,), settings)
@@ -54,14 +54,31 @@ def of_vertices(weight: Any, *, vertex_type: str) -> Any:
 
 
 @recorded
+def of_all(total: Any) -> Any:
+    """The value [...] of a sum over all vertices, from equal rows [n, ...] or from a single row."""
+    return total[0]
+
+
+def num_vertices(*, vertex_type: str, count: int) -> int:
+    """The number of all vertices of a type."""
+    del vertex_type
+    return count
+
+
+@recorded
 def in_training(now: Any, kept: Any) -> Any:
     """Batch statistics ``now`` [1, F] in training, running ones ``kept`` [F] in evaluation."""
     del kept
     return now
 
 
+def is_sum(call: fx.Node) -> bool:
+    """Whether a call adds the chunks' parts of a sum over all vertices."""
+    return call.target is aggregate and call.kwargs["structure"] == SUM
+
+
 def is_mean(call: fx.Node) -> bool:
-    """Whether a call's value is the same for all rows: a mean over them, or running statistics."""
+    """Whether a call's value is the same for all rows: over all vertices, or running statistics."""
     if call.target is in_training:
         return is_mean(call.all_input_nodes[0])
     return call.target is aggregate and str(call.kwargs["structure"]).startswith(EVERYONE)

@@ -76,7 +76,7 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     initialise_lazy(model, method, sample)
     with unchanged(model):
         recording = trace(model, method, names, graph)
-        facts = probe(model, method, recording, sample)
+        facts = probe(model, method, recording, sample, graph.vertex_counts)
     return RecordedModel(
         Recording(model, recording, facts, sample.ends, graph.relations, is_rounded)
     )

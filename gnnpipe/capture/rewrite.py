@@ -12,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from gnnpipe.capture.fx_names import attribute, dropout_arguments, name_of, refuse
-from gnnpipe.capture.markers import drop, of_vertices
+from gnnpipe.capture.fx_names import (
+    EDGES,
+    attribute,
+    dropout_arguments,
+    input_number,
+    is_input,
+    name_of,
+    refuse,
+)
+from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 
 def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
@@ -60,6 +69,34 @@ def check_same_calls(training: fx.GraphModule, evaluation: fx.GraphModule) -> No
             refuse("forward does other things in training than in evaluation", hint, a)
     if len(calls) != len(others):
         refuse("forward does more in training than in evaluation, or less", hint)
+
+
+_PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
+_REDUCTIONS = {"sum": "sum", "mean": "mean"}
+
+
+def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
+    """Replace products of ``adj_t`` with rows, such as ``torch.sparse.mm(adj_t, x)``.
+
+    ``has_weights``: ``adj_t`` has values other than 1.
+    """
+    for call in list(recording.graph.nodes):
+        edges = call.args[0] if call.args else None
+        if call.target not in _PRODUCTS or not isinstance(edges, fx.Node):
+            continue
+        given = [*call.args[1:], *call.kwargs.values()]
+        reduction = given[1] if len(given) > 1 else "sum"
+        if not is_input(edges, EDGES) or not given or reduction not in _REDUCTIONS:
+            continue
+        number = input_number(edges)
+        structure = _REDUCTIONS[str(reduction)] + (WEIGHTED if has_weights else "")
+        structure += "" if number is None else f"{RELATION}{number}"
+        settings: dict[str, Any] = {"structure": structure, "observed_by": ""}
+        with recording.graph.inserting_after(call):
+            new = recording.graph.call_function(aggregate, (given[0],), settings)
+        new.stack_trace = call.stack_trace
+        call.replace_all_uses_with(new)
+        recording.graph.erase_node(call)
 
 
 def _name_inplace(call: fx.Node) -> bool:

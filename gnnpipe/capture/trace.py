@@ -12,14 +12,15 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import hetero_conv
 
@@ -42,9 +43,10 @@ from gnnpipe.capture.rewrite import (
     make_out_of_place,
     mark_vertex_weights,
     replace_dropout,
+    replace_products,
 )
 from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES
-from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError
+from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
@@ -83,6 +85,7 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
             module.training = was[name]
     replace_dropout(training, evaluation)
     check_same_calls(training, evaluation)
+    replace_products(training, graph.has_weighted_adjacency)
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
     check_vertex_weights(training, graph.vertex_counts)
@@ -173,6 +176,12 @@ class _Tracer(fx.Tracer):
             m, module_qualified_name
         )
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """True for ``requires_grad`` of a traced value, on which checkpointing depends."""
+        if isinstance(obj, fx.proxy.Attribute) and obj.attr == "requires_grad":
+            return True
+        return super().to_bool(obj)
+
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record a module's call: by its rule, as dropout, or as ``fx.Tracer`` does."""
         if isinstance(m, nn.Dropout):
@@ -181,6 +190,8 @@ class _Tracer(fx.Tracer):
             found = NORMS[type(m)](m, args[0], self.path_of_module(m))
             if found is not None:
                 return found
+        if isinstance(m, pyg.GroupAddRev):
+            return reversible(m, *args, **kwargs)
         if isinstance(m, pyg.Aggregation):
             refuse(
                 f"{self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, which a "
@@ -198,10 +209,13 @@ class _Tracer(fx.Tracer):
                 return found
         return super().call_module(m, forward, args, kwargs)
 
-    def _make(self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any) -> Any:
+    def _make(
+        self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any, **carried: Any
+    ) -> Any:
         """Record the call of ``conv``, a convolution made by the rule of the convolution ``of``.
 
-        ``read``: rows of source vertices; ``reading``: rows of target vertices, None if the same.
+        ``read``: rows of source vertices; ``reading``: rows of target vertices, None if the same;
+        ``carried``: values of the edges.
         """
         path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
         name = f"part_{self._made}_of_{path}"
@@ -209,7 +223,8 @@ class _Tracer(fx.Tracer):
         self.root.add_module(name, conv)
         assert self.submodule_paths is not None
         self.submodule_paths[conv] = name
-        return conv(read if reading is None else (read, reading), edges)
+        given = {name: value for name, value in carried.items() if value is not None}
+        return conv(read if reading is None else (read, reading), edges, **given)
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of the convolution's rule, or None if the convolution must run unchanged."""
@@ -221,12 +236,13 @@ class _Tracer(fx.Tracer):
         rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
         if rows and not (type(m) in TAKES_PAIRS and len(rows) == 1 and rows[0] is others["x"]):
             return None
+        takes = inspect.signature(_RULES[type(m)]).parameters
         carried = {k: v for k, v in others.items() if k in EDGE_DATA}
-        if not all(is_input(v.node, k) for k, v in carried.items()):
+        # A rule with ``make`` hands edge values on to another convolution.
+        if "make" not in takes and not all(is_input(v.node, k) for k, v in carried.items()):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        takes = inspect.signature(_RULES[type(m)]).parameters
         if self._weight is not None and "edge_weight" in takes and self._reads_values(m):
             others["edge_weight"] = self._weight
         needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
@@ -254,7 +270,7 @@ def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph)
     name = type(model).__name__
     before = _random_state()
     try:
-        with _patched_pyg():
+        with _patched_libraries():
             recording = fx.GraphModule(root, tracer.trace(root))
             _choose_target(recording, graph.target)
     except InputError:
@@ -301,13 +317,15 @@ def _random_state() -> tuple[bytes, str, str]:
 
 
 @contextmanager
-def _patched_pyg() -> Iterator[None]:
-    """Context in which aggregations and HeteroConv can be traced.
+def _patched_libraries() -> Iterator[None]:
+    """Context in which aggregations, HeteroConv and checkpointed calls can be traced.
 
     ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv takes the
-    first of a result that is a tuple, which a traced value does not know.
+    first of a result that is a tuple, which a traced value does not know. A call checkpointed by
+    torch is recorded as the call itself: ``--recompute`` saves the same memory. Functions such as
+    ``torch.zeros`` do not take traced sizes by themselves.
     """
-    original = pyg.Aggregation.__call__
+    original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
 
     def traced_call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, fx.Proxy):
@@ -322,8 +340,37 @@ def _patched_pyg() -> Iterator[None]:
         is_pair = how in ("min", "max") and len(values) > 1 and isinstance(found, fx.Proxy)
         return found[0] if is_pair else found
 
+    def call(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
     pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
+    CheckpointFunction.apply = call  # type: ignore[method-assign]
+    factories = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, factory in factories.items():
+        setattr(torch, name, _traced_factory(factory))
     try:
         yield
     finally:
         pyg.Aggregation.__call__, hetero_conv.group = original, grouping
+        CheckpointFunction.apply = checkpointed  # type: ignore[method-assign]
+        for name, factory in factories.items():
+            setattr(torch, name, factory)
+
+
+_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "rand", "randn")
+"""Functions of torch that make tensors from numbers."""
+
+
+def _traced_factory(factory: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A function that records a call with traced arguments, and makes other calls at once."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate(
+            (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
+        )
+        if not found:
+            return factory(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", factory, args, kwargs)
+
+    return call

@@ -44,6 +44,9 @@ EVERYONE = "everyone"
 BY_EDGES = "everyone-by-edges"
 """Structure of a mean over all edges: each vertex counts once for each edge into it."""
 
+SUM = "everyone-sum"
+"""Structure of a sum over all vertices, of which each chunk pushes its own part as a single row."""
+
 
 def weighted_rows(graph: Graph, kind: str) -> sp.csr_array:
     """The aggregation matrix [N, N] of the whole graph, float64.
@@ -283,3 +286,5 @@ class Everyone:
     """[K] float64, the share of each chunk in ``count``."""
     weights: Tensor | None = None
     """[n] float64, number of edges into each own row, for a mean over edges."""
+    is_sum: bool = False
+    """Chunks push single rows that are added up; ``count`` is then 1."""

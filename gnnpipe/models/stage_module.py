@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION, SUM
 from gnnpipe.models.layer import Rows, Values
 
 
@@ -48,7 +48,7 @@ class Aggregation:
     structure_per_edge: int = 0
     """Bytes of structure for every edge, without the edge itself."""
     moves: bool = True
-    """The pushed rows depend on weights, not on the features alone."""
+    """The pushed rows depend on weights, not on the features alone, and can be forecast."""
     of_features: bool = False
     """The pushed rows are the features or a linear map of the features."""
 
@@ -64,8 +64,8 @@ class Aggregation:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the aggregation is a mean over all vertices or all edges."""
-        return self.structure.partition(RELATION)[0] in (EVERYONE, BY_EDGES)
+        """Whether the aggregation is a mean or a sum over all vertices or all edges."""
+        return self.structure.partition(RELATION)[0] in (EVERYONE, BY_EDGES, SUM)
 
 
 @dataclass(frozen=True, eq=False)

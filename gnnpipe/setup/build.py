@@ -17,7 +17,14 @@ from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
-from gnnpipe.graph.operators import EVERYONE, Everyone, LinearOperator, edges_into, weighted_rows
+from gnnpipe.graph.operators import (
+    EVERYONE,
+    SUM,
+    Everyone,
+    LinearOperator,
+    edges_into,
+    weighted_rows,
+)
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
 from gnnpipe.models import Aggregation, Rows
@@ -375,6 +382,9 @@ class _RankBuilder:
         graph, kind = prepared.graph, aggregation.structure
         layout = self.layouts[aggregation.pushed_type]
         into = self.layouts[aggregation.vertex_type]
+        if aggregation.structure == SUM:
+            shares = torch.full((layout.num_chunks,), 1 / layout.num_chunks, dtype=torch.float64)
+            return Everyone(1, shares, is_sum=True)
         if aggregation.is_mean:
             chosen = graph.row_types[aggregation.pushed_type]
             chunk = prepared.chunking.chunk_of_row()[chosen]

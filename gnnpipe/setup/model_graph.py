@@ -129,7 +129,7 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
     return replace(
         op,
         push_width=found.width,
-        passing_per_row=6 * found.width + 2 * found.kept_per_read_row,
+        passing_per_row=0 if found.is_mean else 6 * found.width + 2 * found.kept_per_read_row,
         kept_per_edge=found.kept_per_edge,
         kept_per_read_row=found.kept_per_read_row,
         structure_per_edge=found.structure_per_edge,

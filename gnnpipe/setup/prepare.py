@@ -21,6 +21,7 @@ from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
@@ -295,9 +296,12 @@ def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int
 def _warn_of_norms(model: ModelGraph) -> None:
     if not any(op.is_mean for op in model.ops):
         return
+    what = "normalises over all vertices: statistics include stale rows of later chunks, forecast "
+    what += "by --staleness auto"
+    if any(op.structure == SUM for op in model.ops):
+        what = "sums over all vertices: the parts of later chunks are those of the last epoch"
     warnings.warn(
-        f"model: {model.name} normalises over all vertices: statistics include stale rows of later "
-        "chunks, forecast by --staleness auto; exact with --chunks 1 or --staleness exact",
+        f"model: {model.name} {what}; exact with --chunks 1 or --staleness exact",
         UserWarning,
         stacklevel=4,
     )

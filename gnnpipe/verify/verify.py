@@ -28,6 +28,7 @@ from gnnpipe.capture.recorded_model import RecordedModel
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.operators import SUM
 from gnnpipe.models import GNN, MODELS, Model
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
@@ -146,13 +147,20 @@ def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> 
         The comparison of every epoch, on every rank.
 
     Raises:
-        InputError: The run rounds to bf16, or the model runs as it is.
+        InputError: The run rounds to bf16, the model runs as it is, or sums over all vertices are
+            stale.
     """
     check_verifiable(prepared.config)
     if reason_not_recorded(prepared.model):
         raise InputError(
             f"model: {prepared.model.name} runs as it is, as in plain PyG, so there is nothing to "
             f"compare; it cannot be recorded: {reason_not_recorded(prepared.model)}"
+        )
+    has_sums = any(op.structure == SUM for op in prepared.model_graph.ops)
+    if has_sums and not prepared.program.is_exact:
+        raise InputError(
+            f"model: {prepared.model.name} sums over all vertices, and the reference cannot follow "
+            "stale parts of a sum; try --staleness exact or --chunks 1"
         )
     references = None
     if mesh.rank == 0:

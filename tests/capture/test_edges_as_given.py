@@ -202,7 +202,7 @@ def on_ranks(shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [((2, 1, 4), (1, 2, 1), (1, 2, 4))], ids=["shapes"])
 def test_every_shape_equals_one_autograd_graph(shapes):
-    for found in run_ranks(2, on_ranks, shapes):
+    for found in run_ranks(on_ranks, 2, shapes):
         assert_all_within(found)
 
 

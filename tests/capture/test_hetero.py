@@ -184,7 +184,29 @@ class Misspelt(hetero_models.Hetero):
 class Mixing(hetero_models.Hetero):
     def forward(self, x_dict, edge_index_dict):
         papers = self.encode["paper"](x_dict["paper"])
-        return self.out(papers + self.encode["author"](x_dict["author"]).sum())
+        return self.out(papers + self.encode["author"](x_dict["author"]).amax(0))
+
+
+class Adding(hetero_models.Hetero):
+    """Adds a mean over the rows of another type."""
+
+    def forward(self, x_dict, edge_index_dict):
+        papers = self.encode["paper"](x_dict["paper"])
+        authors = self.encode["author"](x_dict["author"])
+        return self.out(papers + authors.mean(0) + authors.size(0))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_sums_over_another_type(chunks):
+    torch.manual_seed(0)
+    data, model = hetero_models.hetero_data(), Adding()
+    plain = copy.deepcopy(model).double()
+    run = quick_config(chunks=chunks, staleness="exact", require_capture=True, epochs=1)
+    found = Trainer(run, graph=Graph.from_pyg(data), model=model).fit().loss
+    out = plain({t: x.double() for t, x in data.x_dict.items()}, data.edge_index_dict)
+    train = data["paper"].train_mask
+    truth = F.cross_entropy(out[train], data["paper"].y[train])
+    assert found == pytest.approx(truth.item(), rel=1e-9)
 
 
 class Joining(hetero_models.Hetero):
@@ -210,7 +232,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Mixing, "sum does not keep one row for each vertex"),
+        (Mixing, "amax does not keep one row for each vertex"),
         (Joining, r"cat mixes rows of author and paper.*torch\.cat\(parts\)"),
         (Elsewhere, "gives results for author, but 'paper' has the labels"),
         (Backwards, "given rows of author, but the edges lead from paper to author"),

@@ -7,6 +7,7 @@ otherwise partly from the last epoch. The variance is the mean of the squared ce
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,28 @@ def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) ->
     return make(_AfterNorm(rest, conv.aggr_module), read * scale, reading)
 
 
-EDGE_RULES: dict[type[nn.Module], Rule] = {pyg.EdgeConv: _edge_conv}
+def _norm_at_end(name: str) -> Rule:
+    """The rule of a convolution that ends with its module ``name``, which is row-wise work.
+
+    Applies only if the module has a norm with statistics of all vertices.
+    """
+
+    def rule(conv: Any, x: Any, make: Callable[..., Any], edge_attr: Any = None) -> Any:
+        last = getattr(conv, name)
+        has_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in last.modules())
+        if not has_norm or conv._forward_hooks or conv._forward_pre_hooks:
+            raise OtherKindError
+        rest = copy.copy(conv)
+        rest._modules = {**conv._modules, name: nn.Identity()}
+        return last(make(rest, x, None, edge_attr=edge_attr))
+
+    return rule
+
+
+EDGE_RULES: dict[type[nn.Module], Rule] = {
+    pyg.EdgeConv: _edge_conv,
+    pyg.GENConv: _norm_at_end("mlp"),
+    pyg.GINEConv: _norm_at_end("nn"),
+}
 """Rules with one more argument, ``make(convolution, source rows, target rows)``: it records a call
 of a convolution made by the rule."""

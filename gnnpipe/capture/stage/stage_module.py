@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import attribute
-from gnnpipe.capture.markers import in_training, is_mean
+from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
@@ -75,7 +75,7 @@ class Cut:
         self.carried.append(self.leaving)
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
-        """Values whose rows an aggregation pushes."""
+        """Values whose rows an aggregation pushes; of a sum, the chunk's part of it."""
         return self.blocks[op].pushed if op in self.blocks else [op.all_input_nodes[0]]
 
     def _uses(self, op: fx.Node) -> Iterable[tuple[fx.Node, int]]:
@@ -83,6 +83,10 @@ class Cut:
         if not self.recording.aggregates(op):
             for source in self.recording.inputs(op):
                 yield source, self.depth[op]
+            return
+        if is_sum(op):
+            for source in self.recording.inputs(op):
+                yield source, self.depth[op] - 1
             return
         for source in self.pushed(op):
             if source.op != "placeholder":
@@ -120,7 +124,7 @@ class Cut:
             kept_per_row=of_row,
             kept_per_read_row=of_read,
             structure_per_edge=structure_per_edge,
-            moves=not all(map(self.recording.is_fixed, pushed)),
+            moves=not is_sum(op) and not all(map(self.recording.is_fixed, pushed)),
             of_features=all(value.op == "placeholder" for value in pushed),
         )
 
@@ -138,7 +142,12 @@ class StepFunction:
         writer.arrive(arrived)
         for op in cut.running[step]:
             writer.make(op)
-        pushed = tuple(writer.side_by_side(cut.pushed(op)) for op in pushing)
+        pushed = tuple(
+            writer.single_row(cut.pushed(op)[0])
+            if is_sum(op)
+            else writer.side_by_side(cut.pushed(op))
+            for op in pushing
+        )
         self.function = writer.finish(
             pushed, leaving, flat=ends, has_means=not ends and not _may_choose(cut, step + 1)
         )
@@ -229,6 +238,11 @@ class _Writer:
         flat = [self._flat(self._value(value)) for value in values]
         return flat[0] if len(flat) == 1 else self._call(torch.cat, flat, dim=1)
 
+    def single_row(self, value: fx.Node) -> fx.Node:
+        """A value without rows as one row [1, F]."""
+        self.make(value)
+        return self._graph.call_method("reshape", (self._value(value), 1, -1))
+
     def finish(
         self, pushed: tuple[fx.Node, ...], leaving: list[fx.Node], flat: bool, has_means: bool
     ) -> fx.GraphModule:
@@ -309,7 +323,7 @@ class _Writer:
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # These take single rows, except for x.
         x = call.args[0] if call.target in (squares, normalise) else None
-        takes_means = call.target in (squares, normalise, in_training)
+        takes_means = call.target in (squares, normalise, in_training, of_all)
 
         def source_of(v: fx.Node) -> fx.Node:
             is_single = takes_means and v is not x and v in self._means

@@ -2,15 +2,15 @@
 
 The recording runs three times: on all rows of the sample and on each half of them; aggregations are
 computed on all rows, and each half gets its part. A row-wise call gives the same rows in all runs.
-A call that mixes rows, counts them or draws random numbers does not, and is refused by name and
-line. Finally the result is compared with the model itself, run by plain PyG, which reveals an error
-in a recording or a rule.
+A sum over all vertices is left to the runtime (``vertex_sums``). Another call that mixes rows,
+counts them or draws random numbers is refused by name and line. Finally the result is compared with
+the model itself, run by plain PyG, which reveals an error in a recording or a rule.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,14 +27,22 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.markers import aggregate, drop, of_all, of_vertices
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
 from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
+from gnnpipe.capture.trial.vertex_sums import (
+    SumKind,
+    add_over_chunks,
+    count_node,
+    for_all_vertices,
+    sum_kind,
+)
+from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA
-from gnnpipe.graph.operators import EVERYONE, relation_ends
+from gnnpipe.graph.operators import EVERYONE, SUM, relation_ends
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,16 @@ class Facts:
 
 
 def probe(
-    model: nn.Module, method: str, recording: fx.GraphModule, sample: Sample
+    model: nn.Module,
+    method: str,
+    recording: fx.GraphModule,
+    sample: Sample,
+    num_vertices: Mapping[str, int],
 ) -> dict[fx.Node, Facts]:
-    """``Facts`` of every call of a model's recorded ``method``.
+    """``Facts`` of every call of a model's recorded ``method``; adds calls to the recording.
 
-    Raises ``InputError`` for calls that cannot run chunk by chunk.
+    ``num_vertices``: numbers of vertices of the run's graph, by type. Raises ``InputError`` for
+    calls that cannot run chunk by chunk.
     """
     was_in_inference = torch.is_inference_mode_enabled()
     # In inference mode autograd would save nothing that could be counted.
@@ -79,13 +92,14 @@ def probe(
         perturb_weights(module, names)
         run = SampleRun(recording.graph, module, sample)
         found: dict[fx.Node, Facts] = {}
-        for call in recording.graph.nodes:
-            if call.op == "output":
-                _check_output(call, run)
-                with torch.inference_mode(was_in_inference):
-                    check_equals_model(model, method, call, run, names)
-            else:
-                found[call] = _facts_of(call, found, run)
+        call = next(iter(recording.graph.nodes))
+        while call.op != "output":
+            if call not in found:
+                found[call] = _examine(call, found, run, num_vertices)
+            call = call.next  # a call that was inserted, if any
+        _check_output(call, run)
+        with torch.inference_mode(was_in_inference):
+            check_equals_model(model, method, call, run, names)
         saved = saved_by_calls(run, {call for call in found if found[call].is_rows})
     for call, memory in saved.items():
         if found[call].depends:
@@ -93,11 +107,90 @@ def probe(
     return found
 
 
+def _examine(
+    call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun, num_vertices: Mapping[str, int]
+) -> Facts:
+    """``Facts`` of a call, which may be changed to count or add up all vertices."""
+    try:
+        return _facts_of(call, found, run)
+    except InputError:
+        return (
+            _counting_all(call, found, run, num_vertices)
+            or _adding_up(call, found, run, num_vertices)
+            or _facts_of(call, found, run)
+        )
+
+
+def _counting_all(
+    call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun, num_vertices: Mapping[str, int]
+) -> Facts | None:
+    """``Facts`` of a call that reads the number of all vertices, not that of a chunk; else None."""
+    replaced: list[tuple[fx.Node, fx.Node]] = []
+    for number in [source for source in call.all_input_nodes if run.is_local_number(source)]:
+        bases = {}
+        for base in run.counted_rows(number):
+            kind = found[base].vertex_type
+            bases[base] = count_node(base, kind, num_vertices[kind])
+            found[bases[base]] = _facts_of(bases[base], found, run)
+        made = for_all_vertices(number, run.whole, bases) or [bases[number]]
+        for new in made:
+            if new not in found:
+                found[new] = _facts_of(new, found, run)
+        call.replace_input_with(number, made[-1])
+        replaced.append((number, made[-1]))
+    if not replaced:
+        return None
+    try:
+        return _facts_of(call, found, run)
+    except InputError:
+        for number, new in replaced:
+            call.replace_input_with(new, number)
+        return None
+
+
+def _adding_up(
+    call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun, num_vertices: Mapping[str, int]
+) -> Facts | None:
+    """``Facts`` of a call that is a sum over all vertices, which new calls add up; else None."""
+    sources = [found[source] for source in call.all_input_nodes]
+    is_aggregation = call.target is aggregate or edges_read(call) is not None
+    if is_aggregation or any(s.of_edges for s in sources):
+        return None
+    rows = next((s for s in _ancestors(call) if found[s].is_rows or is_input(s, FEATURES)), None)
+    if rows is None:
+        return None
+    vertex_type = _type_of(call, sources, run.sample)
+    value, halves = run.in_parts(call, vertex_type)
+    sizes = [part.stop - part.start for part in run.sample.halves(vertex_type)]
+    kind = sum_kind(value, halves, sizes)
+    if kind is None:
+        return None
+    facts = Facts(False, (), kind is not SumKind.CONSTANT, vertex_type=vertex_type)
+    if kind is not SumKind.CONSTANT:
+        count = count_node(call, vertex_type, num_vertices[vertex_type])
+        found[count] = _facts_of(count, found, run)
+        for new in add_over_chunks(call, kind, rows, count):
+            run.in_parts(new, vertex_type)
+            found[new] = facts
+    return facts
+
+
+def _ancestors(call: fx.Node) -> Iterator[fx.Node]:
+    """All calls that a call depends on, the nearest first."""
+    seen, waiting = {call}, [call]
+    while waiting:
+        for source in waiting.pop(0).all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+                yield source
+
+
 def _facts_of(call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> Facts:
     """Compute a call on the sample, and what it does to rows."""
     sources = [found[source] for source in call.all_input_nodes]
     is_source = call.op == "placeholder" or call.target is of_vertices
-    depends = is_source or any(s.depends for s in sources)
+    depends = is_source or (call.target is not of_all and any(s.depends for s in sources))
     of_edges = _is_of_edges(call, sources)
     if call.target is drop and not depends:
         hint = "only dropout of vertex rows has masks that do not depend on the chunks"
@@ -118,7 +211,7 @@ def _type_of(call: fx.Node, sources: list[Facts], sample: Sample) -> str:
     """The vertex type of the rows of a call's value."""
     if call.target is of_vertices:
         return str(call.kwargs["vertex_type"])
-    if call.target is aggregate and call.kwargs["structure"] != EVERYONE:
+    if call.target is aggregate and call.kwargs["structure"] not in (EVERYONE, SUM):
         return relation_ends(sample.graph.relations, str(call.kwargs["structure"]))[1]
     if is_input(call, FEATURES):
         number = input_number(call)
@@ -175,6 +268,7 @@ def check_equals_model(
         if isinstance(truth, Mapping):
             truth = truth[sample.graph.target]
         again = SampleRun(run.graph, run.module, sample)
+        again.types = run.types
         with DropoutMode():
             for other in run.graph.nodes:
                 if other.op != "output":

@@ -19,12 +19,19 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.capture.markers import aggregate, num_vertices, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.graph.blocks import Block
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE, edges_into, relation_ends, weighted_rows
+from gnnpipe.graph.operators import (
+    BY_EDGES,
+    EVERYONE,
+    SUM,
+    edges_into,
+    relation_ends,
+    weighted_rows,
+)
 from gnnpipe.models.layer import Rows
 from gnnpipe.models.layer_probe import are_parts
 from gnnpipe.ops.saved_tensors import tensors_in
@@ -71,11 +78,12 @@ class SampleRun:
             if not is_input(call, EDGES):
                 parts = sample.edge_halves if of_edges else sample.halves(vertex_type)
                 halves = [value[part] for part in parts]
+        elif not depends:
+            halves = [value, value]
         else:
             halves = [self.call(call, part) for part in self.parts]
-            if depends:
-                count = sample.num_edges if of_edges else sample.counts[vertex_type]
-                are_first = _are_rows_first(call, value, halves, count, of_edges)
+            count = sample.num_edges if of_edges else sample.counts[vertex_type]
+            are_first = _are_rows_first(call, value, halves, count, of_edges)
         self.whole[call] = value
         for part, half in zip(self.parts, halves, strict=True):
             part[call] = half
@@ -89,10 +97,33 @@ class SampleRun:
             return self._aggregate(self.whole[call.all_input_nodes[0]], call)
         return self.call(call, self.whole)
 
+    def in_parts(self, call: fx.Node, vertex_type: str) -> tuple[Any, list[Any]]:
+        """A call's values on all rows and on each half of the rows; kept for later calls."""
+        self.types[call] = vertex_type
+        self.whole[call] = self.call(call, self.whole)
+        halves = [self.call(call, part) for part in self.parts]
+        for part, half in zip(self.parts, halves, strict=True):
+            part[call] = half
+        return self.whole[call], halves
+
+    def is_local_number(self, call: fx.Node) -> bool:
+        """Whether a value is a number that differs between all rows and a part of the rows."""
+        values = [self.whole[call], *(part[call] for part in self.parts)]
+        return all(type(v) in (int, float) for v in values) and len(set(values)) > 1
+
+    def counted_rows(self, number: fx.Node) -> list[fx.Node]:
+        """The calls that count rows, among a local number and the numbers that it depends on."""
+        sources = [s for s in number.all_input_nodes if self.is_local_number(s)]
+        if sources:
+            return list(dict.fromkeys(base for s in sources for base in self.counted_rows(s)))
+        return [number] if self.whole[number] in self.sample.counts.values() else []
+
     def _aggregate(self, x: Tensor, call: fx.Node) -> Tensor:
         kind = str(call.kwargs["structure"])
         if kind == EVERYONE:
             return x.mean(0, keepdim=True).expand_as(x)
+        if kind == SUM:
+            return x.expand(self.sample.counts[self.types[call]], *x.shape)
         graph = self.sample.graph
         if kind.startswith(BY_EDGES):
             name = relation_ends(graph.relations, kind)[1]
@@ -113,6 +144,8 @@ class SampleRun:
         args: Any = fx.node.map_arg(call.args, values.__getitem__)
         kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
         target: Any = call.target
+        if target is num_vertices:
+            return self.sample.counts[str(call.kwargs["vertex_type"])]
         try:
             if call.op == "call_function":
                 return target(*args, **kwargs)

@@ -1,8 +1,9 @@
-"""History of a mean over all vertices or edges, for a normalisation over the graph.
+"""History of a mean or a sum over all vertices or edges.
 
 The mean is an aggregation in which every chunk reads every chunk; only the sum of each chunk's rows
 is kept. With one chunk, or layer by layer, the mean is that of the whole graph. Otherwise the parts
-of later chunks are those of the last epoch, or their forecast.
+of later chunks are those of the last epoch, or their forecast. A sum is added up by the chunks
+themselves, which push their parts.
 
 Shapes: K chunks, F columns, C rows of a chunk.
 """
@@ -26,7 +27,7 @@ class MeanHistory(History):
         self.count = everyone.count
         """Number of vertices or edges; may be 0."""
         self._divisor = max(self.count, 1)
-        self._weights = everyone.weights
+        self._weights, self._is_sum = everyone.weights, everyone.is_sum
         self._shares = everyone.shares.to(self.table.device)[:, None]
 
     @property
@@ -44,7 +45,10 @@ class MeanHistory(History):
         del chunk
 
     def push(self, chunk: int, rows: Tensor) -> None:
-        """Write the chunk's part of the mean, from its rows [C, F] on all shards."""
+        """Write the chunk's part of the mean, from its rows [C, F] on all shards.
+
+        For a sum, the part [1, F] is that of the chunk on this shard.
+        """
         if self.drift is not None:
             self.drift.before(self.table)
         if self._weights is None:
@@ -69,14 +73,14 @@ class MeanHistory(History):
         raise AssertionError("a mean has no halo")
 
     def pull(self, chunk: int) -> Tensor:
-        """Return the gradient [C, F] of the rows that the chunk pushed."""
+        """Return the gradient [C, F] of the rows, or [1, F] of the part, that the chunk pushed."""
         start, stop = self.rows(chunk)
         found = self._grads.sum(0) / self._divisor
         if self._weights is not None:
             found = self._weights[start:stop, None] * found
         # Only other chunks read this chunk's gradients from now on.
         self._grads[chunk] *= self.scale
-        return found.to(self._dtype).expand(stop - start, -1)
+        return found.to(self._dtype).expand(1 if self._is_sum else stop - start, -1)
 
     def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
         """Replace every row by ``row @ factor + shift``, and so every part of the mean."""
