@@ -293,7 +293,7 @@ class Graph:
         target: str = "",
         task: str = "classification",
     ) -> Graph:
-        """A cleaned ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
+        """A checked ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
         Or from a ``HeteroData``, ``target`` being the type with the labels if several have y.
         ``task``: 'classification'; 'regression' where y holds numbers, [N] or [N, T]; or 'links':
