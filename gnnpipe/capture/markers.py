@@ -66,6 +66,13 @@ def num_vertices(*, vertex_type: str, count: int) -> int:
 
 
 @recorded
+def by_mode(training: Any, evaluation: Any) -> Any:
+    """``training`` in training, else ``evaluation``."""
+    del evaluation
+    return training
+
+
+@recorded
 def in_training(now: Any, kept: Any) -> Any:
     """Batch statistics ``now`` [1, F] in training, running ones ``kept`` [F] in evaluation."""
     del kept

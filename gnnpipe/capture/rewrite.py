@@ -6,6 +6,7 @@ import copy
 import inspect
 import operator
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.markers import aggregate, by_mode, drop, of_vertices
 from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 
@@ -49,26 +50,66 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
             module.graph.erase_node(call)
 
 
-def check_same_calls(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
-    """Raises ``InputError`` unless both recordings make the same calls (one program runs both)."""
+def join_modes(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
+    """Add to the recording of training what evaluation does otherwise, chosen by ``by_mode``.
 
-    def shape(call: fx.Node, number: dict[fx.Node, int]) -> tuple[str, ...]:
-        def place(source: fx.Node) -> Any:
-            return f"%{number[source]}"
+    Calls of the same functions in the same order are one call. Where such a call reads another
+    value in evaluation, it reads ``by_mode`` of both values.
 
-        if call.target in (drop, operator.pos):
-            return call.op, "dropout", str(number[call.all_input_nodes[0]])
-        args = fx.node.map_arg((call.args, dict(call.kwargs)), place)
-        return call.op, str(call.target), str(args)
-
+    Raises:
+        InputError: A call has other settings in evaluation.
+    """
     calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
-    hint = "only dropout and normalisation may"
-    numbers = [{call: i for i, call in enumerate(found)} for found in (calls, others)]
-    for a, b in zip(calls, others, strict=False):
-        if shape(a, numbers[0]) != shape(b, numbers[1]):
-            refuse("forward does other things in training than in evaluation", hint, a)
-    if len(calls) != len(others):
-        refuse("forward does more in training than in evaluation, or less", hint)
+    of_evaluation = {other: call for call, other in _common(calls, others)}
+    place = next(iter(calls))
+    for other in others:
+        call = of_evaluation.get(other)
+        if call is None:
+            with training.graph.inserting_after(place):
+                call = training.graph.node_copy(other, of_evaluation.__getitem__)
+            if other.op == "get_attr":
+                setattr(training, str(other.target), attribute(evaluation, str(other.target)))
+            of_evaluation[other] = call
+        else:
+            _read_by_mode(call, other, of_evaluation)
+        place = call
+
+
+def _common(calls: list[fx.Node], others: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of calls of the same functions in the same order."""
+    tokens = [_token(call) for call in calls], [_token(call) for call in others]
+    if tokens[0] == tokens[1]:  # nearly always; the search for common runs is quadratic
+        return list(zip(calls, others, strict=True))
+    blocks = SequenceMatcher(None, *tokens, autojunk=False).get_matching_blocks()
+    return [(calls[m.a + i], others[m.b + i]) for m in blocks for i in range(m.size)]
+
+
+def _token(call: fx.Node) -> str:
+    """The function of a call; equal for a dropout that is on or off."""
+    return "dropout" if call.target in (drop, operator.pos) else f"{call.op} {call.target}"
+
+
+def _read_by_mode(call: fx.Node, other: fx.Node, of_evaluation: Mapping[fx.Node, fx.Node]) -> None:
+    """Let a call read the values that its counterpart ``other`` reads in evaluation."""
+    if call.target is drop:
+        pairs = [(call.all_input_nodes[0], of_evaluation[other.all_input_nodes[0]])]
+    else:
+        settings: list[Any] = []
+        for one in (call, other):
+            found = fx.node.map_arg((one.args, dict(one.kwargs)), lambda _: "value")
+            settings.append(str(found))
+        if settings[0] != settings[1] or len(call.all_input_nodes) != len(other.all_input_nodes):
+            hint = "a call may read other values, but must have the same settings"
+            refuse("forward does other things in training than in evaluation", hint, call)
+        given = call.all_input_nodes, map(of_evaluation.__getitem__, other.all_input_nodes)
+        pairs = list(zip(*given, strict=True))
+    for now, kept in pairs:
+        if now is kept:
+            continue
+        with call.graph.inserting_before(call):
+            chosen = call.graph.call_function(by_mode, (now, kept))
+        chosen.stack_trace = call.stack_trace
+        call.replace_input_with(now, chosen)
 
 
 _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")

@@ -38,8 +38,8 @@ from gnnpipe.capture.fx_names import (
 )
 from gnnpipe.capture.markers import drop
 from gnnpipe.capture.rewrite import (
-    check_same_calls,
     check_vertex_weights,
+    join_modes,
     make_out_of_place,
     mark_vertex_weights,
     replace_dropout,
@@ -84,7 +84,7 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
         for name, module in model.named_modules():
             module.training = was[name]
     replace_dropout(training, evaluation)
-    check_same_calls(training, evaluation)
+    join_modes(training, evaluation)
     replace_products(training, graph.has_weighted_adjacency)
     make_out_of_place(training)
     mark_vertex_weights(training, model, graph.vertex_counts)

@@ -50,9 +50,6 @@ class Wrong(nn.Module):
     def always(self, x, edge_index):
         return F.dropout(x, 0.5)
 
-    def only_training(self, x, edge_index):
-        return self.lin(x) if self.training else x
-
     def held_back(self, x, edge_index):
         with torch.no_grad():
             h = self.lin(x)
@@ -89,7 +86,6 @@ class Wrong(nn.Module):
         ("two", r"must return one tensor \[N, classes\]"),
         ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
         ("always", r"dropout stays on in evaluation.*training=self\.training"),
-        ("only_training", "other things in training than in evaluation"),
         ("held_back", r"the gradient of \w+\.\w+ is another in its recording"),
         ("depth", r"decides by random numbers|cannot be traced"),
         ("in_place", r"relu_ changes a value in place.*use relu"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric.nn.dense.linear import Linear
 
-from gnnpipe.capture.markers import drop, in_training, of_vertices, recorded
+from gnnpipe.capture.markers import by_mode, drop, in_training, of_vertices, recorded
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 from gnnpipe.models.sparse_input_linear import feature_linear
@@ -41,6 +41,10 @@ def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
     return now if rows.training or rows.is_probe else kept.to(now.dtype).expand_as(now)
 
 
+def _by_mode(rows: Rows, training: Any, evaluation: Any) -> Any:
+    return training if rows.training or rows.is_probe else evaluation
+
+
 class _RowsOfWeight(torch.autograd.Function):
     """Rows of a weight. The backward of torch would allocate all N rows for every chunk."""
 
@@ -63,7 +67,7 @@ def _of_vertices(rows: Rows, weight: Tensor) -> Tensor:
     return found
 
 
-OF_ROWS = {drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
+OF_ROWS = {by_mode: _by_mode, drop: _drop, in_training: _in_training, of_vertices: _of_vertices}
 """Implementations of the markers that take the chunk's ``Rows`` as first argument."""
 
 

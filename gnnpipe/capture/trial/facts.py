@@ -27,7 +27,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, drop, of_all, of_vertices
+from gnnpipe.capture.markers import aggregate, by_mode, drop, of_all, of_vertices
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
@@ -254,43 +254,69 @@ def check_equals_model(
 ) -> None:
     """Raises ``InputError`` unless recording and model give equal results and gradients.
 
-    ``names``: names of the recording's weights in the model, by path.
+    Results in evaluation are compared, too, if the recording chooses by the mode. ``names``: names
+    of the recording's weights in the model, by path.
     """
     result: Any = call.args[0]
-    sample = run.sample
-    plain = copy.deepcopy(model).double().train()
-    paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
-    cut_vertex_weights(plain, paths, sample.counts)
-    perturb_weights(plain, names_of_weights(model, model))
+    plain = _plain_copy(model, run)
     with torch.enable_grad():
-        with DropoutMode():
-            truth = sample.call(plain, method, torch.float64)
-        if isinstance(truth, Mapping):
-            truth = truth[sample.graph.target]
-        again = SampleRun(run.graph, run.module, sample)
-        again.types = run.types
-        with DropoutMode():
-            for other in run.graph.nodes:
-                if other.op != "output":
-                    again.whole[other] = again.value(other)
-        found = again.whole[result]
+        truth = _plain_result(plain, method, run.sample)
+        found = _recorded_result(result, run, True)
         towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
         for out in (truth, found):
             if out.requires_grad:
-                (out * towards).sum().backward()
-    # Some PyG convolutions compute edge weights in float32 for rows of any dtype.
-    if not torch.allclose(truth, found, 1e-6, 1e-6):
-        refuse(
-            "its recording gives other numbers than the model on a sample (by "
-            f"{float((truth - found).detach().abs().max()):.1e})",
-            f"forward depends on something that a recording cannot hold, {BY_HAND}",
-        )
+                (out * towards).sum().backward()  # type: ignore[no-untyped-call]
+    _check_close(truth, found, "")
     every = run.module.named_parameters(remove_duplicate=False)
     recorded = {names[path]: p for path, p in every if path in names}
     for name, parameter in plain.named_parameters():
         if not _same_gradient(parameter, recorded.get(name)):
             hint = "forward holds gradients back or makes its own (no_grad, autograd.Function)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
+    if any(other.target is by_mode for other in run.graph.nodes):
+        truth = _plain_result(_plain_copy(model, run).eval(), method, run.sample)
+        run.module.eval()
+        _check_close(truth, _recorded_result(result, run, False), " in evaluation")
+        run.module.train()
+
+
+def _plain_copy(model: nn.Module, run: SampleRun) -> nn.Module:
+    """A copy of the user's model with the weights of the sample run."""
+    plain = copy.deepcopy(model).double().train()
+    paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
+    cut_vertex_weights(plain, paths, run.sample.counts)
+    perturb_weights(plain, names_of_weights(model, model))
+    return plain
+
+
+def _plain_result(plain: nn.Module, method: str, sample: Sample) -> Tensor:
+    """The model's result on the sample, without dropout."""
+    with DropoutMode():
+        truth = sample.call(plain, method, torch.float64)
+    found: Tensor = truth[sample.graph.target] if isinstance(truth, Mapping) else truth
+    return found
+
+
+def _recorded_result(result: fx.Node, run: SampleRun, is_training: bool) -> Tensor:
+    """The recording's result on the sample, without dropout."""
+    again = SampleRun(run.graph, run.module, run.sample)
+    again.types, again.is_training = run.types, is_training
+    with DropoutMode():
+        for call in run.graph.nodes:
+            if call.op != "output":
+                again.whole[call] = again.value(call)
+    found: Tensor = again.whole[result]
+    return found
+
+
+def _check_close(truth: Tensor, found: Tensor, when: str) -> None:
+    # Some PyG convolutions compute edge weights in float32 for rows of any dtype.
+    if not torch.allclose(truth, found, 1e-6, 1e-6):
+        refuse(
+            f"its recording gives other numbers than the model{when} on a sample (by "
+            f"{float((truth - found).detach().abs().max()):.1e})",
+            f"forward depends on something that a recording cannot hold, {BY_HAND}",
+        )
 
 
 def _same_gradient(truth: Tensor, found: Tensor | None) -> bool:

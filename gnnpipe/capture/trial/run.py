@@ -19,7 +19,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, num_vertices, of_vertices
+from gnnpipe.capture.markers import aggregate, by_mode, in_training, num_vertices, of_vertices
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form
 from gnnpipe.capture.trial.sample_graph import Sample
@@ -50,6 +50,7 @@ class SampleRun:
         self.parts: tuple[Found, Found] = ({}, {})
         self.of_edges: list[fx.Node] = []
         """Calls whose values have one row for each edge."""
+        self.is_training = True
         self.types: dict[fx.Node, str] = {}
         """Vertex types of the rows of the calls' values."""
 
@@ -144,6 +145,8 @@ class SampleRun:
         args: Any = fx.node.map_arg(call.args, values.__getitem__)
         kwargs: Any = fx.node.map_arg(call.kwargs, values.__getitem__)
         target: Any = call.target
+        if target in (by_mode, in_training) and not self.is_training:
+            return args[1]
         if target is num_vertices:
             return self.sample.counts[str(call.kwargs["vertex_type"])]
         try:
