@@ -40,11 +40,11 @@ NEEDS = {
 """Convolutions that cannot do without what edges carry."""
 GRAPH = Graph(
     "edges",
-    np.array([0, 1]),
-    np.zeros(1, np.int32),
-    np.zeros((1, 7), np.float32),
-    np.zeros(1, np.int64),
-    *[np.ones(1, bool)] * 3,
+    np.array([0, 1, 1]),
+    np.ones(1, np.int32),
+    np.zeros((2, 7), np.float32),
+    np.zeros(2, np.int64),
+    *[np.ones(2, bool)] * 3,
     1,
     edge_attr=np.zeros((1, DIM), np.float32),
     edge_type=np.array([TYPES - 1]),
@@ -57,9 +57,9 @@ TYPED = replace(
     edge_type=np.array([0]),
     types=VertexTypes(
         ("a", "b"),
-        np.array([0]),
-        np.array([0]),
-        {"a": np.zeros((1, 7), np.float32), "b": np.zeros((0, 7), np.float32)},
+        np.array([0, 0]),
+        np.array([0, 1]),
+        {"a": np.zeros((2, 7), np.float32), "b": np.zeros((0, 7), np.float32)},
         RELATIONS,
         "b",
     ),
@@ -187,7 +187,9 @@ def row(name: str) -> tuple[str, str]:
             model = Host(name, MAKE.get(name, lambda c: c(WIDTH, WIDTH))(kind))
             found = capture(model, GRAPH).recording
     except InputError as error:
-        return "refused", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[0]
+        return "not recorded", str(error).removeprefix("model: ").split(" (/")[0].split(". It may")[
+            0
+        ]
     forms = {found.facts[op].form for op in found.ops} - {None}
     many = sum(map(found.aggregates, found.ops))
     hops = "1 aggregation" if many == 1 else f"{many} aggregations"
@@ -224,13 +226,14 @@ def page() -> str:
         "- *without messages*: runs on a block, by a "
         "[kernel of gnnpipe](../adr/0024-attention-without-messages.md) that makes no tensor with "
         "a row for each edge.",
-        "- *refused*: would give other results when it is computed chunk by chunk, so `fit` raises "
-        "an error. The note is its message.",
+        "- *not recorded*: would give other results when it is computed chunk by chunk. A model with "
+        "it runs as it is on one rank in one chunk, as in plain PyG, and is refused otherwise. The "
+        "note is the message.",
         "- *does not apply*: needs another kind of input, or a library.",
         "- *n aggregations*: how often the convolution aggregates neighbours.",
         "",
         "Arguments matter: `SAGEConv` with `max` aggregation runs unchanged. With an LSTM it is "
-        "refused, because PyG pads sequences to the largest degree.",
+        "not recorded, because PyG pads sequences to the largest degree.",
         "",
         "| convolution | how | notes |",
         "|---|---|---|",

@@ -98,10 +98,13 @@ CONVS = {
     "cluster": pyg.ClusterGCNConv,
     "cheb": lambda i, o: pyg.ChebConv(i, o, K=3),
     "le": pyg.LEConv,
+    "arma": lambda i, o: pyg.ARMAConv(i, o, num_stacks=2, num_layers=3, dropout=0.2),
+    "arma-shared": lambda i, o: pyg.ARMAConv(i, o, num_layers=2, shared_weights=True, act=None),
+    "eg": lambda i, o: pyg.EGConv(i, o, ["symnorm", "mean"], num_heads=1),
     "edge": lambda i, o: pyg.EdgeConv(linear(2 * i, o)),
     "resgated": pyg.ResGatedGraphConv,
 }
-WEIGHTED = ("gcn", "gcn-loopless", "graph", "graph-mean", "tag", "sg", "cheb", "le")
+WEIGHTED = ("gcn", "gcn-loopless", "graph", "graph-mean", "tag", "sg", "cheb", "le", "arma")
 
 
 def made(name):

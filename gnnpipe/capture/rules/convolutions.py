@@ -263,6 +263,37 @@ def gated_graph(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     return x
 
 
+def arma(conv: Any, x: Any, edge_weight: Any = None) -> Any:
+    """Mean over stacks k of ``h_k = act(A h_k W_k + dropout(x) V_k + b_k)``, A without loops."""
+    aggregated = partial(aggregate, structure="gcn-loopless", edge_weight=edge_weight)
+    stacks = [x] * conv.num_stacks
+    for t in range(conv.num_layers):
+        place = 0 if conv.shared_weights else t
+        weight = conv.weight[0 if conv.shared_weights else t - 1] if t else conv.init_weight
+        root = nn.functional.dropout(x, p=conv.dropout, training=conv.training)
+        for k, h in enumerate(stacks):
+            h = aggregated(nn.functional.linear(h, weight[k].t()))
+            h = h + nn.functional.linear(root, conv.root_weight[place][k].t())
+            h = h if conv.bias is None else h + conv.bias[place][k]
+            stacks[k] = h if conv.act is None else conv.act(h)
+    return sum(stacks[1:], stacks[0]) / conv.num_stacks
+
+
+def eg(conv: Any, x: Any) -> Any:
+    """For each vertex, a combination of bases ``A (x W_b)`` with weights ``x W_c + b_c``."""
+    structures = {"symnorm": "gcn" if conv.add_self_loops else "gcn-loopless"}
+    structures["mean"] = "mean-looped" if conv.add_self_loops else "mean"
+    if not set(conv.aggregators) <= structures.keys():
+        raise OtherKindError
+    bases = conv.bases_lin(x)
+    found = [aggregate(bases, structure=structures[name]) for name in conv.aggregators]
+    aggregated = torch.cat(found, dim=1)
+    count, width = conv.num_bases * len(found), conv.out_channels // conv.num_heads
+    weights = conv.comb_lin(x).view(-1, conv.num_heads, count)
+    out = torch.matmul(weights, aggregated.view(-1, count, width)).flatten(1)
+    return _plus_bias(conv, out)
+
+
 def reversible(module: Any, x: Any, edge_index: Any, *args: Any) -> Any:
     """RevGNN's block: ``y_i = f_i(y_(i-1)) + x_i`` for groups x_i of columns, y_0 = sum of x_2 on.
 
@@ -300,4 +331,6 @@ RULES: dict[type[nn.Module], Rule] = {
     pyg.RGCNConv: rgcn,
     pyg.FastRGCNConv: rgcn,
     pyg.GatedGraphConv: gated_graph,
+    pyg.ARMAConv: arma,
+    pyg.EGConv: eg,
 }
