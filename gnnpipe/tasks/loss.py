@@ -7,6 +7,7 @@ and ROC AUC is a mean over the labels that have both a positive and a negative.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,15 +109,16 @@ class Loss:
             # A user's loss may fail for an empty batch.
             return logits.sum() * 0.0
         if self.targets.are_pairs:
-            found, y = found.squeeze(1), y.squeeze(1).to(logits.dtype)
-        loss = self.loss_fn(found, y) / self.total
+            found, y = found.squeeze(1), y.squeeze(1)
+        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype)) / self.total
         # A loss that ignores all rows is a constant; backward of the chunk still needs a graph.
         return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
 
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits [R, C] and labels [R] or [R, T] of training vertices to the sum of their losses; for
-pairs scores [R] and labels [R] (1 or 0) of the same number type."""
+"""Maps logits [R, C] and classes [R] (int64) of training vertices to the sum of their losses.
+Several labels or numbers [R, T] have the type of the logits, NaN where missing; for pairs scores
+[R] and labels [R] (1 or 0) of the same number type."""
 
 ERRORS = ("mae", "rmse")
 """Metrics for which smaller is better."""
@@ -205,7 +207,11 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
         shape = [len(y)]
     else:
-        y = labels_of(graph, np.flatnonzero(graph.train_mask)[:6], dtype)
+        train = np.flatnonzero(graph.train_mask)
+        known = is_known(graph.y[train]).reshape(len(train), -1)
+        # Rows with missing labels first, for losses that do not mask them.
+        chosen = np.sort(np.argsort(known.all(axis=1), kind="stable")[:6])
+        y = _labels_for_user(labels_of(graph, train[chosen], dtype), dtype)
         shape = [len(y), graph.num_classes]
     logits = torch.randn(shape, dtype=dtype, generator=generator)
     logits.requires_grad_(True)
@@ -215,6 +221,11 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         raise InputError(f"loss_fn: fails on logits {list(logits.shape)}: {error}") from None
     if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
         raise InputError("loss_fn: must return one number with a gradient; try reduction='sum'")
+    if y.is_floating_point() and bool(y.isnan().any()) and not bool(whole.isfinite().all()):
+        raise InputError(
+            f"loss_fn: returns {float(whole.detach())} where labels are missing (NaN); "
+            "leave them out: known = ~y.isnan()"
+        )
     if len(y) < 2:
         return
     parts = float(loss_fn(logits[:1], y[:1]).detach() + loss_fn(logits[1:], y[1:]).detach())
@@ -223,6 +234,11 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
             f"loss_fn: returns {float(whole.detach()):.4f} for {len(y)} rows, but {parts:.4f} for "
             "the same rows in two parts; it must be a sum over rows: try reduction='sum'"
         )
+
+
+def _labels_for_user(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns labels of 0 and 1 (int8) as numbers, NaN for -1 (as in OGB); others unchanged."""
+    return y.to(dtype).masked_fill_(y < 0, math.nan) if y.dtype == torch.int8 else y
 
 
 def labels_of(graph: Graph, rows: Any, dtype: torch.dtype) -> Tensor:

@@ -93,7 +93,9 @@ class Reference:
         known = ~y.isnan() if y.is_floating_point() else y >= 0
         if self._loss_fn is not None:
             if self.graph.pairs is not None:
-                outputs, y = outputs[:, 0], y[:, 0].to(outputs.dtype)
+                outputs, y, known = outputs[:, 0], y[:, 0], known[:, 0]
+            if y.dtype == torch.int8:  # the user's loss gets NaN in place of -1
+                y = torch.where(known, y.to(outputs.dtype), torch.nan)
             return self._loss_fn(outputs, y) / int(known.sum())
         if y.is_floating_point():
             return F.mse_loss(outputs[known], y[known])

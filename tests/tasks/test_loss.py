@@ -1,11 +1,19 @@
 """User losses: the same results on every shape; refused unless a sum over rows."""
 
+import copy
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_ranks, small_graph
+from helpers import quick_config, run_ranks, small_graph
+from torch_geometric.nn import GCN
 
 from gnnpipe import InputError, TrainConfig, Trainer
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.verify.verify import verify
 
 
 def weighted(logits, y):
@@ -15,10 +23,6 @@ def weighted(logits, y):
 
 
 def own_loss(shapes):
-    from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
-
     found = []
     for stages, shards, chunks in shapes:
         mesh = Mesh.join(stages, shards)
@@ -104,3 +108,54 @@ def test_a_chunk_that_the_loss_leaves_out_loses_no_gradient():
         weights.append(trainer.model.state_dict())
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], atol=1e-9), name
+
+
+def masked(logits, y):
+    """The loss of OGB's scripts."""
+    is_labeled = y == y
+    return F.binary_cross_entropy_with_logits(logits[is_labeled], y[is_labeled], reduction="sum")
+
+
+def labels_missing():
+    graph = small_graph()
+    y = np.random.default_rng(5).integers(-1, 2, (60, 4)).astype(np.int8)
+    known = (y >= 0).any(axis=1)
+    masks = {f: getattr(graph, f) & known for f in ("train_mask", "val_mask", "test_mask")}
+    return replace(graph, y=y, num_classes=4, **masks)
+
+
+def test_missing_labels_are_nan_in_a_users_loss():
+    graph = labels_missing()
+    torch.manual_seed(0)
+    model = GCN(7, 8, 2, 4)
+    plain = copy.deepcopy(model).double()
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    train = torch.from_numpy(graph.train_mask)
+    y = torch.from_numpy(graph.y).double()[train]
+    y[y < 0] = torch.nan
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    truth = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = masked(plain(x, edges)[train], y) / int((y == y).sum())
+        loss.backward()
+        optimizer.step()
+        truth.append(loss.item())
+    for chunks in (1, 6):
+        run = quick_config(epochs=4, chunks=chunks, staleness="exact")
+        found = Trainer(run, graph=graph, model=copy.deepcopy(model), loss_fn=masked).fit()
+        assert [r.loss for r in found.history] == pytest.approx(truth, rel=1e-10)
+
+
+def test_reference_gives_a_users_loss_nan_for_missing_labels():
+    graph, mesh = labels_missing(), Mesh.join(1, 1)
+    prepared = prepare(quick_config(chunks=6, hidden=8), mesh, graph, loss_fn=masked)
+    assert max(c.largest for c in verify(graph, prepared, mesh, 3)) < 1e-11
+
+
+def test_a_loss_that_does_not_mask_missing_labels_is_refused():
+    def loss(logits, y):
+        return F.binary_cross_entropy_with_logits(logits, y, reduction="sum")
+
+    with pytest.raises(InputError, match=r"loss_fn: returns nan where labels are missing \(NaN\)"):
+        Trainer(quick_config(), graph=labels_missing(), loss_fn=loss).fit()
