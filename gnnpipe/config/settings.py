@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
-from gnnpipe.config.fields import setting
+from gnnpipe.config.fields import flag, setting
 
 # Every setting belongs to a group of the help text.
 _data = partial(setting, group="data")
@@ -59,6 +59,10 @@ PRESETS = {
 
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
+
+
+RANKS_MAY_DIFFER = frozenset({"data_dir", "cache_dir", "out", "quiet"})
+"""Settings that each rank may have of its own: folders of its machine, and output of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +315,12 @@ class Settings:
         "(0: no limit)",
         low=0,
     )
+
+    def common_settings(self) -> dict[str, object]:
+        """Settings that all ranks must have in common, by flag; of a path only the last part."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in RANKS_MAY_DIFFER]
+        found = {flag(name): getattr(self, name) for name in names}
+        return {k: v.rsplit("/", 1)[-1] if isinstance(v, str) else v for k, v in found.items()}
 
     @property
     def kept_epoch(self) -> str:

@@ -30,7 +30,15 @@ from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
-from gnnpipe.planner import PLANNERS, GraphCounts, Planner, PlanRequest, Shape, planner_named
+from gnnpipe.planner import (
+    PLANNERS,
+    GivenPlan,
+    GraphCounts,
+    Planner,
+    PlanRequest,
+    Shape,
+    planner_named,
+)
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import feature_entries
@@ -130,10 +138,22 @@ def shape_text(config: TrainConfig) -> str:
     return f"--plan {config.plan!r}"
 
 
-def join_world(config: TrainConfig, planner: Planner | None = None) -> World:
-    """Joins the other ranks; ``InputError`` if their number is not that of the plan."""
+def join_world(config: TrainConfig, planner: Planner | None = None, **settings: object) -> World:
+    """Joins the other ranks.
+
+    ``settings``: further settings that all ranks must have in common, by flag.
+
+    Raises:
+        InputError: On every rank, if ranks have other settings, or if their number is not that of
+            the plan.
+    """
     shape = shape_text(config) if planner is None else "plan"
-    return World.meet(ranks_of(config, planner), config.device, config.timeout_s, shape)
+    planner = planner or planner_named(config.plan)
+    settings = config.common_settings() | settings
+    if isinstance(planner, GivenPlan):
+        settings["--plan"] = f"with checksum {zlib.crc32(planner.given.to_json().encode()):08x}"
+    num_ranks = ranks_of(config, planner)
+    return World.meet(num_ranks, config.device, config.timeout_s, shape, settings)
 
 
 def _read_graph(config: TrainConfig, world: World, graph: Graph | None) -> tuple[Graph, str]:

@@ -113,6 +113,7 @@ def fit_seeds(
     if config.seed + count > 2**32:
         raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
     met = world or join_world(config)
+    met.agree_on({"--seeds": count})
     folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
     made: list[nn.Parameter] = []

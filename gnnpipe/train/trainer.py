@@ -128,7 +128,8 @@ class Trainer:
     def _join(self) -> World:
         """Joins the other ranks, once."""
         if self._world is None:
-            self._world = join_world(self.config, self._planner)
+            is_resumed = {"--resume": self._resume is not None}
+            self._world = join_world(self.config, self._planner, **is_resumed)
         return self._world
 
     def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:

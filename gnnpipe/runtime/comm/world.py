@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,9 @@ from gnnpipe.runtime.comm.launch import (
 SETUP_TIMEOUT_S = 7200.0
 """Longest wait of ranks for one another outside epochs; a rank that dies ends the wait at once."""
 
+_WAIT_S = 20.0
+"""Longest wait for the other ranks of a rank that has the wrong number of ranks."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -52,18 +56,24 @@ class World:
 
     @classmethod
     def meet(
-        cls, num_ranks: int, device: str = "auto", timeout_s: float = 120.0, shape: str = "plan"
+        cls,
+        num_ranks: int,
+        device: str = "auto",
+        timeout_s: float = 120.0,
+        shape: str = "plan",
+        settings: Mapping[str, object] | None = None,
     ) -> World:
         """Join the other processes; ``InputError`` if there are not ``num_ranks`` of them.
 
-        ``shape``: the setting that determines ``num_ranks``, for the error message.
+        ``shape``: the setting that determines ``num_ranks``, for the error message. ``settings``:
+        values by flag that all ranks must have in common; ``InputError`` on every rank otherwise.
         """
         found = launched_world_size()
-        if found != num_ranks:
-            raise InputError(
-                f"{shape}: need {_ranks(num_ranks)}, not {found}; make stages x shards {found}, "
-                f"or type: {torchrun_line(num_ranks)}"
-            )
+        wrong = None if found == num_ranks else _wrong_number(num_ranks, found, shape)
+        # Ranks with another shape still join, so that the others learn of it and do not wait.
+        is_launched = dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
+        if wrong is not None and (found == 1 or not is_launched):
+            raise wrong
         if found == 1:
             return cls(0, 1, _device(device, None), timeout_s)
         own_group = None
@@ -74,12 +84,21 @@ class World:
             check_rendezvous()
             use_loopback()
             backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
-            _init_process_group(backend, timedelta(seconds=timeout_s))
+            try:
+                _init_process_group(backend, timedelta(seconds=timeout_s if not wrong else _WAIT_S))
+            except RuntimeError as error:
+                raise wrong or error from None
             own_group = dist.group.WORLD
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         groups = control, own_group
         world = cls(dist.get_rank(), found, torch.device("cpu"), timeout_s, *groups)
         atexit.register(leave_at_exit, world)
+        try:
+            world.agree_on(settings or {})
+            world.agree(wrong)
+        except InputError:
+            world.leave()
+            raise
         try:
             place, fault = _device(device, launched_local_rank()), None
         except InputError as error:
@@ -138,6 +157,20 @@ class World:
         everywhere = len(faults) == self.world_size
         raise InputError(text if everywhere else f"rank {rank}: {text}")
 
+    def agree_on(self, settings: Mapping[str, object]) -> None:
+        """Raise ``InputError`` on every rank if a rank has another value of a setting than rank 0.
+
+        ``settings``: values by flag.
+        """
+        first, *others = self.gather(dict(settings))
+        for rank, other in enumerate(others, start=1):
+            apart = [name for name in first | other if first.get(name) != other.get(name)]
+            if apart:
+                texts = [
+                    f"{n} {first.get(n)} on rank 0, {other.get(n)} on rank {rank}" for n in apart
+                ]
+                raise InputError(f"{'; '.join(texts)}: start every rank with the same settings")
+
     def leave(self) -> None:
         """Close the process groups of this run; the group of a user's script stays open."""
         if self.own_group is not None and self.own_group is dist.group.WORLD:
@@ -189,6 +222,13 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         store=PrefixStore(f"gnnpipe/group-{times}", store),
         rank=rank,
         world_size=world_size,
+    )
+
+
+def _wrong_number(wanted: int, found: int, shape: str) -> InputError:
+    return InputError(
+        f"{shape}: need {_ranks(wanted)}, not {found}; make stages x shards {found}, "
+        f"or type: {torchrun_line(wanted)}"
     )
 
 
