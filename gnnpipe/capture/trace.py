@@ -125,6 +125,14 @@ class _Tracer(fx.Tracer):
         self._weight: fx.Proxy | None = None
         """The values of ``adj_t``, if it has any."""
         self._tensor_paths: dict[int, str] = {}
+        self._autocast = _autocast_state()
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        """Records a call as ``fx.Tracer`` does; a recording would lose the model's own autocast."""
+        made = super().create_proxy(*args, **kwargs)
+        if _autocast_state() != self._autocast:
+            refuse("forward uses torch.autocast", "use --matmul-dtype bf16 instead", made.node)
+        return made
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -309,6 +317,10 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
             refuse(f"forward gives results for {given}, but {target!r} has the labels")
         output.args = (result[target],)
         recording.graph.eliminate_dead_code()
+
+
+def _autocast_state() -> tuple[bool, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def _random_state() -> tuple[bytes, str, str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,16 +138,17 @@ class Trainer:
         """Reads, plans and partitions, once."""
         world = self._join()
         if self._prepared is None:
-            self._prepared = prepare(
-                self.config,
-                world,
-                self._graph,
-                self._model,
-                self._planner,
-                self._loss_fn,
-                self._optimizer,
-                refill_epochs=0 if start is None else start.refill_epochs,
-            )
+            with _without_autocast(world):
+                self._prepared = prepare(
+                    self.config,
+                    world,
+                    self._graph,
+                    self._model,
+                    self._planner,
+                    self._loss_fn,
+                    self._optimizer,
+                    refill_epochs=0 if start is None else start.refill_epochs,
+                )
             self._mesh = Mesh.of(
                 world, self._prepared.plan.placement, self._prepared.plan.collectives
             )
@@ -173,7 +176,7 @@ class Trainer:
         folder, path = claim_folder(config, world, resumed[0] if resumed else None)
         log = RankLog(path, world.rank)
         try:
-            with world.on_own_cores():
+            with _without_autocast(world), world.on_own_cores():
                 return self._fit(world, folder, path, resumed, log)
         except InputError:
             raise  # the folder stays as it was
@@ -305,9 +308,10 @@ class Trainer:
     def evaluate(self) -> Scores:
         """Returns exact scores with the current weights, on every rank."""
         self._check_together("evaluate()")
-        mesh, _, rank_runtime = self._ready()
-        with held_memory(mesh.device):
-            return evaluate(rank_runtime, mesh)
+        with _without_autocast(self._join()):
+            mesh, _, rank_runtime = self._ready()
+            with held_memory(mesh.device):
+                return evaluate(rank_runtime, mesh)
 
     def predict(self) -> Tensor:
         """Returns logits [N, classes] in the order of the given graph, on every rank.
@@ -316,10 +320,11 @@ class Trainer:
         rows [N, d], from which any pair can be scored.
         """
         self._check_together("predict()")
-        mesh, prepared, rank_runtime = self._ready()
+        with _without_autocast(self._join()):
+            mesh, prepared, rank_runtime = self._ready()
+            with held_memory(mesh.device):
+                results = results_by_chunk(rank_runtime)
         layout = rank_runtime.target
-        with held_memory(mesh.device):
-            results = results_by_chunk(rank_runtime)
         parts = {
             chunk: (
                 layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]],
@@ -367,3 +372,29 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
+
+
+@contextmanager
+def _without_autocast(world: World) -> Iterator[None]:
+    """Turns torch.autocast off inside the block; warns on rank 0 if the caller has turned it on.
+
+    A model's own autocast inside forward still works, without torch's cache of rounded weights:
+    inside the caller's autocast, all epochs would compute with the weights of the first.
+    """
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if active and world.rank == 0:
+        warnings.warn(
+            "torch.autocast: has no effect on a Trainer, which computes in --dtype; try "
+            "--matmul-dtype bf16",
+            UserWarning,
+            stacklevel=4,
+        )
+    had_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with ExitStack() as stack:
+            for device in active:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(had_cache)

@@ -283,3 +283,26 @@ def test_memory_of_a_model_that_runs_as_it_is_is_estimated():
     small, large = (prepare(config, Mesh.alone(), small_graph(n), made("noise")) for n in (60, 600))
     kept = [memory_by_rank(p)[0].total for p in (small, large)]
     assert 3 < kept[1] / kept[0] < 15
+
+
+class Autocast(Two):
+    """Computes in bf16 by itself."""
+
+    def forward(self, x, edge_index):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x, edge_index).relu()
+            return self.second(x, edge_index).float()
+
+
+@pytest.mark.filterwarnings("ignore:torch.autocast. has no effect")
+@pytest.mark.parametrize("is_around", [False, True])
+def test_autocast_in_forward_uses_the_weights_of_the_step(is_around):
+    """torch keeps rounded weights until the outermost autocast ends."""
+    graph = small_graph()
+    data, model = pyg_data(graph), Autocast()
+    truth, _ = plain_training(copy.deepcopy(model), data, (data.x, data.edge_index))
+    trainer = Trainer(quick_config(epochs=EPOCHS, dtype="float32"), graph=graph, model=model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_around):
+        found = [row.loss for row in trainer.fit().history]
+    assert found == pytest.approx(truth, rel=1e-5)
+    assert "forward uses torch.autocast" in "".join(head_lines(trainer._setup()[1]))

@@ -288,3 +288,22 @@ def test_a_setting_that_the_model_does_not_read_warns(changes, text):
         warnings.simplefilter("always")
         assert Trainer(quick_config(hidden=8, **changes), graph=small_graph()).plan.chunks == 1
     assert [str(w.message) for w in told] == ([] if text is None else [text])
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat"])
+def test_autocast_around_a_trainer_changes_nothing(model):
+    graph, run = small_graph(), quick_config(model=model, hidden=8, dtype="float32")
+    plain = Trainer(run, graph=graph)
+    losses = [row.loss for row in plain.fit().history]
+    trainer = Trainer(run, graph=graph)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.warns(
+            UserWarning, match=r"torch\.autocast: has no effect .*--matmul-dtype bf16"
+        ):
+            found = [row.loss for row in trainer.fit().history]
+        assert found == losses
+        with pytest.warns(UserWarning, match="autocast"):
+            assert torch.equal(trainer.predict(), plain.predict())
+        with pytest.warns(UserWarning, match="autocast"):
+            assert trainer.evaluate() == plain.evaluate()
+        assert torch.is_autocast_enabled("cpu"), "it is on again for the caller"
