@@ -24,6 +24,7 @@ from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
+from gnnpipe.runtime.weight_hooks import WeightHooks
 from gnnpipe.schedule import Action, ActionKind, CheckedProgram, Direction, SpecialPosition
 
 _EXCERPT = 4
@@ -102,6 +103,7 @@ class Executor:
         self.forecaster = forecaster
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
+        self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
         """Whether the last training pass changed the weights: not if its loss or gradients were not
@@ -144,7 +146,8 @@ class Executor:
             recorder.begin_epoch(order, program.is_exact)
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
-        self._walk(program.stages[self.mesh.stage], epoch)
+        with self._weight_hooks.held_back():
+            self._walk(program.stages[self.mesh.stage], epoch)
         recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()
@@ -278,6 +281,7 @@ class Executor:
 
     def _step(self, action: Action) -> None:
         self.gradient_sum.finish()
+        self._weight_hooks.call()
         losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
         self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
         self.has_stepped = self.grad_clip.passes(sum(losses.values()))
