@@ -35,7 +35,7 @@ class Mask:
     kept: Tensor
     """[C, F] int8, 1 for kept entries. A product with int8 is three times as fast as with bool."""
     scale: float
-    """Factor on kept entries: one over their share."""
+    """Factor on kept entries: one over their share; 0 if all entries are dropped."""
 
 
 def _mix(state: Tensor, shifted: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ def _scalar_key(*parts: int) -> int:
 def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[Tensor, float]:
     """Return a mask [C, width] int8 (1: kept), and the share of entries that are kept.
 
-    The share differs from 1 - ``probability`` by at most 1 / 65,536.
+    The share differs from 1 - ``probability`` by at most 1 / 65,536; it is 0 for probability 1.
     """
     per_hash, least, share = _levels(probability)
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -100,13 +100,15 @@ def _levels(probability: float) -> tuple[int, int, float]:
     """Return the numbers in a hash, the smallest number that is kept, and the share that is kept.
 
     A hash holds four bytes if the probability is a multiple of 1 / 256, else two 16-bit numbers.
+    For probability 1 the share is 0, though the mask keeps some.
     """
     is_byte = float(probability * 256).is_integer()
     levels = 256 if is_byte else 65536
     # Never all and never none, because kept entries are scaled by one over their share.
     threshold = min(max(round(probability * levels), 1), levels - 1)
     least = threshold if is_byte else threshold - 32768  # 16-bit numbers are signed
-    return 4 if is_byte else 2, least, 1.0 - threshold / levels
+    share = 0.0 if probability == 1.0 else 1.0 - threshold / levels
+    return 4 if is_byte else 2, least, share
 
 
 def _fill(
@@ -248,7 +250,7 @@ def keyed_mask(
         mask, share = _keep_mask(keys, width, probability, _scalar_key(seed, epoch, site))
     else:
         mask, share = masks.rows(start, len(keys), width, probability, seed, epoch, site)
-    return Mask(mask, 1.0 / share)
+    return Mask(mask, 1.0 / share if share else 0.0)
 
 
 def keyed_dropout(x: Tensor, mask: Mask | None) -> Tensor:

@@ -29,6 +29,8 @@ _GOLDEN = np.uint32(0x9E3779B9)
 
 def drop(x: Tensor, probability: float, seed: int, epoch: int, site: int) -> Tensor:
     """Applies the dropout of one site of a model to rows x [N, ...] of all vertices."""
+    if probability == 1.0:
+        return x * 0.0
     flat = x.reshape(len(x), -1)
     kept, share = _kept(*flat.shape, probability, (seed, epoch, site))
     return (flat * kept.to(x.dtype) / share).reshape(x.shape)

@@ -13,7 +13,10 @@ from torch_geometric import nn as pyg
 
 from gnnpipe import Trainer
 from gnnpipe.capture import capture
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.model_graph import describe
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.verify.verify import verify
 
 
 class Tied(nn.Module):
@@ -72,3 +75,35 @@ def test_arguments_by_name():
     config = quick_config(epochs=2, chunks=3)
     graph = small_graph(n=60, features=16, degree=3)
     assert Trainer(config, graph=graph, model=ByName()).fit().loss > 0
+
+
+class DropsAll(nn.Module):
+    """Dropout of 1 behind a norm, by function, and of attention: all of it gives zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop = pyg.GCNConv(7, 8), nn.LayerNorm(8), nn.Dropout(1.0)
+        self.skip, self.last, self.b = nn.Linear(8, 8), nn.Linear(8, 3), pyg.GCNConv(8, 3)
+        self.gat = pyg.GATConv(8, 3, dropout=1.0)
+
+    def forward(self, x, edge_index):
+        x = self.a(x, edge_index)
+        h = self.skip(x) + self.drop(self.norm(x).relu())
+        h = h + F.dropout(self.skip(x), 1.0, self.training)
+        return self.last(h.relu()) + self.b(h, edge_index) + self.gat(h, edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_dropout_of_one_gives_zeros(chunks):
+    torch.manual_seed(0)
+    model, graph = DropsAll(), small_graph()
+    truth = plain_losses(model, graph, 4)
+    run = quick_config(epochs=4, chunks=chunks, staleness="exact", require_capture=True)
+    found = Trainer(run, graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+def test_reference_drops_all():
+    graph, mesh = small_graph(), Mesh.join(1, 1)
+    prepared = prepare(quick_config(chunks=4), mesh, graph, DropsAll())
+    assert max(c.largest for c in verify(graph, prepared, mesh, 3)) < 1e-10

@@ -45,6 +45,15 @@ def test_share_and_scale(probability):
     assert across == pytest.approx((1 - probability) ** 2, abs=0.004)
 
 
+def test_probability_one_drops_all():
+    keys = row_keys(torch.arange(500))
+    x = torch.ones(500, 24, requires_grad=True)
+    dropped = keyed_dropout(x, keys, 1.0, **KEY)
+    dropped.sum().backward()
+    assert not dropped.any()
+    assert not x.grad.any()
+
+
 @pytest.mark.parametrize("change", [{"seed": 9}, {"epoch": 9}, {"site": 9}])
 def test_every_part_of_the_key_matters(change):
     keys = row_keys(torch.arange(2000))
