@@ -4,13 +4,16 @@ import numpy as np
 import pyg_models
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_geometric
-from helpers import quick_config, small_graph
+from helpers import pyg_data, quick_config, small_graph
 from recorded import plain_losses
 from torch import nn
 from torch_geometric import nn as pyg
+from torch_geometric.transforms import AddSelfLoops
 
-from gnnpipe import Trainer
+from gnnpipe import Graph, Trainer
+from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
 
 
@@ -110,3 +113,88 @@ def test_nor_outside_of_a_convolution():
     run = quick_config(require_capture=True)
     with pytest.raises(InputError, match="amax does not keep one row"):
         Trainer(run, graph=small_graph(), model=Largest()).fit()
+
+
+class Of(nn.Module):
+    """Convolutions of a function of the features."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.a, self.b = pyg.SAGEConv(7, 8), pyg.SAGEConv(8, 3)
+
+    def forward(self, x, edge_index):
+        return self.b(self.a(self.function(x), edge_index).relu(), edge_index)
+
+
+def shares(x):
+    return np.abs(x) / np.abs(x).sum(1, keepdims=True)
+
+
+def one_hot(x):
+    return np.eye(x.shape[1])[x.argmax(1)]
+
+
+DOMAINS = {
+    "log of positive numbers": (np.exp, torch.log),
+    "root of shares": (shares, torch.sqrt),
+    "entropy": (shares, lambda x: torch.special.entr(x) / x),
+    "arcsine": (lambda x: np.tanh(x) / 2, torch.asin),
+    "negative categories": (
+        lambda x: np.floor(x).clip(-1, 2),
+        lambda x: F.one_hot(x.long() + 1, 4).sum(-1) * x.exp(),
+    ),
+    "binary categories": (lambda x: x > 0, lambda x: F.one_hot(x.long(), 2)[..., 1].to(x.dtype)),
+    "inverse of large numbers": (lambda x: 1e5 + 1e4 * np.tanh(x), lambda x: 1e5 / x),
+    "one-hot rows": (one_hot, lambda x: x),
+    "a constant": (np.ones_like, torch.log1p),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", DOMAINS)
+def test_features_are_drawn_from_the_domain_of_the_graph(name, chunks):
+    make, function = DOMAINS[name]
+    graph = small_graph()
+    graph.x[:] = make(graph.x.astype(np.float64))
+    model = Of(function)
+    truth = plain_losses(model, graph, 3)
+    run = quick_config(chunks=chunks, staleness="exact", require_capture=True)
+    found = Trainer(run, graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+def test_a_maximum_of_binary_features_is_no_constant():
+    """Every half of the graph has the same maximum; a chunk need not."""
+    graph = small_graph()
+    graph.x[:] = graph.x > 0
+    run = quick_config(chunks=4, staleness="exact")
+    with pytest.raises(InputError, match="amax does not keep one row"):
+        Trainer(run, graph=graph, model=Of(lambda x: x / x.amax(0))).fit()
+
+
+class PerNeighbour(pyg.MessagePassing):
+    """Divides by the number of neighbours, which is never 0 in the graph."""
+
+    def __init__(self):
+        super().__init__(aggr="sum")
+        self.lin = nn.Linear(7, 3)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x)) / self.propagate(
+            edge_index, x=x.new_ones(len(x), 1)
+        )
+
+
+def test_the_sample_has_isolated_vertices_only_if_the_graph_has():
+    graph = small_graph()
+    assert not make_sample(PerNeighbour(), graph).graph.degrees.all()
+    connected = Graph.from_pyg(AddSelfLoops()(pyg_data(graph)))
+    assert make_sample(PerNeighbour(), connected).graph.degrees.all()
+    run = quick_config(chunks=4, staleness="exact", require_capture=True)
+    torch.manual_seed(0)
+    model = PerNeighbour()
+    truth = plain_losses(model, connected, 3)
+    found = Trainer(run, graph=connected, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)

@@ -95,9 +95,9 @@ class Sample:
 def make_sample(model: nn.Module, of: Graph) -> Sample:
     """A sample with the same types, numbers of features and kinds of edge data as the graph ``of``.
 
-    Directed; in every relation vertex 0 is isolated, vertex 1 has nearly all others as neighbours,
-    and vertex 2 is a neighbour of nearly all others. There are self-loops and parallel edges if
-    ``of`` has any.
+    Directed; in every relation vertex 1 has nearly all others as neighbours, and vertex 2 is a
+    neighbour of nearly all others. There are self-loops and parallel edges if ``of`` has any.
+    Vertex 0 is isolated, unless every vertex of ``of`` has neighbours.
     """
     rng = np.random.default_rng(0)
     types = of.types
@@ -146,6 +146,8 @@ def _random_edges(
     if is_square:
         np.fill_diagonal(dense, rng.random(num_source) < 0.3 if len(of.self_loops) else False)
     dense[0] = dense[:, 0] = False
+    if of.types is None and of.degrees.all():
+        dense[0, 2] = dense[2, 3] = dense[3, 0] = True
     times = dense.astype(np.int64)
     if len(of.parallel_edges):
         times[rng.random(dense.shape) < 0.2] *= 2
@@ -182,19 +184,28 @@ def _joined(
 
 
 def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """Random rows; columns of whole numbers (categories) get whole numbers of the same range."""
-    found = rng.standard_normal((count, x.shape[1]))
-    if isinstance(x, np.ndarray):
-        first = np.asarray(x[:_LOOKED_AT], dtype=np.float64)
-        largest = first.max(axis=0, initial=0)
-        for column in np.flatnonzero((first == np.floor(first)).all(axis=0) & (largest > 1)):
-            if first[:, column].min() >= 0:
-                found[:, column] = rng.integers(0, int(largest[column]) + 1, count)
+    """Random rows within the range of each column; whole numbers in columns of categories.
+
+    So a logarithm, a square root or an embedding of categories gets numbers of its domain. Not the
+    graph's own numbers: equal numbers in many rows would hide a call that mixes rows.
+    """
+    some = x[:_LOOKED_AT]
+    rows = np.asarray(some if isinstance(some, np.ndarray) else some.toarray(), dtype=np.float64)
+    if not len(rows):
+        return rng.standard_normal((count, x.shape[1]))
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    is_whole = (rows == np.floor(rows)).all(axis=0) & (np.abs(rows).max(axis=0) < 2**53)
+    is_category = is_whole & (high - low > 1)
+    is_constant = low == high
+    high = np.where(is_constant & (low == 0), 1.0, high)
+    found = rng.uniform(np.where(is_constant, low / 2, low), high, (count, len(low)))
+    for column in np.flatnonzero(is_category):
+        found[:, column] = rng.integers(int(low[column]), int(high[column]) + 1, count)
     return found
 
 
-_LOOKED_AT = 4096
-"""Rows of the features from which the kind of a column is determined."""
+_LOOKED_AT = 128
+"""Rows of the graph from which the range of a column is determined."""
 
 
 def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:
