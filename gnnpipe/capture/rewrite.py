@@ -202,7 +202,8 @@ def mark_vertex_weights(
 ) -> None:
     """Insert ``of_vertices`` behind weights of the user or of ``nn.Embedding`` with N rows.
 
-    ``counts``: N by vertex type. Rules insert the marker themselves.
+    Not behind W in ``x @ W``, whose rows are columns of x. ``counts``: N by vertex type. Rules
+    insert the marker themselves.
     """
     for call in list(recording.graph.nodes):
         if call.op != "get_attr":
@@ -210,7 +211,7 @@ def mark_vertex_weights(
         path = str(call.target)
         weight = attribute(recording, path)
         is_weight = isinstance(weight, nn.Parameter) and weight.dim() >= 2
-        if not is_weight or len(weight) not in counts.values():
+        if not is_weight or len(weight) not in counts.values() or _is_right_factor(call):
             continue
         # In the recording's own module tree the owner may be a plain nn.Module.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
@@ -223,6 +224,25 @@ def mark_vertex_weights(
             )
         rows.stack_trace = call.stack_trace
         call.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
+
+
+def _is_right_factor(weight: fx.Node) -> bool:
+    """Whether a weight, or what row-wise calls make of it, is W in ``x @ W`` or ``linear(x, W)``.
+
+    In ``x.t() @ W``, a sum over the vertices, W may have a row for each vertex.
+    """
+    for user in weight.users:
+        first = user.args[0] if user.args else None
+        if user.target in (*_PRODUCTS, F.linear, torch.addmm):
+            is_sum = isinstance(first, fx.Node) and name_of(first) in _TRANSPOSES
+            if first is not weight and not is_sum:
+                return True
+        elif len(user.all_input_nodes) == 1 and _is_right_factor(user):
+            return True
+    return False
+
+
+_TRANSPOSES = ("t", "transpose", "permute", "getattr")  # x.T, x.mT
 
 
 def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:

@@ -198,3 +198,31 @@ def test_the_sample_has_isolated_vertices_only_if_the_graph_has():
     truth = plain_losses(model, connected, 3)
     found = Trainer(run, graph=connected, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+class Products(nn.Module):
+    """Two weights that are multiplied from the right, and one with a row for each vertex."""
+
+    def __init__(self, n, features, width):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(features, width) / 4)
+        self.second = nn.Parameter(torch.randn(width, 8) / 4)
+        self.rows = nn.Parameter(torch.randn(n, 8) / 4)
+        self.conv = pyg.GCNConv(8, 3)
+
+    def forward(self, x, edge_index):
+        x = (x @ self.first).relu()
+        x = F.linear(x, self.second.tanh().t()) + self.rows
+        return self.conv(x.relu(), edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(("features", "width"), [(60, 16), (60, 60), (7, 60)])
+def test_a_weight_with_as_many_rows_as_vertices(features, width, chunks):
+    graph = small_graph(n=60, features=features)
+    model = Products(60, features, width)
+    truth = plain_losses(model, graph, 3)
+    run = quick_config(chunks=chunks, staleness="exact", require_capture=True)
+    found = Trainer(run, graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
