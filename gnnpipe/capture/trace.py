@@ -47,7 +47,7 @@ from gnnpipe.capture.rewrite import (
 )
 from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
-from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS
+from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
@@ -77,9 +77,10 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
-        training = _record(model, method, names, graph)
+        frozen = {module for module in model.modules() if not module.training}
+        training = _record(model, method, names, graph, frozen)
         model.eval()
-        evaluation = _record(model, method, names, graph)
+        evaluation = _record(model, method, names, graph, frozen)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
@@ -118,8 +119,10 @@ class _Tracer(fx.Tracer):
     relation = ""
     """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
-    def __init__(self, names: Collection[str], graph: Graph) -> None:
+    def __init__(self, names: Collection[str], graph: Graph, frozen: Collection[nn.Module]) -> None:
+        """``frozen``: modules that stay in evaluation mode when the model trains."""
         super().__init__()
+        self.frozen = frozen
         self._names, self._types, self._made = names, graph.types, 0
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
         self._weight: fx.Proxy | None = None
@@ -192,6 +195,12 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record a module's call: by its rule, as dropout, or as ``fx.Tracer`` does."""
+        if m in self.frozen and isinstance(m, nn.Dropout):
+            return args[0] if args else kwargs["input"]
+        if m in self.frozen and type(m) in (nn.BatchNorm1d, pyg.BatchNorm):
+            found = frozen_batch_norm(m, args[0] if args else next(iter(kwargs.values())))
+            if found is not None:
+                return found
         if isinstance(m, nn.Dropout):
             return drop(args[0] if args else kwargs["input"], probability=m.p)
         if type(m) in NORMS and not any(a is not None for a in (*args[1:], *kwargs.values())):
@@ -273,8 +282,14 @@ class _Tracer(fx.Tracer):
         return not (is_sparse_tensor and isinstance(m, pyg.SAGEConv | pyg.GINConv))
 
 
-def _record(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
-    root, tracer = _ModelCall(model, method), _Tracer(names, graph)
+def _record(
+    model: nn.Module,
+    method: str,
+    names: Collection[str],
+    graph: Graph,
+    frozen: Collection[nn.Module],
+) -> fx.GraphModule:
+    root, tracer = _ModelCall(model, method), _Tracer(names, graph, frozen)
     name = type(model).__name__
     before = _random_state()
     try:

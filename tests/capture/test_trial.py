@@ -226,3 +226,40 @@ def test_a_weight_with_as_many_rows_as_vertices(features, width, chunks):
     run = quick_config(chunks=chunks, staleness="exact", require_capture=True)
     found = Trainer(run, graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+class Frozen(nn.Module):
+    """A norm and a dropout that stay in eval mode."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = pyg.GCNConv(7, 8), kind(8), pyg.GCNConv(8, 3)
+        self.drop = nn.Dropout(0.5)
+        norm = getattr(self.norm, "module", self.norm)
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        self.drop.eval()
+        return self
+
+    def forward(self, x, edge_index):
+        return self.b(self.drop(self.norm(self.a(x, edge_index))).relu(), edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, pyg.BatchNorm])
+def test_a_frozen_norm_and_dropout_are_row_wise_work(kind, chunks):
+    graph, model = small_graph(), Frozen(kind)
+    truth = plain_losses(model.train(), graph, 3)
+    before = {name: value.clone() for name, value in model.norm.named_buffers()}
+    run = quick_config(chunks=chunks, staleness="exact", require_capture=True)
+    trainer = Trainer(run, graph=graph, model=model)
+    np.testing.assert_allclose([r.loss for r in trainer.fit().history], truth, rtol=1e-8)
+    for name, value in model.norm.named_buffers():
+        assert torch.equal(value, before[name].to(value.dtype)), name
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    torch.testing.assert_close(trainer.predict(), model(x, edges).detach(), rtol=1e-8, atol=1e-10)

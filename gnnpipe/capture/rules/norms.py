@@ -45,6 +45,16 @@ def batch_norm(module: Any, x: Any, path: str) -> Any:
     return normalise(x, mean, variance, module.weight, module.bias, module.eps)
 
 
+def frozen_batch_norm(module: Any, x: Any) -> Any:
+    """BatchNorm in evaluation mode, row-wise work; None without running statistics."""
+    module = module.module if isinstance(module, pyg.BatchNorm) else module
+    if not module.track_running_stats:
+        return None
+    return normalise(
+        x, module.running_mean, module.running_var, module.weight, module.bias, module.eps
+    )
+
+
 def layer_norm(module: Any, x: Any, path: str) -> Any:
     """PyG's LayerNorm in mode 'graph': statistics of all entries of all vertices."""
     if module.mode != "graph":
@@ -163,7 +173,7 @@ def _taken_apart(layers: Any) -> tuple[Any, Any, nn.Module]:
 def _edge_conv(conv: Any, x: Any, make: Callable[[nn.Module, Any, Any], Any]) -> Any:
     """``aggr rest(norm(a_i + b_j))``, see above."""
     lin, norm, rest = _taken_apart(conv.nn)
-    if conv.node_dim != -2 or conv.decomposed_layers != 1:
+    if conv.node_dim != -2 or conv.decomposed_layers != 1 or norm in x.tracer.frozen:
         raise OtherKindError
     path = x.tracer.path_of_module(norm) if norm.track_running_stats else ""
     width = lin.in_features if isinstance(lin, nn.Linear) else lin.in_channels
