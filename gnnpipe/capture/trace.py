@@ -295,6 +295,7 @@ def _record(
     try:
         with _patched_libraries():
             recording = fx.GraphModule(root, tracer.trace(root))
+            _check_buffers(model)
             _choose_target(recording, graph.target)
     except InputError:
         raise
@@ -320,6 +321,17 @@ def _record(
             "the recording would repeat one decision in every epoch",
         )
     return recording
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raises ``InputError`` if forward has assigned a traced value to a buffer."""
+    for path, module in model.named_modules():
+        for name, value in module._buffers.items():
+            if isinstance(value, fx.Proxy):
+                hint = "a recording keeps no state between epochs"
+                refuse(
+                    f"forward assigns the buffer {path}{'.' * bool(path)}{name}", hint, value.node
+                )
 
 
 def _choose_target(recording: fx.GraphModule, target: str) -> None:

@@ -285,6 +285,12 @@ def test_memory_of_a_model_that_runs_as_it_is_is_estimated():
     assert 3 < kept[1] / kept[0] < 15
 
 
+def test_a_buffer_that_forward_assigns_is_named():
+    run = quick_config(require_capture=True)
+    with pytest.raises(InputError, match=r"forward assigns the buffer mean \(.*self\.mean = 0\.5"):
+        Trainer(run, graph=small_graph(), model=Moving()).fit()
+
+
 class Autocast(Two):
     """Computes in bf16 by itself."""
 
