@@ -86,7 +86,8 @@ class Trainer:
             plan: The plan, in place of ``config.plan``.
             world: The ranks, if they have been joined for another run of this process.
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
-                losses. The sum is divided by the number of training labels.
+                losses. The sum is divided by the number of training labels. Several labels [R, T]
+                are floats, NaN where missing.
             optimizer: An optimizer class, which gets lr, weight_decay and momentum of ``config``;
                 or a function of the whole model that returns an optimizer, with any parameter
                 groups; or an optimizer of the model's parameters.
