@@ -54,7 +54,12 @@ class BestEpoch:
         return -math.inf if math.isnan(scores.val_metric) else self._sign * scores.val_metric
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Load the kept weights, if there are any."""
+    def swap(self) -> None:
+        """Exchange the current weights with the kept ones, if there are any.
+
+        Before training continues, a second call undoes the first.
+        """
         for parameter, kept in zip(self._weights, self.kept, strict=self._keeps):
+            current = parameter.clone()
             parameter.copy_(kept)
+            kept.copy_(current)

@@ -95,6 +95,15 @@ class RunFolder:
                 "ends, or give another folder"
             ) from None
 
+    def reclaim(self) -> None:
+        """Lock the folder again, to continue its run: ``InputError`` if that cannot be done."""
+        self.is_resumed = True
+        if not (self.path / "config.toml").is_file():
+            raise InputError(
+                f"--out {str(self.path)!r}: the run's files have been removed; make a new Trainer"
+            )
+        self._claim()
+
     def release(self) -> None:
         """Unlock the folder."""
         if self._lock is not None:
@@ -228,6 +237,18 @@ def claim_folder(
     if failed:
         raise InputError(failed)
     return folder, path
+
+
+def reclaim_folder(folder: RunFolder | None, world: World) -> None:
+    """Lock the folder again on rank 0; an ``InputError`` is raised on every rank."""
+    error = None
+    try:
+        if folder is not None:
+            folder.reclaim()
+    except InputError as fault:
+        error = str(fault)
+    if failed := world.share(error):
+        raise InputError(failed)
 
 
 def _writable(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import scipy.sparse as sp
 import torch
@@ -70,10 +70,8 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         )
 
 
-def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
-    """Raise ``InputError`` for a second ``fit``, and in inference mode, which has no gradients."""
-    if was_fitted:
-        raise InputError("Trainer: fit() was called before; make a new Trainer with model=...")
+def check_can_fit(model: nn.Module | None) -> None:
+    """Raise ``InputError`` in inference mode, which has no gradients."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             "Trainer: fit() was called under torch.inference_mode(), where nothing is learned; "
@@ -85,6 +83,40 @@ def check_can_fit(was_fitted: bool, model: nn.Module | None) -> None:
                 f"model: its weight {name} was made under torch.inference_mode() and can have no "
                 "gradient; make the model outside"
             )
+
+
+def last_epoch_of(config: TrainConfig, epochs: int | None, done: int) -> int:
+    """Return the epoch up to which ``fit(epochs)`` trains after ``done`` epochs.
+
+    Raises ``InputError`` for a wrong number, and if the learning rate ends earlier.
+    """
+    is_number = isinstance(epochs, int) and not isinstance(epochs, bool)
+    if epochs is not None and not (is_number and epochs > 0):
+        raise InputError(f"fit: epochs = {epochs!r}; give a whole number of at least 1")
+    last_epoch = done + (config.epochs if epochs is None else epochs)
+    if last_epoch > config.epochs and config.lr_schedule == "cosine":
+        raise InputError(
+            f"--lr-schedule cosine: the learning rate is 0 after --epochs {config.epochs}, and "
+            f"fit is to train up to epoch {last_epoch}; make the Trainer with epochs={last_epoch} "
+            "and call fit(epochs=...) for a part of them, or pass a scheduler"
+        )
+    return last_epoch
+
+
+def check_exact_epochs(config: TrainConfig, chunks: int, last_epoch: int) -> None:
+    """Raise ``InputError`` if a run planned as exact would not be exact up to ``last_epoch``."""
+    if last_epoch <= config.epochs:
+        return
+    planned, longer = (
+        replace(config, epochs=epochs).staleness_settings_for(chunks)
+        for epochs in (config.epochs, last_epoch)
+    )
+    if planned != longer:
+        raise InputError(
+            f"--epochs {config.epochs}: so few epochs are all exact (--exact-epochs), but not all "
+            f"epochs up to {last_epoch}; make the Trainer with epochs={last_epoch} and call "
+            "fit(epochs=...) for a part of them, or with staleness='exact'"
+        )
 
 
 def _is_given(config: TrainConfig, name: str) -> bool:

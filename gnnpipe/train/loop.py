@@ -67,6 +67,8 @@ class Loop:
     """The run's folder, on every rank; ``None`` with ``--out off``."""
     progress: Progress
     identity: Mapping[str, Any]
+    last_epoch: int
+    """Number of epochs, with those of a resumed run, after which training ends."""
     scheduler: SchedulerFactory | None = None
     """The user's own learning-rate scheduler; ``None``: the one that the settings name."""
     epoch_end: Callable[[EpochRow], bool] = lambda row: False
@@ -122,6 +124,19 @@ class Loop:
         if start.stored.path.parents[1] == self.path:
             self._saved_epoch = start.epoch
 
+    @property
+    def has_no_patience(self) -> bool:
+        """Whether ``--patience`` ends training after the epochs so far."""
+        scores = self.best.scores
+        best = None if scores is None else (self.best.epoch, scores)
+        return patience_is_out(self.config, self.rows, best)
+
+    def extend(self, last_epoch: int, progress: Progress) -> None:
+        """Makes this loop, which has ended, ready to train up to epoch ``last_epoch``."""
+        self.last_epoch, self.progress = last_epoch, progress
+        self._is_over = self._is_told_to_stop = False
+        self.best.swap()  # training continues with the weights of the last epoch
+
     def _set_learning_rate(self, factor: float) -> None:
         """Replays the learning rate schedule over the epochs so far, times ``factor``."""
         self._lr_factor = factor
@@ -136,11 +151,12 @@ class Loop:
             FloatingPointError: Loss or gradients are NaN or infinite.
         """
         self._met_at = time.monotonic()
-        while len(self.rows) < self.config.epochs and not self._is_over:
+        while len(self.rows) < self.last_epoch and not self._is_over:
             self._is_over = self._epoch(len(self.rows))
             sent = astuple(self.rank_runtime.executor.epoch_bytes)
             self.sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
             self._save_or_stop(stopping)
+        self._evaluate_last()  # a checkpoint may be of a later epoch than the last one
 
     def _epoch(self, epoch: int) -> bool:
         """Trains one epoch and evaluates if due; returns whether patience has run out."""
@@ -154,7 +170,7 @@ class Loop:
         trained = time.perf_counter()
         if not executor.has_stepped and self._mend(epoch, loss):
             return False
-        last = epoch + 1 == config.epochs
+        last = epoch + 1 == self.last_epoch
         due = config.eval_every and (epoch + 1) % config.eval_every == 0
         scores = evaluate(self.rank_runtime, mesh) if last or due else None
         if scores and config.check_weights:
@@ -195,7 +211,7 @@ class Loop:
                 float(is_first and self._wants_checkpoint(False)),
             ]
         )
-        is_last = self._is_over or len(self.rows) == self.config.epochs
+        is_last = self._is_over or len(self.rows) >= self.last_epoch
         if is_told and not is_last:
             self._is_over = is_last = True
             self.progress.say(f"stopped after epoch {len(self.rows)}: a callback asked for it")

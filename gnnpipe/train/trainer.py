@@ -30,7 +30,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
 from gnnpipe.profile.links import receive_bandwidth
 from gnnpipe.profile.predict import Predictor, check_profile_file
-from gnnpipe.run.folder import RunFolder, claim_folder
+from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
@@ -42,7 +42,13 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.runtime.memory_use import held_bytes, held_memory, reset_peak
 from gnnpipe.setup.build import RankRuntime, build_rank
-from gnnpipe.setup.inputs import check_can_fit, check_parts, warn_of_vain_rounding
+from gnnpipe.setup.inputs import (
+    check_can_fit,
+    check_exact_epochs,
+    check_parts,
+    last_epoch_of,
+    warn_of_vain_rounding,
+)
 from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
@@ -115,7 +121,9 @@ class Trainer:
         self._prepared: Prepared | None = None
         self._mesh: Mesh | None = None
         self._rank_runtime: RankRuntime | None = None
-        self._fitted = False
+        self._loop: Loop | None = None
+        self._predictor: Predictor | None = None
+        self._is_fitting = False
         self._stopping = Stopping(config.time_limit_s)
 
     @property
@@ -156,8 +164,15 @@ class Trainer:
         assert self._mesh is not None
         return self._mesh, self._prepared
 
-    def fit(self) -> RunResult:
-        """Trains for ``epochs`` epochs and writes the run's folder (``out="off"``: no folder).
+    def fit(self, epochs: int | None = None) -> RunResult:
+        """Trains and writes the run's folder (``out="off"``: no folder).
+
+        A second call trains more epochs in the same folder, with the same optimizer, scheduler and
+        history tables. Its result has all epochs so far.
+
+        Args:
+            epochs: Number of epochs that this call trains; ``None``: ``config.epochs``, which for a
+                resumed run includes the epochs of its checkpoint.
 
         Raises:
             InputError: Before training, if the config, the data or the folder cannot be used.
@@ -165,20 +180,23 @@ class Trainer:
             LostRankError: Another rank has ended or is silent.
             StoppedError: A signal or the time limit has stopped the run.
         """
-        config = self.config
-        check_can_fit(self._fitted, self._model)
-        self._fitted = True
+        check_can_fit(self._model)
+        last_epoch = self._last_epoch(epochs)
         world = self._join()
-        # The folder first, to fail before a long read and partition.
-        again = restarted(config, world)
-        if again is not None:
-            self._stopping.began(seconds_so_far(again))
-        resumed = [run for run in (again, self._resume) if run is not None]
-        folder, path = claim_folder(config, world, resumed[0] if resumed else None)
+        if len(set(world.gather(last_epoch))) > 1:
+            raise InputError("fit: epochs differs between ranks; call it with the same on each")
+        folder, path, resumed = self._claim(world)
         log = RankLog(path, world.rank)
         try:
             with _without_autocast(world), world.on_own_cores():
-                return self._fit(world, folder, path, resumed, log)
+                if self._loop is None:
+                    self._loop = self._begin(world, folder, path, resumed, last_epoch)
+                else:
+                    self._go_on(self._loop, last_epoch)
+                self._is_fitting = True
+                result = self._fit(self._loop, log)
+                self._is_fitting = False
+                return result
         except InputError:
             raise  # the folder stays as it was
         except StoppedError as error:
@@ -194,46 +212,101 @@ class Trainer:
             if folder is not None:
                 folder.release()
 
-    def _fit(
+    def _last_epoch(self, epochs: int | None) -> int:
+        """Returns the epoch up to which ``fit(epochs)`` trains."""
+        if self._is_fitting:
+            raise InputError(
+                "Trainer: fit() was called while it runs, or after it ended with an error; go on "
+                "with a new Trainer(..., resume=RUN)"
+            )
+        loop, config = self._loop, self.config
+        if loop is None and self._resume is not None and epochs is not None:
+            raise InputError(
+                f"fit: epochs = {epochs!r}: a resumed run is trained up to config.epochs; leave it "
+                'out, and set this number by resumed_config(run, {"epochs": ...})'
+            )
+        # A restart by torchrun may have begun at a checkpoint of a later call.
+        done = 0 if loop is None else min(len(loop.rows), loop.last_epoch)
+        last_epoch = last_epoch_of(config, epochs, done)
+        if loop is not None and loop.has_no_patience:
+            raise InputError(
+                f"--patience {config.patience}: has stopped the run after epoch {done}; go on with "
+                "more: Trainer(..., resume=RUN)"
+            )
+        return last_epoch
+
+    def _claim(self, world: World) -> tuple[RunFolder | None, Path | None, list[Path]]:
+        """Returns the locked folder, its path, and the folders of runs to resume from."""
+        if self._loop is not None:
+            reclaim_folder(self._loop.folder, world)
+            return self._loop.folder, self._loop.path, []
+        # The folder first, to fail before a long read and partition.
+        again = restarted(self.config, world)
+        if again is not None:
+            self._stopping.began(seconds_so_far(again))
+        resumed = [run for run in (again, self._resume) if run is not None]
+        return *claim_folder(self.config, world, resumed[0] if resumed else None), resumed
+
+    def _begin(
         self,
         world: World,
         folder: RunFolder | None,
         path: Path | None,
         resumed: Sequence[Path],
-        log: RankLog,
-    ) -> RunResult:
+        last_epoch: int,
+    ) -> Loop:
+        """Reads, plans and builds the run, at the checkpoint that it is resumed from."""
         config = self.config
         start, message = self._find_start(world, resumed)
         check_profile_file(config, world)
         mesh, prepared = self._setup(start)
+        check_exact_epochs(config, prepared.plan.chunks, last_epoch)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
-        progress = Progress(
-            config.epochs, prepared.metric, is_visible=mesh.rank == 0 and not config.quiet
-        )
+        progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
             progress.say(line)
-        predictor, rank_runtime = self._predict_and_build(progress, start)
+        epochs = last_epoch - (0 if start is None else start.epoch)
+        self._predictor, rank_runtime = self._predict_and_build(progress, epochs)
         optimizer = rank_runtime.executor.optimizer
         assert optimizer is not None
         identity = identity_of(config, prepared, optimizer, self._scheduler is not None)
-        parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity)
+        parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity, last_epoch)
         loop = Loop(
             *parts,
             scheduler=self._scheduler,
             epoch_end=partial(self._callbacks.epoch_end, self),
             checkpoint_end=partial(self._callbacks.checkpoint, self),
         )
-        self._open(loop, start)
+        if start is not None:
+            loop.take(start)
+            loop.progress.start_at(start.epoch)
+        return loop
+
+    def _go_on(self, loop: Loop, last_epoch: int) -> None:
+        """Makes the loop of an earlier ``fit`` ready for more epochs."""
+        check_exact_epochs(self.config, loop.prepared.plan.chunks, last_epoch)
+        loop.extend(last_epoch, self._progress(last_epoch))
+        loop.progress.start_at(len(loop.rows))
+
+    def _progress(self, last_epoch: int) -> Progress:
+        mesh, prepared = self._setup()
+        is_visible = mesh.rank == 0 and not self.config.quiet
+        return Progress(last_epoch, prepared.metric, is_visible)
+
+    def _fit(self, loop: Loop, log: RankLog) -> RunResult:
+        """Trains up to the loop's last epoch and writes the result."""
+        mesh, prepared, folder, progress = loop.mesh, loop.prepared, loop.folder, loop.progress
+        self._open(loop)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
         self._callbacks.fit_start(self, mesh.rank)
         link_bytes_per_s = receive_bandwidth(mesh)
         self._run(loop, log)
         give_back()  # otherwise the memory of an epoch and of the result add up
-        loop.best.restore()
+        loop.best.swap()
         weights = self._collect(mesh, prepared)
         record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes)
         result = gather_result(
-            mesh, prepared, rank_runtime, record, path, link_bytes_per_s, predictor
+            mesh, prepared, loop.rank_runtime, record, loop.path, link_bytes_per_s, self._predictor
         )
         if folder is not None:
             if result.timeline or result.predicted_timeline:
@@ -254,11 +327,10 @@ class Trainer:
         return start, message
 
     def _predict_and_build(
-        self, progress: Progress, start: Start | None
+        self, progress: Progress, epochs: int
     ) -> tuple[Predictor | None, RankRuntime]:
         """Predicts the time of an epoch if the config asks for it, and allocates this rank."""
         mesh, prepared = self._setup()
-        epochs = self.config.epochs - (0 if start is None else start.epoch)
         reset_peak(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         with held_memory(mesh.device):  # measured with the heap settings of the epochs
@@ -268,18 +340,16 @@ class Trainer:
         # Memory that the prediction leaves in the heap must not count as memory of the graph.
         return predictor, replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
 
-    def _open(self, loop: Loop, start: Start | None) -> None:
-        """Continues from a checkpoint if there is one, and opens the run's folder."""
-        if start is not None:
-            loop.take(start)
-            loop.progress.start_at(start.epoch)
+    def _open(self, loop: Loop) -> None:
+        """Opens the run's folder, and writes the rows of the epochs so far."""
         if loop.folder is None:
             return
         remove_unfinished(loop.folder.path)
         prepared = loop.prepared
-        loop.folder.open(self._written(prepared), prepared.plan, prepared.program_text())
-        if start is not None:
-            loop.folder.rewrite(start.rows)
+        written = self._written(prepared, loop.last_epoch)
+        loop.folder.open(written, prepared.plan, prepared.program_text())
+        if loop.rows:
+            loop.folder.rewrite(loop.rows)
         loop.progress.say(f"run folder: {loop.folder.path}")
 
     def _run(self, loop: Loop, log: RankLog) -> None:
@@ -295,10 +365,11 @@ class Trainer:
                 raise KeyboardInterrupt(loop.interrupted()) from None
         log.say(f"{len(loop.rows)} epochs are done")
 
-    def _written(self, prepared: Prepared) -> TrainConfig:
+    def _written(self, prepared: Prepared, last_epoch: int) -> TrainConfig:
         """Returns the config that is written to the run's folder."""
         # A relative path would be another file for a resume from another folder.
-        written = replace(self.config, model=absolute_name(self.config.model))
+        model, epochs = absolute_name(self.config.model), max(self.config.epochs, last_epoch)
+        written = replace(self.config, model=model, epochs=epochs)
         if self._graph is not None:
             # Not a dataset name, so that repeating the run cannot train another graph.
             written = replace(written, dataset=f"passed-in:{prepared.graph.name}")

@@ -245,10 +245,6 @@ def test_parts_of_the_wrong_kind_are_refused():
         Trainer(config, graph=object()).fit()
     with pytest.raises(InputError, match="--split"):
         Trainer(replace(config, split="60/20/20"), graph=small_graph()).fit()
-    trainer = Trainer(replace(config, epochs=1), graph=small_graph())
-    trainer.fit()
-    with pytest.raises(InputError, match="called before"):
-        trainer.fit()
     two = plan_of_runs(((0, 1), (1, 3)), 1, 1)
     with pytest.raises(InputError, match="plan: need 2 ranks, not 1"):
         Trainer(config, graph=small_graph(), plan=two).fit()
