@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
     from gnnpipe.train.callbacks import Callback
+    from gnnpipe.train.loggers import TensorBoardLogger, WandbLogger
     from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
 
@@ -30,8 +31,10 @@ __all__ = [
     "RunResult",
     "SeedsResult",
     "StoppedError",
+    "TensorBoardLogger",
     "TrainConfig",
     "Trainer",
+    "WandbLogger",
     "__version__",
     "fit_seeds",
     "info",
@@ -49,8 +52,10 @@ _HOME = {
     "info": "gnnpipe.run.info",
     "RunResult": "gnnpipe.run.result",
     "SeedsResult": "gnnpipe.train.multi_seed",
+    "TensorBoardLogger": "gnnpipe.train.loggers",
     "TrainConfig": "gnnpipe.config",
     "Trainer": "gnnpipe.train.trainer",
+    "WandbLogger": "gnnpipe.train.loggers",
     "fit_seeds": "gnnpipe.train.multi_seed",
     "resumed_config": "gnnpipe.run.resume",
 }

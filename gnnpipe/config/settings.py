@@ -47,6 +47,9 @@ class StalenessSettings:
     gradient norm of the last epochs; 0: never."""
 
 
+LOGGERS = ("tensorboard", "wandb")
+"""Names in ``--log``."""
+
 # The released code of arXiv 2308.10087 refreshes the snapshot every 23 epochs.
 PRESETS = {
     "none": StalenessSettings(False, 1, 1.0, False),
@@ -286,6 +289,11 @@ class Settings:
     out: str = _output(
         "", "run folder (default runs/<dataset>-<model>-<time>; 'off': write nothing)"
     )
+    log: str = _output(
+        "",
+        "also send losses, learning rate, times and scores to tensorboard (files in the run "
+        "folder), to wandb, or to both: tensorboard,wandb (metrics.csv is always written)",
+    )
     quiet: bool = _output(False, "print nothing while training")
     predict: bool = _output(
         True,
@@ -321,6 +329,11 @@ class Settings:
         names = [f.name for f in dataclasses.fields(self) if f.name not in RANKS_MAY_DIFFER]
         found = {flag(name): getattr(self, name) for name in names}
         return {k: v.rsplit("/", 1)[-1] if isinstance(v, str) else v for k, v in found.items()}
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """The names in ``log``."""
+        return tuple(self.log.split(",")) if self.log else ()
 
     @property
     def kept_epoch(self) -> str:

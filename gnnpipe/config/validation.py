@@ -6,7 +6,7 @@ import math
 import re
 
 from gnnpipe.config.fields import flag
-from gnnpipe.config.settings import Settings
+from gnnpipe.config.settings import LOGGERS, Settings
 from gnnpipe.errors import InputError
 
 
@@ -30,6 +30,13 @@ def check_combinations(config: Settings) -> None:
     _check_checkpoints(config)
     check_staleness(config, config.chunks)
     _check_plan(config)
+    unknown = [name for name in config.loggers if name not in LOGGERS]
+    if unknown:
+        also = " (metrics.csv in the run folder is always written)" if "csv" in unknown else ""
+        raise InputError(
+            f"--log {config.log!r}: {unknown[0]!r} is not known{also}; try {', '.join(LOGGERS)} or "
+            f"both: {','.join(LOGGERS)}"
+        )
     if config.profile and not config.predict:
         raise InputError(
             f"--profile {config.profile!r}: not used with --no-predict; leave one of the two out"

@@ -29,6 +29,10 @@ class RunningTrainer(Protocol):
     def plan(self) -> Plan:
         """The plan of the run."""
 
+    @property
+    def path(self) -> Path | None:
+        """The run folder; ``None`` with ``out="off"``."""
+
     def evaluate(self) -> Scores:
         """Return exact scores with the current weights."""
 

@@ -56,6 +56,7 @@ from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
 from gnnpipe.train.callbacks import Callback, Callbacks
 from gnnpipe.train.evaluate import evaluate, results_by_chunk
+from gnnpipe.train.loggers import with_loggers
 from gnnpipe.train.loop import Loop
 
 
@@ -116,7 +117,7 @@ class Trainer:
         self._planner = None if plan is None else GivenPlan(plan)
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._callbacks = Callbacks(callbacks)
+        self._callbacks = Callbacks(with_loggers(config, callbacks))
         self._resume = None if resume is None else Path(resume)
         self._prepared: Prepared | None = None
         self._mesh: Mesh | None = None
@@ -135,6 +136,11 @@ class Trainer:
     def plan(self) -> Plan:
         """The plan of the run."""
         return self._setup()[1].plan
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder; ``None`` before ``fit`` and without a folder."""
+        return None if self._loop is None else self._loop.path
 
     def _join(self) -> World:
         """Joins the other ranks, once."""
