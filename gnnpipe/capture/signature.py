@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from gnnpipe.capture.fx_names import refuse
 from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.output import warn
 
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 
@@ -75,11 +75,9 @@ def _that_work(
     fault = _fault(model, method, graph, [*needed, *optional])
     if _fault(model, method, graph, needed) is not None:
         return optional
-    warnings.warn(
+    warn(
         f"model: {type(model).__name__} is called without {' and '.join(optional)}, with which it "
-        f"fails ({str(fault).removeprefix('model: ')})",
-        UserWarning,
-        stacklevel=2,
+        f"fails ({str(fault).removeprefix('model: ')})"
     )
     return []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import random
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +51,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import AdjacencyForm
+from gnnpipe.output import warn
 
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
 
@@ -93,11 +93,9 @@ def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -
     observed = _observed(training)
     training.graph.eliminate_dead_code()
     for path in sorted(observed - _observed(training)):
-        warnings.warn(
+        warn(
             f"model: {path.removeprefix('model.')} has a call whose result is never used; its "
-            "running statistics leave that call out, where plain PyG counts it",
-            UserWarning,
-            stacklevel=2,
+            "running statistics leave that call out, where plain PyG counts it"
         )
     for call in list(training.graph.nodes):
         if call.op == "placeholder" and not call.users:

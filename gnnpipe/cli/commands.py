@@ -14,6 +14,7 @@ from typing import Any
 from gnnpipe.cli.parser import Parser, add_settings, config_of, number
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import ExitCode, InputError
+from gnnpipe.output import say
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
 from gnnpipe.version import __version__
@@ -96,8 +97,8 @@ def _train(options: argparse.Namespace) -> int:
 
     world = join_world(config)
     found = fit_seeds(config, options.seeds, world=world)
-    if world.rank == 0 and not config.quiet:
-        print("\n".join(found.lines()), flush=True)
+    for line in found.lines() if world.rank == 0 else ():
+        say(line, config.quiet)
     world.leave()
     return ExitCode.DONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,20 +11,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from gnnpipe.output import LOGGER, is_shown
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.summary import score
 
 
 class Progress:
-    """Prints progress on rank 0; a context manager around the training loop.
+    """Logs and prints progress on rank 0; a context manager around the training loop.
 
-    The other ranks have a ``Progress`` that prints nothing.
+    The other ranks have a ``Progress`` that does neither.
     """
 
-    def __init__(self, epochs: int, metric: str, is_visible: bool) -> None:
+    def __init__(self, epochs: int, metric: str, is_first: bool, is_quiet: bool) -> None:
         self.epochs = epochs
+        self._is_first = is_first
         self.metric = "" if metric == "accuracy" else f"{metric}: "
-        self.is_visible = is_visible
+        self.is_visible = is_first and not is_quiet and not is_shown(logging.INFO)
         self.console = Console(highlight=False, soft_wrap=True)
         self._done = 0
         self._live: RichProgress | None = None
@@ -32,7 +35,9 @@ class Progress:
         self._update: Callable[[str], None] = lambda text: None
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Log a line, and print it."""
+        if self._is_first:
+            LOGGER.info(text)
         if self.is_visible:
             self.console.print(text, markup=False)
 
@@ -67,7 +72,7 @@ class Progress:
 
     def epoch(self, row: EpochRow) -> None:
         """Show an epoch; a log shows evaluated epochs and one epoch every ten seconds."""
-        if not self.is_visible:
+        if not self._is_first:
             return
         text = f"loss {row.loss:.4f}"
         if row.scores is not None:
@@ -78,9 +83,12 @@ class Progress:
             )
         if self._live is not None:
             self._update(text + self._scores)
-            return
         now = time.monotonic()
         if row.scores is not None or row.epoch in (1, self.epochs) or now - self._last > 10:
             self._last = now
             scores = self._scores if row.scores is not None else ""
-            self.say(f"epoch {row.epoch}/{self.epochs}  {text}{scores}  {row.epoch_time_s:.3f} s")
+            line = f"epoch {row.epoch}/{self.epochs}  {text}{scores}  {row.epoch_time_s:.3f} s"
+            if self._live is None:
+                self.say(line)
+            else:
+                LOGGER.info(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields, replace
 
 import scipy.sparse as sp
@@ -22,6 +21,7 @@ from gnnpipe.machine import memory_bytes
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
+from gnnpipe.output import warn
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
@@ -253,11 +253,9 @@ def _warn_of_other_type(model: nn.Module, dtype: torch.dtype, world: World) -> N
     other = kinds - {dtype, torch.get_default_dtype()}
     if other and world.rank == 0:
         found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in other))
-        warnings.warn(
+        warn(
             f"model: has weights in {found}, trained in --dtype {str(dtype).removeprefix('torch.')}"
-            "; float32 and float64 can be chosen",
-            UserWarning,
-            stacklevel=2,
+            "; float32 and float64 can be chosen"
         )
 
 
@@ -274,11 +272,9 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
         how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
         if graph.has_weighted_adjacency:
             how = "convolutions that multiply by adj_t"
-        warnings.warn(
+        warn(
             f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}; a PyG "
-            f"model with {how} would read it",
-            UserWarning,
-            stacklevel=2,
+            f"model with {how} would read it"
         )
     return graph.reduced_to(model.edge_inputs)
 
@@ -315,7 +311,7 @@ def warn_of_vain_rounding(
             "see docs/how-to/speed-up-a-run.md"
         )
     if found:
-        warnings.warn(f"--matmul-dtype bf16: {found}", UserWarning, stacklevel=2)
+        warn(f"--matmul-dtype bf16: {found}")
 
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
@@ -337,11 +333,7 @@ def _warn_of_unread(config: TrainConfig) -> None:
         for name in MODELS[other].reads_settings:
             value = getattr(config, name)
             if name not in read and _is_given(config, name):
-                warnings.warn(
-                    f"{flag(name)} {value}: --model {config.model} does not read it, {other} does",
-                    UserWarning,
-                    stacklevel=2,
-                )
+                warn(f"{flag(name)} {value}: --model {config.model} does not read it, {other} does")
 
 
 def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:

@@ -6,7 +6,6 @@ Allocates only the graph and the model. ``gnnpipe info`` stops here; a run goes 
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from typing import Any
 
@@ -28,6 +27,7 @@ from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
+from gnnpipe.output import warn
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
 from gnnpipe.planner import (
@@ -320,8 +320,4 @@ def _warn_of_norms(model: ModelGraph) -> None:
     what += "by --staleness auto"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
-    warnings.warn(
-        f"model: {model.name} {what}; exact with --chunks 1 or --staleness exact",
-        UserWarning,
-        stacklevel=4,
-    )
+    warn(f"model: {model.name} {what}; exact with --chunks 1 or --staleness exact")

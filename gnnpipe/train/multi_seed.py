@@ -17,6 +17,7 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.output import say
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
@@ -118,8 +119,8 @@ def fit_seeds(
     results: list[RunResult] = []
     made: list[nn.Parameter] = []
     for seed in range(config.seed, config.seed + count):
-        if met.rank == 0 and not config.quiet:
-            print(f"seed {seed} ({len(results) + 1} of {count})", flush=True)
+        if met.rank == 0:
+            say(f"seed {seed} ({len(results) + 1} of {count})", config.quiet)
         # Only rank 0 writes, so only it needs the path.
         out = str(folder.path / f"seed-{seed}") if folder else "off"
         model = None

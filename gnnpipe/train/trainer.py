@@ -296,8 +296,7 @@ class Trainer:
 
     def _progress(self, last_epoch: int) -> Progress:
         mesh, prepared = self._setup()
-        is_visible = mesh.rank == 0 and not self.config.quiet
-        return Progress(last_epoch, prepared.metric, is_visible)
+        return Progress(last_epoch, prepared.metric, mesh.rank == 0, self.config.quiet)
 
     def _fit(self, loop: Loop, log: RankLog) -> RunResult:
         """Trains up to the loop's last epoch and writes the result."""

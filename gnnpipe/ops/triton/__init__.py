@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
+from gnnpipe.output import warn
 
 __all__ = ["captured", "fault_on", "works_on"]
 
@@ -39,12 +40,10 @@ def fault_on(device: torch.device) -> str | None:
         importlib.import_module("gnnpipe.ops.triton.spmm").try_out(device)
     except Exception as error:  # of Triton's compiler, the C compiler or the driver
         why = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-        warnings.warn(
+        warn(
             f"Triton is installed, but its kernels do not run on {device} ({why}): torch's own, "
             "slower ones are used. Triton needs a C compiler (gcc or clang), Python's headers and "
-            "a GPU of compute capability 7.0 or more",
-            UserWarning,
-            stacklevel=2,
+            "a GPU of compute capability 7.0 or more"
         )
         return why
     return None
