@@ -9,10 +9,15 @@ import threading
 import time
 
 import pytest
+from helpers import small_graph
+from resume_runs import config, table
+from test_failure import begun, launch
 
+from gnnpipe import Callback, Trainer, resumed_config
 from gnnpipe.files import how_to_write
-from gnnpipe.run.signals import Stopping
+from gnnpipe.run.signals import INTERRUPTED, Stopping
 from gnnpipe.tools.collective_check import round_trip
+from gnnpipe.train import loop
 
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 
@@ -73,8 +78,141 @@ def test_an_interrupt_before_the_first_checkpoint(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, told
-    advice = f"start again with another --out, or without {run} (it holds no checkpoint)"
-    assert told.splitlines() == [f"gnnpipe: interrupted; {advice}"]
+    (newest,) = (run / "checkpoints").iterdir()
+    assert newest.name == f"epoch-{len(table(run)):06d}"
+    line = f"interrupted; go on with --resume {run} (the newest checkpoint is {newest.name})"
+    assert told.splitlines() == [f"gnnpipe: {line}"]
+
+
+LONG_EPOCH = """
+import hashlib, sys, time
+from pathlib import Path
+from gnnpipe.train import loop
+real = loop.train_epoch
+def long(rank_runtime, mesh, program, order, epoch):
+    if epoch == 2:
+        flag.touch()
+        {wait}
+    return real(rank_runtime, mesh, program, order, epoch)
+loop.train_epoch = long
+from gnnpipe.__main__ import run
+out, flag = sys.argv[1], Path(sys.argv[2])
+sys.argv[1:] = ["train", "--dataset", "karate", "--checkpoint-every", "1", "--out", out]
+sys.exit(run())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        ("time.sleep(600)", "interrupted; go on with --resume {} (the newest checkpoint is epoch-"),
+        # Python's handlers are not called until it returns.
+        ("hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**9)", "the epoch did not end within 1 s"),
+    ],
+    ids=["in Python", "in C"],
+)
+def test_a_second_interrupt_ends_a_long_epoch(tmp_path, wait, told):
+    run, flag = tmp_path / "run", tmp_path / "flag"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_EPOCH.format(wait=wait), str(run), str(flag)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(flag.exists, process)
+        process.send_signal(signal.SIGINT)
+        while (line := process.stdout.readline()) and "again: at once" not in line:
+            pass
+        assert line == f"{INTERRUPTED}\n"
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    (line,) = error.splitlines()
+    assert line.startswith(f"gnnpipe: {told.format(run)}")
+    newest = max(path.name for path in (run / "checkpoints").iterdir())
+    assert newest == "epoch-000002"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "torchrun alone"])
+def test_an_interrupt_of_torchrun_leaves_a_checkpoint(tmp_path, whole_group):
+    """A terminal sends Ctrl-C to torchrun and to the ranks, and torchrun sends it to them again."""
+    out = tmp_path / "run"
+    process = launch(out)
+    try:
+        begun(process, out)
+        if whole_group:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=90)[0]
+    finally:
+        process.kill()
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("epoch-")) == len(table(out))
+    line = f"interrupted; go on with --resume {out} (the newest checkpoint is {checkpoint.name})"
+    assert told.count(f"gnnpipe: {line}") == 1
+
+
+def interrupt_in(epoch, monkeypatch):
+    real = loop.train_epoch
+
+    def train(rank_runtime, mesh, program, order, number):
+        if number + 1 == epoch:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(rank_runtime, mesh, program, order, number)
+
+    monkeypatch.setattr(loop, "train_epoch", train)
+
+
+def test_an_interrupted_run_is_resumed_to_the_bit(tmp_path, monkeypatch, capsys):
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    Trainer(config(whole), small_graph()).fit()
+    with monkeypatch.context() as patched:
+        interrupt_in(4, patched)
+        with pytest.raises(KeyboardInterrupt, match=f"go on with --resume {out}"):
+            Trainer(config(out, quiet=False), small_graph()).fit()
+    assert len(table(out)) == 4
+    assert capsys.readouterr().out.count(INTERRUPTED) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    Trainer(resumed_config(out, {"quiet": True}), small_graph(), resume=out).fit()
+    assert table(out) == table(whole)
+
+
+def test_an_interrupt_in_the_last_epoch_leaves_the_result(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    interrupt_in(3, monkeypatch)
+    with pytest.raises(KeyboardInterrupt, match=f"the run has ended; its folder is {out}"):
+        Trainer(config(out, epochs=3), small_graph()).fit()
+    assert (out / "result.json").exists()
+
+
+def test_without_a_folder_an_interrupt_ends_the_run_at_once(monkeypatch):
+    epochs = []
+    interrupt_in(2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt, match="nothing was written"):
+        Trainer(config("off"), small_graph(), callbacks=[Notes(epochs)]).fit()
+    assert epochs == [1]
+
+
+class Notes(Callback):
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_epoch_end(self, trainer, row):
+        self.epochs.append(row.epoch)
+
+
+def test_an_ignored_interrupt_stays_ignored(tmp_path, monkeypatch):
+    """As in a job that a shell put into the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt_in(2, monkeypatch)
+    assert len(Trainer(config(tmp_path / "run"), small_graph()).fit().history) == 9
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from gnnpipe.run.resume import (
     patience_is_out,
     state_text,
 )
-from gnnpipe.run.signals import Stopping
+from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.prepared import Prepared
@@ -146,7 +146,8 @@ class Loop:
         """Trains up to the last epoch, or until patience runs out.
 
         Raises:
-            StoppedError: A signal or the time limit.
+            StoppedError: SIGTERM or the time limit.
+            KeyboardInterrupt: Ctrl-C.
             FailedError: A checkpoint cannot be written.
             FloatingPointError: Loss or gradients are NaN or infinite.
         """
@@ -220,7 +221,10 @@ class Loop:
         if (stops or saves) and self.rows and self._saved_epoch != len(self.rows):
             self._save()
         if stops:
-            reason = next(filter(None, self.mesh.gather(stopping.reason)), "told to stop")
+            reasons = self.mesh.gather(stopping.reason)
+            if SIGINT in reasons:
+                raise KeyboardInterrupt
+            reason = next(filter(None, reasons), "told to stop")
             where = "nothing was written (--out off)"
             if self.path is not None:
                 where = f"go on with --resume {self.path}"

@@ -35,7 +35,7 @@ from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
-from gnnpipe.run.signals import Stopping
+from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -184,7 +184,8 @@ class Trainer:
             InputError: Before training, if the config, the data or the folder cannot be used.
             FloatingPointError: The loss is NaN or infinite.
             LostRankError: Another rank has ended or is silent.
-            StoppedError: A signal or the time limit has stopped the run.
+            StoppedError: SIGTERM or the time limit has stopped the run.
+            KeyboardInterrupt: Ctrl-C, after the epoch and a checkpoint; a second one: at once.
         """
         check_can_fit(self._model)
         last_epoch = self._last_epoch(epochs)
@@ -205,8 +206,8 @@ class Trainer:
                 return result
         except InputError:
             raise  # the folder stays as it was
-        except StoppedError as error:
-            log.say(str(error))
+        except (StoppedError, KeyboardInterrupt) as error:
+            log.say(str(error) or "interrupted")
             raise
         except BaseException as error:
             log.failed(error)
@@ -321,6 +322,8 @@ class Trainer:
         for line in result_lines(result):
             progress.say(line)
         self._callbacks.fit_end(self, result)
+        if SIGINT in mesh.gather(self._stopping.reason):  # heard in the last epoch
+            raise KeyboardInterrupt(f"the run has ended; its folder is {loop.path}")
         return result
 
     def _find_start(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
@@ -363,6 +366,8 @@ class Trainer:
         log.say(f"process {os.getpid()} on {platform.node()}: {executor.doing}")
         silence_s = self.config.timeout_s * SILENCE_SHARE
         heartbeat = Heartbeat(loop.mesh, silence_s, lambda: executor.doing, log.gave_up)
+        # Without a folder there is nothing to save, so Ctrl-C ends the run at once.
+        self._stopping.tell = None if loop.path is None else loop.progress.say
         with held_memory(device), loop.progress, self._stopping, heartbeat:
             try:
                 loop.run(self._stopping)
