@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from gnnpipe.errors import InputError
+from gnnpipe.errors import FailedError, InputError
+from gnnpipe.graph.partition import metis_process
+from gnnpipe.graph.partition.metis_process import part_graph
 from gnnpipe.graph.partition.runs import parts_of_runs
 from gnnpipe.graph.partition.task import PARTITIONERS, Objective, PartitionTask, Parts
+
+LONG_NNZ = 1_000_000
+"""Adjacency entries above which METIS can take longer than a second, and runs in a process of its
+own, where Ctrl-C and SIGTERM end it."""
 
 
 def metis_version() -> str:
@@ -37,29 +52,66 @@ def metis(task: PartitionTask) -> Parts:
     if task.objective is Objective.ROWS:
         tries = 32_000_000 // (task.adjacency.nnz * parts)  # a few seconds at most
         options = {"objtype": 1, "ufactor": 60, "niter": 30, "ncuts": max(1, min(10, tries))}
-    part = np.asarray(_call_pymetis(task, options), dtype=np.int32)
-    return _with_least(part, task)
+    return _with_least(_call_pymetis(task, options), task)
 
 
-def _call_pymetis(task: PartitionTask, options: dict[str, int]) -> Sequence[int]:
+def _call_pymetis(task: PartitionTask, options: dict[str, int]) -> Parts:
     """METIS by pymetis, else by the ``metis`` wrapper around a METIS library of the machine."""
-    try:
-        import pymetis
-    except ImportError:
-        return _call_wrapper(task, options)
-    width = pymetis.zero_copy_dtype()
     # + 1: METIS draws from C's rand, for which the seeds 0 and 1 are the same
-    chosen = pymetis.Options(seed=(task.seed + 1) % 2**31, **options)
-    indptr, indices = task.adjacency.indptr, task.adjacency.indices
-    part: Sequence[int] = pymetis.part_graph(
-        task.parts,
-        pymetis.CSRAdjacency(indptr.astype(width), indices.astype(width)),
-        vweights=task.work.astype(width),
-        tpwgts=_targets(task),
-        recursive=False,
-        options=chosen,
-    )[1]
-    return part
+    chosen = {"seed": (task.seed + 1) % 2**31, **options}
+    is_long = task.adjacency.nnz > LONG_NNZ and bool(sys.executable)
+    run = _in_process if is_long and find_spec("pymetis") is not None else part_graph
+    arrays = (task.adjacency.indptr, task.adjacency.indices, task.work)
+    try:
+        return run(arrays, task.parts, _targets(task), chosen)
+    except ImportError:
+        return np.asarray(_call_wrapper(task, options), dtype=np.int32)
+
+
+def _in_process(
+    arrays: Sequence[npt.NDArray[Any]],
+    parts: int,
+    targets: Sequence[float] | None,
+    options: Mapping[str, int],
+) -> Parts:
+    """``part_graph`` in a process of its own, which ends with this one and on any exception."""
+    arrays = [np.ascontiguousarray(array) for array in arrays]
+    request = {
+        "arrays": [(array.dtype.str, len(array)) for array in arrays],
+        "parts": parts,
+        "targets": targets,
+        "options": options,
+        "parent": os.getpid(),
+    }
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", metis_process.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin as to, process.stdout as back:
+            try:
+                with contextlib.suppress(BrokenPipeError):  # if it has failed
+                    to.write(json.dumps(request).encode() + b"\n")
+                    for array in arrays:
+                        to.write(array.data.cast("B"))
+                    to.flush()
+                found = back.read()
+                code = process.wait()
+            finally:
+                process.kill()
+                process.wait()
+        if code == 0:
+            return np.frombuffer(found, dtype=np.int32)
+        errors.seek(0)
+        text = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+    reason = f"was ended by signal {-code} (out of memory?)" if code < 0 else f"failed: {text}"
+    raise FailedError(f"--partitioner 'metis': METIS {reason}; try --partitioner range")
 
 
 def _call_wrapper(task: PartitionTask, options: dict[str, int]) -> Sequence[int]:
