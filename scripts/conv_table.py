@@ -226,9 +226,9 @@ def page() -> str:
         "- *without messages*: runs on a block, by a "
         "[kernel of gnnpipe](../adr/0024-attention-without-messages.md) that makes no tensor with "
         "a row for each edge.",
-        "- *not recorded*: would give other results when it is computed chunk by chunk. A model with "
-        "it runs as it is on one rank in one chunk, as in plain PyG, and is refused otherwise. The "
-        "note is the message.",
+        "- *not recorded*: would give other results when it is computed chunk by chunk. A model "
+        "with it runs as it is on one rank in one chunk, as in plain PyG, and is refused "
+        "otherwise. The note is the message.",
         "- *does not apply*: needs another kind of input, or a library.",
         "- *n aggregations*: how often the convolution aggregates neighbours.",
         "",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +24,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
 from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
+from gnnpipe.output import warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
@@ -465,11 +465,9 @@ def _without_autocast(world: World) -> Iterator[None]:
     """
     active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if active and world.rank == 0:
-        warnings.warn(
+        warn(
             "torch.autocast: has no effect on a Trainer, which computes in --dtype; try "
-            "--matmul-dtype bf16",
-            UserWarning,
-            stacklevel=4,
+            "--matmul-dtype bf16"
         )
     had_cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
