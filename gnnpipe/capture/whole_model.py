@@ -160,7 +160,7 @@ def _checked(found: Any, model: WholeModel) -> Tensor:
     n = graph.vertex_counts[graph.target]
     if isinstance(found, Tensor) and found.dim() == 2 and len(found) == n:
         width = found.shape[1]
-        if graph.pairs is not None or width == graph.num_classes:
+        if graph.pairs is not None or width == graph.num_classes or not graph.num_classes:
             return found
         raise InputError(
             f"model: gives {width} numbers for each vertex, but the graph has {graph.label_text}"

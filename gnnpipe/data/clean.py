@@ -78,7 +78,14 @@ class RawGraph:
     """Further warnings about content that is left out."""
 
 
-def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: bool = False) -> Graph:
+def clean(
+    raw: RawGraph,
+    *,
+    split: str = "given",
+    seed: int = 0,
+    symmetrize: bool = False,
+    is_for_training: bool = True,
+) -> Graph:
     """A checked ``Graph`` with the edges as given: self-loops and parallel edges stay.
 
     Args:
@@ -88,6 +95,8 @@ def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: boo
         symmetrize: add the reverse of every edge and keep each edge once; where edges carry data,
             the reverse gets the same data, is added only if no edge leads back, and all given edges
             are kept.
+        is_for_training: refuse a graph without labels or without a split (else: no vertex is
+            labelled, or in the split).
 
     Warns:
         UserWarning: masks of several splits; masks that overlap; for the user's own data also the
@@ -96,12 +105,14 @@ def clean(raw: RawGraph, *, split: str = "given", seed: int = 0, symmetrize: boo
     Raises:
         InputError: one line with the data set, the field, the value and a remedy to try.
     """
+    if raw.y is None and not is_for_training:
+        raw = _unlabelled(raw)
     labels = _labels(raw)
     n = _num_vertices(raw, labels)
-    has_label = _has_label(raw, labels)
+    has_label = _has_label(raw, labels) if is_for_training else _is_labelled(labels)
     counted = "" if raw.num_vertices else " (y has one entry for each)"
     features = clean_features(raw.x, raw.name, n, counted)
-    masks = _masks(raw, has_label, split, seed)
+    masks = _masks(raw, has_label, split, seed, is_for_training)
     data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
     symmetrize |= raw.has_one_direction
     edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, data)
@@ -157,16 +168,33 @@ def _num_vertices(raw: RawGraph, labels: Labels) -> int:
     return n
 
 
-def _has_label(raw: RawGraph, labels: Labels) -> BoolArray:
+def _unlabelled(raw: RawGraph) -> RawGraph:
+    """The graph with no label for any vertex, as many as x has rows."""
+    if raw.num_vertices is None:
+        fail(raw.name, "neither x nor y", "[N, F] features x")
+    return replace(
+        raw, y=np.full(raw.num_vertices, -1), masks=None, num_classes=raw.num_classes or 0
+    )
+
+
+def _is_labelled(labels: Labels) -> BoolArray:
     """Whether a vertex has any label, [N]."""
-    has_label: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
+    found: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
+    return found
+
+
+def _has_label(raw: RawGraph, labels: Labels) -> BoolArray:
+    """Whether a vertex has any label, [N]; ``InputError`` if none has."""
+    has_label = _is_labelled(labels)
     if not has_label.any():
         none, some = ("NaN", "numbers") if raw.task == "regression" else ("-1", "classes 0..C-1")
         fail(raw.name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
     return has_label
 
 
-def _masks(raw: RawGraph, has_label: BoolArray, split: str, seed: int) -> Masks:
+def _masks(
+    raw: RawGraph, has_label: BoolArray, split: str, seed: int, is_for_training: bool
+) -> Masks:
     """The train, val and test masks, each [N], of labelled vertices only."""
     n = len(has_label)
     fractions = parse_split(split)
@@ -174,6 +202,8 @@ def _masks(raw: RawGraph, has_label: BoolArray, split: str, seed: int) -> Masks:
         masks = split_masks(has_label, fractions, seed)
     elif raw.masks is None and raw.split_seed is not None:
         masks = split_masks(has_label, STANDARD_SPLIT, raw.split_seed)
+    elif raw.masks is None and not is_for_training:
+        masks = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
     elif raw.masks is None:
         fail(
             raw.name,
@@ -187,7 +217,7 @@ def _masks(raw: RawGraph, has_label: BoolArray, split: str, seed: int) -> Masks:
             given_mask(val, "val_mask", raw.name, n, seed),
             given_mask(test, "test_mask", raw.name, n, seed),
         )
-    if not masks[0].any():
+    if is_for_training and not masks[0].any():
         fail(raw.name, "train_mask: no vertex to train on", "--split 60/20/20")
     for name, mask in zip(SPLIT_NAMES, masks, strict=True):
         bad = np.flatnonzero(mask & ~has_label)

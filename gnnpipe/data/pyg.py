@@ -28,6 +28,7 @@ def from_pyg(
     symmetrize: bool,
     target: str,
     task: str,
+    num_classes: int | None,
 ) -> Graph:
     """The cleaned graph; the arguments are those of ``Graph.from_pyg``."""
     has_types = hasattr(data, "edge_types") and hasattr(data, "node_types")
@@ -36,6 +37,8 @@ def from_pyg(
     if target and (task == "links" or not has_types):
         what = "links" if task == "links" else "one type of vertices"
         fail(name, f"target {target!r} has no meaning for {what}", "leave it out")
+    if num_classes is not None and task != "classification":
+        fail(name, f"num_classes {num_classes} has no meaning for {task}", "leave it out")
     if task == "links":
         return _graph_of_links(data, name, split, seed, symmetrize)
     if isinstance(data, list | tuple):
@@ -45,8 +48,8 @@ def from_pyg(
         hint = "torch_geometric.transforms.ToUndirected()"
         fail(name, "symmetrize has no meaning for relations between types", hint)
     raw = raw_hetero_graph(data, name, target, seed, task) if has_types else raw_graph(data, name)
-    own = replace(raw, is_own_data=True, task=task)
-    return clean(own, split=split, seed=seed, symmetrize=symmetrize)
+    own = replace(raw, is_own_data=True, task=task, num_classes=num_classes)
+    return clean(own, split=split, seed=seed, symmetrize=symmetrize, is_for_training=False)
 
 
 def _graph_of_links(data: Any, name: str, split: str, seed: int, symmetrize: bool) -> Graph:
@@ -63,12 +66,12 @@ def _graph_of_links(data: Any, name: str, split: str, seed: int, symmetrize: boo
             fail(name, f"a {type(one).__name__}", "a Data, or the three of RandomLinkSplit")
     if hasattr(graphs[0], "edge_types"):
         fail(name, "links of several types of vertices", "data.to_homogeneous()")
-    raw = without_labels(raw_graph(graphs[0], name, needs_labels=False))
+    raw = without_labels(raw_graph(graphs[0], name))
     graph = clean(replace(raw, is_own_data=True), symmetrize=symmetrize)
     return with_given_links(graph, graphs, seed) if is_given else split_links(graph, split, seed)
 
 
-def raw_graph(data: Any, name: str, *, needs_labels: bool = True) -> RawGraph:
+def raw_graph(data: Any, name: str) -> RawGraph:
     """The arrays of a PyG ``Data``.
 
     Args:
@@ -77,14 +80,11 @@ def raw_graph(data: Any, name: str, *, needs_labels: bool = True) -> RawGraph:
             [E, D] and ``edge_type`` [E]; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
             ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices.
         name: for messages and for the graph.
-        needs_labels: False if y and the masks are not used.
 
     Raises:
         InputError: naming the attribute that is missing or wrong.
     """
     _check_attributes(data, name)
-    if needs_labels and data.get("y") is None:
-        fail(name, "no y", "data.y = a class for each vertex, [N], or T labels of 0 and 1, [N, T]")
     x, y = data.get("x"), data.get("y")
     edge_data = {k: array_of(data[k]) for k in EDGE_DATA if data.get(k) is not None}
     edges = edges_of(data, name)

@@ -83,7 +83,8 @@ class Graph:
     val_mask: BoolArray
     test_mask: BoolArray
     num_classes: int
-    """C; T for multi-label and regression: the width of the model's output."""
+    """C; T for multi-label and regression: the width of the model's output. 0 if there are no
+    labels (``y`` is then -1): such a graph is for prediction alone."""
     edge_weight: npt.NDArray[np.float32] | None = None
     """[E], in the order of ``indices``: read by PyG models whose forward takes ``edge_weight``, or
     the values of ``adj_t`` (see ``adjacency``)."""
@@ -266,6 +267,8 @@ class Graph:
         """'7 classes (no vertex is of 0)', '121 labels at once', '1 target' or '9 pairs ...'."""
         if self.pairs is not None:
             return f"{self.pairs.num_pairs:,} pairs of vertices"
+        if not self.num_classes:
+            return "no labels"
         if self.is_regression:
             return f"{self.num_classes} target{'s' * (self.num_classes > 1)}"
         if self.is_multi_label:
@@ -292,6 +295,7 @@ class Graph:
         symmetrize: bool = False,
         target: str = "",
         task: str = "classification",
+        num_classes: int | None = None,
     ) -> Graph:
         """A checked ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
@@ -300,10 +304,19 @@ class Graph:
         ``data`` is split here, or the (train, val, test) of PyG's ``RandomLinkSplit``, of which
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. The
         edges are those of ``data``, self-loops, parallel edges and values of ``adj_t`` included.
+        ``num_classes``: the number of classes, if not the largest in ``y`` + 1. A graph without y,
+        or without masks, can be predicted for, but not trained on.
         Raises ``InputError`` naming the attribute that is missing or wrong.
         """
         from gnnpipe.data.pyg import from_pyg  # the one import that goes up (.importlinter)
 
         return from_pyg(
-            data, name=name, split=split, seed=seed, symmetrize=symmetrize, target=target, task=task
+            data,
+            name=name,
+            split=split,
+            seed=seed,
+            symmetrize=symmetrize,
+            target=target,
+            task=task,
+            num_classes=num_classes,
         )

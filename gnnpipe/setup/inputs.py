@@ -13,6 +13,7 @@ from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_stages
+from gnnpipe.data.labels import is_known
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
@@ -70,8 +71,26 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
         )
 
 
-def check_can_fit(model: nn.Module | None) -> None:
-    """Raise ``InputError`` in inference mode, which has no gradients."""
+def check_labels(graph: Graph, call: str, needs_split: bool) -> None:
+    """Raise ``InputError`` if a graph that was read for prediction has no labels, or no split."""
+    if graph.pairs is not None:
+        return
+    if not is_known(graph.y).any():
+        raise InputError(
+            f"graph {graph.name!r}: no y, which {call} needs; try data.y = a class for each "
+            "vertex, [N], or T labels of 0 and 1, [N, T] (predict() needs none)"
+        )
+    if needs_split and not graph.train_mask.any():
+        raise InputError(
+            f"graph {graph.name!r}: no split (train_mask, val_mask, test_mask), which {call} "
+            "needs; try Graph.from_pyg(data, split='60/20/20')"
+        )
+
+
+def check_can_fit(model: nn.Module | None, graph: Graph | None) -> None:
+    """Raise ``InputError`` in inference mode, which has no gradients, and for missing labels."""
+    if graph is not None:
+        check_labels(graph, "fit()", True)
     if torch.is_inference_mode_enabled():
         raise InputError(
             "Trainer: fit() was called under torch.inference_mode(), where nothing is learned; "
@@ -160,6 +179,11 @@ def choose_model(
     if model is None and is_user_model(config.model):
         torch.manual_seed(config.seed)
         model = make_user_model(config, graph)
+    if model is None and not graph.num_classes and graph.pairs is None:
+        raise InputError(
+            f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "
+            "is not known; try Graph.from_pyg(data, num_classes=...)"
+        )
     if graph.types is not None and (model is None or isinstance(model, GNN)):
         raise InputError(
             f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
@@ -207,11 +231,8 @@ def _user_model(
             found = WholeModel(model, graph, str(reason), dtype)
             _check_whole(config, found)
             width = found.width
-        if graph.pairs is None and width != graph.num_classes:
-            raise InputError(
-                f"model: gives {width} numbers for each vertex, but the graph has "
-                f"{graph.label_text}"
-            )
+        if graph.pairs is None and width != graph.num_classes and graph.num_classes:
+            raise InputError(_wrong_width(width, graph))
         chosen = _scored(found, found.num_ops, width, graph)
     except InputError as fault:
         error = fault
@@ -222,6 +243,13 @@ def _user_model(
     if world.world_size > 1:
         model.load_state_dict(world.share(model.state_dict()))
     return chosen
+
+
+def _wrong_width(width: int, graph: Graph) -> str:
+    text = f"model: gives {width} numbers for each vertex, but the graph has {graph.label_text}"
+    if width > graph.num_classes and not graph.is_multi_label and not graph.is_regression:
+        text += f"; if more classes exist, Graph.from_pyg(data, num_classes={width})"
+    return text
 
 
 def reason_not_recorded(model: Model) -> str:
@@ -339,7 +367,8 @@ def _warn_of_unread(config: TrainConfig) -> None:
 def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
     spec = model.stack()[0].spec
     for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
-        if getattr(spec, name) != want and (name == "num_features" or graph.pairs is None):
+        is_known_width = graph.pairs is None and graph.num_classes > 0
+        if getattr(spec, name) != want and (name == "num_features" or is_known_width):
             raise InputError(
                 f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
             )

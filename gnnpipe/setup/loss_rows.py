@@ -37,11 +37,12 @@ def find_loss_rows(
     last_stage: Sequence[int],
     precomputed: Collection[str] = (),
 ) -> LossRows:
-    """Returns the loss rows of the graph; all rows with several vertex types or link targets.
+    """Returns the loss rows of the graph; all rows with several vertex types or link targets, and
+    without training vertices.
 
     ``mask`` [N]; ``last_stage``: its ops. See ``plan.choose_loss_rows``.
     """
-    if graph.types is not None or graph.pairs is not None:
+    if graph.types is not None or graph.pairs is not None or not graph.train_mask.any():
         return ALL_ROWS
     counts = _count(graph, mask, np.arange(graph.num_vertices))
     return choose_loss_rows(model, last_stage, counts, graph.num_vertices, precomputed)

@@ -218,7 +218,9 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     try:
         whole = loss_fn(logits, y)
     except Exception as error:
-        raise InputError(f"loss_fn: fails on logits {list(logits.shape)}: {error}") from None
+        raise InputError(
+            f"loss_fn: fails on logits {list(logits.shape)}, a logit for each class: {error}"
+        ) from None
     if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
         raise InputError("loss_fn: must return one number with a gradient; try reduction='sum'")
     if y.is_floating_point() and bool(y.isnan().any()) and not bool(whole.isfinite().all()):

@@ -34,7 +34,15 @@ from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
-from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
+from gnnpipe.run.resume import (
+    WEIGHTS,
+    Start,
+    config_of_finished,
+    find_start,
+    identity_of,
+    restarted,
+    seconds_so_far,
+)
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
@@ -45,6 +53,7 @@ from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import (
     check_can_fit,
     check_exact_epochs,
+    check_labels,
     check_parts,
     last_epoch_of,
     warn_of_vain_rounding,
@@ -127,6 +136,35 @@ class Trainer:
         self._is_fitting = False
         self._stopping = Stopping(config.time_limit_s)
 
+    @classmethod
+    def load(
+        cls, run: str | Path, graph: Graph | None = None, model: nn.Module | None = None
+    ) -> Trainer:
+        """Returns a trainer with the weights of a finished run, for ``predict`` and ``evaluate``.
+
+        Args:
+            run: The folder of the run.
+            graph: The graph, in place of the run's dataset: needed if the run's graph was passed
+                in, and any other graph with features of the same width.
+            model: The model, if the run's model was passed in; gets the weights of the run.
+
+        Raises:
+            InputError: The run has not ended, or its weights do not fit.
+        """
+        config = config_of_finished(run, int(os.environ.get("WORLD_SIZE", "1")))
+        if graph is not None:
+            # They say how the run's own dataset was read.
+            own = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
+            config = replace(config, **{name: getattr(TrainConfig, name) for name in own})
+        trainer = cls(config, graph=graph, model=model)
+        weights = torch.load(Path(run) / WEIGHTS, map_location="cpu", weights_only=True)
+        try:
+            trainer.model.load_state_dict(weights)
+        except RuntimeError as error:
+            wrong = " ".join(str(error).split())
+            raise InputError(f"run {str(run)!r}: its weights do not fit ({wrong})") from None
+        return trainer
+
     @property
     def model(self) -> nn.Module:
         """The model; after ``fit`` with the trained weights of all stages on every rank."""
@@ -187,7 +225,7 @@ class Trainer:
             StoppedError: SIGTERM or the time limit has stopped the run.
             KeyboardInterrupt: Ctrl-C, after the epoch and a checkpoint; a second one: at once.
         """
-        check_can_fit(self._model)
+        check_can_fit(self._model, self._graph)
         last_epoch = self._last_epoch(epochs)
         world = self._join()
         if len(set(world.gather(last_epoch))) > 1:
@@ -391,7 +429,8 @@ class Trainer:
         """Returns exact scores with the current weights, on every rank."""
         self._check_together("evaluate()")
         with _without_autocast(self._join()):
-            mesh, _, rank_runtime = self._ready()
+            mesh, prepared, rank_runtime = self._ready()
+            check_labels(prepared.graph, "evaluate()", False)
             with held_memory(mesh.device):
                 return evaluate(rank_runtime, mesh)
 

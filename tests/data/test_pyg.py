@@ -142,10 +142,8 @@ def test_masks_as_columns_and_as_indices():
     [
         ({"edge_index": None}, "neither edge_index nor adj_t"),
         ({"x": None}, "no features x"),
-        ({"y": None}, "no y; try: data.y"),
         ({"y": torch.full((4, 3), 2.0)}, r"y\[0, 0\] = 2 is out of range; try: 0, 1, or -1"),
         ({"val_mask": None}, "no val_mask; try: --split 60/20/20"),
-        ({"train_mask": None, "val_mask": None, "test_mask": None}, "no split"),
         ({"edge_index": EDGES + 2}, r"edge_index\[:, 2\] = \[4, 5\] names vertex 5"),
         ({"x": torch.full((4, 1), torch.nan)}, r"x\[0, 0\] = nan"),
     ],
