@@ -13,6 +13,7 @@ from gnnpipe.capture.markers import is_mean, of_vertices
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.stage.stage_module import Cut
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models import GNN, Aggregation, Layer, Model
 from gnnpipe.models.layer import PushMaker
@@ -129,7 +130,9 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
     return replace(
         op,
         push_width=found.width,
-        passing_per_row=0 if found.is_mean else 6 * found.width + 2 * found.kept_per_read_row,
+        passing_per_row=0
+        if found.structure == SUM
+        else 6 * found.width + 2 * found.kept_per_read_row,
         kept_per_edge=found.kept_per_edge,
         kept_per_read_row=found.kept_per_read_row,
         structure_per_edge=found.structure_per_edge,

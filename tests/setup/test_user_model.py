@@ -77,6 +77,7 @@ def test_it_trains_as_if_it_was_passed_in(net, where):
     assert table(net / "named") == table(net / "passed")
 
 
+@pytest.mark.slow
 def test_a_class_and_the_other_commands(net, capsys):
     words = ["--model", f"{net}/net.py:Net", "--dataset", "karate"]
     assert main(["info", *words, "--stages", "2", "--chunks", "4"]) == 0

@@ -143,6 +143,7 @@ def test_wandb_by_a_stand_in_module(tmp_path, monkeypatch):
     del sys.modules["wandb"]
 
 
+@pytest.mark.slow
 def test_a_package_that_is_missing_is_said_before_any_work(tmp_path, monkeypatch):
     hidden = tmp_path / "hidden"
     hidden.mkdir()
