@@ -109,7 +109,8 @@ def clean(
         raw = _unlabelled(raw)
     labels = _labels(raw)
     n = _num_vertices(raw, labels)
-    has_label = _has_label(raw, labels) if is_for_training else _is_labelled(labels)
+    needs_labels = is_for_training or raw.masks is not None
+    has_label = _has_label(raw, labels) if needs_labels else _is_labelled(labels)
     counted = "" if raw.num_vertices else " (y has one entry for each)"
     features = clean_features(raw.x, raw.name, n, counted)
     masks = _masks(raw, has_label, split, seed, is_for_training)
