@@ -209,7 +209,13 @@ class Start:
         return 0 if has_tables else self.epoch + 1
 
 
-_FIRST_CHOICES = {"optimizer": "Adam", "scheduler": "by --lr-schedule"}
+_FIRST_CHOICES = {
+    "optimizer": "Adam",
+    "scheduler": "by --lr-schedule",
+    "remove_self_loops": False,
+    "coalesce": False,
+    "require_capture": False,
+}
 """Parts of the identity that checkpoints from before there was a choice do not have."""
 
 
