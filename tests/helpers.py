@@ -89,6 +89,20 @@ def pyg_data(graph):
     return Data(**{name: torch.from_numpy(value) for name, value in fields.items()})
 
 
+def plain_pyg_losses(model, data, arguments, epochs, lr=0.01):
+    """Losses of full-batch training with Adam in plain PyG; ``arguments``: those of forward."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(*arguments)[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 class NoDropout(TorchFunctionMode):
     """Plain PyG without dropout."""
 

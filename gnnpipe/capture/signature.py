@@ -70,10 +70,8 @@ def _that_work(
     model: nn.Module, method: str, graph: Graph, needed: list[str], optional: list[str]
 ) -> list[str]:
     """``optional`` fields, or none of them if the model fails with them and works without."""
-    if not optional or _fault(model, method, graph, [*needed, *optional]) is None:
-        return optional
-    fault = _fault(model, method, graph, [*needed, *optional])
-    if _fault(model, method, graph, needed) is not None:
+    fault = _fault(model, method, graph, [*needed, *optional]) if optional else None
+    if fault is None or _fault(model, method, graph, needed) is not None:
         return optional
     warn(
         f"model: {type(model).__name__} is called without {' and '.join(optional)}, with which it "

@@ -4,8 +4,14 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import NoDropout, assert_all_within, differences_of_shapes, quick_config, run_ranks
+from helpers import (
+    NoDropout,
+    assert_all_within,
+    differences_of_shapes,
+    plain_pyg_losses,
+    quick_config,
+    run_ranks,
+)
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.data import Data
@@ -114,21 +120,6 @@ def made(name):
     return {"gcnii": GCNII, "appnp": Appnp}[name]()
 
 
-def plain_losses(model, data, arguments, epochs=4, lr=0.01):
-    """Losses of full-batch training in plain PyG, float64."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    losses = []
-    model.train()
-    for _ in range(epochs):
-        optimizer.zero_grad()
-        out = model(*arguments)
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def check(model, data, arguments, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
 
@@ -141,7 +132,7 @@ def check(model, data, arguments, chunks, monkeypatch):
     torch.set_default_dtype(torch.float64)  # in which ClusterGCNConv counts degrees
     try:
         with NoDropout():
-            truth = plain_losses(plain, data, arguments)
+            truth = plain_pyg_losses(plain, data, arguments, 4)
     finally:
         torch.set_default_dtype(torch.float32)
     assert [row.loss for row in result.history] == pytest.approx(truth, rel=1e-9)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NoDropout, pyg_data, quick_config, small_graph
+from helpers import NoDropout, plain_pyg_losses, pyg_data, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -66,16 +66,8 @@ def test_both_modes_equal_plain_pyg(model, chunks, monkeypatch):
     run = quick_config(epochs=4, chunks=chunks, staleness="exact", require_capture=True)
     trainer = Trainer(run, graph=graph, model=model)
     found = [row.loss for row in trainer.fit().history]
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    truth = []
     with NoDropout():
-        for _ in range(4):
-            optimizer.zero_grad()
-            out = plain(data.x.double(), data.edge_index)
-            loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-            loss.backward()
-            optimizer.step()
-            truth.append(loss.item())
+        truth = plain_pyg_losses(plain, data, (data.x.double(), data.edge_index), 4)
     assert found == pytest.approx(truth, rel=1e-9)
     logits = plain.eval()(data.x.double(), data.edge_index)
     assert torch.allclose(trainer.predict(), logits, 1e-8, 1e-9)

@@ -9,6 +9,7 @@ from helpers import (
     NoDropout,
     assert_all_within,
     differences_of_shapes,
+    plain_pyg_losses,
     pyg_data,
     quick_config,
     run_ranks,
@@ -93,17 +94,8 @@ MODELS = {m.__name__: m for m in (VirtualNode, Totals, TwoInARow, Linear, Produc
 
 
 def plain_losses(model, data, epochs):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
     with NoDropout():
-        for _ in range(epochs):
-            optimizer.zero_grad()
-            out = model(data.x.double(), data.edge_index)
-            loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
+        return plain_pyg_losses(model, data, (data.x.double(), data.edge_index), epochs)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -7,7 +7,7 @@ import hetero_models
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import pyg_data, quick_config, small_graph
+from helpers import plain_pyg_losses, pyg_data, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 from torch_geometric.utils import dropout_edge
@@ -109,18 +109,9 @@ def made(name):
     return MODELS[name]()
 
 
-def plain_training(model, data, arguments, epochs=EPOCHS):
+def plain_training(model, data, arguments):
     """Losses, and the logits of the last epoch, in plain PyG."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(epochs):
-        model.train()
-        optimizer.zero_grad()
-        out = model(*arguments)
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = plain_pyg_losses(model, data, arguments, EPOCHS)
     with torch.no_grad():
         return losses, model.eval()(*arguments)
 

@@ -5,8 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import pyg_data, quick_config, run_ranks, small_graph
+from helpers import plain_pyg_losses, pyg_data, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
@@ -48,17 +47,8 @@ def hooked(name):
 
 
 def plain(name):
-    data, model = pyg_data(small_graph()), hooked(name).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        out = model(data.x.double(), data.edge_index)
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    data = pyg_data(small_graph())
+    return plain_pyg_losses(hooked(name).double(), data, (data.x.double(), data.edge_index), EPOCHS)
 
 
 def ours(name, **settings):

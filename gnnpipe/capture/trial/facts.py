@@ -114,11 +114,11 @@ def _examine(
     try:
         return _facts_of(call, found, run)
     except InputError:
-        return (
-            _counting_all(call, found, run, num_vertices)
-            or _adding_up(call, found, run, num_vertices)
-            or _facts_of(call, found, run)
-        )
+        facts = _counting_all(call, found, run, num_vertices)
+        facts = facts or _adding_up(call, found, run, num_vertices)
+        if facts is None:
+            raise
+        return facts
 
 
 def _counting_all(
