@@ -6,6 +6,7 @@ are read directly, from the folder that ``ogb`` made or from the official archiv
 
     ogbn_arxiv/raw/        edge.csv.gz  node-feat.csv.gz  node-label.csv.gz  num-node-list.csv.gz
     ogbn_arxiv/split/time/ train.csv.gz  valid.csv.gz  test.csv.gz
+    ogbn_proteins/raw/     edge.csv.gz  edge-feat.csv.gz  node-label.csv.gz  num-node-list.csv.gz
     ogbn_papers100M/raw/   data.npz (edge_index, node_feat, num_nodes_list)  node-label.npz
 """
 
@@ -45,6 +46,7 @@ class _Ogb:
 OGB_DATASETS = {
     "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 40, has_one_direction=False),
     "ogbn-products": _Ogb("products", "1.4 GB", "sales_ranking", 47, has_one_direction=True),
+    "ogbn-proteins": _Ogb("proteins", "0.2 GB", "species", 112, has_one_direction=True),
     "ogbn-papers100M": _Ogb("papers100M-bin", "56 GB", "time", 172, has_one_direction=False),
 }
 
@@ -52,14 +54,16 @@ OGB_DATASETS = {
 def _read(request: DataRequest) -> RawGraph:
     """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
 
-    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB. ``InputError``: not on disk with
-    no network; a file missing or damaged.
+    ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB. The features of
+    ``ogbn-proteins``, which has none, are the means of each vertex's edge features, as in OGB's
+    example. ``InputError``: not on disk with no network; a file missing or damaged.
     """
     facts = OGB_DATASETS[request.dataset]
     folder = _folder(request.dataset, facts, data_root(request.data_dir))
     raw = folder / "raw"
     # The small files first: their faults show before minutes of reading.
     masks = _split(folder / "split", facts.scheme) if request.needs_split else None
+    edge_data = {}
     if (raw / "data.npz").exists():
         edge_index = _member(raw / "data.npz", "edge_index")
         x = _large_member(raw / "data.npz", "node_feat", folder / "gnnpipe" / "node_feat.npy")
@@ -67,9 +71,13 @@ def _read(request: DataRequest) -> RawGraph:
         counts = _member(raw / "data.npz", "num_nodes_list")
     else:
         edge_index = _csv(raw / "edge.csv.gz", np.int64).T
-        x = _csv(raw / "node-feat.csv.gz", np.float32)
         y = _csv(raw / "node-label.csv.gz", np.float64)
         counts = _csv(raw / "num-node-list.csv.gz", np.int64)
+        if (raw / "edge-feat.csv.gz").exists():
+            edge_data["edge_attr"] = _csv(raw / "edge-feat.csv.gz", np.float32)
+            x = _means_of_edges(edge_index, edge_data["edge_attr"], len(y))
+        else:
+            x = _csv(raw / "node-feat.csv.gz", np.float32)
     if counts.size != 1 or counts.dtype.kind not in "iu":
         raise InputError(
             f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
@@ -83,8 +91,18 @@ def _read(request: DataRequest) -> RawGraph:
         masks=masks,
         num_vertices=int(counts.item()),
         num_classes=facts.classes,
+        edge_data=edge_data,
         has_one_direction=facts.has_one_direction,
     )
+
+
+def _means_of_edges(edge_index: Any, features: Any, num_vertices: int) -> Any:
+    """Mean features [N, D] of the edges of each vertex, which are listed in one direction."""
+    found = [
+        sum(np.bincount(ends, column, num_vertices) for ends in edge_index) for column in features.T
+    ]
+    degrees = sum(np.bincount(ends, minlength=num_vertices) for ends in edge_index)
+    return (np.stack(found, axis=1) / np.maximum(degrees, 1)[:, None]).astype(np.float32)
 
 
 def _folder(name: str, facts: _Ogb, root: Path) -> Path:

@@ -72,6 +72,24 @@ def test_ogb_products_holds_each_edge_once(tmp_path):
     assert load_graph("ogbn-products", data_dir=str(tmp_path)).num_edges == 8
 
 
+def test_ogb_proteins_has_labels_and_edge_features(tmp_path):
+    folder = ogb_folder(tmp_path / "ogbn_proteins", scheme="species")
+    (folder / "raw" / "node-feat.csv.gz").unlink()
+    given = [[0.25, 1], [0.5, 0], [0.75, 0.5], [1, 0.25]]
+    write_csv(folder / "raw" / "edge-feat.csv.gz", given)
+    labels = np.arange(5 * 112).reshape(5, 112) % 3 % 2
+    write_csv(folder / "raw" / "node-label.csv.gz", labels)
+    g = load_graph("ogbn-proteins", data_dir=str(tmp_path))
+    # Edges 0-1, 1-2, 3-2 and 3-4, each in both directions.
+    means = [[0.25, 1], [0.375, 0.5], [0.625, 0.25], [0.875, 0.375], [1, 0.25]]
+    np.testing.assert_allclose(g.x, means)
+    assert g.num_edges == 8
+    by_edge = dict(zip(map(tuple, g.edge_index.T.tolist()), g.edge_attr.tolist(), strict=True))
+    assert by_edge[2, 3] == by_edge[3, 2] == [0.75, 0.5]
+    assert g.y.tolist() == labels.tolist()
+    assert g.num_classes == 112
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_ogb_binary(tmp_path, monkeypatch, mapped):
     if mapped:
