@@ -170,13 +170,17 @@ class RevBlock(nn.Module):
         self.norm, self.conv = NORMS[args.norm](width), block_conv(width, args)
         self.dropout = args.dropout
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, *more: Tensor) -> Tensor:
         x = F.dropout(self.norm(x).relu(), self.dropout, self.training)
-        return self.conv(x, edge_index, *(() if edge_attr is None else (edge_attr,)))
+        return self.conv(x, edge_index, *more)
 
 
 class RevGNN(nn.Module):
-    """Reversible blocks over groups of channels: arXiv 2106.07476."""
+    """Reversible blocks over groups of channels: arXiv 2106.07476.
+
+    The blocks are not reversed in backward, which would draw other dropout masks; ``--recompute``
+    saves memory in its place.
+    """
 
     def __init__(self, num_features: int, num_outputs: int, args: Namespace) -> None:
         super().__init__()
@@ -184,7 +188,9 @@ class RevGNN(nn.Module):
         self.encode, self.decode = nn.Linear(num_features, hidden), nn.Linear(hidden, num_outputs)
         self.norm = NORMS[args.norm](hidden)
         self.blocks = nn.ModuleList(
-            pyg.GroupAddRev(RevBlock(hidden // args.groups, args), num_groups=args.groups)
+            pyg.GroupAddRev(
+                RevBlock(hidden // args.groups, args), num_groups=args.groups, disable=True
+            )
             for _ in range(args.num_layers)
         )
 

@@ -188,9 +188,11 @@ def scenario_of(prepared: Prepared) -> Scenario:
     )
 
 
-def scenario_of_shape(config: TrainConfig, shape: GraphShape) -> Scenario:
-    """Scenario of a graph that is given in numbers."""
-    model = _described(config, shape)
+def scenario_of_shape(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph | None = None
+) -> Scenario:
+    """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
+    model = model or _described(config, shape)
     plan = _plan_of_shape(config, shape, model)
     shards, chunks = plan.shards, plan.chunks
     staleness = config.staleness_settings_for(chunks)
