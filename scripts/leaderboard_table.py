@@ -12,6 +12,7 @@ edges; no data set is read.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import warnings
 from argparse import Namespace
@@ -183,7 +184,8 @@ def estimates(recipe: Recipe) -> list[str]:
             needed, seconds = (_at(layers, depths, [pair[i] for pair in pairs]) for i in range(2))
             least = min(least, needed)
             if needed <= device_bytes:
-                found.append(f"{needed / 1e9:.1f} GB, {seconds:.2g} s")
+                time = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+                found.append(f"{needed / 1e9:.1f} GB, {time} s")
                 found[-1] += f" with `{flags}`" if flags else ""
                 break
         else:
@@ -243,8 +245,8 @@ and standard deviation of the test score at the best validation score. OGB's fil
 or [put where the scripts find them](how-to/read-your-graph.md#ogbs-datasets-from-disk).
 
 **None of these commands has been run on OGB's data yet.** A published score is that of the program
-that its source names, and the last column says where this program differs. Tests run every script
-on small graphs in OGB's file layout.
+that its source names (—: none was found that could be checked), and the last column says where this
+program differs. Tests run every script on small graphs in OGB's file layout.
 """
 
 PARITY = """
@@ -289,7 +291,7 @@ def page() -> str:
     for recipe in RECIPES:
         (one, why), (four, _) = difference(recipe, 1), difference(recipe, 4)
         rows.append(
-            f"| {recipe.name} | {'whole' if why else 'recorded'} | {one:.0e} | {shown(four)} |"
+            f"| {recipe.name} | {'whole' if why else 'recorded'} | {shown(one)} | {shown(four)} |"
         )
         reasons += [f"- {recipe.name}: {without_paths(why)}"] if why else []
     lines += [PARITY.rstrip("\n"), *rows]
@@ -300,7 +302,9 @@ def page() -> str:
 
 
 def shown(value: float) -> str:
-    return "—" if value != value else f"{value:.0e}"
+    if value == 0:
+        return "0"
+    return "—" if math.isnan(value) else f"{value:.0e}"
 
 
 def without_paths(message: str) -> str:
