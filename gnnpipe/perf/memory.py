@@ -296,7 +296,8 @@ class RankMemory:
             rows = self.sizes.table_rows[op.pushed_type]
             tables_read[self.depths[op.name]] += op.push_width * rows
         for op in self.ops:
-            rows = self.sizes.own_rows[op.vertex_type]
+            # A sum over all vertices, as of linear attention, is a single row.
+            rows = 0 if op.is_one_row else self.sizes.own_rows[op.vertex_type]
             aggregated[self.depths[op.name]] += op.push_width * rows // chunks
         most = 0
         for step, passing in enumerate(aggregated):

@@ -96,6 +96,27 @@ def test_evaluation_holds_what_is_counted(model, chunks, comm_dtype, monkeypatch
     assert said - table // chunks - small <= measured <= said + small
 
 
+class Attending(nn.Module):
+    """Linear attention: a sum of HIDDEN x HIDDEN over all vertices is no row of each vertex."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, HIDDEN), nn.Linear(HIDDEN, 3)
+        self.conv = pyg.GCNConv(HIDDEN, HIDDEN)
+
+    def forward(self, x, edge_index):
+        x = self.enter(x)
+        x = self.conv(x @ (x.t() @ x) / x.size(0), edge_index).relu()
+        return self.leave(x)
+
+
+def test_a_sum_over_all_vertices_is_a_single_row(monkeypatch):
+    prepared = prepared_of(Attending, 1)
+    table, small = 4 * N * HIDDEN, 0.1 * 4 * N * HIDDEN
+    measured, said = held_at_most(monkeypatch, prepared), counted(prepared)
+    assert said - table - small <= measured <= said + small
+
+
 def test_a_last_stage_of_two_layers_by_hand():
     """SAGE reads one table, fills the other, and holds what came in; a chunk is read on top."""
     table = 4 * N * HIDDEN
