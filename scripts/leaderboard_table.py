@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 import warnings
 from argparse import Namespace
@@ -273,8 +274,9 @@ training vertices. With the data, `gnnpipe info` is more exact:
 
     gnnpipe info --model scripts/ogb_recipes.py:arxiv_gcnii --dataset ogbn-arxiv --symmetrize
 
-Models of more than 32 layers are extrapolated from 8 and 16 layers. BatchNorm, the default of
-OGB's MLP on papers100M, too, needs all vertices in training, not only those with a label.
+Models of more than 32 layers are extrapolated from 8 and 16 layers. The time of models with sums
+over all vertices (SGFormer, Polynormer, GPS) is estimated too high. On papers100M, BatchNorm needs
+the rows of all vertices, also where only 1 % of them are trained on; try `--norm layer`.
 
 | recipe | 1 x 80 GB | 4 x 24 GB |
 |---|---|---|
@@ -293,7 +295,7 @@ def page() -> str:
         rows.append(
             f"| {recipe.name} | {'whole' if why else 'recorded'} | {shown(one)} | {shown(four)} |"
         )
-        reasons += [f"- {recipe.name}: {without_paths(why)}"] if why else []
+        reasons += [f"- {recipe.name}: {without_place(why)}"] if why else []
     lines += [PARITY.rstrip("\n"), *rows]
     lines += ["\nWhy a model is not recorded:\n", *reasons] if reasons else []
     lines.append(ESTIMATES.rstrip("\n"))
@@ -307,9 +309,9 @@ def shown(value: float) -> str:
     return "—" if math.isnan(value) else f"{value:.0e}"
 
 
-def without_paths(message: str) -> str:
-    """A message without the place of this checkout."""
-    return message.replace(f"{ROOT}/", "").removeprefix("model: ")
+def without_place(message: str) -> str:
+    """A message without the line of the script that it names."""
+    return re.sub(r" \(/.*?, line .*?\)(?=;)", "", message).removeprefix("model: ")
 
 
 def _link(source: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,6 +151,14 @@ def smoothed_scores(args: Namespace, graph: Graph, run: Path) -> tuple[float, fl
     soft = post.correct(logits.softmax(-1), y[train], train, edges)
     found = post.smooth(soft, y[train], train, edges).argmax(-1).numpy() == graph.y
     return float(found[graph.val_mask].mean()), float(found[graph.test_mask].mean())
+
+
+def main(parser: ArgumentParser) -> None:
+    """Trains as the command line says; a wrong setting is one line."""
+    try:
+        train(parser.parse_args())
+    except InputError as error:
+        sys.exit(f"{parser.prog}: {error}")
 
 
 def train(args: Namespace) -> SeedsResult:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from ogb_run import flags, train
+from ogb_run import flags, main
 
 
 def parser() -> ArgumentParser:
@@ -24,4 +24,4 @@ def parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    train(parser().parse_args())
+    main(parser())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from ogb_run import flags, train
+from ogb_run import flags, main
 
 
 def parser() -> ArgumentParser:
@@ -28,4 +28,4 @@ def parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    train(parser().parse_args())
+    main(parser())

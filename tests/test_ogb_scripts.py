@@ -141,6 +141,13 @@ def test_recipes_are_named_apart_and_cite_known_sources():
         assert {recipe.source, recipe.settings} - {""} <= ogb_recipes.SOURCES.keys()
 
 
+def test_the_page_has_every_recipe():
+    text = leaderboard_table.PAGE.read_text(encoding="utf-8")
+    for recipe in ogb_recipes.RECIPES:
+        assert f"`{recipe.command}`" in text
+        assert text.count(f"\n| {recipe.name} |") == 2
+
+
 def test_a_recipe_is_a_model_by_name():
     name = f"{ogb_recipes.__file__}:arxiv_jknet"
     config = TrainConfig(model=name, dataset="karate", epochs=1, out="off", quiet=True)
