@@ -18,6 +18,9 @@ from gnnpipe.errors import InputError
 FEATURES, EDGES = "x", "edge_index"
 """Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
 
+EDGE_VALUES = "edge_value"
+"""Inputs with values of edges that the model's forward makes from the edges (``edge_work``)."""
+
 BY_HAND = "or write the layers by hand (docs/how-to/write-layers-by-hand.md)"
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from gnnpipe.capture.fx_names import is_input
 from gnnpipe.graph.operators import EVERYONE, SUM, WEIGHTED
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,14 +29,20 @@ def recorded(function: F) -> F:
 def aggregate(x: Any, *, structure: str, edge_weight: Any = None, observed_by: str = "") -> Any:
     """Aggregates rows x [N, ...] over a structure with fixed weights (``graph.operators``).
 
-    ``edge_weight``: the recording's input of that name; None: all weights are 1. ``observed_by``:
-    'path:statistic' of the module that keeps running statistics of the result.
+    ``edge_weight``: the recording's input of that name, or a value made of the edges; None: all
+    weights are 1. ``observed_by``: 'path:statistic' of the module that keeps running statistics of
+    the result. Edges that forward made are kept as ``edges`` until ``edge_work`` takes them out.
     """
     assert isinstance(x, fx.Proxy), "the runtime aggregates"
     name = structure if edge_weight is None else structure + WEIGHTED
+    settings: dict[str, Any] = {"observed_by": observed_by}
     if structure not in (EVERYONE, SUM):
         name += getattr(x.tracer, "relation", "")
-    settings = {"structure": name, "observed_by": observed_by}
+        edges = getattr(x.tracer, "derived_edges", None)
+        is_given = edge_weight is None or is_input(edge_weight.node, "edge_weight")
+        settings |= {} if edges is None else {"edges": edges}
+        settings |= {} if is_given and edges is None else {"edge_weight": edge_weight}
+    settings["structure"] = name
     return x.tracer.create_proxy("call_function", aggregate, (x,), settings)
 
 

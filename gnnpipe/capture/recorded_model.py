@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from gnnpipe.capture.edge_work.modules import EdgeModule
+from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets
+from gnnpipe.capture.edge_work.separate import separate
+from gnnpipe.capture.fx_names import EDGES, refuse
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.signature import edge_inputs, method_of
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
-from gnnpipe.capture.trial.facts import probe
+from gnnpipe.capture.trial.facts import Facts, probe
+from gnnpipe.capture.trial.run import OpaqueConvError, values_on_sample
 from gnnpipe.capture.trial.sample_graph import Sample, make_sample
+from gnnpipe.errors import InputError
+from gnnpipe.graph.blocks import edge_data_of
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
+from gnnpipe.ops.saved_tensors import tensors_in
 
 
 class RecordedModel(Model):
@@ -55,6 +63,20 @@ class RecordedModel(Model):
         """Whether bf16 products apply to some linear map (see ``Model``)."""
         return self.recording.has_bf16_products(dense)
 
+    def graph_to_run(self, graph: Graph, dtype: torch.dtype) -> Graph:
+        """The graph whose edges the recorded calls read: the given ones, or those of its work.
+
+        ``dtype``: number type of the run.
+        """
+        work = self.recording.edge_work
+        if work is None:
+            return graph
+        edges = torch.from_numpy(graph.edge_index)
+        sets = work.sets(edges, edge_data_of(graph, dtype), graph.num_vertices, dtype)
+        for name, value in sets.of_vertices.items():
+            self.recording.graph_module.register_buffer(name, value)
+        return graph_of_sets(graph, sets)
+
     def stage_module(self, ops: Sequence[int]) -> RecordedStageModule:
         """These ops as a stage runs them."""
         return RecordedStageModule(self.recording, ops)
@@ -75,11 +97,55 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     sample = make_sample(model, graph.reduced_to(read))
     initialise_lazy(model, method, sample)
     with unchanged(model):
-        recording = trace(model, method, names, graph)
-        facts = probe(model, method, recording, sample, graph.vertex_counts)
+        recording, facts, sample, work = _record(model, method, names, graph, sample)
     return RecordedModel(
-        Recording(model, recording, facts, sample.ends, graph.relations, is_rounded)
+        Recording(model, recording, facts, sample.ends, graph.relations, is_rounded, work)
     )
+
+
+def _record(
+    model: nn.Module, method: str, names: list[str], graph: Graph, sample: Sample
+) -> tuple[fx.GraphModule, dict[fx.Node, Facts], Sample, EdgeWork | None]:
+    """The recording, the facts of its calls, and its work on edges with the edges in the sample.
+
+    A convolution that does not run on blocks is recorded call by call.
+    """
+    opened: set[type] = set()
+    first: InputError | None = None
+    while True:
+        try:
+            recording = trace(model, method, names, graph, opened)
+            work, read = _edge_work(recording, sample)
+            return recording, probe(model, method, recording, read, graph.vertex_counts), read, work
+        except OpaqueConvError as error:
+            first = first or error
+            if error.kind in opened or issubclass(error.kind, EdgeModule):
+                raise first from None
+            opened.add(error.kind)
+        except InputError as error:
+            raise first or error from None
+
+
+def _edge_work(recording: fx.GraphModule, sample: Sample) -> tuple[EdgeWork | None, Sample]:
+    """Take the work on edges out of a recording; the sample then has the edges that it makes."""
+    if sample.graph.types is not None or sample.graph.has_matrix_form:
+        return None, sample
+    values = values_on_sample(recording, sample)
+    work = None if values is None else separate(recording, values, sample.counts[""])
+    return work, sample if work is None else sample.with_sets(_sets_on_sample(work, sample))
+
+
+def _sets_on_sample(work: EdgeWork, sample: Sample) -> EdgeSets:
+    """The edges that forward makes from the sample; ``InputError`` if they are random."""
+    given = sample.edges[EDGES], sample.edge_data, sample.counts[""], torch.float64
+    one, other = work.sets(*given), work.sets(*given)
+    found = [
+        list(tensors_in((s.ends, s.weights, dict(s.data), dict(s.of_vertices))))
+        for s in (one, other)
+    ]
+    if not all(map(torch.equal, *found)):
+        refuse("forward draws random edges", "a recording has the same edges in every epoch")
+    return one
 
 
 def initialise_lazy(model: nn.Module, method: str, sample: Sample) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from gnnpipe.capture.edge_work.program import EdgeWork
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
@@ -36,14 +37,17 @@ class Recording:
         ends: Mapping[str, tuple[str, str]],
         relations: Sequence[Relation],
         is_rounded: bool,
+        edge_work: EdgeWork | None = None,
     ) -> None:
         """``model`` and ``graph_module`` share weights and buffers.
 
         ``ends``: by edge input, the vertex types of sources and targets. ``is_rounded``: linear
-        maps are computed in bf16, except those in ``scoring``.
+        maps are computed in bf16, except those in ``scoring``. ``edge_work``: makes the edges that
+        the calls read.
         """
         self.model, self.graph_module, self.facts = model, graph_module, facts
         self.ends, self.relations, self.is_rounded = ends, relations, is_rounded
+        self.edge_work = edge_work
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         """A copy with its own weights; the recorded calls are shared."""
@@ -61,7 +65,8 @@ class Recording:
                 # A constant tensor made in forward.
                 setattr(root, path, getattr(self.graph_module, path))
         calls = fx.GraphModule(root, self.graph_module.graph)
-        return Recording(twin, calls, self.facts, self.ends, self.relations, self.is_rounded)
+        settings = self.ends, self.relations, self.is_rounded, self.edge_work
+        return Recording(twin, calls, self.facts, *settings)
 
     @property
     def digest(self) -> str:
@@ -87,6 +92,8 @@ class Recording:
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph`` with edge data that the calls read."""
+        if self.edge_work is not None:
+            return self.edge_work.edge_inputs
         calls = self.graph_module.graph.nodes
         read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
         names = "".join(str(call.kwargs.get("structure", "")) for call in calls)

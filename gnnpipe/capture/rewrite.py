@@ -140,6 +140,13 @@ def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
         recording.graph.erase_node(call)
 
 
+def with_items(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """A copy of x with ``x[index] = value``."""
+    found = x.clone()
+    found[index] = value
+    return found
+
+
 def _name_inplace(call: fx.Node) -> bool:
     """Whether a function is called with ``inplace=True``; then its arguments are made keywords."""
     target: Any = call.target
@@ -174,6 +181,9 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
 
 def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
     """Replace the target of an in-place call; False if the call changes nothing in place."""
+    if call.target is operator.setitem:
+        call.target = with_items
+        return True
     name = call.target if isinstance(call.target, str) else ""
     function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
     if function.endswith("_") and not function.endswith("__"):
@@ -270,7 +280,9 @@ def check_vertex_weights(recording: fx.GraphModule, counts: Mapping[str, int]) -
 def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
     """Vertex types by the paths of all weights with one row for each vertex."""
     marks = (c for c in recording.graph.nodes if c.target is of_vertices)
-    return {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
+    found = {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
+    is_weight = {path: isinstance(attribute(recording, path), nn.Parameter) for path in found}
+    return {path: name for path, name in found.items() if is_weight[path]}
 
 
 def cut_vertex_weights(

@@ -8,8 +8,11 @@ compute differently from the model is refused with the user's source line.
 from __future__ import annotations
 
 import inspect
+import operator
 import random
+import sys
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+import torch_geometric.utils
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import hetero_conv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
+from gnnpipe.capture.edge_work.modules import EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGES,
@@ -67,20 +74,26 @@ class _ModelCall(nn.Module):
         return called(self.model, self._method)(x, edges, **carried)
 
 
-def trace(model: nn.Module, method: str, names: Collection[str], graph: Graph) -> fx.GraphModule:
+def trace(
+    model: nn.Module,
+    method: str,
+    names: Collection[str],
+    graph: Graph,
+    opened: Collection[type] = (),
+) -> fx.GraphModule:
     """Record a method of the model; the model's modules have the prefix ``model.``.
 
     ``names``: fields of edge data that the method takes. If ``graph`` has several vertex
     types, the method is called with dicts of features and edges. Inputs that no call reads are
-    removed.
+    removed. ``opened``: classes of convolutions whose calls are recorded one by one.
     """
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
         frozen = {module for module in model.modules() if not module.training}
-        training = _record(model, method, names, graph, frozen)
+        training = _record(model, method, names, graph, frozen, opened)
         model.eval()
-        evaluation = _record(model, method, names, graph, frozen)
+        evaluation = _record(model, method, names, graph, frozen, opened)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]
@@ -112,21 +125,43 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
     return Counter(mark.partition(":")[0] for mark in marks if mark)
 
 
+class _Value(fx.Proxy):
+    """A recorded value, to which items can be assigned."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Record the assignment; ``make_out_of_place`` gives later readers the new value."""
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
 class _Tracer(fx.Tracer):
     record_stack_traces = True
     relation = ""
     """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
-    def __init__(self, names: Collection[str], graph: Graph, frozen: Collection[nn.Module]) -> None:
+    derived_edges: fx.Proxy | None = None
+    """While a rule runs: the edges of its convolution, if forward made them."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        graph: Graph,
+        frozen: Collection[nn.Module],
+        opened: Collection[type],
+    ) -> None:
         """``frozen``: modules that stay in evaluation mode when the model trains."""
         super().__init__()
-        self.frozen = frozen
+        self.frozen, self._opened = frozen, opened
+        self._takes_edge_work = graph.types is None and not graph.has_matrix_form
         self._names, self._types, self._made = names, graph.types, 0
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
         self._weight: fx.Proxy | None = None
         """The values of ``adj_t``, if it has any."""
         self._tensor_paths: dict[int, str] = {}
         self._autocast = _autocast_state()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The value of a call."""
+        return _Value(node, self)
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Records a call as ``fx.Tracer`` does; a recording would lose the model's own autocast."""
@@ -175,8 +210,8 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one call: convolutions and modules of torch and PyG, not models."""
         kind = type(m).__module__
-        if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge):
-            return True
+        if isinstance(m, pyg.MessagePassing | pyg.JumpingKnowledge | EdgeModule):
+            return type(m) not in self._opened
         # Some modules in torch_geometric.nn.conv only combine convolutions.
         several = ("torch_geometric.nn.models", "torch_geometric.nn.conv")
         if kind.startswith(several) or isinstance(m, pyg.Sequential | pyg.HeteroDictLinear):
@@ -207,7 +242,7 @@ class _Tracer(fx.Tracer):
                 return found
         if isinstance(m, pyg.GroupAddRev):
             return reversible(m, *args, **kwargs)
-        if isinstance(m, pyg.Aggregation):
+        if isinstance(m, pyg.Aggregation) and not self._is_over_edges(args[1:], kwargs):
             refuse(
                 f"{self.path_of_module(m)} ({type(m).__name__}) pools over all vertices, which a "
                 "chunk cannot",
@@ -222,7 +257,32 @@ class _Tracer(fx.Tracer):
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
+        if isinstance(m, pyg.MessagePassing) and type(m) in self._opened:
+            with self._recording_propagate(m):
+                return super().call_module(m, forward, args, kwargs)
         return super().call_module(m, forward, args, kwargs)
+
+    def _is_over_edges(self, args: Any, kwargs: Any) -> bool:
+        """Whether the index that an aggregation gets is made of the edges."""
+        index = kwargs.get("index", args[0] if args else None)
+        return isinstance(index, fx.Proxy) and is_of_edges_alone(index.node)
+
+    @contextmanager
+    def _recording_propagate(self, m: pyg.MessagePassing) -> Iterator[None]:
+        """Context in which ``propagate`` and ``edge_updater`` of a convolution are recorded."""
+
+        def recorder(kind: type[Propagate] | type[EdgeUpdate]) -> Callable[..., Any]:
+            def call(edge_index: Any, size: Any = None, **given: Any) -> Any:
+                del size  # follows from the rows
+                return self._add_module(m, kind(m))(edge_index, **given)
+
+            return call
+
+        m.__dict__.update(propagate=recorder(Propagate), edge_updater=recorder(EdgeUpdate))
+        try:
+            yield
+        finally:
+            del m.__dict__["propagate"], m.__dict__["edge_updater"]
 
     def _make(
         self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any, **carried: Any
@@ -232,21 +292,29 @@ class _Tracer(fx.Tracer):
         ``read``: rows of source vertices; ``reading``: rows of target vertices, None if the same;
         ``carried``: values of the edges.
         """
+        self._add_module(of, conv)
+        given = {name: value for name, value in carried.items() if value is not None}
+        return conv(read if reading is None else (read, reading), edges, **given)
+
+    def _add_module(self, of: nn.Module, made: nn.Module) -> nn.Module:
+        """Make a module, which stands for a part of the module ``of``, one of the recording's."""
         path = self.path_of_module(of).removeprefix("model.").replace(".", "_")
         name = f"part_{self._made}_of_{path}"
         self._made += 1
-        self.root.add_module(name, conv)
+        self.root.add_module(name, made)
         assert self.submodule_paths is not None
-        self.submodule_paths[conv] = name
-        given = {name: value for name, value in carried.items() if value is not None}
-        return conv(read if reading is None else (read, reading), edges, **given)
+        self.submodule_paths[made] = name
+        return made
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of the convolution's rule, or None if the convolution must run unchanged."""
         given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
         others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
         edges = given.get(EDGES, given.get("adj_t"))
-        if not isinstance(edges, fx.Proxy) or not is_input(edges.node, EDGES):
+        if not isinstance(edges, fx.Proxy):
+            return None
+        is_given = is_input(edges.node, EDGES)
+        if not is_given and not (self._takes_edge_work and is_of_edges_alone(edges.node)):
             return None
         rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
         if rows and not (type(m) in TAKES_PAIRS and len(rows) == 1 and rows[0] is others["x"]):
@@ -254,7 +322,7 @@ class _Tracer(fx.Tracer):
         takes = inspect.signature(_RULES[type(m)]).parameters
         carried = {k: v for k, v in others.items() if k in EDGE_DATA}
         # A rule with ``make`` hands edge values on to another convolution.
-        if "make" not in takes and not all(is_input(v.node, k) for k, v in carried.items()):
+        if "make" not in takes and not all(map(self._is_fixed, carried, carried.values())):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
@@ -267,12 +335,19 @@ class _Tracer(fx.Tracer):
             others["make"] = partial(self._make, m, edges=edges)
         number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
+        self.derived_edges = None if is_given else edges
         try:
             return _RULES[type(m)](m, **others)
         except OtherKindError:
             return None
         finally:
-            self.relation = ""
+            self.relation, self.derived_edges = "", None
+
+    def _is_fixed(self, field: str, value: fx.Proxy) -> bool:
+        """Whether a value of edges is the graph's, or made of the edges alone."""
+        if is_input(value.node, field):
+            return True
+        return self._takes_edge_work and field == "edge_weight" and is_of_edges_alone(value.node)
 
     def _reads_values(self, m: nn.Module) -> bool:
         """Whether a convolution multiplies by the values of ``adj_t``."""
@@ -286,8 +361,9 @@ def _record(
     names: Collection[str],
     graph: Graph,
     frozen: Collection[nn.Module],
+    opened: Collection[type],
 ) -> fx.GraphModule:
-    root, tracer = _ModelCall(model, method), _Tracer(names, graph, frozen)
+    root, tracer = _ModelCall(model, method), _Tracer(names, graph, frozen, opened)
     name = type(model).__name__
     before = _random_state()
     try:
@@ -382,23 +458,40 @@ def _patched_libraries() -> Iterator[None]:
 
     pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
     CheckpointFunction.apply = call  # type: ignore[method-assign]
-    factories = {name: getattr(torch, name) for name in _FACTORIES}
-    for name, factory in factories.items():
-        setattr(torch, name, _traced_factory(factory))
+    replaced = [(torch, name, getattr(torch, name)) for name in _FACTORIES] + _edge_functions()
+    for owner, name, function in replaced:
+        setattr(owner, name, _recorded_function(function))
     try:
         yield
     finally:
         pyg.Aggregation.__call__, hetero_conv.group = original, grouping
         CheckpointFunction.apply = checkpointed  # type: ignore[method-assign]
-        for name, factory in factories.items():
-            setattr(torch, name, factory)
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
 
 _FACTORIES = ("zeros", "ones", "full", "empty", "arange", "rand", "randn")
 """Functions of torch that make tensors from numbers."""
 
 
-def _traced_factory(factory: Callable[..., Tensor]) -> Callable[..., Any]:
+def _edge_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Modules and names under which users' code finds functions of ``torch_geometric.utils``."""
+    known = {id(f): f for f in vars(torch_geometric.utils).values() if inspect.isfunction(f)}
+    known[id(gcn_norm)] = gcn_norm
+    owners = [torch_geometric.utils]
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None) or ""
+        if isinstance(module, types.ModuleType) and is_own(path) and "site-packages" not in path:
+            owners.append(module)
+    return [
+        (owner, name, known[id(value)])
+        for owner in owners
+        for name, value in list(vars(owner).items())
+        if id(value) in known
+    ]
+
+
+def _recorded_function(factory: Callable[..., Any]) -> Callable[..., Any]:
     """A function that records a call with traced arguments, and makes other calls at once."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

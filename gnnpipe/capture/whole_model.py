@@ -190,7 +190,7 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
         found = found.get(graph.target)
     if not isinstance(found, Tensor) or found.dim() != 2:
         _checked(found, model)
-    edges, rows = sample.num_edges, sum(sample.counts.values())
+    edges, rows = sample.graph.num_edges, sum(sample.counts.values())
     by_memory = {storage_address(t): t for t in saved if t.layout is torch.strided}
     kept = {True: 0, False: 0}
     for address, tensor in by_memory.items():

@@ -127,7 +127,8 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
     a.sort_indices()
     if not bare:
         keep_order_of_parallel(a)
-    carried: dict[str, Any] = {k: values[a.data] for k, values in graph.edge_data.items()}
+    edge_data = {k: values[a.data] for k, values in graph.edge_data.items()}
+    carried: dict[str, Any] = {}
     if graph.types is not None:
         carried["types"] = graph.types.renumbered(perm)
     if graph.pairs is not None:
@@ -145,7 +146,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         num_classes=graph.num_classes,
         adjacency=graph.adjacency,
         **carried,
-    )
+    ).with_edge_data(edge_data)
 
 
 def make_chunking(

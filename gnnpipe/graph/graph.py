@@ -7,8 +7,8 @@ graph can be hashed, sliced per rank and memory-mapped before any tensor exists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -98,24 +98,37 @@ class Graph:
     """For link prediction: the pairs to be scored; ``y`` is then -1 and ``num_classes`` 0."""
     adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
     """The form in which the edges were given, and in which a model of PyG's gets them."""
+    derived: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """By name [E, ...]: values of edges that a model's forward made (``capture.edge_work``);
+    ``edge_type`` then numbers the sets of edges that it made."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
         """The edge data by field, in the order of ``EDGE_DATA``."""
         found = {field: getattr(self, field) for field in EDGE_DATA}
-        return {field: values for field, values in found.items() if values is not None}
+        return {field: v for field, v in found.items() if v is not None} | dict(self.derived)
+
+    def with_edge_data(self, edge_data: Mapping[str, npt.NDArray[Any]]) -> Graph:
+        """The graph with other ``edge_data``."""
+        fields: dict[str, Any] = {field: edge_data.get(field) for field in EDGE_DATA}
+        derived = {name: values for name, values in edge_data.items() if name not in fields}
+        return replace(self, **fields, derived=derived)
 
     def reduced_to(self, edge_data: Collection[str]) -> Graph:
         """The graph with only this edge data; the relations of several types of vertices stay."""
         kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
-        unread: dict[str, Any] = dict.fromkeys(self.edge_data.keys() - kept)
-        return replace(self, **unread) if unread else self
+        read = {field: values for field, values in self.edge_data.items() if field in kept}
+        return self if len(read) == len(self.edge_data) else self.with_edge_data(read)
+
+    @property
+    def has_matrix_form(self) -> bool:
+        """Whether a model of PyG's gets the edges as a matrix ``adj_t``."""
+        return self.adjacency is not AdjacencyForm.EDGE_INDEX
 
     @property
     def has_weighted_adjacency(self) -> bool:
         """Whether the edge weights are values of ``adj_t``, and no argument of their own."""
-        is_matrix = self.adjacency is not AdjacencyForm.EDGE_INDEX
-        return is_matrix and self.edge_weight is not None
+        return self.has_matrix_form and self.edge_weight is not None
 
     @cached_property
     def self_loops(self) -> npt.NDArray[np.int64]:
@@ -163,9 +176,9 @@ class Graph:
     def with_edges(self, is_kept: BoolArray) -> Graph:
         """The graph with only some of its edges, ``is_kept`` [E]."""
         before = np.concatenate([[0], np.cumsum(is_kept)])
-        data: dict[str, Any] = {name: values[is_kept] for name, values in self.edge_data.items()}
-        indices = self.indices[is_kept]
-        return replace(self, indptr=before[self.indptr], indices=indices, **data)
+        data = {name: values[is_kept] for name, values in self.edge_data.items()}
+        kept = replace(self, indptr=before[self.indptr], indices=self.indices[is_kept])
+        return kept.with_edge_data(data)
 
     @cached_property
     def row_types(self) -> dict[str, BoolArray]:

@@ -134,6 +134,12 @@ def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
     return source, target
 
 
+def of_relation(graph: Graph, kind: str) -> Graph:
+    """The graph of the edges that a structure has: those of its relation, or all."""
+    number = kind.partition(RELATION)[2]
+    return _of_relation(graph, int(number)) if number else graph
+
+
 def _of_relation(graph: Graph, number: int) -> Graph:
     """The edges of one type."""
     assert graph.edge_type is not None, "the model was recorded with relations"

@@ -19,10 +19,12 @@ from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
 from gnnpipe.graph.operators import (
     EVERYONE,
+    RELATION,
     SUM,
     Everyone,
     LinearOperator,
     edges_into,
+    of_relation,
     weighted_rows,
 )
 from gnnpipe.graph.pairs import PAIRS
@@ -403,8 +405,8 @@ class _RankBuilder:
         data: EdgeData = {}  # for 'loops'
         if kind == PAIRS:
             data = data_of_pairs(graph)
-        elif kind == "edges":
-            data = edge_data_of(graph, prepared.dtype)
+        elif kind.partition(RELATION)[0] == "edges" and graph.types is None:
+            data = edge_data_of(of_relation(graph, kind), prepared.dtype)
         vertices = torch.from_numpy(prepared.chunking.perm)
         keys = (
             row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),

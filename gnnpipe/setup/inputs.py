@@ -307,6 +307,19 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     return graph.reduced_to(model.edge_inputs)
 
 
+def with_edge_work(graph: Graph, model: Model, dtype: torch.dtype, world: World) -> Graph:
+    """Returns the graph with the edges that the model's forward makes, on every rank alike."""
+    inner = model.inner if isinstance(model, PairModel) else model
+    error: InputError | None = None
+    try:
+        if isinstance(inner, RecordedModel):
+            graph = inner.graph_to_run(graph, dtype)
+    except InputError as fault:
+        error = fault
+    world.agree(error)
+    return graph
+
+
 def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
     """Returns a line for each kind of number that is rounded to bf16."""
     kinds = {"rows in the tables and on the wire": config.comm_dtype}

@@ -49,6 +49,7 @@ from gnnpipe.setup.inputs import (
     number_dtype,
     reason_not_recorded,
     row_dtype,
+    with_edge_work,
     without_unread,
 )
 from gnnpipe.setup.loss_rows import find_loss_rows
@@ -86,7 +87,7 @@ def prepare(
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
     chosen = choose_model(model, config, graph, world, dtype, must_record)
-    graph = without_unread(graph, chosen, world)
+    graph = with_edge_work(without_unread(graph, chosen, world), chosen, dtype, world)
     model_graph = describe(chosen, graph)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.blocks import Block, edge_data_of
+from gnnpipe.graph.blocks import Block, EdgeData, edge_data_of
 from gnnpipe.graph.graph import Features, Graph
-from gnnpipe.graph.operators import EVERYONE, edges_into, weighted_rows
+from gnnpipe.graph.operators import EVERYONE, RELATION, edges_into, of_relation, weighted_rows
 from gnnpipe.models import Aggregation, Model, Received, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import row_keys
@@ -42,8 +42,8 @@ class StageModel(WholeModel):
         keys = row_keys(torch.arange(graph.num_vertices))
         self._keys = {name: keys[of] for name, of in self._types.items()}
         self._rows = self._rows_of(graph, seed)
-        self._edge_data = edge_data_of(graph, dtype)
         every = self._stage.aggregations
+        self._edge_data = {a.structure: self._edge_data_of(a.structure) for a in every}
         self._edges = {a.structure_key: self._edges_of(a) for a in every if not a.is_mean}
 
     def outputs(self, now: Pass) -> Tensor:
@@ -92,6 +92,10 @@ class StageModel(WholeModel):
             torch.from_numpy(matrix.data).to(self._dtype)[:, None],
         )
 
+    def _edge_data_of(self, structure: str) -> EdgeData:
+        has_data = structure.partition(RELATION)[0] == "edges" and self._graph.types is None
+        return edge_data_of(of_relation(self._graph, structure), self._dtype) if has_data else {}
+
     def _received(self, a: Aggregation, pushed: Tensor, now: Pass) -> Received:
         """Returns the aggregated rows of all vertices."""
         table = now.read(a.name, pushed, a.pushed_type)
@@ -111,7 +115,7 @@ class StageModel(WholeModel):
             into_keys = self._keys[a.vertex_type]
         nothing = torch.empty(0, dtype=torch.int64)
         edges, size = torch.stack([source, target]), (len(table), count)
-        data = self._edge_data if a.structure == "edges" else {}
+        data = self._edge_data[a.structure]
         block = Block(edges, nothing, nothing.bool()[:, None], size, keys, into_keys, data)
         return Received(table, block)
 

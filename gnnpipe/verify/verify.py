@@ -237,6 +237,8 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
         plain = PlainModel(whole, kinds, spec, inner.state_dict())
         return Reference(config, whole, ChunkWalk(plain, cut, config), None, prepared.loss_fn)
     read = graph.reduced_to(model.edge_inputs)
+    if isinstance(inner, RecordedModel):
+        read = inner.graph_to_run(read, dtype)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
     user = _user_model(staged, inner, whole, graph)
     return Reference(config, whole, ChunkWalk(staged, cut, config), user, prepared.loss_fn)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import (
     BY_HAND,
+    EDGE_VALUES,
     EDGES,
     FEATURES,
     edges_read,
@@ -229,7 +230,7 @@ def _type_of(call: fx.Node, sources: list[Facts], sample: Sample) -> str:
 
 def _is_of_edges(call: fx.Node, sources: list[Facts]) -> bool:
     """Whether a call's value has one row for each edge; ``InputError`` if it mixes in vertices."""
-    if is_input(call, *EDGE_DATA):
+    if is_input(call, *EDGE_DATA, EDGE_VALUES):
         return True
     if not any(s.of_edges for s in sources) or edges_read(call) is not None:
         return False

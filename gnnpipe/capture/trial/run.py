@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
+from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGES,
@@ -20,9 +22,11 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import aggregate, by_mode, in_training, num_vertices, of_vertices
+from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.rules.convolutions import RULES
-from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, Form
+from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, DropoutMode, Form
 from gnnpipe.capture.trial.sample_graph import Sample
+from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import (
     BY_EDGES,
@@ -36,6 +40,16 @@ from gnnpipe.models.layer import Rows
 from gnnpipe.models.layer_probe import are_parts
 from gnnpipe.ops.saved_tensors import tensors_in
 
+
+class OpaqueConvError(InputError):
+    """A convolution does not run on blocks as a whole; perhaps its calls do, one by one."""
+
+    def __init__(self, message: str, kind: type) -> None:
+        """``kind``: class of the convolution."""
+        super().__init__(message)
+        self.kind = kind
+
+
 Found = dict[fx.Node, Any]
 """Values by the call that made them."""
 
@@ -48,8 +62,8 @@ class SampleRun:
         self.graph, self.module, self.sample = graph, module, sample
         self.whole: Found = {}
         self.parts: tuple[Found, Found] = ({}, {})
-        self.of_edges: list[fx.Node] = []
-        """Calls whose values have one row for each edge."""
+        self.of_edges: dict[fx.Node, str] = {}
+        """Calls whose values have one row for each edge, with the input of these edges."""
         self.is_training = True
         self.types: dict[fx.Node, str] = {}
         """Vertex types of the rows of the calls' values."""
@@ -65,7 +79,9 @@ class SampleRun:
         sample = self.sample
         self.types[call] = vertex_type
         if of_edges:
-            self.of_edges.append(call)
+            known = (self.of_edges[s] for s in call.all_input_nodes if s in self.of_edges)
+            of_input = sample.edges_of_value.get(str(call.target), EDGES)
+            self.of_edges[call] = next(known, of_input)
         form: Form | None = None
         drops: tuple[DropoutKind, ...] = ()
         are_first = True
@@ -77,13 +93,17 @@ class SampleRun:
         halves: list[Any] = [None, None]
         if form or call.op == "placeholder" or call.target in (aggregate, of_vertices):
             if not is_input(call, EDGES):
-                parts = sample.edge_halves if of_edges else sample.halves(vertex_type)
+                of_call = self.of_edges.get(call)
+                parts = (
+                    sample.halves(vertex_type) if of_call is None else sample.edge_halves(of_call)
+                )
                 halves = [value[part] for part in parts]
         elif not depends:
             halves = [value, value]
         else:
             halves = [self.call(call, part) for part in self.parts]
-            count = sample.num_edges if of_edges else sample.counts[vertex_type]
+            of_call = self.of_edges.get(call)
+            count = sample.counts[vertex_type] if of_call is None else sample.num_edges(of_call)
             are_first = _are_rows_first(call, value, halves, count, of_edges)
         self.whole[call] = value
         for part, half in zip(self.parts, halves, strict=True):
@@ -164,7 +184,7 @@ class SampleRun:
         """Result, form and dropouts of an unchanged convolution."""
         is_module = call.op == "call_module"
         conv = self.module.get_submodule(str(call.target)) if is_module else None
-        if not isinstance(conv, MessagePassing):
+        if not isinstance(conv, MessagePassing | EdgeModule):
             refuse_edge_work(name_of(call), call)
         index = edges_read(call)
         assert index is not None
@@ -196,12 +216,15 @@ class SampleRun:
             except Exception as error:
                 reason = reason or str(error)
         else:
-            refuse(
-                f"{name_of(call)} ({type(conv).__name__}) does not give the same rows from a "
-                f"chunk and its neighbours as from the whole graph: {reason}",
-                _advice(conv),
-                call,
-            )
+            try:
+                refuse(
+                    f"{name_of(call)} ({type(conv).__name__}) does not give the same rows from a "
+                    f"chunk and its neighbours as from the whole graph: {reason}",
+                    _advice(conv),
+                    call,
+                )
+            except InputError as fault:
+                raise OpaqueConvError(str(fault), type(conv)) from None
         return whole, form, tuple(kinds.found)
 
     def _agrees(
@@ -233,7 +256,28 @@ class SampleRun:
         return torch.allclose(found, whole[own], 1e-9, 1e-12)
 
 
-def _advice(conv: MessagePassing) -> str:
+def values_on_sample(recording: fx.GraphModule, sample: Sample) -> Found | None:
+    """The values of all calls on a sample, in training without dropout; None if a call fails.
+
+    An aggregation over edges that forward makes has the value of its rows.
+    """
+    module = copy.deepcopy(recording).double().train()
+    cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+    run = SampleRun(recording.graph, module, sample)
+    run.types = dict.fromkeys(recording.graph.nodes, "")
+    with torch.no_grad(), DropoutMode():
+        for call in recording.graph.nodes:
+            if call.op == "output":
+                break
+            try:
+                is_made = call.target is aggregate and len(call.all_input_nodes) > 1
+                run.whole[call] = run.whole[call.all_input_nodes[0]] if is_made else run.value(call)
+            except InputError:
+                return None
+    return run.whole
+
+
+def _advice(conv: nn.Module) -> str:
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         return "it sends from target to source: reverse the edges (edge_index.flip(0)) instead"
     norms = [m for m in conv.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

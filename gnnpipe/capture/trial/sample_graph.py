@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.capture.edge_work.program import EdgeSets, graph_of_sets
 from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_name, refuse
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.graph import Features, Graph
@@ -36,6 +37,22 @@ class Sample:
     """The same edges as one graph, given in the same form as the graph of the run."""
     edge_data: Mapping[str, Tensor]
     """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
+    edge_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values [E, ...] of edges that forward makes, by input."""
+    edges_of_value: Mapping[str, str] = field(default_factory=dict)
+    """The input of edges to which each of the ``edge_values`` belongs."""
+
+    def with_sets(self, sets: EdgeSets) -> Sample:
+        """The sample with the edges that forward makes from it."""
+        names = [input_name(EDGES, number) for number in range(len(sets.ends))]
+        return replace(
+            self,
+            edges={**self.edges, **dict(zip(names, sets.ends, strict=True))},
+            ends={**self.ends, **dict.fromkeys(names, ("", ""))},
+            graph=graph_of_sets(self.graph, sets),
+            edge_values={name: value for name, (_, value) in sets.data.items()},
+            edges_of_value={name: names[place] for name, (place, _) in sets.data.items()},
+        )
 
     def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:
         """The result of the method in plain PyG, in ``dtype``; ``InputError`` if it fails."""
@@ -66,7 +83,7 @@ class Sample:
         """Arguments of the recording, by name."""
         types = self.graph.types
         if types is None:
-            return {FEATURES: self.x[""], **self.edges, **self.edge_data}
+            return {FEATURES: self.x[""], **self.edges, **self.edge_data, **self.edge_values}
         names = {t: input_name(FEATURES, i) for i, t in enumerate(types.names)}
         return {names[t]: x for t, x in self.x.items()} | dict(self.edges)
 
@@ -75,21 +92,19 @@ class Sample:
         """Numbers of vertices n."""
         return self.graph.vertex_counts
 
-    @property
-    def num_edges(self) -> int:
-        """Number of all edges."""
-        return self.graph.num_edges
+    def num_edges(self, name: str = EDGES) -> int:
+        """Number of edges of an input."""
+        return self.edges[name].shape[1]
 
     def halves(self, vertex_type: str) -> tuple[slice, slice]:
         """Two parts of the vertices, of different sizes."""
         n = self.counts[vertex_type]
         return slice(0, n // 2), slice(n // 2, n)
 
-    @property
-    def edge_halves(self) -> tuple[slice, slice]:
-        """Edges into each half of the vertices, for graphs with one vertex type."""
-        split = int(self.graph.indptr[self.counts[""] // 2])
-        return slice(0, split), slice(split, self.num_edges)
+    def edge_halves(self, name: str = EDGES) -> tuple[slice, slice]:
+        """Edges of an input into each half of the vertices, for graphs with one vertex type."""
+        split = int((self.edges[name][1] < self.counts[""] // 2).sum())
+        return slice(0, split), slice(split, self.num_edges(name))
 
 
 def make_sample(model: nn.Module, of: Graph) -> Sample:

@@ -86,7 +86,8 @@ def saved_by_calls(run: SampleRun, ops: Collection[fx.Node]) -> dict[fx.Node, Sa
         for source in _edge_values(call, run) if edges_read(call) is not None else ():
             is_counted = source in kept and source.op != "placeholder"
             value_bytes = _size_bytes(values[source]) if is_counted else 0
-            per_edge += edge_bytes[source] + value_bytes // run.sample.num_edges
+            num_edges = run.sample.num_edges(run.of_edges[source])
+            per_edge += edge_bytes[source] + value_bytes // num_edges
         per_row = round(size_bytes / row_bytes)
         if call in kept and call not in ops:
             per_row += round(_size_bytes(values[call]) / row_bytes)
@@ -103,7 +104,7 @@ def _counts(call: fx.Node, run: SampleRun) -> tuple[set[int], set[int]]:
     """Numbers of rows that a call reads and makes; numbers of its edges without and with loops."""
     sample, index = run.sample, edges_read(call)
     if call in run.of_edges:
-        return set(), {sample.num_edges}
+        return set(), {sample.num_edges(run.of_edges[call])}
     if index is None:
         return {sample.counts.get(run.types[call], 0)} - {0}, set()
     rows = {sample.counts[t] for t in sample.ends[str(index.target)]}

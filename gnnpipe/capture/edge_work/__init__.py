@@ -1,0 +1,1 @@
+"""Work on edges in forward: what depends on edges alone is done once, the rest on blocks."""

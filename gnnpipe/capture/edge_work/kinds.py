@@ -1,0 +1,96 @@
+"""Finds the calls of a recording that depend on the edges alone."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gnnpipe.capture.fx_names import EDGES, attribute, is_input
+from gnnpipe.capture.rewrite import with_items
+from gnnpipe.graph.graph import EDGE_DATA
+
+
+class Kind(Enum):
+    """What a call's value depends on."""
+
+    OTHER = auto()
+    """Features, weights or random numbers."""
+    CONSTANT = auto()
+    """Constants, numbers of rows and number types alone."""
+    EDGE_DATA = auto()
+    """Edge data, but not on which vertices an edge joins."""
+    EDGES = auto()
+    """The edges."""
+
+
+def kinds_of(recording: fx.GraphModule) -> dict[fx.Node, Kind]:
+    """The kind of every call of a recording of a graph with one vertex type."""
+    found: dict[fx.Node, Kind] = {}
+    for call in recording.graph.nodes:
+        found[call] = _kind(call, found, recording)
+    return found
+
+
+def is_of_edges_alone(call: fx.Node) -> bool:
+    """Whether a recorded value depends on the edges, and on no features or weights."""
+    if is_input(call, EDGES):
+        return True
+    seen, waiting, reads_edges = {call}, [call], False
+    while waiting:
+        one = waiting.pop()
+        reads_edges |= is_input(one, EDGES)
+        if reads_shape(one):
+            continue
+        if not is_input(one, EDGES, *EDGE_DATA) and not _is_plain(one):
+            return False
+        new = set(one.all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return reads_edges
+
+
+def reads_shape(call: fx.Node) -> bool:
+    """Whether a call reads the shape, number type or device of a tensor, but no number in it."""
+    if call.op == "call_method":
+        return call.target in ("size", "dim", "numel") or str(call.target).startswith("new_")
+    is_getattr = call.op == "call_function" and call.target is getattr
+    return is_getattr and call.args[1] in ("shape", "dtype", "device", "ndim")
+
+
+def _kind(call: fx.Node, found: dict[fx.Node, Kind], recording: fx.GraphModule) -> Kind:
+    if is_input(call, EDGES):
+        return Kind.EDGES
+    if is_input(call, *EDGE_DATA):
+        return Kind.EDGE_DATA
+    if call.op == "get_attr":
+        value = attribute(recording, str(call.target))
+        is_constant = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        is_made_in_forward = is_constant and not str(call.target).startswith("model.")
+        return Kind.CONSTANT if is_made_in_forward else Kind.OTHER
+    if not _is_plain(call):
+        return Kind.OTHER
+    sources = {found[source] for source in call.all_input_nodes}
+    if reads_shape(call):
+        sources -= {Kind.OTHER}
+    if Kind.OTHER in sources:
+        return Kind.OTHER
+    return max(sources, key=lambda kind: kind.value, default=Kind.CONSTANT)
+
+
+def _is_plain(call: fx.Node) -> bool:
+    """Whether a call is a function or method of its arguments alone."""
+    if call.op == "call_method":
+        return str(call.target) not in _RANDOM_METHODS
+    module = getattr(call.target, "__module__", "") or ""
+    is_marker = module.startswith("gnnpipe.") and call.target is not with_items
+    return call.op == "call_function" and not is_marker and call.target not in _RANDOM
+
+
+_RANDOM: frozenset[Any] = frozenset(
+    (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint)
+    + (torch.randperm, nn.functional.dropout)
+)
+_RANDOM_METHODS = ("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_")

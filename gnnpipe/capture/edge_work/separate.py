@@ -1,0 +1,405 @@
+"""Takes work on edges out of a recording, so that the rest can run chunk by chunk.
+
+Calls that depend on the edges alone (added self-loops, degrees, norms) become a program that runs
+once on the whole graph. The recording then has inputs for the edges that it makes and for their
+data, and buffers with values of vertices. Calls on messages, from ``x[source]`` to
+``scatter(..., target)``, become one call of an ``EdgeFragment``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch_geometric.nn import MessagePassing
+
+from gnnpipe.capture.edge_work.kinds import Kind, kinds_of, reads_shape
+from gnnpipe.capture.edge_work.modules import EdgeFragment, EdgeModule, EdgeUpdate
+from gnnpipe.capture.edge_work.program import EdgeWork, ProgramWriter
+from gnnpipe.capture.fx_names import (
+    EDGE_VALUES,
+    EDGES,
+    FEATURES,
+    attribute,
+    input_name,
+    is_input,
+    name_of,
+    refuse,
+)
+from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, RELATION, WEIGHTED
+
+_SHAPING = ("view", "reshape", "unsqueeze", "expand", "expand_as", "long", "to", "contiguous")
+_SHAPING_FUNCTIONS = (torch.unsqueeze, torch.reshape, operator.getitem)
+
+
+def separate(recording: fx.GraphModule, values: Mapping[fx.Node, Any], n: int) -> EdgeWork | None:
+    """Take the work on edges out of a recording; None if there is none.
+
+    ``values``: of every call on a sample with ``n`` vertices of one type. The values of vertices
+    that the recording then has are those of the sample.
+
+    Raises:
+        InputError: Work that does not run chunk by chunk.
+    """
+    kinds = kinds_of(recording)
+    works = [c for c, kind in kinds.items() if kind is Kind.EDGES and not is_input(c, EDGES)]
+    if not any(kinds[user] is Kind.OTHER for call in works for user in call.users):
+        return None
+    return _Separator(recording, kinds, values, n).run()
+
+
+class _Separator:
+    def __init__(
+        self,
+        recording: fx.GraphModule,
+        kinds: Mapping[fx.Node, Kind],
+        values: Mapping[fx.Node, Any],
+        n: int,
+    ) -> None:
+        self.recording, self.kinds, self.values, self.n = recording, dict(kinds), dict(values), n
+        self.program = ProgramWriter(recording, self.kinds, self.values, n)
+        self.messages: set[fx.Node] = set()
+        """Calls with features or weights whose values belong to edges."""
+        self.of_rows: set[fx.Node] = set()
+        """Calls that depend on rows of vertices."""
+        self._start = next(c for c in recording.graph.nodes if c.op != "placeholder")
+        self._sets: dict[tuple[Any, Any], tuple[int, fx.Node]] = {}
+        self._data: dict[tuple[int, fx.Node], fx.Node] = {}
+        self._vertex_values: dict[fx.Node, fx.Node] = {}
+        self._set_of_message: dict[fx.Node, int] = {}
+
+    def run(self) -> EdgeWork:
+        """Change the recording; returns the program of its edges."""
+        for call in list(self.recording.graph.nodes):
+            if call.op not in ("output", "placeholder") and self.kinds[call] is Kind.OTHER:
+                self._visit(call)
+            elif is_input(call, FEATURES):
+                self.of_rows.add(call)
+        graph = self.recording.graph
+        graph.eliminate_dead_code()
+        for call in list(graph.nodes):
+            if call.op == "placeholder" and not call.users:
+                graph.erase_node(call)
+        self.recording.recompile()
+        outputs = (
+            [edges for edges, _ in self._sets],
+            [weight for _, weight in self._sets],
+            {str(made.target): value for (_, value), made in self._data.items()},
+            {str(m.target): value for value, m in self._vertex_values.items()},
+        )
+        sets = {str(made.target): number for (number, _), made in self._data.items()}
+        return EdgeWork(self.program.finish(outputs), sets)
+
+    def _visit(self, call: fx.Node) -> None:
+        """Change a call that depends on features or weights, if it works on edges."""
+        if any(source in self.of_rows for source in call.all_input_nodes):
+            self.of_rows.add(call)
+        edges = self._edges_of(call)
+        on_edges = [s for s in call.all_input_nodes if s in self.messages or self._is_long(s)]
+        if call.target is aggregate:
+            self._change_aggregation(call)
+        elif self._runs_on_blocks(call) and edges is not None:
+            if self._is_update(call):
+                self.messages.add(call)
+            elif any(s in self.messages and s in self.of_rows for s in on_edges):
+                self._make_fragment(call)
+            else:
+                self._change_convolution(call, edges)
+        elif on_edges:
+            value = self.values[call]
+            if isinstance(value, Tensor) and value.shape[:1] == (self.n,):
+                self._make_fragment(call)
+            else:
+                self.messages.add(call)
+        else:
+            for source in call.all_input_nodes:
+                if self.kinds[source] is Kind.EDGES:
+                    call.replace_input_with(source, self._vertex_value(source, call))
+
+    def _runs_on_blocks(self, call: fx.Node) -> bool:
+        return isinstance(self._module(call), MessagePassing | EdgeModule)
+
+    def _is_update(self, call: fx.Node) -> bool:
+        return isinstance(self._module(call), EdgeUpdate)
+
+    def _module(self, call: fx.Node) -> nn.Module | None:
+        if call.op != "call_module":
+            return None
+        return self.recording.get_submodule(str(call.target))
+
+    def _edges_of(self, call: fx.Node) -> fx.Node | None:
+        """The [2, E] value that a call reads."""
+        return next((s for s in call.all_input_nodes if self._are_ends(s)), None)
+
+    def _are_ends(self, call: fx.Node) -> bool:
+        value = self.values.get(call)
+        return (
+            self.kinds[call] is Kind.EDGES
+            and isinstance(value, Tensor)
+            and value.dim() == 2
+            and len(value) == 2
+            and not value.is_floating_point()
+        )
+
+    def _is_long(self, call: fx.Node) -> bool:
+        """Whether a value made of edges or of their data has a row for each edge, or is [2, E]."""
+        if self.kinds[call] not in (Kind.EDGES, Kind.EDGE_DATA):
+            return False
+        value = self.values[call]
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) != self.n
+
+    def _set(self, edges: Any, weight: fx.Node | None = None) -> tuple[int, fx.Node]:
+        """Number and input of a set; ``edges``: [2, E], or a pair, of the program."""
+        key = edges, weight
+        if key not in self._sets:
+            number = len(self._sets)
+            with self.recording.graph.inserting_before(self._start):
+                made = self.recording.graph.placeholder(input_name(EDGES, number))
+            self._sets[key] = number, made
+        return self._sets[key]
+
+    def _data_of(self, number: int, call: fx.Node) -> fx.Node:
+        """The recording's input with a value for each edge of a set."""
+        key = number, self.program.copy(call)
+        if key not in self._data:
+            with self.recording.graph.inserting_before(self._start):
+                name = input_name(EDGE_VALUES, len(self._data))
+                self._data[key] = self.recording.graph.placeholder(name)
+        return self._data[key]
+
+    def _vertex_value(self, source: fx.Node, call: fx.Node) -> fx.Node:
+        """A buffer of the recording with a value for each vertex, or with one value."""
+        value, copied = self.values[source], self.program.copy(source)
+        if not isinstance(value, Tensor):
+            refuse(f"{name_of(call)} reads a number that depends on the edges", call=call)
+        if copied not in self._vertex_values:
+            name = f"vertex_value_{len(self._vertex_values)}"
+            self.recording.register_buffer(name, value)
+            with self.recording.graph.inserting_before(self._start):
+                self._vertex_values[copied] = self.recording.graph.get_attr(name)
+        made = self._vertex_values[copied]
+        if value.dim() == 0:
+            return made
+        known = [user for user in made.users if user.target is of_vertices]
+        if known:
+            return known[0]
+        with self.recording.graph.inserting_after(made):
+            return self.recording.graph.call_function(of_vertices, (made,), {"vertex_type": ""})
+
+    def _change_aggregation(self, call: fx.Node) -> None:
+        settings: dict[str, Any] = dict(call.kwargs)
+        structure = str(settings["structure"])
+        is_of_all = structure.startswith(EVERYONE) and not structure.startswith(BY_EDGES)
+        if is_of_all:
+            return
+        if RELATION in structure:
+            refuse("RGCNConv together with work on edges in forward")
+        edges, weight = settings.pop("edges", None), settings.pop("edge_weight", None)
+        ends = self.program.input(EDGES) if edges is None else self.program.copy(edges)
+        values = None if weight is None else self.program.copy(weight)
+        if weight is None and structure.endswith(WEIGHTED):
+            values = self.program.input("edge_weight")
+        number, _ = self._set(ends, values)
+        settings["structure"] = f"{structure}{RELATION}{number}"
+        call.kwargs = settings
+
+    def _change_convolution(self, call: fx.Node, edges: fx.Node) -> None:
+        number, made = self._set(self.program.copy(edges))
+        for source in call.all_input_nodes:
+            if source is edges:
+                call.replace_input_with(source, made)
+            elif self._is_long(source):
+                call.replace_input_with(source, self._data_of(number, source))
+            elif source in self.messages:
+                self._change_message(source, number, call)
+            elif self.kinds[source] is Kind.EDGES:
+                call.replace_input_with(source, self._vertex_value(source, call))
+
+    def _change_message(self, message: fx.Node, number: int, call: fx.Node) -> None:
+        """Let a value of edges, made of their data and weights, read the data of a set."""
+        if self._set_of_message.setdefault(message, number) != number:
+            refuse(f"{name_of(message)} is read with two sets of edges", call=call)
+        for source in message.all_input_nodes:
+            if source in self.messages:
+                self._change_message(source, number, call)
+            elif self._is_long(source):
+                message.replace_input_with(source, self._data_of(number, source))
+
+    def _make_fragment(self, call: fx.Node) -> None:
+        writer = _FragmentWriter(self, call)
+        calls = writer.write()
+        if not writer.rows:
+            refuse(f"{name_of(call)} adds up values of edges without rows of vertices", call=call)
+        number, made = self._set(writer.ends())
+        rows = [
+            self._vertex_value(row, call) if self.kinds[row] is Kind.EDGES else row
+            for row in writer.rows
+        ]
+        data = [self._data_of(number, value) for value in writer.data]
+        name = f"edge_work_{sum(1 for _ in self.recording.children())}"
+        self.recording.add_module(name, EdgeFragment(calls))
+        with self.recording.graph.inserting_before(call):
+            new = self.recording.graph.call_module(name, (made, *rows, *data))
+        new.stack_trace = call.stack_trace
+        call.replace_all_uses_with(new)
+        self._take_place(call, new)
+
+    def _take_place(self, call: fx.Node, new: fx.Node) -> None:
+        self.values[new], self.kinds[new] = self.values[call], Kind.OTHER
+        self.of_rows.add(new)
+
+
+class _FragmentWriter:
+    """Copies the calls between rows of vertices and a call that leads back to rows."""
+
+    def __init__(self, of: _Separator, end: fx.Node) -> None:
+        self._of, self._end = of, end
+        self._graph = fx.Graph()
+        self._edges = self._graph.placeholder("edge_index")
+        self._count = self._graph.placeholder("num_rows")
+        self._like = self._graph.placeholder("like")
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._modules: dict[str, Any] = {}
+        self.rows: list[fx.Node] = []
+        self.data: list[fx.Node] = []
+        self._inputs: dict[fx.Node, fx.Node] = {}
+        self._indices: dict[fx.Node, fx.Node] = {}
+        """Local numbers of the ends of the edges, by the program's call."""
+        self._whole: fx.Node | None = None
+        """The program's [2, E] value, if the calls read one."""
+
+    def write(self) -> fx.GraphModule:
+        """The fragment's calls, of the arguments of ``EdgeFragment``."""
+        result = self._copy(self._end)
+        before = self._like
+        for source in (*self.rows, *self.data):
+            with self._graph.inserting_after(before):
+                before = self._graph.placeholder(source.name)
+            self._inputs[source].replace_all_uses_with(before)
+            self._graph.erase_node(self._inputs[source])
+        source, target = self._pair()
+        for index, made in self._indices.items():
+            made.args = (self._edges, 1 if index is target else 0)
+        del source
+        self._graph.output(result)
+        return fx.GraphModule(self._modules, self._graph)
+
+    def ends(self) -> Any:
+        """The set's edges: a value [2, E] of the program, or its sources and targets."""
+        source, target = self._pair()
+        if self._whole is not None:
+            return self._whole
+        whole = source.args[0] if source.args else None
+        parts = isinstance(whole, fx.Node) and (
+            self._of.program.part(whole, 0),
+            self._of.program.part(whole, 1),
+        )
+        return whole if parts == (source, target) else (source, target)
+
+    def _pair(self) -> tuple[fx.Node, fx.Node]:
+        """The program's calls that give the sources and the targets."""
+        found = list(self._indices)
+        if self._whole is not None:
+            pair = self._of.program.part(self._whole, 0), self._of.program.part(self._whole, 1)
+            if not set(found) <= set(pair):
+                self._refuse("reads several sets of edges")
+            return pair
+        targets = [self._of.program.copy(index) for index in self._target_indices(self._end)]
+        if len(set(targets)) != 1:
+            self._refuse("does not name the vertices that it adds up for")
+        sources = [index for index in found if index is not targets[0]] or targets
+        if len(sources) != 1:
+            self._refuse("reads rows of more than two ends of an edge")
+        return sources[0], targets[0]
+
+    def _refuse(self, what: str) -> None:
+        refuse(f"{name_of(self._end)} {what}", "put this into a MessagePassing", self._end)
+
+    def _target_indices(self, call: fx.Node) -> Iterator[fx.Node]:
+        """The indices of vertices among a call's inputs, behind changes of their shape."""
+        for source in call.all_input_nodes:
+            if self._is_index(source):
+                yield source
+            elif self._is_whole_number(source) and _is_shaping(source):
+                yield from self._target_indices(source)
+
+    def _is_whole_number(self, call: fx.Node) -> bool:
+        value = self._of.values[call]
+        return isinstance(value, Tensor) and value.dtype == torch.int64
+
+    def _is_index(self, call: fx.Node) -> bool:
+        """Whether a value [E] numbers vertices."""
+        if self._of.kinds[call] is not Kind.EDGES or not self._is_whole_number(call):
+            return False
+        is_part = call.target is operator.getitem and self._of._are_ends(call.args[0])  # type: ignore[arg-type]
+        return bool(self._of.values[call].dim() == 1 and (is_part or not _is_shaping(call)))
+
+    def _copy(self, call: fx.Node) -> fx.Node:
+        if call not in self._copies:
+            self._copies[call] = self._make(call)
+        return self._copies[call]
+
+    def _make(self, call: fx.Node) -> fx.Node:
+        of, kind = self._of, self._of.kinds[call]
+        if of._are_ends(call):
+            whole = of.program.copy(call)
+            if self._whole not in (None, whole):
+                self._refuse("reads several sets of edges")
+            self._whole = whole
+            return self._edges
+        if self._is_index(call):
+            index = of.program.copy(call)
+            if index not in self._indices:
+                self._indices[index] = self._graph.call_function(operator.getitem)
+            return self._indices[index]
+        is_row = kind is Kind.OTHER and call in of.of_rows and call not in of.messages
+        if call is not self._end and is_row and not reads_shape(call):
+            return self._input(call, self.rows)
+        is_shaped_index = self._is_whole_number(call) and _is_shaping(call)
+        if of._is_long(call) and not is_shaped_index:
+            return self._input(call, self.data)
+        if kind is Kind.EDGES and isinstance(of.values[call], Tensor) and not is_shaped_index:
+            return self._input(call, self.rows)
+        return self._copy_call(call)
+
+    def _input(self, call: fx.Node, where: list[fx.Node]) -> fx.Node:
+        where.append(call)
+        self._inputs[call] = self._graph.placeholder(f"given_{call.name}")
+        return self._inputs[call]
+
+    def _copy_call(self, call: fx.Node) -> fx.Node:
+        module = self._of._module(call)
+        if call.op == "get_attr":
+            self._modules[str(call.target)] = attribute(self._of.recording, str(call.target))
+            return self._graph.get_attr(str(call.target))
+        if module is not None:
+            self._modules[str(call.target)] = module
+        args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._argument)
+        if call.target is drop:
+            settings = {"p": kwargs["probability"], "training": True}
+            return self._graph.call_function(F.dropout, args[:1], settings)
+        return self._graph.create_node(call.op, call.target, args, kwargs)
+
+    def _argument(self, source: fx.Node) -> Any:
+        """What a copy reads in place of ``source``."""
+        value = self._of.values[source]
+        reads_rows = reads_shape(source) and self._of.kinds[source.all_input_nodes[0]] is Kind.OTHER
+        if not reads_rows:
+            return self._copy(source)
+        if isinstance(value, torch.dtype | torch.device):
+            name = "dtype" if isinstance(value, torch.dtype) else "device"
+            return self._graph.call_function(getattr, (self._like, name))
+        if isinstance(value, torch.Size):
+            return tuple(self._count if size == self._of.n else size for size in value)
+        if isinstance(value, int):
+            return self._count if value == self._of.n else value
+        return self._copy(source)
+
+
+def _is_shaping(call: fx.Node) -> bool:
+    return call.target in (*_SHAPING, *_SHAPING_FUNCTIONS)

@@ -1,0 +1,239 @@
+"""Work on edges in forward is recorded, and gives the losses of plain PyG on any shape."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    assert_all_within,
+    differences_of_shapes,
+    plain_pyg_losses,
+    pyg_data,
+    quick_config,
+    run_ranks,
+    small_graph,
+)
+from torch import nn
+from torch_geometric import nn as pyg
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    degree,
+    remove_self_loops,
+    scatter,
+    softmax,
+    to_undirected,
+)
+
+from gnnpipe import Trainer
+from gnnpipe.runtime.comm.mesh import Mesh
+
+IN, HIDDEN, OUT = 7, 8, 3
+
+
+class TwoLayers(nn.Module):
+    """Two convolutions on edges that ``edges`` makes."""
+
+    conv = pyg.GCNConv
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.conv(IN, HIDDEN), self.conv(HIDDEN, OUT)
+
+    def forward(self, x, edge_index):
+        given = self.edges(x, edge_index)
+        return self.second(F.elu(self.first(x, *given)), *given)
+
+
+class Loops(TwoLayers):
+    conv = pyg.SAGEConv
+
+    def edges(self, x, edge_index):
+        return (add_self_loops(edge_index, num_nodes=x.size(0))[0],)
+
+
+class LoopsOfAttention(TwoLayers):
+    conv = pyg.TransformerConv
+
+    def edges(self, x, edge_index):
+        edge_index, _ = remove_self_loops(edge_index)
+        loops = torch.arange(x.shape[0], device=edge_index.device)
+        return (torch.cat([edge_index, torch.stack([loops, loops])], dim=1),)
+
+
+class Undirected(TwoLayers):
+    def edges(self, x, edge_index):
+        return (to_undirected(edge_index, num_nodes=x.size(0)),)
+
+
+class Reversed(TwoLayers):
+    conv = pyg.GraphConv
+
+    def edges(self, x, edge_index):
+        return (edge_index.flip(0),)
+
+
+class WeightsByDegree(TwoLayers):
+    conv = pyg.GraphConv
+
+    def edges(self, x, edge_index):
+        row, col = edge_index
+        weight = degree(col, x.size(0), dtype=x.dtype).clamp(min=1).pow(-0.5)
+        return edge_index, weight[row] * weight[col]
+
+
+class DegreesAsFeatures(TwoLayers):
+    def edges(self, x, edge_index):
+        return (edge_index,)
+
+    def forward(self, x, edge_index):
+        found = degree(edge_index[1], x.size(0), dtype=x.dtype)
+        x = self.first(x, edge_index).relu() / found.clamp(min=1).unsqueeze(-1)
+        return self.second(x, edge_index) * torch.log1p(found)[:, None] / found.mean()
+
+
+class TutorialConv(pyg.MessagePassing):
+    """As in PyG's tutorial on convolutions of one's own."""
+
+    def __init__(self, width_in, width_out):
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(width_in, width_out, bias=False)
+        self.bias = nn.Parameter(torch.full((width_out,), 0.1))
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        x = self.lin(x)
+        row, col = edge_index
+        deg = degree(col, x.size(0), dtype=x.dtype)
+        inverse = deg.pow(-0.5)
+        inverse[inverse == float("inf")] = 0
+        norm = inverse[row] * inverse[col]
+        return self.propagate(edge_index, x=x, norm=norm) + self.bias
+
+    def message(self, x_j, norm):
+        return norm.view(-1, 1) * x_j
+
+
+class Tutorial(TwoLayers):
+    conv = TutorialConv
+
+    def edges(self, x, edge_index):
+        return (edge_index,)
+
+
+class ByHand(TwoLayers):
+    """Gathers and scatters in forward."""
+
+    conv = nn.Linear
+
+    def edges(self, x, edge_index):
+        return ()
+
+    def forward(self, x, edge_index):
+        row, col = edge_index
+        x = self.first(x).relu()
+        total = torch.zeros(x.size(0), HIDDEN, dtype=x.dtype).index_add_(0, col, x[row])
+        mean = scatter(x[row] - x[col], col, dim=0, dim_size=x.size(0), reduce="mean")
+        most = torch.zeros_like(x).scatter_reduce(
+            0, col.view(-1, 1).expand(-1, HIDDEN), x[row], reduce="amax"
+        )
+        return self.second(total + mean + most + x)
+
+
+class AttentionByHand(nn.Module):
+    """One layer of attention, written with ``softmax`` and ``scatter``."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.out = nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, OUT)
+        self.attention = nn.Linear(2 * HIDDEN, 1)
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=x.size(0))
+        x = self.lin(x)
+        source, target = edge_index
+        score = F.leaky_relu(self.attention(torch.cat([x[source], x[target]], dim=-1)), 0.2)
+        alpha = softmax(score, target, num_nodes=x.size(0))
+        return self.out(scatter(alpha * x[source], target, dim_size=x.size(0), reduce="sum").relu())
+
+
+MODELS = [
+    Loops,
+    LoopsOfAttention,
+    Undirected,
+    Reversed,
+    WeightsByDegree,
+    DegreesAsFeatures,
+    Tutorial,
+    ByHand,
+    AttentionByHand,
+]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return small_graph(seed=3, n=60, directed=True)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def plain(kind, graph):
+    data = pyg_data(graph)
+    data.x = data.x.double()
+    model = made(kind)
+    return plain_pyg_losses(model, data, (data.x, data.edge_index), 4), model
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_equals_plain_pyg(kind, chunks, graph):
+    config = quick_config(
+        epochs=4, dtype="float64", chunks=chunks, staleness="exact", require_capture=True
+    )
+    trainer = Trainer(config, graph=graph, model=made(kind))
+    losses = [row.loss for row in trainer.fit().history]
+    truth, model = plain(kind, graph)
+    assert losses == pytest.approx(truth, rel=1e-9)
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    assert torch.allclose(trainer.predict(), model.eval()(x, edges), 1e-8, 1e-9)
+
+
+def on_ranks(shapes, staleness):
+    def parts(kind, rank, chunks):
+        torch.manual_seed(rank)
+        return small_graph(directed=True), kind(), {"staleness": staleness}
+
+    return differences_of_shapes(shapes, MODELS, 3, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["exact", "auto"])
+def test_every_shape_equals_one_autograd_graph(staleness):
+    shapes = ((2, 1, 4), (1, 2, 1), (1, 2, 4))
+    for found in run_ranks(on_ranks, 2, shapes, staleness):
+        assert_all_within(found)
+
+
+def losses_on_ranks(shapes):
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for kind in MODELS:
+            config = quick_config(
+                epochs=4, stages=stages, shards=shards, chunks=chunks, staleness="exact"
+            )
+            graph = small_graph(seed=3, n=60, directed=True)
+            trainer = Trainer(config, graph=graph, model=made(kind), world=mesh)
+            found.append([row.loss for row in trainer.fit().history])
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_equal_plain_pyg(graph):
+    shapes = ((2, 1, 4), (1, 2, 1), (1, 2, 4))
+    truth = [plain(kind, graph)[0] for kind in MODELS]
+    for found in run_ranks(losses_on_ranks, 2, shapes):
+        for losses, expected in zip(found, truth * len(shapes), strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9)
