@@ -89,6 +89,10 @@ class PairStageModule(StageModule):
         scores = Aggregation(PAIR_SCORES, PAIRS, model.width, PAIRS, "")
         self.rounds = [*inner.rounds, (scores,)]
 
+    def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
+        """See ``StageModule``."""
+        self._inner.set_vertex_values(values)
+
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows
     ) -> tuple[Values, Values]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from gnnpipe.capture.edge_work.modules import EdgeModule
-from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets
+from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
 from gnnpipe.capture.edge_work.separate import separate
-from gnnpipe.capture.fx_names import EDGES, refuse
+from gnnpipe.capture.fx_names import EDGES
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.signature import edge_inputs, method_of
+from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
 from gnnpipe.capture.trial.facts import Facts, probe
@@ -23,7 +24,6 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import edge_data_of
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
-from gnnpipe.ops.saved_tensors import tensors_in
 
 
 class RecordedModel(Model):
@@ -63,19 +63,36 @@ class RecordedModel(Model):
         """Whether bf16 products apply to some linear map (see ``Model``)."""
         return self.recording.has_bf16_products(dense)
 
+    @property
+    def edges_are_random(self) -> bool:
+        """Whether forward makes other edges in every epoch, or in evaluation."""
+        return self.recording.edges_are_random
+
     def graph_to_run(self, graph: Graph, dtype: torch.dtype) -> Graph:
-        """The graph whose edges the recorded calls read: the given ones, or those of its work.
+        """The graph whose edges the recorded calls read in evaluation; in training unless random.
 
         ``dtype``: number type of the run.
         """
-        work = self.recording.edge_work
-        if work is None:
+        if self.recording.edge_work is None:
             return graph
-        edges = torch.from_numpy(graph.edge_index)
-        sets = work.sets(edges, edge_data_of(graph, dtype), graph.num_vertices, dtype)
+        sets = self._sets(graph, dtype, False)
         for name, value in sets.of_vertices.items():
             self.recording.graph_module.register_buffer(name, value)
         return graph_of_sets(graph, sets)
+
+    def graph_of_epoch(
+        self, graph: Graph, dtype: torch.dtype, seed: int, epoch: int
+    ) -> tuple[Graph, Mapping[str, Tensor]]:
+        """The graph whose edges the calls read in a training epoch, and values of vertices."""
+        with random_numbers_of(seed, epoch):
+            sets = self._sets(graph, dtype, True)
+        return graph_of_sets(graph, sets), sets.of_vertices
+
+    def _sets(self, graph: Graph, dtype: torch.dtype, is_training: bool) -> EdgeSets:
+        work = self.recording.edge_work
+        assert work is not None
+        edges, data = torch.from_numpy(graph.edge_index), edge_data_of(graph, dtype)
+        return work.sets(edges, data, graph.num_vertices, dtype, is_training)
 
     def stage_module(self, ops: Sequence[int]) -> RecordedStageModule:
         """These ops as a stage runs them."""
@@ -115,8 +132,9 @@ def _record(
     while True:
         try:
             recording = trace(model, method, names, graph, opened)
-            work, read = _edge_work(recording, sample)
-            return recording, probe(model, method, recording, read, graph.vertex_counts), read, work
+            work, samples = _edge_work(recording, sample)
+            facts = probe(model, method, recording, samples, graph.vertex_counts)
+            return recording, facts, samples[0], work
         except OpaqueConvError as error:
             first = first or error
             if error.kind in opened or issubclass(error.kind, EdgeModule):
@@ -126,26 +144,25 @@ def _record(
             raise first or error from None
 
 
-def _edge_work(recording: fx.GraphModule, sample: Sample) -> tuple[EdgeWork | None, Sample]:
-    """Take the work on edges out of a recording; the sample then has the edges that it makes."""
+def _edge_work(
+    recording: fx.GraphModule, sample: Sample
+) -> tuple[EdgeWork | None, tuple[Sample, Sample]]:
+    """Take the work on edges out of a recording.
+
+    Returns the work, and the sample with the edges that it makes in training and in evaluation.
+    """
     if sample.graph.types is not None or sample.graph.has_matrix_form:
-        return None, sample
+        return None, (sample, sample)
     values = values_on_sample(recording, sample)
     work = None if values is None else separate(recording, values, sample.counts[""])
-    return work, sample if work is None else sample.with_sets(_sets_on_sample(work, sample))
-
-
-def _sets_on_sample(work: EdgeWork, sample: Sample) -> EdgeSets:
-    """The edges that forward makes from the sample; ``InputError`` if they are random."""
+    if work is None:
+        return None, (sample, sample)
     given = sample.edges[EDGES], sample.edge_data, sample.counts[""], torch.float64
-    one, other = work.sets(*given), work.sets(*given)
-    found = [
-        list(tensors_in((s.ends, s.weights, dict(s.data), dict(s.of_vertices))))
-        for s in (one, other)
-    ]
-    if not all(map(torch.equal, *found)):
-        refuse("forward draws random edges", "a recording has the same edges in every epoch")
-    return one
+    found = []
+    for is_training in (True, False):
+        with random_numbers_of(0, 0), DropoutMode():
+            found.append(sample.with_sets(work.sets(*given, is_training)))
+    return work, (found[0], found[1])
 
 
 def initialise_lazy(model: nn.Module, method: str, sample: Sample) -> None:

@@ -102,6 +102,11 @@ class Recording:
                 read.add(field)
         return frozenset(read)
 
+    @property
+    def edges_are_random(self) -> bool:
+        """Whether the calls read other edges in every epoch, or in evaluation."""
+        return self.edge_work is not None and self.edge_work.is_random
+
     def is_fixed(self, value: fx.Node) -> bool:
         """Whether a value depends on no weight, so that only dropout changes it."""
         return value.op == "placeholder" or value in self._fixed

@@ -85,7 +85,13 @@ def _common(calls: list[fx.Node], others: list[fx.Node]) -> list[tuple[fx.Node, 
 
 
 def _token(call: fx.Node) -> str:
-    """The function of a call; equal for a dropout that is on or off."""
+    """The function of a call; equal for a dropout that is on or off.
+
+    With the settings of functions that may do other things with the edges in evaluation.
+    """
+    if getattr(call.target, "__module__", "").startswith("torch_geometric.utils"):
+        settings = fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: "value")
+        return f"{call.op} {call.target} {settings}"
     return "dropout" if call.target in (drop, operator.pos) else f"{call.op} {call.target}"
 
 

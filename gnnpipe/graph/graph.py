@@ -34,6 +34,11 @@ EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
 
 
+def bare(graph: Graph) -> Graph:
+    """The graph without features."""
+    return replace(graph, x=np.zeros((graph.num_vertices, 0), dtype=np.float32))
+
+
 def have_same_pattern(a: sp.csr_array, b: sp.csr_array) -> bool:
     """Whether two matrices with sorted indices have the same shape and entries at equal places."""
     return bool(

@@ -184,8 +184,14 @@ def local_rows(rows: sp.csr_array, layout: ShardLayout, into: ShardLayout) -> sp
     number[layout.own] = np.arange(layout.num_own)
     number[layout.halo] = layout.num_own + np.arange(len(layout.halo))
     own = rows[into.own]
+    columns = number[own.indices]
+    if columns.min(initial=0) < 0:
+        raise InputError(
+            "model: forward draws edges that it does not have in evaluation, whose rows shards do "
+            "not exchange; try --shards 1"
+        )
     shape = (into.num_own, layout.num_rows)
-    local = sp.csr_array((own.data, number[own.indices], own.indptr), shape=shape)
+    local = sp.csr_array((own.data, columns, own.indptr), shape=shape)
     local.sort_indices()
     return local
 

@@ -96,6 +96,13 @@ class StageModule(ABC):
         """Number of rounds + 1."""
         return len(self.rounds) + 1
 
+    def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
+        """Sets values of vertices [N, ...] that the model makes of an epoch's random edges.
+
+        ``None``: those of evaluation.
+        """
+        del values
+
     @abstractmethod
     def step(
         self, index: int, values: Values, received: Mapping[str, Received], rows: Rows

@@ -95,6 +95,9 @@ class Stage:
         self.criterion = criterion
         self.watch: Callable[[int, int, Values], None] | None = None
         """Called with chunk, step and the step's results, to look for faults."""
+        self.draw_edges: Callable[[int | None], None] | None = None
+        """Called before every pass, if forward draws random edges, with the number of the training
+        epoch; ``None`` for evaluation."""
         self._open = open_history
         self.histories = {
             a.name: open_history(a, True)
@@ -115,6 +118,8 @@ class Stage:
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
         self._rows_now = _in_pass(self.rows, epoch, training)
         self._chunks.clear()
+        if self.draw_edges is not None:
+            self.draw_edges(epoch if training else None)
         if training:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
             self._loss_rows_now = _in_pass(loss_rows, epoch, training)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
 from gnnpipe.graph.operators import (
     EVERYONE,
@@ -109,11 +110,12 @@ class _RankBuilder:
         self._stage_module = prepared.model.stage_module(self._ops)
         self._stage_module.to(mesh.device)
         self._is_last = mesh.stage == mesh.stages - 1
-        kernel = self._choose_kernel()
+        self._kernel: Kernel = embedding_bag
+        self._kernel = self._choose_kernel()
         self._structures: dict[tuple[str, str, str], Structure] = {}
         for a in self._stage_module.aggregations:
             if a.structure_key not in self._structures:
-                self._structures[a.structure_key] = self._make_structure(a, kernel)
+                self._structures[a.structure_key] = self._make_structure(a, prepared.graph)
 
     def make_targets(self) -> Targets:
         """Returns labels and split of this rank's vertices or pairs."""
@@ -148,6 +150,8 @@ class _RankBuilder:
             precomputed,
             loss_rows,
         )
+        if prepared.given_edges is not None:
+            stage.draw_edges = lambda epoch: self._draw_edges(epoch, stage)
         forecaster = self._make_forecaster(stage) if len(prepared.probes) else None
         executor = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
         return executor(
@@ -160,6 +164,36 @@ class _RankBuilder:
             (prepared.dtype, prepared.row_dtype),
             forecaster,
         )
+
+    def _draw_edges(self, epoch: int | None, stage: Stage) -> None:
+        """Gives the histories the random edges of a training epoch.
+
+        ``None``: of evaluation, whose histories have its edges already.
+        """
+        if epoch is None:
+            self._stage_module.set_vertex_values(None)
+            return
+        graph, values = self._prepared.edges_of_epoch(epoch)
+        self._stage_module.set_vertex_values(values)
+        made: dict[tuple[tuple[str, str, str], bool], Structure] = {}
+        for a in self._stage_module.aggregations:
+            if a.is_mean or a.structure == PAIRS:
+                continue
+            is_of_loss_rows = a.name in self._prepared.loss_rows.ops
+            key = a.structure_key, is_of_loss_rows
+            if key not in made:
+                made[key] = self._make_structure(a, graph)
+                if is_of_loss_rows:
+                    made[key] = self._of_loss_rows(made[key])
+            stage.histories[a.name].take(made[key])
+
+    def _of_loss_rows(self, structure: Structure) -> LinearOperator:
+        """Returns the operator of the loss rows alone."""
+        assert isinstance(structure, LinearOperator)
+        layout = self.layouts[self._prepared.graph.target]
+        loss_rows = restrict(layout, self._prepared.loss_row_mask)
+        rows = torch.from_numpy(np.searchsorted(layout.own, loss_rows.own)).to(self._mesh.device)
+        return structure.of_rows(rows, loss_rows.own_ptr.tolist())
 
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
@@ -182,6 +216,7 @@ class _RankBuilder:
             is_alone
             and not mesh.recorder.is_on  # a profile times single steps
             and self._stage_module.is_cuda_graph_safe
+            and prepared.given_edges is None
             and prepared.loss_fn is None
             and not draws_in_backward
         )
@@ -260,10 +295,8 @@ class _RankBuilder:
         pointer = loss_rows.own_ptr.tolist()
         operators: dict[tuple[str, str, str], LinearOperator] = {}
         for a in reading:
-            whole = self._structures[a.structure_key]
-            assert isinstance(whole, LinearOperator)
             if a.structure_key not in operators:
-                operators[a.structure_key] = whole.of_rows(rows, pointer)
+                operators[a.structure_key] = self._of_loss_rows(self._structures[a.structure_key])
         starts = layout.own_ptr[:-1].tolist()
         places = [
             rows[first:last] - start
@@ -370,7 +403,7 @@ class _RankBuilder:
             name = "embedding-bag"
             if linear and mesh.rank == 0:
                 widest = max(linear, key=lambda a: a.width)
-                operator = self._make_structure(widest, embedding_bag)
+                operator = self._make_structure(widest, prepared.graph)
                 assert isinstance(operator, LinearOperator)
                 m = operator.forward
                 times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
@@ -378,10 +411,10 @@ class _RankBuilder:
             name = mesh.share(name)
         return kernel_named(name, prepared.row_dtype, mesh.device)
 
-    def _make_structure(self, aggregation: Aggregation, kernel: Kernel) -> Structure:
-        """Returns the matrix, the blocks or the mean that an aggregation runs over."""
+    def _make_structure(self, aggregation: Aggregation, graph: Graph) -> Structure:
+        """Returns the matrix, the blocks or the mean that an aggregation runs over in ``graph``."""
         prepared, device = self._prepared, self._mesh.device
-        graph, kind = prepared.graph, aggregation.structure
+        kind = aggregation.structure
         layout = self.layouts[aggregation.pushed_type]
         into = self.layouts[aggregation.vertex_type]
         if aggregation.structure == SUM:
@@ -400,7 +433,7 @@ class _RankBuilder:
         if aggregation.is_linear:
             # Not bound to a name here, so that ``build`` can free the float64 matrix early.
             return LinearOperator.build(
-                weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, kernel
+                weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, self._kernel
             )
         data: EdgeData = {}  # for 'loops'
         if kind == PAIRS:

@@ -320,6 +320,12 @@ def with_edge_work(graph: Graph, model: Model, dtype: torch.dtype, world: World)
     return graph
 
 
+def edges_are_random(model: Model) -> bool:
+    """Returns whether the model's forward makes other edges in every epoch, or in evaluation."""
+    inner = model.inner if isinstance(model, PairModel) else model
+    return isinstance(inner, RecordedModel) and inner.edges_are_random
+
+
 def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
     """Returns a line for each kind of number that is rounded to bf16."""
     kinds = {"rows in the tables and on the wire": config.comm_dtype}

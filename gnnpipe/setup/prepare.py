@@ -19,7 +19,7 @@ from gnnpipe.config.validation import check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.graph import Graph, bare
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
@@ -46,6 +46,7 @@ from gnnpipe.setup.inputs import (
     check_parts,
     check_validation,
     choose_model,
+    edges_are_random,
     number_dtype,
     reason_not_recorded,
     row_dtype,
@@ -87,7 +88,8 @@ def prepare(
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
     chosen = choose_model(model, config, graph, world, dtype, must_record)
-    graph = with_edge_work(without_unread(graph, chosen, world), chosen, dtype, world)
+    given = without_unread(graph, chosen, world)
+    graph = with_edge_work(given, chosen, dtype, world)
     model_graph = describe(chosen, graph)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
@@ -118,6 +120,7 @@ def prepare(
         volume=_epoch_bytes(config, dag, model_graph, graph, quality, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
+        given_edges=bare(given) if edges_are_random(chosen) else None,
     )
 
 

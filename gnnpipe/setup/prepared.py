@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 import torch
+from torch import Tensor
 
+from gnnpipe.capture import RecordedModel
+from gnnpipe.capture.link_decoder import PairModel
 from gnnpipe.config import StalenessSettings, TrainConfig
-from gnnpipe.graph.chunking import Chunking
+from gnnpipe.graph.chunking import Chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.models import Model
@@ -65,6 +68,21 @@ class Prepared:
     """[K, K] edges by (reading chunk, chunk read); ``None`` in an exact run."""
     refill_epochs: int = 0
     """Epochs at the start that are exact to fill tables that a checkpoint did not store."""
+
+    given_edges: Graph | None = None
+    """The graph as it was given, without features, if forward makes other edges in every epoch."""
+
+    def edges_of_epoch(self, epoch: int) -> tuple[Graph, Mapping[str, Tensor]]:
+        """Draws the edges that the model reads in a training epoch (from 0).
+
+        Returns the graph of these edges in the order of ``chunking``, without features, and the
+        values of vertices [N, ...] in the order given.
+        """
+        assert self.given_edges is not None
+        inner = self.model.inner if isinstance(self.model, PairModel) else self.model
+        assert isinstance(inner, RecordedModel)
+        graph, values = inner.graph_of_epoch(self.given_edges, self.dtype, self.config.seed, epoch)
+        return renumber(graph, self.chunking), values
 
     @property
     def plan(self) -> Plan:

@@ -238,6 +238,11 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
         return Reference(config, whole, ChunkWalk(plain, cut, config), None, prepared.loss_fn)
     read = graph.reduced_to(model.edge_inputs)
     if isinstance(inner, RecordedModel):
+        if inner.edges_are_random:
+            raise InputError(
+                f"--model {inner.name}: draws other edges in every epoch, which verify does not "
+                "follow; verify the model with the random part set to 0"
+            )
         read = inner.graph_to_run(read, dtype)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
     user = _user_model(staged, inner, whole, graph)

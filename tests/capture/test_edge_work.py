@@ -18,6 +18,7 @@ from torch_geometric.utils import (
     add_remaining_self_loops,
     add_self_loops,
     degree,
+    dropout_edge,
     remove_self_loops,
     scatter,
     softmax,
@@ -25,6 +26,7 @@ from torch_geometric.utils import (
 )
 
 from gnnpipe import Trainer
+from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.runtime.comm.mesh import Mesh
 
 IN, HIDDEN, OUT = 7, 8, 3
@@ -236,4 +238,110 @@ def test_ranks_equal_plain_pyg(graph):
     truth = [plain(kind, graph)[0] for kind in MODELS]
     for found in run_ranks(losses_on_ranks, 2, shapes):
         for losses, expected in zip(found, truth * len(shapes), strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class DropEdge(TwoLayers):
+    conv = pyg.GCNConv
+
+    def edges(self, x, edge_index):
+        return (dropout_edge(edge_index, p=0.4, training=self.training)[0],)
+
+
+class DropEdgeByHand(TwoLayers):
+    """Another mask in each layer; a maximum runs on blocks."""
+
+    @staticmethod
+    def conv(width_in, width_out):
+        return pyg.SAGEConv(width_in, width_out, aggr="max")
+
+    def edges(self, x, edge_index):
+        if self.training:
+            edge_index = edge_index[:, torch.rand(edge_index.size(1)) > 0.5]
+        return (edge_index,)
+
+    def forward(self, x, edge_index):
+        x = self.first(x, *self.edges(x, edge_index)).relu()
+        return self.second(x, *self.edges(x, edge_index))
+
+
+class DropWeights(TwoLayers):
+    """Dropout of weights that are made of degrees, and degrees after dropped edges."""
+
+    conv = pyg.GraphConv
+
+    def edges(self, x, edge_index):
+        edge_index, _ = dropout_edge(edge_index, p=0.2, training=self.training)
+        row, col = edge_index
+        weight = degree(col, x.size(0), dtype=x.dtype).clamp(min=1).pow(-0.5)
+        return edge_index, F.dropout(weight[row] * weight[col], 0.3, self.training)
+
+    def forward(self, x, edge_index):
+        kept, _ = dropout_edge(edge_index, p=0.5, training=self.training)
+        return super().forward(x / (1 + degree(kept[0], x.size(0))[:, None]), edge_index)
+
+
+class DropInTutorial(DropEdge):
+    conv = TutorialConv
+
+
+class DropMessages(ByHand):
+    def forward(self, x, edge_index):
+        return super().forward(x, dropout_edge(edge_index, p=0.4, training=self.training)[0])
+
+
+RANDOM = [DropEdge, DropEdgeByHand, DropWeights, DropInTutorial, DropMessages]
+
+
+def plain_with_drawn_edges(kind, graph, epochs):
+    """Losses of plain PyG with the random numbers of gnnpipe's edges, and the logits."""
+    model, data, losses = made(kind), pyg_data(graph), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        optimizer.zero_grad()
+        with random_numbers_of(0, epoch):
+            out = model(data.x.double(), data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.eval()(data.x.double(), data.edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("kind", RANDOM, ids=lambda kind: kind.__name__)
+def test_random_edges_equal_plain_pyg(kind, chunks, graph):
+    config = quick_config(epochs=4, chunks=chunks, staleness="exact", require_capture=True)
+    trainer = Trainer(config, graph=graph, model=made(kind))
+    losses = [row.loss for row in trainer.fit().history]
+    truth, logits = plain_with_drawn_edges(kind, graph, 4)
+    assert losses == pytest.approx(truth, rel=1e-9)
+    assert torch.allclose(trainer.predict(), logits, 1e-8, 1e-9)
+
+
+def random_losses_on_ranks(shapes, staleness):
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        for kind in RANDOM:
+            shape = {"stages": stages, "shards": shards, "chunks": chunks}
+            config = quick_config(epochs=4, staleness=staleness, **shape)
+            graph = small_graph(seed=3, n=60, directed=True)
+            trainer = Trainer(config, graph=graph, model=made(kind), world=mesh)
+            found.append([row.loss for row in trainer.fit().history])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["exact", "auto"])
+def test_random_edges_do_not_depend_on_the_shape(staleness, graph):
+    """Law 2."""
+    truth = []
+    for kind in RANDOM:
+        config = quick_config(epochs=4, chunks=4, staleness=staleness)
+        trainer = Trainer(config, graph=graph, model=made(kind))
+        truth.append([row.loss for row in trainer.fit().history])
+    shapes = ((2, 1, 4), (1, 2, 4))
+    for found in run_ranks(random_losses_on_ranks, 2, shapes, staleness):
+        for losses, expected in zip(found, truth * 2, strict=True):
             assert losses == pytest.approx(expected, rel=1e-9)

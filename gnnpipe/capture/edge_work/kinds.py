@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch_geometric import utils
 
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input
+from gnnpipe.capture.markers import by_mode, drop
 from gnnpipe.capture.rewrite import with_items
 from gnnpipe.graph.graph import EDGE_DATA
 
@@ -77,20 +79,31 @@ def _kind(call: fx.Node, found: dict[fx.Node, Kind], recording: fx.GraphModule) 
         sources -= {Kind.OTHER}
     if Kind.OTHER in sources:
         return Kind.OTHER
+    if call.target is drop and Kind.EDGE_DATA in sources:
+        return Kind.EDGES  # drawn with the edges
     return max(sources, key=lambda kind: kind.value, default=Kind.CONSTANT)
 
 
 def _is_plain(call: fx.Node) -> bool:
-    """Whether a call is a function or method of its arguments alone."""
+    """Whether a call is a function or method of its arguments, and of random numbers, alone."""
     if call.op == "call_method":
-        return str(call.target) not in _RANDOM_METHODS
+        return True
     module = getattr(call.target, "__module__", "") or ""
-    is_marker = module.startswith("gnnpipe.") and call.target is not with_items
-    return call.op == "call_function" and not is_marker and call.target not in _RANDOM
+    is_marker = module.startswith("gnnpipe.") and call.target not in (with_items, by_mode, drop)
+    return call.op == "call_function" and not is_marker
+
+
+def is_random(call: fx.Node) -> bool:
+    """Whether a call draws random numbers."""
+    if call.op == "call_method":
+        return str(call.target) in _RANDOM_METHODS
+    return call.target in _RANDOM
 
 
 _RANDOM: frozenset[Any] = frozenset(
-    (torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint)
-    + (torch.randperm, nn.functional.dropout)
+    {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint}
+    | {torch.randperm, drop}
+    | {utils.dropout_edge, utils.dropout_adj, utils.dropout_node, utils.dropout_path}
+    | {utils.add_random_edge, utils.negative_sampling, utils.shuffle_node, utils.mask_feature}
 )
-_RANDOM_METHODS = ("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_")
+_RANDOM_METHODS = ("bernoulli", "uniform", "normal", "exponential", "random")

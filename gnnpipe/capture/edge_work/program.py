@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch_geometric import seed_everything
 
-from gnnpipe.capture.edge_work.kinds import Kind, reads_shape
+from gnnpipe.capture.edge_work.kinds import Kind, is_random, reads_shape
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input, refuse
+from gnnpipe.capture.markers import by_mode, drop
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 
 NUM_VERTICES, DTYPE, DEVICE, LIKE = "num_vertices", "dtype", "device", "like"
+IS_TRAINING = "is_training"
 """Inputs of the program beside the edges and their data; ``LIKE``: an empty tensor."""
 
 
@@ -38,6 +44,10 @@ class ProgramWriter:
         self._made: dict[str, fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._constants = nn.Module()
+        for call in recording.graph.nodes:
+            # In the order of forward, so that random numbers are those of plain PyG.
+            if kinds[call] is Kind.EDGES and is_random(call):
+                self.copy(call)
 
     def input(self, name: str) -> fx.Node:
         """The input of this name."""
@@ -69,6 +79,13 @@ class ProgramWriter:
             setattr(self._constants, str(call.target), attribute(self._recording, str(call.target)))
             return self._add("get_attr", call.target, (), {})
         args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), self._argument)
+        if call.target is by_mode:
+            return self._add("call_function", _choose, (self.input(IS_TRAINING), *args), {})
+        if call.target is drop:
+            kwargs = {"p": kwargs["probability"], "training": self.input(IS_TRAINING)}
+            return self._graph.call_function(F.dropout, args, kwargs)
+        if is_random(call):
+            return self._graph.create_node(call.op, call.target, args, kwargs)
         return self._add(call.op, call.target, args, kwargs)
 
     def _argument(self, source: fx.Node) -> Any:
@@ -97,6 +114,23 @@ class ProgramWriter:
 
 def _getitem(value: Any, index: int) -> Any:
     return value[index]
+
+
+def _choose(is_training: bool, training: Any, evaluation: Any) -> Any:
+    return training if is_training else evaluation
+
+
+@contextmanager
+def random_numbers_of(seed: int, epoch: int) -> Iterator[None]:
+    """Context with the random numbers that make the edges of an epoch (from 0)."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            seed_everything((seed * 1_000_003 + epoch) % 2**32)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,19 +162,31 @@ class EdgeWork:
         return frozenset(self._names & set(EDGE_DATA))
 
     @property
+    def is_random(self) -> bool:
+        """Whether the edges differ between the epochs, or between training and evaluation."""
+        calls = self.program.graph.nodes
+        return IS_TRAINING in self._names or any(is_random(call) for call in calls)
+
+    @property
     def _names(self) -> set[str]:
         return {str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"}
 
     def sets(
-        self, edge_index: Tensor, edge_data: Mapping[str, Tensor], count: int, dtype: torch.dtype
+        self,
+        edge_index: Tensor,
+        edge_data: Mapping[str, Tensor],
+        count: int,
+        dtype: torch.dtype,
+        is_training: bool,
     ) -> EdgeSets:
-        """Run the program on a graph.
+        """Run the program on a graph, with the current random numbers.
 
         Args:
             edge_index: [2, E] int64, ends of the graph's edges.
             edge_data: Edge data by field of ``Graph``.
             count: Number N of vertices.
             dtype: Number type of features and weights.
+            is_training: False for the edges of evaluation.
 
         Raises:
             InputError: The program fails, or makes edges to vertices that do not exist.
@@ -153,6 +199,7 @@ class EdgeWork:
             DTYPE: dtype,
             DEVICE: device,
             LIKE: torch.empty(0, dtype=dtype, device=device),
+            IS_TRAINING: is_training,
         }
         try:
             with torch.no_grad():

@@ -82,8 +82,10 @@ class _Separator:
                 self.of_rows.add(call)
         graph = self.recording.graph
         graph.eliminate_dead_code()
-        for call in list(graph.nodes):
-            if call.op == "placeholder" and not call.users:
+        for call in reversed(list(graph.nodes)):
+            # torch.fx keeps calls that draw random numbers.
+            is_work = self.kinds.get(call) is not Kind.OTHER and call.op != "output"
+            if not call.users and (call.op == "placeholder" or is_work):
                 graph.erase_node(call)
         self.recording.recompile()
         outputs = (

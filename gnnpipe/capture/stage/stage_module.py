@@ -125,7 +125,8 @@ class Cut:
             kept_per_read_row=of_read,
             structure_per_edge=structure_per_edge,
             moves=not is_sum(op) and not all(map(self.recording.is_fixed, pushed)),
-            of_features=all(value.op == "placeholder" for value in pushed),
+            of_features=all(value.op == "placeholder" for value in pushed)
+            and not self.recording.edges_are_random,
         )
 
 
@@ -380,6 +381,9 @@ class RecordedStageModule(StageModule):
         for op in cut.ops:
             self._weights |= dict(recording.weights(op))
             self._buffers |= recording.buffers(op)
+        made = dict(recording.graph_module.named_buffers(recurse=False))
+        self._in_evaluation = {name: value.clone() for name, value in made.items()}
+        """Values of vertices that forward makes of the edges."""
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
         self._observers = {
             op.name: (recording.model.get_submodule(path.removeprefix("model.")), what)
@@ -404,6 +408,14 @@ class RecordedStageModule(StageModule):
     ) -> tuple[Values, Values]:
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
+
+    def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
+        """Set the values of vertices (see ``StageModule``)."""
+        values = self._in_evaluation if values is None else values
+        for step in self._steps:
+            own = dict(step.function.named_buffers())
+            for name in own.keys() & values.keys():
+                own[name].copy_(values[name])
 
     def to(self, device: torch.device) -> None:
         """Move the weights and buffers of these ops."""

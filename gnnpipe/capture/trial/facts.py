@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGE_VALUES,
@@ -76,11 +77,12 @@ def probe(
     model: nn.Module,
     method: str,
     recording: fx.GraphModule,
-    sample: Sample,
+    samples: tuple[Sample, Sample],
     num_vertices: Mapping[str, int],
 ) -> dict[fx.Node, Facts]:
     """``Facts`` of every call of a model's recorded ``method``; adds calls to the recording.
 
+    ``samples``: in training and in evaluation; the same unless forward makes other edges.
     ``num_vertices``: numbers of vertices of the run's graph, by type. Raises ``InputError`` for
     calls that cannot run chunk by chunk.
     """
@@ -88,10 +90,10 @@ def probe(
     # In inference mode autograd would save nothing that could be counted.
     with torch.inference_mode(False), torch.no_grad():
         module = copy.deepcopy(recording).double().train()
-        cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+        cut_vertex_weights(module, vertex_weights(recording), samples[0].counts)
         names = names_of_weights(model, recording)
         perturb_weights(module, names)
-        run = SampleRun(recording.graph, module, sample)
+        run = SampleRun(recording.graph, module, samples[0])
         found: dict[fx.Node, Facts] = {}
         call = next(iter(recording.graph.nodes))
         while call.op != "output":
@@ -100,7 +102,7 @@ def probe(
             call = call.next  # a call that was inserted, if any
         _check_output(call, run)
         with torch.inference_mode(was_in_inference):
-            check_equals_model(model, method, call, run, names)
+            check_equals_model(model, method, call, run, names, samples[1])
         saved = saved_by_calls(run, {call for call in found if found[call].is_rows})
     for call, memory in saved.items():
         if found[call].depends:
@@ -251,18 +253,23 @@ def _check_output(call: fx.Node, run: SampleRun) -> None:
 
 
 def check_equals_model(
-    model: nn.Module, method: str, call: fx.Node, run: SampleRun, names: Mapping[str, str]
+    model: nn.Module,
+    method: str,
+    call: fx.Node,
+    run: SampleRun,
+    names: Mapping[str, str],
+    evaluation: Sample,
 ) -> None:
     """Raises ``InputError`` unless recording and model give equal results and gradients.
 
     Results in evaluation are compared, too, if the recording chooses by the mode. ``names``: names
-    of the recording's weights in the model, by path.
+    of the recording's weights in the model, by path. ``evaluation``: the sample in evaluation.
     """
     result: Any = call.args[0]
     plain = _plain_copy(model, run)
     with torch.enable_grad():
         truth = _plain_result(plain, method, run.sample)
-        found = _recorded_result(result, run, True)
+        found = _recorded_result(result, run, run.sample, True)
         towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
         for out in (truth, found):
             if out.requires_grad:
@@ -276,10 +283,11 @@ def check_equals_model(
         if not _same_gradient(parameter, recorded.get(name), rounding):
             hint = "forward holds gradients back or makes its own (no_grad, autograd.Function)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
-    if any(other.target is by_mode for other in run.graph.nodes):
+    is_other = evaluation is not run.sample
+    if is_other or any(other.target is by_mode for other in run.graph.nodes):
         truth = _plain_result(_plain_copy(model, run).eval(), method, run.sample)
         run.module.eval()
-        _check_close(truth, _recorded_result(result, run, False), " in evaluation")
+        _check_close(truth, _recorded_result(result, run, evaluation, False), " in evaluation")
         run.module.train()
 
 
@@ -294,15 +302,15 @@ def _plain_copy(model: nn.Module, run: SampleRun) -> nn.Module:
 
 def _plain_result(plain: nn.Module, method: str, sample: Sample) -> Tensor:
     """The model's result on the sample, without dropout."""
-    with DropoutMode():
+    with random_numbers_of(0, 0), DropoutMode():
         truth = sample.call(plain, method, torch.float64)
     found: Tensor = truth[sample.graph.target] if isinstance(truth, Mapping) else truth
     return found
 
 
-def _recorded_result(result: fx.Node, run: SampleRun, is_training: bool) -> Tensor:
+def _recorded_result(result: fx.Node, run: SampleRun, sample: Sample, is_training: bool) -> Tensor:
     """The recording's result on the sample, without dropout."""
-    again = SampleRun(run.graph, run.module, run.sample)
+    again = SampleRun(run.graph, run.module, sample)
     again.types, again.is_training = run.types, is_training
     with DropoutMode():
         for call in run.graph.nodes:

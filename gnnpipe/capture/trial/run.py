@@ -67,6 +67,8 @@ class SampleRun:
         self.is_training = True
         self.types: dict[fx.Node, str] = {}
         """Vertex types of the rows of the calls' values."""
+        for name, value in sample.vertex_values.items():
+            module.register_buffer(name, value)
 
     def make(
         self, call: fx.Node, depends: bool, of_edges: bool, vertex_type: str

@@ -41,6 +41,8 @@ class Sample:
     """Values [E, ...] of edges that forward makes, by input."""
     edges_of_value: Mapping[str, str] = field(default_factory=dict)
     """The input of edges to which each of the ``edge_values`` belongs."""
+    vertex_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values [n, ...] of vertices, or values [...], that forward makes of the edges."""
 
     def with_sets(self, sets: EdgeSets) -> Sample:
         """The sample with the edges that forward makes from it."""
@@ -52,6 +54,7 @@ class Sample:
             graph=graph_of_sets(self.graph, sets),
             edge_values={name: value for name, (_, value) in sets.data.items()},
             edges_of_value={name: names[place] for name, (place, _) in sets.data.items()},
+            vertex_values=sets.of_vertices,
         )
 
     def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,10 @@ class History(ABC):
     def rows(self, chunk: int) -> tuple[int, int]:
         """Return the own rows of a chunk as (start, stop)."""
         return self._ptr[chunk], self._ptr[chunk + 1]
+
+    def take(self, structure: Any) -> None:
+        """Aggregate over another structure of the same kind from now on."""
+        raise NotImplementedError
 
     def begin_epoch(self, is_exact: bool) -> None:
         """Restore the snapshot, if there is one, and clear the gradients.

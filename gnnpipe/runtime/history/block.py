@@ -5,6 +5,8 @@ Shapes: C own rows of a chunk, H halo rows of its block, F columns.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,10 @@ class BlockHistory(History):
         self.blocks = blocks
         # Many gradients are added to a row, so the sum is not rounded to the table's type.
         self._grads = self._grads.to(spec.dtype)
+
+    def take(self, structure: Any) -> None:
+        """Read the rows of other blocks from now on."""
+        self.blocks = structure
 
     def block(self, chunk: int) -> Block:
         """Return the block of a chunk."""

@@ -10,6 +10,8 @@ Shapes: m target rows, F columns, C rows of a chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from gnnpipe.graph.operators import LinearOperator
@@ -30,6 +32,10 @@ class LinearHistory(History):
         """Bit set of the chunks that have recorded in this epoch."""
         self._shared_rows: list[Tensor] = []
         """Rows of the shared table by chunk."""
+
+    def take(self, structure: Any) -> None:
+        """Aggregate by another operator from now on."""
+        self.operator = structure
 
     def into(self, chunk: int) -> tuple[int, int]:
         """Return the target rows of a chunk as (start, stop); their vertex type may differ."""
