@@ -25,6 +25,7 @@ import torch_geometric.utils
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric import nn as pyg
+from torch_geometric.nn.attention import PerformerAttention
 from torch_geometric.nn.conv import hetero_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
@@ -51,7 +52,7 @@ from gnnpipe.capture.rewrite import (
     replace_dropout,
     replace_products,
 )
-from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES
+from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, performer
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
 from gnnpipe.errors import InputError
@@ -126,7 +127,12 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 
 
 class _Value(fx.Proxy):
-    """A recorded value, to which items can be assigned."""
+    """A recorded value, to which items can be assigned; forward takes it for a tensor."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """``Tensor``, for ``isinstance``."""
+        return torch.Tensor
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Record the assignment; ``make_out_of_place`` gives later readers the new value."""
@@ -162,6 +168,10 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The value of a call."""
         return _Value(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """An argument of a call; ``fx.Tracer`` would take a recorded value for a constant."""
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Records a call as ``fx.Tracer`` does; a recording would lose the model's own autocast."""
@@ -240,6 +250,8 @@ class _Tracer(fx.Tracer):
             found = NORMS[type(m)](m, args[0], self.path_of_module(m))
             if found is not None:
                 return found
+        if isinstance(m, PerformerAttention):
+            return performer(m, args[0])  # its mask is of all vertices
         if isinstance(m, pyg.GroupAddRev):
             return reversible(m, *args, **kwargs)
         if isinstance(m, pyg.Aggregation) and not self._is_over_edges(args[1:], kwargs):
@@ -367,7 +379,7 @@ def _record(
     name = type(model).__name__
     before = _random_state()
     try:
-        with _patched_libraries():
+        with _patched_libraries(opened):
             recording = fx.GraphModule(root, tracer.trace(root))
             _check_buffers(model)
             _choose_target(recording, graph.target)
@@ -430,13 +442,14 @@ def _random_state() -> tuple[bytes, str, str]:
 
 
 @contextmanager
-def _patched_libraries() -> Iterator[None]:
+def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
     """Context in which aggregations, HeteroConv and checkpointed calls can be traced.
 
     ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv takes the
     first of a result that is a tuple, which a traced value does not know. A call checkpointed by
     torch is recorded as the call itself: ``--recompute`` saves the same memory. Functions such as
-    ``torch.zeros`` do not take traced sizes by themselves.
+    ``torch.zeros`` do not take traced sizes by themselves. ``opened``: classes of convolutions that
+    are recorded call by call.
     """
     original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
 
@@ -458,7 +471,8 @@ def _patched_libraries() -> Iterator[None]:
 
     pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
     CheckpointFunction.apply = call  # type: ignore[method-assign]
-    replaced = [(torch, name, getattr(torch, name)) for name in _FACTORIES] + _edge_functions()
+    replaced = [(torch, name, getattr(torch, name)) for name in _FACTORIES]
+    replaced += _edge_functions(opened)
     for owner, name, function in replaced:
         setattr(owner, name, _recorded_function(function))
     try:
@@ -474,11 +488,18 @@ _FACTORIES = ("zeros", "ones", "full", "empty", "arange", "rand", "randn")
 """Functions of torch that make tensors from numbers."""
 
 
-def _edge_functions() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Modules and names under which users' code finds functions of ``torch_geometric.utils``."""
+_QUESTIONS = (torch_geometric.utils.is_torch_sparse_tensor, torch_geometric.utils.is_sparse)
+"""Functions that a recorded value answers with False; a matrix is found out by the trial."""
+
+
+def _edge_functions(opened: Collection[type]) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Modules and names under which users' code finds functions of ``torch_geometric.utils``.
+
+    And under which convolutions of the classes ``opened`` find them.
+    """
     known = {id(f): f for f in vars(torch_geometric.utils).values() if inspect.isfunction(f)}
     known[id(gcn_norm)] = gcn_norm
-    owners = [torch_geometric.utils]
+    owners = [torch_geometric.utils, *(sys.modules[kind.__module__] for kind in opened)]
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None) or ""
         if isinstance(module, types.ModuleType) and is_own(path) and "site-packages" not in path:
@@ -501,6 +522,8 @@ def _recorded_function(factory: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not found:
             return factory(*args, **kwargs)
+        if factory in _QUESTIONS:
+            return False
         return found[0].tracer.create_proxy("call_function", factory, args, kwargs)
 
     return call

@@ -39,7 +39,7 @@ class Wrong(nn.Module):
         return self.pool(x, torch.zeros(60, dtype=torch.int64))
 
     def edges(self, x, edge_index):
-        return x + edge_index.sum()
+        return x + x[edge_index[0]].sum()
 
     def two(self, x, edge_index):
         return x, self.lin(x)
@@ -82,7 +82,7 @@ class Wrong(nn.Module):
         ("softmax", r"softmax mixes vertices.*x\.softmax"),
         ("noise", "randn_like mixes vertices or draws random numbers"),
         ("pooled", "pool.*pools over all vertices"),
-        ("edges", "sum works on the edges outside of a convolution"),
+        ("edges", r"add makes rows of values of edges.*x\[edge_index\[0\]\]\.sum"),
         ("two", r"must return one tensor \[N, classes\]"),
         ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
         ("always", r"dropout stays on in evaluation.*training=self\.training"),
@@ -113,14 +113,11 @@ class WrongOnEdges(nn.Module):
         x = self.first(x, edge_index)
         return self.conv(x, edge_index, getattr(self, self.fault)(x, edge_index, edge_attr))
 
-    def dropped(self, x, edge_index, edge_attr):
-        return F.dropout(edge_attr, 0.5, training=self.training)
-
     def normed(self, x, edge_index, edge_attr):
         return self.norm(edge_attr)
 
     def mixed(self, x, edge_index, edge_attr):
-        return edge_attr + self.lin(x[edge_index[0]])
+        return edge_attr + self.lin(x[edge_index[0]].mean(0))
 
     def scaled(self, x, edge_index, edge_attr):
         return edge_attr / edge_attr.sum()
@@ -132,9 +129,8 @@ class WrongOnEdges(nn.Module):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("dropped", "dropout or normalisation works on the edges"),
         ("normed", "dropout or normalisation works on the edges"),
-        ("mixed", "works on the edges outside of a convolution"),
+        ("mixed", "work on the edges does not give the same rows"),
         ("scaled", r"sum does not keep one row for each edge.*edge_attr\.sum"),
         ("shuffled", "flip mixes edges"),
     ],

@@ -16,7 +16,7 @@ from gnnpipe.graph.graph import EDGE_DATA
 
 
 class Kind(Enum):
-    """What a call's value depends on."""
+    """Everything that a call's value may depend on."""
 
     OTHER = auto()
     """Features, weights or random numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,11 @@ class ProgramWriter:
 
     def part(self, edges: fx.Node, index: int) -> fx.Node:
         """The sources (0) or targets (1) of a copied [2, E] value."""
-        return self._add("call_function", _getitem, (edges, index), {})
+        return self._add("call_function", operator.getitem, (edges, index), {})
+
+    def number(self, made: fx.Node) -> fx.Node:
+        """A copied number as a tensor without dimensions."""
+        return self._add("call_function", torch.tensor, (made,), {})
 
     def finish(self, outputs: Any) -> fx.GraphModule:
         """The program that returns ``outputs``, copied calls in containers."""
@@ -89,7 +94,7 @@ class ProgramWriter:
         return self._add(call.op, call.target, args, kwargs)
 
     def _argument(self, source: fx.Node) -> Any:
-        """What a copy reads in place of ``source``: another copy, an input, or a constant."""
+        """Another copy, an input or a constant, which a copy reads in place of ``source``."""
         value = self._values[source]
         is_shape = reads_shape(source) and self._kinds[source.all_input_nodes[0]] is Kind.OTHER
         if self._kinds[source] is Kind.OTHER:
@@ -110,10 +115,6 @@ class ProgramWriter:
         if key not in self._made:
             self._made[key] = self._graph.create_node(op, target, args, kwargs)
         return self._made[key]
-
-
-def _getitem(value: Any, index: int) -> Any:
-    return value[index]
 
 
 def _choose(is_training: bool, training: Any, evaluation: Any) -> Any:

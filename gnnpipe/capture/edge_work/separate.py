@@ -177,8 +177,10 @@ class _Separator:
     def _vertex_value(self, source: fx.Node, call: fx.Node) -> fx.Node:
         """A buffer of the recording with a value for each vertex, or with one value."""
         value, copied = self.values[source], self.program.copy(source)
+        if isinstance(value, int | float):
+            value, copied = torch.tensor(value), self.program.number(copied)
         if not isinstance(value, Tensor):
-            refuse(f"{name_of(call)} reads a number that depends on the edges", call=call)
+            refuse(f"{name_of(call)} reads {type(value).__name__} of the edges", call=call)
         if copied not in self._vertex_values:
             name = f"vertex_value_{len(self._vertex_values)}"
             self.recording.register_buffer(name, value)
@@ -313,7 +315,7 @@ class _FragmentWriter:
             return pair
         targets = [self._of.program.copy(index) for index in self._target_indices(self._end)]
         if len(set(targets)) != 1:
-            self._refuse("does not name the vertices that it adds up for")
+            self._refuse("makes rows of values of edges and names no vertices for them")
         sources = [index for index in found if index is not targets[0]] or targets
         if len(sources) != 1:
             self._refuse("reads rows of more than two ends of an edge")
@@ -388,7 +390,7 @@ class _FragmentWriter:
         return self._graph.create_node(call.op, call.target, args, kwargs)
 
     def _argument(self, source: fx.Node) -> Any:
-        """What a copy reads in place of ``source``."""
+        """The value that a copy reads in place of ``source``."""
         value = self._of.values[source]
         reads_rows = reads_shape(source) and self._of.kinds[source.all_input_nodes[0]] is Kind.OTHER
         if not reads_rows:

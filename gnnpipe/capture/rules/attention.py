@@ -279,3 +279,19 @@ def _joined(outs: list[Any], heads: int) -> Any:
 
 
 HETERO_RULES: dict[type[nn.Module], HeteroRule] = {pyg.HANConv: _han, pyg.HGTConv: _hgt}
+
+
+def performer(attention: Any, x: Any) -> Any:
+    """Performer's attention over all vertices: ``q (sum k v) / (q sum k)`` by heads, [1, N, C].
+
+    ``q`` and ``k`` are projected, ReLU (or another kernel) + 0.001 of the product.
+    """
+    projection, kernel = attention.fast_attn.projection_matrix.t(), attention.fast_attn.kernel
+    shape = attention.heads, attention.head_channels
+    q, k, v = (
+        lin(x.squeeze(0)).unflatten(-1, shape) for lin in (attention.q, attention.k, attention.v)
+    )
+    q, k = kernel(q @ projection) + 0.001, kernel(k @ projection) + 0.001
+    out = torch.einsum("nhm,hmd->nhd", q, torch.einsum("nhm,nhd->hmd", k, v))
+    out = out / (q * k.sum(0)).sum(-1, keepdim=True)
+    return attention.dropout(attention.attn_out(out.flatten(1))).unsqueeze(0)

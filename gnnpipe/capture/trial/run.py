@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn import MessagePassing
 
-from gnnpipe.capture.edge_work.modules import EdgeModule
+from gnnpipe.capture.edge_work.modules import EdgeFragment, EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGES,
@@ -220,8 +220,8 @@ class SampleRun:
         else:
             try:
                 refuse(
-                    f"{name_of(call)} ({type(conv).__name__}) does not give the same rows from a "
-                    f"chunk and its neighbours as from the whole graph: {reason}",
+                    f"{_name_of_block_work(conv, call)} does not give the same rows from a chunk "
+                    f"and its neighbours as from the whole graph: {reason}",
                     _advice(conv),
                     call,
                 )
@@ -277,6 +277,13 @@ def values_on_sample(recording: fx.GraphModule, sample: Sample) -> Found | None:
             except InputError:
                 return None
     return run.whole
+
+
+def _name_of_block_work(conv: nn.Module, call: fx.Node) -> str:
+    if isinstance(conv, EdgeFragment):
+        return "work on the edges"
+    kind = conv.conv if isinstance(conv, Propagate | EdgeUpdate) else conv
+    return f"{name_of(call)} ({type(kind).__name__})"
 
 
 def _advice(conv: nn.Module) -> str:
