@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
-from gnnpipe.capture.edge_work.separate import separate
+from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
@@ -151,12 +151,13 @@ def _edge_work(
 
     Returns the work, and the sample with the edges that it makes in training and in evaluation.
     """
-    if sample.graph.types is not None or sample.graph.has_matrix_form:
+    is_other = sample.graph.types is not None or sample.graph.has_matrix_form
+    if is_other or not works_on_edges(recording):
         return None, (sample, sample)
     values = values_on_sample(recording, sample)
-    work = None if values is None else separate(recording, values, sample.counts[""])
-    if work is None:
+    if values is None:
         return None, (sample, sample)
+    work = separate(recording, values, sample.counts[""])
     given = sample.edges[EDGES], sample.edge_data, sample.counts[""], torch.float64
     found = []
     for is_training in (True, False):

@@ -37,8 +37,15 @@ _SHAPING = ("view", "reshape", "unsqueeze", "expand", "expand_as", "long", "to",
 _SHAPING_FUNCTIONS = (torch.unsqueeze, torch.reshape, operator.getitem)
 
 
-def separate(recording: fx.GraphModule, values: Mapping[fx.Node, Any], n: int) -> EdgeWork | None:
-    """Take the work on edges out of a recording; None if there is none.
+def works_on_edges(recording: fx.GraphModule) -> bool:
+    """Whether calls with features or weights read what forward makes of the edges."""
+    kinds = kinds_of(recording)
+    works = [c for c, kind in kinds.items() if kind is Kind.EDGES and not is_input(c, EDGES)]
+    return any(kinds[user] is Kind.OTHER for call in works for user in call.users)
+
+
+def separate(recording: fx.GraphModule, values: Mapping[fx.Node, Any], n: int) -> EdgeWork:
+    """Take the work on edges out of a recording.
 
     ``values``: of every call on a sample with ``n`` vertices of one type. The values of vertices
     that the recording then has are those of the sample.
@@ -46,11 +53,7 @@ def separate(recording: fx.GraphModule, values: Mapping[fx.Node, Any], n: int) -
     Raises:
         InputError: Work that does not run chunk by chunk.
     """
-    kinds = kinds_of(recording)
-    works = [c for c, kind in kinds.items() if kind is Kind.EDGES and not is_input(c, EDGES)]
-    if not any(kinds[user] is Kind.OTHER for call in works for user in call.users):
-        return None
-    return _Separator(recording, kinds, values, n).run()
+    return _Separator(recording, kinds_of(recording), values, n).run()
 
 
 class _Separator:
