@@ -1,4 +1,4 @@
-"""Placeholder functions in a recording for work that the runtime does."""
+"""Functions that a recording calls; most are placeholders for work that the runtime does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import is_input
 from gnnpipe.graph.operators import EVERYONE, SUM, WEIGHTED
@@ -96,3 +96,10 @@ def is_mean(call: fx.Node) -> bool:
     if call.target is in_training:
         return is_mean(call.all_input_nodes[0])
     return call.target is aggregate and str(call.kwargs["structure"]).startswith(EVERYONE)
+
+
+def with_items(x: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy of x with ``x[index] = value``."""
+    found = x.clone()
+    found[index] = value
+    return found

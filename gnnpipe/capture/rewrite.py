@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gnnpipe.capture.edge_work.kinds import Kind, kinds_of
 from gnnpipe.capture.fx_names import (
     EDGES,
     attribute,
@@ -22,7 +23,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, by_mode, drop, of_vertices
+from gnnpipe.capture.markers import aggregate, by_mode, drop, of_vertices, with_items
 from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 
@@ -50,14 +51,35 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
             module.graph.erase_node(call)
 
 
+def replace_masks(recording: fx.GraphModule) -> None:
+    """Replace random masks of rows, ``torch.zeros_like(x).bernoulli_(p)``, by dropout of ones.
+
+    So that they are drawn by vertex, as all dropout is.
+    """
+    graph, kinds = recording.graph, kinds_of(recording)
+    for call in list(graph.nodes):
+        given = [*call.args[1:], *call.kwargs.values()]
+        is_mask = call.op == "call_method" and call.target == "bernoulli"
+        if not is_mask or kinds[call] is not Kind.OTHER:
+            continue
+        if len(given) != 1 or not isinstance(given[0], float):
+            continue
+        share = given[0]
+        with graph.inserting_before(call):
+            ones = graph.call_function(torch.ones_like, (call.args[0],))
+            kept = graph.call_function(drop, (ones,), {"probability": 1.0 - share, "site": -1})
+            new = graph.call_function(operator.mul, (kept, share))
+        for made in (ones, kept, new):
+            made.stack_trace = call.stack_trace
+        call.replace_all_uses_with(new)
+        graph.erase_node(call)
+
+
 def join_modes(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     """Add to the recording of training what evaluation does otherwise, chosen by ``by_mode``.
 
-    Calls of the same functions in the same order are one call. Where such a call reads another
-    value in evaluation, it reads ``by_mode`` of both values.
-
-    Raises:
-        InputError: A call has other settings in evaluation.
+    Calls of the same functions with the same settings in the same order are one call. Where such a
+    call reads another value in evaluation, it reads ``by_mode`` of both values.
     """
     calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
     of_evaluation = {other: call for call, other in _common(calls, others)}
@@ -76,7 +98,7 @@ def join_modes(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
 
 
 def _common(calls: list[fx.Node], others: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of calls of the same functions in the same order."""
+    """Pairs of calls of the same functions with the same settings in the same order."""
     tokens = [_token(call) for call in calls], [_token(call) for call in others]
     if tokens[0] == tokens[1]:  # nearly always; the search for common runs is quadratic
         return list(zip(calls, others, strict=True))
@@ -85,14 +107,11 @@ def _common(calls: list[fx.Node], others: list[fx.Node]) -> list[tuple[fx.Node, 
 
 
 def _token(call: fx.Node) -> str:
-    """The function of a call; equal for a dropout that is on or off.
-
-    With the settings of functions that may do other things with the edges in evaluation.
-    """
-    if getattr(call.target, "__module__", "").startswith("torch_geometric.utils"):
-        settings = fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: "value")
-        return f"{call.op} {call.target} {settings}"
-    return "dropout" if call.target in (drop, operator.pos) else f"{call.op} {call.target}"
+    """The function of a call and its settings; equal for a dropout that is on or off."""
+    if call.target in (drop, operator.pos):
+        return "dropout"
+    settings = fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: "value")
+    return f"{call.op} {call.target} {settings}"
 
 
 def _read_by_mode(call: fx.Node, other: fx.Node, of_evaluation: Mapping[fx.Node, fx.Node]) -> None:
@@ -100,15 +119,8 @@ def _read_by_mode(call: fx.Node, other: fx.Node, of_evaluation: Mapping[fx.Node,
     if call.target is drop:
         pairs = [(call.all_input_nodes[0], of_evaluation[other.all_input_nodes[0]])]
     else:
-        settings: list[Any] = []
-        for one in (call, other):
-            found = fx.node.map_arg((one.args, dict(one.kwargs)), lambda _: "value")
-            settings.append(str(found))
-        if settings[0] != settings[1] or len(call.all_input_nodes) != len(other.all_input_nodes):
-            hint = "a call may read other values, but must have the same settings"
-            refuse("forward does other things in training than in evaluation", hint, call)
-        given = call.all_input_nodes, map(of_evaluation.__getitem__, other.all_input_nodes)
-        pairs = list(zip(*given, strict=True))
+        given = _inputs(call), map(of_evaluation.__getitem__, _inputs(other))
+        pairs = list(dict.fromkeys(zip(*given, strict=True)))
     for now, kept in pairs:
         if now is kept:
             continue
@@ -116,6 +128,13 @@ def _read_by_mode(call: fx.Node, other: fx.Node, of_evaluation: Mapping[fx.Node,
             chosen = call.graph.call_function(by_mode, (now, kept))
         chosen.stack_trace = call.stack_trace
         call.replace_input_with(now, chosen)
+
+
+def _inputs(call: fx.Node) -> list[fx.Node]:
+    """The values that a call reads, in the order of its arguments."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((call.args, dict(call.kwargs)), found.append)
+    return found
 
 
 _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
@@ -144,13 +163,6 @@ def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
         new.stack_trace = call.stack_trace
         call.replace_all_uses_with(new)
         recording.graph.erase_node(call)
-
-
-def with_items(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """A copy of x with ``x[index] = value``."""
-    found = x.clone()
-    found[index] = value
-    return found
 
 
 def _name_inplace(call: fx.Node) -> bool:
@@ -194,6 +206,10 @@ def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
     function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
     if function.endswith("_") and not function.endswith("__"):
         refuse(f"{function} changes a value in place", f"use {function.rstrip('_')}", call)
+    if name == "requires_grad_":
+        call.target = "view_as"
+        call.args, call.kwargs = (call.args[0], call.args[0]), {}
+        return False
     if call.op == "call_method" and name.endswith("_") and not name.endswith("__"):
         if not hasattr(torch.Tensor, name[:-1]):
             refuse(f"{name} changes a value in place", "use a new one", call)

@@ -50,6 +50,7 @@ from gnnpipe.capture.rewrite import (
     make_out_of_place,
     mark_vertex_weights,
     replace_dropout,
+    replace_masks,
     replace_products,
 )
 from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, performer
@@ -102,6 +103,7 @@ def trace(
     join_modes(training, evaluation)
     replace_products(training, graph.has_weighted_adjacency)
     make_out_of_place(training)
+    replace_masks(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
     check_vertex_weights(training, graph.vertex_counts)
     observed = _observed(training)

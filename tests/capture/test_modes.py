@@ -54,8 +54,15 @@ class Convolving(Base):
         return self.second(h, edge_index) if self.training else self.second(h * 2, edge_index)
 
 
+class Setting(Base):
+    """Another setting in evaluation."""
+
+    def between(self, x):
+        return F.leaky_relu(x, 0.2 if self.training else 0.1) * (2.0 if self.training else 1.0)
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("model", [Dropping, Mapping, Last, Convolving])
+@pytest.mark.parametrize("model", [Dropping, Mapping, Last, Convolving, Setting])
 def test_both_modes_equal_plain_pyg(model, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
 

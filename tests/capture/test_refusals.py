@@ -65,9 +65,6 @@ class Wrong(nn.Module):
         self.scale.mul_(0.5)
         return x * self.scale
 
-    def argument(self, x, edge_index):
-        return x * (2.0 if self.training else 1.0)
-
     def dropped_weight(self, x, edge_index):
         return x @ F.dropout(self.lin.weight, 0.5, training=self.training)
 
@@ -90,7 +87,6 @@ class Wrong(nn.Module):
         ("depth", r"decides by random numbers|cannot be traced"),
         ("in_place", r"relu_ changes a value in place.*use relu"),
         ("state", r"mul_? changes scale in place"),
-        ("argument", "other things in training than in evaluation"),
         ("dropped_weight", "dropout of a weight"),
         ("ordered", r"lstm \(SAGEConv\) does not give the same rows"),
     ],

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 from torch_geometric import utils
 
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input
-from gnnpipe.capture.markers import by_mode, drop
-from gnnpipe.capture.rewrite import with_items
+from gnnpipe.capture.markers import by_mode, drop, with_items
 from gnnpipe.graph.graph import EDGE_DATA
 
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.models.linkx import SparseLinear
 
-from gnnpipe.capture.fx_names import FEATURES, is_input, refuse
+from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import RELATION
@@ -297,16 +297,19 @@ def eg(conv: Any, x: Any) -> Any:
 def reversible(module: Any, x: Any, edge_index: Any, *args: Any) -> Any:
     """RevGNN's block: ``y_i = f_i(y_(i-1)) + x_i`` for groups x_i of columns, y_0 = sum of x_2 on.
 
-    The block is an ordinary one here: its input is kept until backward. Raises ``InputError`` if
-    further arguments are neither edges nor edge data.
+    The block is an ordinary one here: its input is kept until backward. Further arguments are split
+    as x is, for example a mask [N, F], but for edge data.
     """
-    if not all(is_input(arg.node, *EDGE_DATA) for arg in args if isinstance(arg, fx.Proxy)):
-        refuse("GroupAddRev is called with rows beside x", "give the edges and edge data alone")
     groups = len(module.convs)
-    parts = torch.chunk(x, groups, dim=module.split_dim)
+
+    def split(value: Any) -> Any:
+        is_whole = not isinstance(value, fx.Proxy) or is_input(value.node, *EDGE_DATA)
+        return [value] * groups if is_whole else torch.chunk(value, groups, dim=module.split_dim)
+
+    parts, given = split(x), [split(arg) for arg in args]
     y, found = sum((parts[i] for i in range(2, groups)), parts[1]), []
     for i, conv in enumerate(module.convs):
-        y = parts[i] + conv(y, edge_index, *args)
+        y = parts[i] + conv(y, edge_index, *(value[i] for value in given))
         found.append(y)
     return torch.cat(found, dim=module.split_dim)
 

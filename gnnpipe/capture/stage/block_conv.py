@@ -42,9 +42,14 @@ class DropoutKind(StrEnum):
 
 
 class DropoutMode(TorchFunctionMode):
-    """Context in which ``F.dropout`` does nothing; subclasses override ``drop``."""
+    """Context in which ``F.dropout`` does nothing; subclasses override ``drop``.
+
+    A mask drawn by ``bernoulli_(p)`` is p everywhere.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bernoulli_ and len(args) == 2 and isinstance(args[1], float):
+            return args[0].fill_(args[1])
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
         found = dropout_arguments(args, kwargs or {})
