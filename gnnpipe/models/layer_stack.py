@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values
@@ -49,6 +49,15 @@ class GNN(nn.Module, Model):
                 copies * sum(p.numel() for p in kind(i, spec).parameters())
                 for i, copies in copies_of.items()
             )
+
+    @staticmethod
+    def num_classes_in(weights: Mapping[str, Tensor], num_layers: int) -> int:
+        """Returns the number of classes of a built-in model's weights by name; 0: not known."""
+        for name in ("decode", "lin"):
+            found = weights.get(f"layers.{num_layers - 1}.{name}.weight")
+            if found is not None:
+                return len(found)
+        return 0
 
     @property
     def size_text(self) -> str:

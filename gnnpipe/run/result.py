@@ -34,6 +34,8 @@ class RunResult:
     model: str
     layers: int
     hidden: int
+    num_classes: int
+    """Classes, labels or targets of a vertex; 0 for links."""
     stages: int
     shards: int
     chunks: int
@@ -179,6 +181,7 @@ def gather_result(
         model=prepared.model.name,
         layers=len(prepared.model_graph.aggregations),
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
+        num_classes=prepared.graph.num_classes,
         stages=prepared.plan.num_stages,
         shards=prepared.plan.shards,
         chunks=prepared.quality.chunks,

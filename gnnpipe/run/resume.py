@@ -81,9 +81,6 @@ def _launch() -> str:
         return f"process {parent}"
 
 
-WEIGHTS = "model.pt"
-"""The trained weights in the folder of a finished run."""
-
 STATE, METRICS = "state.json", "metrics.csv"
 """Text files in a checkpoint."""
 
@@ -124,24 +121,6 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
     elif changes.get("predict") is False or not Path(values.get("profile", "")).is_file():
         values.pop("profile", None)
     return TrainConfig.from_dict(values | {"out": str(run)} | dict(changes))
-
-
-def config_of_finished(run: str | Path, num_ranks: int) -> TrainConfig:
-    """Return the config with which a finished run predicts on so many ranks; writes nothing.
-
-    One rank runs the whole model; several have the shape of the run. Raises ``InputError`` if the
-    folder contains no finished run.
-    """
-    changes: dict[str, Any] = {"out": "off", "checkpoint_every": None, "on_nan": "stop", "log": ""}
-    if num_ranks == 1:
-        changes |= {"stages": 1, "shards": 1, "plan": "uniform"}
-    config = resumed_config(run, changes)
-    if not (Path(run) / WEIGHTS).is_file():
-        raise InputError(
-            f"run {str(run)!r}: has no {WEIGHTS}, because the run has not ended; end it first: "
-            f"gnnpipe train --resume {run}"
-        )
-    return config
 
 
 FoundStart = tuple["Start | None", str]

@@ -145,6 +145,8 @@ def choose_metric(graph: Graph, wanted: str) -> str:
         if wanted in REGRESSION:
             raise InputError(f"--metric {wanted}: links are there or not; try rocauc, f1-micro")
         return "rocauc" if wanted == "auto" else wanted
+    if not is_known(graph.y).any():
+        return "accuracy" if wanted == "auto" else wanted  # nothing can be evaluated
     if wanted != "auto" and graph.is_regression != (wanted in REGRESSION):
         fitting = ", ".join(REGRESSION) if graph.is_regression else "accuracy, f1-macro"
         raise InputError(

@@ -34,18 +34,12 @@ from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
-from gnnpipe.run.resume import (
-    WEIGHTS,
-    Start,
-    config_of_finished,
-    find_start,
-    identity_of,
-    restarted,
-    seconds_so_far,
-)
+from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
+from gnnpipe.run.trained import read_trained
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
+from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.runtime.memory_use import held_bytes, held_memory, reset_peak
@@ -140,29 +134,30 @@ class Trainer:
     def load(
         cls, run: str | Path, graph: Graph | None = None, model: nn.Module | None = None
     ) -> Trainer:
-        """Returns a trainer with the weights of a finished run, for ``predict`` and ``evaluate``.
+        """Returns a trainer with the weights of a run, for ``predict`` and ``evaluate``.
 
         Args:
-            run: The folder of the run.
+            run: The folder of the run. Of a run that has not ended, the weights are those of its
+                newest complete checkpoint, with a warning.
             graph: The graph, in place of the run's dataset: needed if the run's graph was passed
                 in, and any other graph with features of the same width.
             model: The model, if the run's model was passed in; gets the weights of the run.
 
         Raises:
-            InputError: The run has not ended, or its weights do not fit.
+            InputError: The run has no weights, or they are damaged or do not fit.
         """
-        config = config_of_finished(run, int(os.environ.get("WORLD_SIZE", "1")))
+        trained = read_trained(run, launched_world_size(), {})
+        trained.check_parts(graph, model)
+        config = trained.config
         if graph is not None:
+            graph = trained.with_classes(graph)
             # They say how the run's own dataset was read.
             own = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
             config = replace(config, **{name: getattr(TrainConfig, name) for name in own})
         trainer = cls(config, graph=graph, model=model)
-        weights = torch.load(Path(run) / WEIGHTS, map_location="cpu", weights_only=True)
-        try:
-            trainer.model.load_state_dict(weights)
-        except RuntimeError as error:
-            wrong = " ".join(str(error).split())
-            raise InputError(f"run {str(run)!r}: its weights do not fit ({wrong})") from None
+        trained.load_into(trainer.model)
+        if trained.note and trainer._join().rank == 0:
+            warn(trained.note)
         return trainer
 
     @property

@@ -1,0 +1,177 @@
+"""Reads a run's folder for predictions: its settings, trained weights and number of classes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnnpipe.checkpoint.retention import newest_whole
+from gnnpipe.checkpoint.state import BEST, WEIGHT
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.files import like_run_in, read_text
+from gnnpipe.graph.graph import Graph
+from gnnpipe.models import GNN, MODELS
+
+WEIGHTS = "model.pt"
+"""The trained weights in the folder of a run that has ended."""
+
+PREDICTION_SETTINGS = (
+    *("dataset", "data_dir", "stages", "shards", "chunks", "cache_dir", "device", "timeout_s"),
+    "quiet",
+)
+"""Settings that may differ from those of the run; ``dataset``: another graph to predict for."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """A run as its folder holds it."""
+
+    path: Path
+    config: TrainConfig
+    """The run's settings, changed for a prediction that writes no folder."""
+    weights: Mapping[str, Tensor]
+    num_classes: int
+    """C or T of the run's graph; 0: not known."""
+    note: str
+    """Says where the weights are from if the run has not ended; else ''."""
+
+    def check_parts(self, graph: Graph | None, model: nn.Module | None) -> None:
+        """Raise ``InputError`` if a part that the run got from Python is not passed again."""
+        name = str(self.path)
+        if model is None and self.config.model.startswith("passed-in:"):
+            raise InputError(
+                f"run {name!r}: its model was passed in from Python; pass it again: "
+                f"Trainer.load({name!r}, model=model)"
+            )
+        if graph is None and self.config.dataset.startswith("passed-in:"):
+            raise InputError(
+                f"run {name!r}: its graph was passed in from Python; pass it again: "
+                f"Trainer.load({name!r}, graph=graph), or name a dataset: --dataset graph.npz"
+            )
+
+    def with_classes(self, graph: Graph) -> Graph:
+        """Return a graph with as many classes as the run's, if some are not in its labels."""
+        if graph.pairs is not None or graph.y.ndim > 1 or graph.num_classes >= self.num_classes:
+            return graph
+        return replace(graph, num_classes=self.num_classes)
+
+    def load_into(self, module: nn.Module) -> None:
+        """Copy the weights into the run's model; ``InputError`` if they do not fit."""
+        # A checkpoint holds no buffers that no op reads.
+        unread = dict(module.named_buffers()) if self.note else {}
+        state = {k: v for k, v in module.state_dict().items() if k in unread}
+        try:
+            module.load_state_dict(state | dict(self.weights))
+        except RuntimeError as error:
+            wrong = " ".join(str(error).split())
+            raise InputError(f"run {str(self.path)!r}: its weights do not fit ({wrong})") from None
+
+
+def read_trained(run: str | Path, num_ranks: int, changes: Mapping[str, Any]) -> TrainedRun:
+    """Return the run in a folder, to predict on so many ranks.
+
+    One rank runs the whole model; several have the shape of the run, unless ``changes`` (any of
+    ``PREDICTION_SETTINGS``) gives another. Of a run that has not ended the weights are those of its
+    newest complete checkpoint. Raises ``InputError`` if the folder contains no run, or no weights.
+    """
+    path = Path(run)
+    for name in changes:
+        if name not in PREDICTION_SETTINGS:
+            raise InputError(
+                f"run {str(run)!r}: {name} cannot differ from the run's; what can: "
+                f"{', '.join(PREDICTION_SETTINGS)}"
+            )
+    if not (path / "config.toml").is_file():
+        raise InputError(
+            f"run {str(run)!r}: contains no run (no config.toml); give the folder of a "
+            f"run{like_run_in(path.parent)}"
+        )
+    own = TrainConfig.from_dict(TrainConfig.read_toml(path / "config.toml") | {"profile": ""})
+    if own.task == "links" and "dataset" in changes:
+        raise InputError(
+            f"--dataset {changes['dataset']!r}: run {str(run)!r} predicts links, for which another "
+            "graph is passed in from Python: Trainer.load(run, graph=Graph.from_pyg(data, "
+            "task='links')).predict() gives the final rows; leave --dataset out for the run's own"
+        )
+    weights, note = _read_weights(path, own.kept_epoch == "best")
+    config = _config(own, num_ranks, changes)
+    return TrainedRun(path, config, weights, _num_classes(path, own, weights), note)
+
+
+def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a prediction: nothing is trained, validated or written."""
+    values: dict[str, Any] = {
+        "out": "off",
+        "log": "",
+        "checkpoint_every": None,
+        "on_nan": "stop",
+        "predict": False,
+        "patience": 0,
+        "keep_weights": "last",
+        "lr_schedule": "constant",
+    }
+    shape = ("stages", "shards", "chunks")
+    if num_ranks == 1:
+        values |= {"stages": 1, "shards": 1, "plan": "uniform"}
+    if any(name in changes for name in shape):
+        values["plan"] = "uniform"
+    return replace(own, **values | dict(changes))
+
+
+def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor]) -> int:
+    """Return the number of classes of the run's graph; 0 if it is not known."""
+    if config.model in set(MODELS):
+        return GNN.num_classes_in(weights, config.layers)
+    try:
+        found = json.loads(read_text(path / "result.json"))["num_classes"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 0
+    return found if type(found) is int and found > 0 else 0
+
+
+def _read_weights(path: Path, keeps_best: bool) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of model.pt, or else of the newest checkpoint with a note that says so."""
+    if (path / WEIGHTS).is_file():
+        return _read_state_dict(path / WEIGHTS), ""
+    stored, faults = newest_whole(path)
+    if stored is None:
+        reason = faults[0] if faults else "see --checkpoint-every"
+        raise InputError(
+            f"run {str(path)!r}: has not ended, so there is no {WEIGHTS}, and it has no complete "
+            f"checkpoint ({reason}); train it again"
+        )
+    names = [n.removeprefix(f"{WEIGHT}/") for n in stored.tensors if n.startswith(f"{WEIGHT}/")]
+    is_best = keeps_best and all(f"{BEST}/{name}" in stored.tensors for name in names)
+    kind = BEST if is_best else WEIGHT
+    found = stored.read([f"{kind}/{name}" for name in names])
+    epoch = "the best epoch up to " if is_best else ""
+    note = (
+        f"run {str(path)!r}: has not ended; its weights are those of {epoch}{stored.path.name} "
+        f"(gnnpipe train --resume {path} ends it)"
+    )
+    return {name.removeprefix(f"{kind}/"): value for name, value in found.items()}, note
+
+
+def _read_state_dict(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+            raise TypeError("not a state_dict")
+        return found
+    except (
+        *(OSError, EOFError, pickle.UnpicklingError, RuntimeError),
+        *(ValueError, LookupError, TypeError, AttributeError),
+    ) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise InputError(
+            f"{path}: is damaged ({reason}); copy it again from where it was written, or remove it "
+            "to use the newest checkpoint of the run"
+        ) from None
