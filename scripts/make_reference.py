@@ -42,7 +42,7 @@ it from the code. See also [how PyG's convolutions run](reference/convolutions.m
 |---|---|
 {commands}
 
-All commands except `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting
+All commands except `predict`, `report`, `compare` and `doctor` take `--config FILE` (TOML) and every setting
 below. Flags override the file, and the file overrides the defaults.
 
 * `info --list` lists the built-in datasets.
@@ -57,6 +57,8 @@ below. Flags override the file, and the file overrides the defaults.
 * `simulate` needs `--profile FILE` or `--hardware`. `--cluster FILE` (TOML) gives devices and
   links, `--shape vertices=..,edges=..,features=..,classes=..` replaces the dataset, and
   `--json FILE` also writes the result.
+* `predict RUN --out FILE.npy` writes the logits of a run's model; `--dataset` names another graph
+  ([how](how-to/use-trained-weights.md)).
 * `report RUN` writes RUN/report.html, or `--save FILE`; `--png` also writes pictures.
 
 ## Settings

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.cli.parser import Parser, add_settings, config_of, number
+from gnnpipe.config.settings import PREDICTION_SETTINGS
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import ExitCode, InputError
+from gnnpipe.files import NewFile
 from gnnpipe.output import say
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
@@ -200,6 +202,36 @@ def _simulate(options: argparse.Namespace) -> int:
     return simulate_command(config, options)
 
 
+def _add_predict_flags(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--dataset",
+        default=argparse.SUPPRESS,
+        metavar="STR",
+        help="graph to predict for, with features like those of the run's graph (default: the "
+        "run's graph); needs no labels and no split",
+    )
+    parser.add_argument(
+        "--out",
+        dest="file",
+        required=True,
+        metavar="FILE",
+        help="write the logits [N, classes] to this new .npy file, in the order of the vertices",
+    )
+    add_settings(parser, {}, set(PREDICTION_SETTINGS) - {"dataset"})
+
+
+def _predict(options: argparse.Namespace) -> int:
+    given = {name: v for name, v in vars(options).items() if name in PREDICTION_SETTINGS}
+    NewFile("--out", options.file, "predictions.npy")  # before torch is loaded
+    from gnnpipe.train.trainer import Trainer
+
+    trainer = Trainer.load(options.run, **{"quiet": False} | given)
+    trainer.save_predictions(options.file)
+    trainer.close()
+    return ExitCode.DONE
+
+
 def _add_report_flags(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     parser.add_argument(
@@ -254,6 +286,12 @@ COMMANDS = {
     ),
     "simulate": Command(
         "predict the epoch time of any configuration on any devices", _add_simulate_flags, _simulate
+    ),
+    "predict": Command(
+        "write the logits of a trained model, for the run's graph or another one",
+        _add_predict_flags,
+        _predict,
+        False,
     ),
     "report": Command("write an HTML page about a run", _add_report_flags, _report, False),
     "compare": Command(

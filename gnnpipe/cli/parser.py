@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gnnpipe.config import TrainConfig
@@ -76,19 +76,25 @@ def number(kind: type) -> Callable[[str], Any]:
     return read
 
 
-def add_settings(command: Parser, defaults: Mapping[str, Any]) -> None:
+def add_settings(
+    command: Parser, defaults: Mapping[str, Any], names: Collection[str] | None = None
+) -> None:
     """Add ``--config`` and a flag for every field of ``TrainConfig``, in groups.
 
-    ``defaults``: defaults of this command that differ from those of ``TrainConfig``.
+    ``defaults``: defaults of this command that differ from those of ``TrainConfig``. ``names``: add
+    the flags of these fields only, whose defaults are those of a run.
     """
-    command.add_argument("--config", help="TOML file with any of the settings below")
+    if names is None:
+        command.add_argument("--config", help="TOML file with any of the settings below")
     hints = typing.get_type_hints(TrainConfig)
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
+        if names is not None and field.name not in names:
+            continue
         kind = scalar_type(hints[field.name])
         text = field.metadata["help"].replace("%", "%%")
         default = defaults.get(field.name, field.default)
-        if default not in (None, ""):
+        if default not in (None, "") and names is None:
             text += f" (default {default})"
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if kind is bool:

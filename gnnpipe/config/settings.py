@@ -68,6 +68,13 @@ RANKS_MAY_DIFFER = frozenset({"data_dir", "cache_dir", "out", "quiet"})
 """Settings that each rank may have of its own: folders of its machine, and output of rank 0."""
 
 
+PREDICTION_SETTINGS = (
+    *("dataset", "data_dir", "stages", "shards", "chunks", "cache_dir", "device", "timeout_s"),
+    "quiet",
+)
+"""Settings of a prediction that may differ from those of the run that trained the model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Every setting of a run, in the order of ``gnnpipe train --help``."""

@@ -5,6 +5,8 @@ PyG is imported only when one of its data sets is loaded, since that takes secon
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gnnpipe.config import TrainConfig
 from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic
 from gnnpipe.data.clean import clean, without_labels
@@ -114,3 +116,28 @@ def configured_graph(config: TrainConfig) -> Graph:
         coalesce=config.coalesce,
         task=config.task,
     )
+
+
+def unlabelled_graph(config: TrainConfig, num_classes: int) -> Graph:
+    """The graph that a config names, to predict for: its labels and split are not read.
+
+    ``num_classes``: the width of the logits; 0 if it is not known.
+    """
+    request = DataRequest(config.dataset, config.data_dir, needs_split=False, needs_labels=False)
+    raw = _source_of(config.dataset).read(request)
+    count = raw.num_vertices
+    if count is None and raw.x is not None:
+        count = int(raw.x.shape[0])
+    bare = replace(
+        raw,
+        y=None,
+        masks=None,
+        split_seed=None,
+        task="classification",
+        num_vertices=count,
+        num_classes=num_classes,
+    )
+    graph = clean(bare, symmetrize=config.symmetrize, is_for_training=False)
+    if config.remove_self_loops:
+        graph = graph.without_self_loops()
+    return graph.without_parallel_edges() if config.coalesce else graph

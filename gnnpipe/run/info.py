@@ -14,7 +14,7 @@ from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
-from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.prepare import prepare, warn_of_norms
 from gnnpipe.tasks.loss import LossFn
 
 
@@ -43,9 +43,9 @@ def info(
 
     The arguments are those of ``Trainer``, and so are the errors.
     """
-    prepared = prepare(
-        config, World.alone(), graph, model, GivenPlan(plan) if plan else None, loss_fn
-    )
+    world = World.alone()
+    prepared = prepare(config, world, graph, model, GivenPlan(plan) if plan else None, loss_fn)
+    warn_of_norms(prepared, world)
     memory = memory_by_rank(prepared)
     text = "\n".join(info_lines(prepared, memory))
     return Info(memory, prepared.volume.total, text)

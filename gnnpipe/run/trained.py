@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gnnpipe.checkpoint.retention import newest_whole
 from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.settings import PREDICTION_SETTINGS
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.graph.graph import Graph
@@ -22,12 +23,6 @@ from gnnpipe.models import GNN, MODELS
 
 WEIGHTS = "model.pt"
 """The trained weights in the folder of a run that has ended."""
-
-PREDICTION_SETTINGS = (
-    *("dataset", "data_dir", "stages", "shards", "chunks", "cache_dir", "device", "timeout_s"),
-    "quiet",
-)
-"""Settings that may differ from those of the run; ``dataset``: another graph to predict for."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,8 +100,6 @@ def prepare(
     graph = renumber(graph, chunking)
     probes = _probes(config, model_graph, graph, chunking, usual)
     program = with_forecast(dag, usual) if len(probes) else usual
-    if not program.is_exact and world.rank == 0:
-        _warn_of_norms(model_graph)
     return Prepared(
         config=config,
         graph=graph,
@@ -317,8 +315,10 @@ def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int
     return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
-def _warn_of_norms(model: ModelGraph) -> None:
-    if not any(op.is_mean for op in model.ops):
+def warn_of_norms(prepared: Prepared, world: World) -> None:
+    """Warns on rank 0 if training normalises by statistics that include stale rows."""
+    model = prepared.model_graph
+    if prepared.program.is_exact or world.rank or not any(op.is_mean for op in model.ops):
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks, forecast "
     what += "by --staleness auto"

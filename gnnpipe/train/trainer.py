@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
+from gnnpipe.data.load import unlabelled_graph
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
 from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
-from gnnpipe.output import warn
+from gnnpipe.output import say, warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
@@ -52,7 +54,7 @@ from gnnpipe.setup.inputs import (
     last_epoch_of,
     warn_of_vain_rounding,
 )
-from gnnpipe.setup.prepare import join_world, prepare
+from gnnpipe.setup.prepare import join_world, prepare, warn_of_norms
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
@@ -61,6 +63,7 @@ from gnnpipe.train.callbacks import Callback, Callbacks
 from gnnpipe.train.evaluate import evaluate, results_by_chunk
 from gnnpipe.train.loggers import with_loggers
 from gnnpipe.train.loop import Loop
+from gnnpipe.train.shared_file import Part, check_new_file, write_shared
 
 
 class Trainer:
@@ -132,7 +135,11 @@ class Trainer:
 
     @classmethod
     def load(
-        cls, run: str | Path, graph: Graph | None = None, model: nn.Module | None = None
+        cls,
+        run: str | Path,
+        graph: Graph | None = None,
+        model: nn.Module | None = None,
+        **settings: Any,
     ) -> Trainer:
         """Returns a trainer with the weights of a run, for ``predict`` and ``evaluate``.
 
@@ -142,19 +149,26 @@ class Trainer:
             graph: The graph, in place of the run's dataset: needed if the run's graph was passed
                 in, and any other graph with features of the same width.
             model: The model, if the run's model was passed in; gets the weights of the run.
+            settings: Any of dataset, data_dir, stages, shards, chunks, cache_dir, device, timeout_s
+                and quiet, in place of those of the run. A ``dataset`` is read without its labels
+                and split, and otherwise as the run read its own.
 
         Raises:
             InputError: The run has no weights, or they are damaged or do not fit.
         """
-        trained = read_trained(run, launched_world_size(), {})
+        trained = read_trained(run, launched_world_size(), settings)
         trained.check_parts(graph, model)
-        config = trained.config
-        if graph is not None:
+        config, world = trained.config, None
+        if "dataset" in settings:
+            world = join_world(config)
+            graph = _read_together(world, partial(unlabelled_graph, config, trained.num_classes))
+        elif graph is not None:
             graph = trained.with_classes(graph)
+        if graph is not None:
             # They say how the run's own dataset was read.
             own = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
             config = replace(config, **{name: getattr(TrainConfig, name) for name in own})
-        trainer = cls(config, graph=graph, model=model)
+        trainer = cls(config, graph=graph, model=model, world=world)
         trained.load_into(trainer.model)
         if trained.note and trainer._join().rank == 0:
             warn(trained.note)
@@ -301,6 +315,7 @@ class Trainer:
         check_profile_file(config, world)
         mesh, prepared = self._setup(start)
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
+        warn_of_norms(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
@@ -438,24 +453,29 @@ class Trainer:
         self._check_together("predict()")
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
-            with held_memory(mesh.device):
-                results = results_by_chunk(rank_runtime)
-        layout = rank_runtime.target
-        parts = {
-            chunk: (
-                layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]],
-                values.get("rows", values["x"]).cpu().numpy(),
-            )
-            for chunk, values in results.items()
-        }
-        graph = prepared.graph
-        number = prepared.chunking.perm if graph.types is None else graph.types.number
-        count = int(graph.row_types[graph.target].sum())
-        everyone = [part for found in mesh.gather(parts) for part in found.values()]
+            parts = _predicted(prepared, rank_runtime)
+        everyone = [part for found in mesh.gather(parts) for part in found]
+        count = prepared.graph.vertex_counts[prepared.graph.target]
         logits = torch.empty(count, everyone[0][1].shape[1], dtype=prepared.dtype)
         for rows, values in everyone:
-            logits[torch.from_numpy(number[rows])] = torch.from_numpy(values)
+            logits[torch.from_numpy(rows)] = torch.from_numpy(values)
         return logits
+
+    def save_predictions(self, path: str | Path) -> None:
+        """Writes the rows that ``predict`` returns to a new .npy file.
+
+        Every rank writes the rows of its own shard, so no rank holds all of them, and all ranks
+        must see the folder. The file gets its name when it is complete.
+        """
+        self._check_together("save_predictions()")
+        check_new_file(path, self._join())
+        with _without_autocast(self._join()):
+            mesh, prepared, rank_runtime = self._ready()
+            count = prepared.graph.vertex_counts[prepared.graph.target]
+            compute = partial(_predicted, prepared, rank_runtime)
+            width = write_shared(Path(path), mesh, count, compute)
+        if mesh.rank == 0:
+            say(f"{path}: {count:,} rows of {width}", self.config.quiet)
 
     def close(self) -> None:
         """Leaves the other ranks; nothing can be trained or evaluated afterwards."""
@@ -488,6 +508,31 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
+
+
+def _read_together(world: World, read: Callable[[], Graph]) -> Graph:
+    """Returns the graph that every rank reads; ``InputError`` on every rank if one cannot."""
+    graph, error = None, None
+    try:
+        graph = read()
+    except InputError as fault:
+        error = fault
+    world.agree(error)
+    assert graph is not None
+    return graph
+
+
+def _predicted(prepared: Prepared, rank_runtime: RankRuntime) -> list[Part]:
+    """Computes this rank's rows by chunk; their numbers are those of the given graph."""
+    with held_memory(rank_runtime.executor.mesh.device):
+        results = results_by_chunk(rank_runtime)
+    layout, graph = rank_runtime.target, prepared.graph
+    number = prepared.chunking.perm if graph.types is None else graph.types.number
+    found = []
+    for chunk, values in results.items():
+        own = layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]]
+        found.append((number[own], values.get("rows", values["x"]).cpu().numpy()))
+    return found
 
 
 @contextmanager
