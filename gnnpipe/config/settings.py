@@ -184,10 +184,15 @@ class Settings:
     metric: str = _evaluation(
         "auto",
         "metric reported besides accuracy and used to select the best epoch: accuracy, rocauc, "
-        "f1-micro or f1-macro; for regression r2, mae or rmse. auto: f1-micro for multi-label "
-        "data, rocauc for links and for two classes of which one has less than 30 % of the labels, "
-        "r2 for regression, accuracy otherwise",
-        choices=("auto", "accuracy", "rocauc", "f1-micro", "f1-macro", "r2", "mae", "rmse"),
+        "ap (average precision), f1-micro or f1-macro; for links also mrr or hits@10 to hits@100; "
+        "for regression r2, mae or rmse. auto: f1-micro for multi-label data, rocauc for links and "
+        "for two classes of which one has less than 30 % of the labels, r2 for regression, "
+        "accuracy otherwise",
+        choices=(
+            *("auto", "accuracy", "rocauc", "ap", "f1-micro", "f1-macro"),
+            *("mrr", "hits@10", "hits@20", "hits@50", "hits@100"),
+            *("r2", "mae", "rmse"),
+        ),
     )
     patience: int = _evaluation(
         0, "stop after this many epochs without a better validation metric (0: never)", low=0

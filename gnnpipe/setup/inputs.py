@@ -28,6 +28,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model
 from gnnpipe.tasks.loss import has_both, validation_labels
+from gnnpipe.tasks.scoring import hits_k, is_ranking
 
 
 def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
@@ -144,24 +145,34 @@ def _is_given(config: TrainConfig, name: str) -> bool:
 
 def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
     """``InputError`` if a setting needs a validation metric and the graph has none."""
-    known = validation_labels(graph)
-    if len(known) and (metric != "rocauc" or has_both(known)):
-        return
-    what = "vertices" if graph.pairs is None else "pairs"
+    reason = _why_not_validated(graph, metric)
     for given, is_set in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep-weights best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
-        if is_set and not len(known):
-            raise InputError(
-                f"{given}: {graph.name} has no validation {what}; try --split 60/20/20"
-            )
-        if is_set:
-            raise InputError(
-                f"{given}: ROC AUC needs positive and negative validation {what}, and "
-                f"{graph.name} does not have both; try --metric accuracy"
-            )
+        if is_set and reason:
+            raise InputError(f"{given}: {reason}")
+
+
+def _why_not_validated(graph: Graph, metric: str) -> str:
+    """Returns why the validation part has no usable metric, and what to try; '' if it has one."""
+    known = validation_labels(graph)
+    what = "vertices" if graph.pairs is None else "pairs"
+    if not len(known):
+        return f"{graph.name} has no validation {what}; try --split 60/20/20"
+    if is_ranking(metric) and not has_both(known):
+        return (
+            f"{'ROC AUC' if metric == 'rocauc' else metric} needs positive and negative validation "
+            f"{what}, and {graph.name} does not have both; try --metric accuracy"
+        )
+    negatives = int((known == 0).sum())
+    if negatives < hits_k(metric):
+        return (
+            f"{metric} is 1 for {negatives} negative validation pairs, as {graph.name} has; try "
+            "--metric mrr"
+        )
+    return ""
 
 
 def choose_model(

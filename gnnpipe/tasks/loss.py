@@ -22,6 +22,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Blocks, EdgeData
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.tasks.scoring import is_ranking, ranks_links
 
 PARTS = 3
 """Train, val and test."""
@@ -138,13 +139,15 @@ def choose_metric(graph: Graph, wanted: str) -> str:
     for several labels, else accuracy.
 
     Raises:
-        InputError: ROC AUC for more than two classes; a metric of numbers for classes, or of
-            classes for numbers.
+        InputError: A ranking metric for more than two classes; a metric of pairs for vertices; a
+            metric of numbers for classes, or of classes for numbers.
     """
     if graph.pairs is not None:
         if wanted in REGRESSION:
-            raise InputError(f"--metric {wanted}: links are there or not; try rocauc, f1-micro")
+            raise InputError(f"--metric {wanted}: links are there or not; try rocauc, mrr")
         return "rocauc" if wanted == "auto" else wanted
+    if ranks_links(wanted):
+        raise InputError(f"--metric {wanted}: ranks pairs of vertices; try --task links, or rocauc")
     if not is_known(graph.y).any():
         return "accuracy" if wanted == "auto" else wanted  # nothing can be evaluated
     if wanted != "auto" and graph.is_regression != (wanted in REGRESSION):
@@ -156,9 +159,9 @@ def choose_metric(graph: Graph, wanted: str) -> str:
         return "r2" if wanted == "auto" else wanted
     if graph.is_multi_label:
         return "f1-micro" if wanted == "auto" else wanted
-    if wanted == "rocauc" and graph.num_classes != 2:
+    if is_ranking(wanted) and graph.num_classes != 2:
         raise InputError(
-            f"--metric rocauc: needs two classes or several labels at once, but {graph.name} has "
+            f"--metric {wanted}: needs two classes or several labels at once, but {graph.name} has "
             f"{graph.num_classes} classes; try --metric f1-macro"
         )
     if wanted != "auto":

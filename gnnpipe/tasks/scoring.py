@@ -1,7 +1,7 @@
-"""Computes metrics from logits: accuracy, F1, ROC AUC and regression errors.
+"""Computes metrics from logits: accuracy, F1, ranking metrics and regression errors.
 
-Accuracy and F1 follow from four counts per class or label, which ranks add up. ROC AUC ranks all
-vertices, so rank 0 gathers the logits.
+Accuracy and F1 follow from four counts per class or label, which ranks add up. ROC AUC, average
+precision, MRR and Hits@k rank all vertices or pairs, so rank 0 gathers the scores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Counts = npt.NDArray[np.float64]
+
+Scored = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -113,28 +115,91 @@ def regression_score(sums: Counts, metric: str) -> float:
 
 
 def margin(logits: Tensor, y: Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[np.int8]]:
-    """Returns the scores that ROC AUC ranks and their labels, [R, T]; T = 1 for two classes."""
+    """Returns the scores that are ranked and their labels, [R, T]; T = 1 for two classes."""
     logits = logits.detach().cpu()
     if y.dim() == 1:
         logits, y = logits[:, 1:] - logits[:, :1], y[:, None]
     return logits.numpy(), y.cpu().numpy().astype(np.int8)
 
 
-def roc_auc(scores: npt.NDArray[Any], labels: npt.NDArray[np.int8]) -> float:
-    """Returns the mean ROC AUC over the labels, of scores and labels [R, T]; ties count half.
+def is_ranking(metric: str) -> bool:
+    """Whether a metric depends on the order of all scores, and not on counts that are added up."""
+    return metric in ("rocauc", "ap") or ranks_links(metric)
+
+
+def ranks_links(metric: str) -> bool:
+    """Whether a metric compares positive pairs with negative ones, and so is for links alone."""
+    return metric == "mrr" or hits_k(metric) > 0
+
+
+def hits_k(metric: str) -> int:
+    """Returns k of the metric Hits@k; 0 for others."""
+    name, _, k = metric.partition("@")
+    return int(k) if name == "hits" else 0
+
+
+def ranking_score(scores: npt.NDArray[Any], labels: npt.NDArray[np.int8], metric: str) -> float:
+    """Computes a ranking metric from scores and labels [R, T], as the mean over the labels.
 
     As in OGB's evaluator, only labels with both a known positive and a known negative count; NaN if
     there are none.
     """
+    found = []
+    for column, truth in zip(scores.T, labels.T, strict=True):
+        positive, negative = (column[truth == one].astype(np.float64) for one in (1, 0))
+        if len(positive) and len(negative):
+            found.append(_score_of(metric, positive, negative))
+    return float(np.mean(found)) if found else math.nan
+
+
+def _score_of(metric: str, positive: Scored, negative: Scored) -> float:
+    """Computes a metric from the scores of the positives [P] and of the negatives [Q]."""
+    if metric == "rocauc":
+        return _roc_auc(positive, negative)
+    if metric == "ap":
+        return _average_precision(positive, negative)
+    if metric == "mrr":
+        return _mean_reciprocal_rank(positive, negative)
+    return _hits(positive, negative, hits_k(metric))
+
+
+def _roc_auc(positive: Scored, negative: Scored) -> float:
+    """Returns the share of (positive, negative) that are in order; ties count half."""
     # Imported here: takes a third of a second, and few runs need it.
     from scipy.stats import rankdata
 
-    areas = []
-    for column, truth in zip(scores.T, labels.T, strict=True):
-        known = truth >= 0
-        positive = truth[known] == 1
-        yes, no = int(positive.sum()), int((~positive).sum())
-        if yes and no:
-            ranks = rankdata(column[known].astype(np.float64))
-            areas.append((float(ranks[positive].sum()) - yes * (yes + 1) / 2) / (yes * no))
-    return float(np.mean(areas)) if areas else math.nan
+    count, both = len(positive), np.concatenate([positive, negative])
+    area = float(rankdata(both)[:count].sum()) - count * (count + 1) / 2
+    return area / (count * len(negative))
+
+
+def _average_precision(positive: Scored, negative: Scored) -> float:
+    """Returns the mean over the positives of the precision among the scores at least as high.
+
+    As scikit-learn's ``average_precision_score``.
+    """
+    positive, negative = np.sort(positive), np.sort(negative)
+    hits = len(positive) - np.searchsorted(positive, positive, "left")
+    false_hits = len(negative) - np.searchsorted(negative, positive, "left")
+    return float(np.mean(hits / (hits + false_hits)))
+
+
+def _mean_reciprocal_rank(positive: Scored, negative: Scored) -> float:
+    """Returns the mean of 1 / rank of each positive among all negatives.
+
+    The rank of a tie is the mean of the optimistic and the pessimistic rank, as in OGB's evaluator.
+    """
+    negative = np.sort(negative)
+    higher = len(negative) - np.searchsorted(negative, positive, "right")
+    as_high = len(negative) - np.searchsorted(negative, positive, "left")
+    return float(np.mean(1 / (1 + (higher + as_high) / 2)))
+
+
+def _hits(positive: Scored, negative: Scored, k: int) -> float:
+    """Returns the share of positives above the k-th highest negative, as OGB's evaluator.
+
+    1 if there are fewer than k negatives.
+    """
+    if len(negative) < k:
+        return 1.0
+    return float(np.mean(positive > np.partition(negative, -k)[-k]))

@@ -21,9 +21,10 @@ from gnnpipe.tasks.scoring import (
     accuracy,
     error_sums,
     f1,
+    is_ranking,
     margin,
+    ranking_score,
     regression_score,
-    roc_auc,
     tally,
     target_sums,
 )
@@ -66,8 +67,8 @@ def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
     accuracies = [accuracy(part, is_multi_label) for part in totals]
     if metric == "accuracy":
         return Scores(*accuracies, *accuracies)
-    if metric == "rocauc":
-        return Scores(*accuracies, *_roc_aucs(rank_runtime, mesh, logits))
+    if is_ranking(metric):
+        return Scores(*accuracies, *_ranking_scores(rank_runtime, mesh, logits))
     average = metric.removeprefix("f1-")
     return Scores(*accuracies, *(f1(part, is_multi_label, average) for part in totals))
 
@@ -89,18 +90,20 @@ def _sums(
     return np.array(mesh.sum(sums.flatten().tolist())).reshape(PARTS, width, count)
 
 
-def _roc_aucs(rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]) -> list[float]:
-    """Returns ROC AUC of each part; rank 0 computes them from the scores of all ranks."""
+def _ranking_scores(
+    rank_runtime: RankRuntime, mesh: Mesh, logits: dict[int, Tensor]
+) -> list[float]:
+    """Returns the metric of each part; rank 0 computes them from the scores of all ranks."""
     own: list[list[tuple[npt.NDArray[Any], npt.NDArray[np.int8]]]] = [[] for _ in range(PARTS)]
     for part in range(PARTS):
         for chunk, found in logits.items():
             rows, labels = rank_runtime.targets.of_part(chunk, part)
             own[part].append(margin(found[rows], labels))
     by_rank = mesh.collect(own)
-    areas = []
+    computed = []
     for part in range(PARTS if mesh.rank == 0 else 0):
         pairs = [pair for of_rank in by_rank for pair in of_rank[part]]
         scores, truth = (np.concatenate(column) for column in zip(*pairs, strict=True))
-        areas.append(roc_auc(scores, truth) if len(scores) else math.nan)
-    shared: list[float] = mesh.share(areas)
+        computed.append(ranking_score(scores, truth, rank_runtime.metric))
+    shared: list[float] = mesh.share(computed)
     return shared

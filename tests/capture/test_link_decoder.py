@@ -17,7 +17,7 @@ from gnnpipe import Graph, TrainConfig, Trainer
 from gnnpipe.capture.fx_names import called
 from gnnpipe.data.links import split_links
 from gnnpipe.errors import InputError
-from gnnpipe.tasks.scoring import roc_auc
+from gnnpipe.tasks.scoring import ranking_score
 
 EPOCHS = 3
 
@@ -67,7 +67,8 @@ def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
     torch.testing.assert_close(trainer.predict(), z, rtol=1e-6, atol=1e-8)
     for number, found in enumerate((result.train_metric, result.val_metric, result.test_metric)):
         mine = part == number
-        area = roc_auc(scores[mine, None].numpy(), label[mine, None].numpy().astype(np.int8))
+        truth = label[mine, None].numpy().astype(np.int8)
+        area = ranking_score(scores[mine, None].numpy(), truth, "rocauc")
         assert found == pytest.approx(area)
     right = ((scores > 0) == (label == 1))[part == 2].double().mean()
     assert result.test_acc == pytest.approx(float(right))

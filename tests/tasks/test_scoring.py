@@ -1,6 +1,7 @@
 """Metrics against their definitions, counted one by one."""
 
 import math
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
 from gnnpipe.tasks.loss import choose_metric, loss_sum, num_targets
-from gnnpipe.tasks.scoring import accuracy, f1, margin, roc_auc, tally
+from gnnpipe.tasks.scoring import accuracy, f1, margin, ranking_score, tally
 
 
 def f1_of(truth, answer):
@@ -73,15 +74,81 @@ def test_roc_auc_is_the_share_of_pairs_in_order(seed, n, labels):
     areas = [
         area_of(scores[:, t], y[:, t]) for t in range(labels) if {0, 1} <= set(y[:, t].tolist())
     ]
-    found = roc_auc(scores, y)
+    found = ranking_score(scores, y, "rocauc")
     assert found == pytest.approx(np.mean(areas)) if areas else math.isnan(found)
+
+
+def average_precision_of(scores, truth):
+    """Precision times the gain of recall, over all thresholds from the highest score down."""
+    found, recall_before = 0.0, 0.0
+    for threshold in sorted(set(scores), reverse=True):
+        chosen = scores >= threshold
+        recall = (truth[chosen] == 1).sum() / (truth == 1).sum()
+        found += (recall - recall_before) * (truth[chosen] == 1).mean()
+        recall_before = recall
+    return found
+
+
+def reciprocal_rank_of(scores, truth):
+    """Each positive in a list with all negatives, before ties and after ties."""
+    found = []
+    for score in scores[truth == 1]:
+        optimistic = 1 + sum(other > score for other in scores[truth == 0])
+        pessimistic = 1 + sum(other >= score for other in scores[truth == 0])
+        found.append(1 / ((optimistic + pessimistic) / 2))
+    return np.mean(found)
+
+
+def hits_of(scores, truth, k):
+    negatives = sorted(scores[truth == 0], reverse=True)
+    if len(negatives) < k:
+        return 1.0
+    return np.mean([score > negatives[k - 1] for score in scores[truth == 1]])
+
+
+RANKED = {
+    "ap": average_precision_of,
+    "mrr": reciprocal_rank_of,
+    **{f"hits@{k}": partial(hits_of, k=k) for k in (10, 20, 50, 100)},
+}
+
+
+@pytest.mark.parametrize("metric", RANKED)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 250), st.integers(1, 3), st.integers(1, 200))
+def test_ranking_metrics_follow_their_definitions(metric, seed, n, labels, spread):
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-spread, spread + 1, (n, labels)).astype(np.float32)  # with ties
+    y = rng.integers(-1, 2, (n, labels)).astype(np.int8)
+    truth = [
+        RANKED[metric](scores[y[:, t] >= 0, t], y[y[:, t] >= 0, t])
+        for t in range(labels)
+        if {0, 1} <= set(y[:, t].tolist())
+    ]
+    found = ranking_score(scores, y, metric)
+    assert found == pytest.approx(np.mean(truth)) if truth else math.isnan(found)
+
+
+def test_ranking_metrics_on_a_list_by_hand():
+    """Negatives 4, 2, 2, 1; positives 5, 2, 0."""
+    scores, y = np.array([[4.0, 2, 2, 1, 5, 2, 0]]).T, np.array([[0, 0, 0, 0, 1, 1, 1]]).T
+    # Ranks 1, (2 + 4) / 2 = 3 and 5.
+    assert ranking_score(scores, y, "mrr") == pytest.approx((1 + 1 / 3 + 1 / 5) / 3)
+    # One of 1, two of the five from 2 up, and three of seven.
+    assert ranking_score(scores, y, "ap") == pytest.approx((1 + 2 / 5 + 3 / 7) / 3)
+    many = np.concatenate([scores, np.full((6, 1), -1.0)])
+    assert ranking_score(many, np.concatenate([y, np.zeros((6, 1), int)]), "hits@10") == 1.0
+    many[-6:] = 0
+    found = ranking_score(many, np.concatenate([y, np.zeros((6, 1), int)]), "hits@10")
+    assert found == pytest.approx(2 / 3)  # a tie with the tenth negative is no hit
+    assert ranking_score(scores, y, "hits@10") == 1.0  # fewer than ten negatives
 
 
 def test_two_classes_are_ranked_by_the_second():
     logits = torch.tensor([[0.0, 3.0], [5.0, 6.0], [1.0, -1.0], [0.0, 2.0]])
     scores, labels = margin(logits, torch.tensor([1, 0, 0, 1]))
     assert scores.ravel().tolist() == [3, 1, -2, 2]
-    assert roc_auc(scores, labels) == 1.0
+    assert ranking_score(scores, labels, "rocauc") == 1.0
 
 
 def labelled(y):
@@ -101,8 +168,13 @@ def test_the_metric_follows_the_labels():
     assert choose_metric(labelled([1, 1, 1, 1, 0]), "accuracy") == "accuracy"
     assert choose_metric(labelled([[0, 1], [1, 1]]), "auto") == "f1-micro"
     assert choose_metric(labelled([[0, 1], [1, 1]]), "rocauc") == "rocauc"
-    with pytest.raises(InputError, match=r"--metric rocauc: needs two classes.*has 3 .*f1-macro"):
-        choose_metric(labelled([0, 1, 2]), "rocauc")
+    for metric in ("rocauc", "ap"):
+        with pytest.raises(InputError, match=f"--metric {metric}: needs two.*has 3 .*f1-macro"):
+            choose_metric(labelled([0, 1, 2]), metric)
+    assert choose_metric(labelled([0, 1]), "ap") == "ap"
+    for metric in ("mrr", "hits@50"):
+        with pytest.raises(InputError, match=f"--metric {metric}: ranks pairs.*try --task links"):
+            choose_metric(labelled([0, 1]), metric)
 
 
 def test_unknown_labels_take_no_part_in_the_loss():

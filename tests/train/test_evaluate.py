@@ -10,6 +10,7 @@ import torch
 from helpers import run_ranks, small_graph
 
 from gnnpipe import InputError, TrainConfig, Trainer
+from gnnpipe.data.links import split_links
 from gnnpipe.train.evaluate import Scores
 
 
@@ -25,6 +26,10 @@ def rare_class():
     graph = small_graph()
     y = np.where(graph.y >= 0, (graph.y == 0) & (np.arange(60) % 2 == 0), -1)
     return replace(graph, y=y.astype(np.int64), num_classes=2)
+
+
+def linked():
+    return split_links(small_graph(), "60/20/20", 0)
 
 
 def config(**settings):
@@ -64,6 +69,10 @@ CASES = [
     (several_labels, {"metric": "accuracy"}, "accuracy"),
     (rare_class, {}, "rocauc"),
     (rare_class, {"metric": "f1-macro"}, "f1-macro"),
+    (several_labels, {"metric": "ap"}, "ap"),
+    (linked, {"metric": "ap"}, "ap"),
+    (linked, {"metric": "mrr"}, "mrr"),
+    (linked, {"metric": "hits@10"}, "hits@10"),
 ]
 
 
@@ -83,6 +92,35 @@ def test_every_shape_gives_the_same_scores(on_four_ranks):
             for f in fields(mine):
                 assert 0 < getattr(mine, f.name) <= 1
                 assert getattr(other, f.name) == pytest.approx(getattr(mine, f.name), abs=1e-12)
+
+
+def ranks_among_negatives(score, negatives):
+    """The first and the last rank that a positive may have."""
+    return 1 + (negatives > score).sum(), 1 + (negatives >= score).sum()
+
+
+@pytest.mark.parametrize("metric", ["mrr", "hits@10", "hits@20"])
+def test_links_are_ranked_among_all_negatives_of_their_part(metric):
+    trainer = Trainer(config(metric=metric), graph=linked())
+    result = trainer.fit()
+    z, pairs = trainer.predict().numpy(), linked().pairs
+    scores = (z[pairs.ends[0]] * z[pairs.ends[1]]).sum(axis=1)
+    for part, found in enumerate((result.train_metric, result.val_metric, result.test_metric)):
+        yes, no = (scores[(pairs.part == part) & (pairs.label == one)] for one in (1, 0))
+        if metric == "mrr":
+            truth = np.mean([2 / sum(ranks_among_negatives(score, no)) for score in yes])
+        else:
+            k = int(metric.removeprefix("hits@"))
+            truth = np.mean([ranks_among_negatives(score, no)[1] <= k for score in yes])
+        assert found == pytest.approx(truth)
+
+
+def test_hits_of_few_negatives_cannot_choose_an_epoch():
+    with pytest.raises(
+        InputError, match=r"--patience 4: hits@100 is 1 for \d+ negative validation"
+    ):
+        Trainer(config(metric="hits@100", patience=4), graph=linked()).fit()
+    assert Trainer(config(metric="hits@100"), graph=linked()).fit().val_metric == 1.0
 
 
 def compare_several(shape, staleness):
