@@ -42,8 +42,8 @@ it from the code. See also [how PyG's convolutions run](reference/convolutions.m
 |---|---|
 {commands}
 
-All commands except `predict`, `report`, `compare` and `doctor` take `--config FILE` (TOML) and every
-setting below. Flags override the file, and the file overrides the defaults.
+All commands except `predict`, `report`, `compare` and `doctor` take `--config FILE` (TOML) and
+every setting below. Flags override the file, and the file overrides the defaults.
 
 * `info --list` lists the built-in datasets.
 * `train --seeds N` trains N times, with seeds `--seed`, `--seed` + 1, ..., each in a folder of its
