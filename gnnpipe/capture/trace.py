@@ -15,7 +15,7 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -271,10 +271,16 @@ class _Tracer(fx.Tracer):
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
-        if isinstance(m, pyg.MessagePassing) and type(m) in self._opened:
-            with self._recording_propagate(m):
+        is_opened = isinstance(m, pyg.MessagePassing) and type(m) in self._opened
+        depth = len(self.module_stack)
+        try:
+            with self._recording_propagate(m) if is_opened else nullcontext():
                 return super().call_module(m, forward, args, kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        except BaseException:
+            # fx does not, and forward may catch the exception.
+            while len(self.module_stack) > depth:
+                self.module_stack.popitem()
+            raise
 
     def _is_over_edges(self, args: Any, kwargs: Any) -> bool:
         """Whether the index that an aggregation gets is made of the edges."""
@@ -282,7 +288,7 @@ class _Tracer(fx.Tracer):
         return isinstance(index, fx.Proxy) and is_of_edges_alone(index.node)
 
     @contextmanager
-    def _recording_propagate(self, m: pyg.MessagePassing) -> Iterator[None]:
+    def _recording_propagate(self, m: nn.Module) -> Iterator[None]:
         """Context in which ``propagate`` and ``edge_updater`` of a convolution are recorded."""
 
         def recorder(kind: type[Propagate] | type[EdgeUpdate]) -> Callable[..., Any]:

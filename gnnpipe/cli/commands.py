@@ -218,6 +218,13 @@ def _add_predict_flags(parser: Parser) -> None:
         metavar="FILE",
         help="write the logits [N, classes] to this new .npy file, in the order of the vertices",
     )
+    parser.add_argument(
+        "--layer",
+        default="",
+        metavar="NAME",
+        help="write what this layer of the model returns in place of the logits: its path, such as "
+        "convs.0, or layers.0 of a built-in model",
+    )
     add_settings(parser, {}, set(PREDICTION_SETTINGS) - {"dataset"})
 
 
@@ -226,7 +233,7 @@ def _predict(options: argparse.Namespace) -> int:
     NewFile("--out", options.file, "predictions.npy")  # before torch is loaded
     from gnnpipe.train.trainer import Trainer
 
-    trainer = Trainer.load(options.run, **{"quiet": False} | given)
+    trainer = Trainer.load(options.run, layer=options.layer, **{"quiet": False} | given)
     trainer.save_predictions(options.file)
     trainer.close()
     return ExitCode.DONE

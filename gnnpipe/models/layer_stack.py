@@ -27,6 +27,7 @@ class GNN(nn.Module, Model):
         super().__init__()
         _check(layers)
         self.layers = nn.ModuleList(layers)
+        self._num_run = len(layers)
         self.name = layer_name(layers[0])[:-1]
 
     @classmethod
@@ -74,12 +75,17 @@ class GNN(nn.Module, Model):
         return bool(dense) or any(layer.has_bf16_products for layer in self.stack())
 
     def stack(self) -> list[Layer]:
-        """Returns the layers in order."""
-        return [layer for layer in self.layers if isinstance(layer, Layer)]
+        """Returns the layers that are run, in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)][: self._num_run]
+
+    def end_at(self, index: int) -> None:
+        """Makes layer ``index`` the last one that is run; its x takes the place of the logits."""
+        self._num_run = index + 1
 
     def stage_module(self, ops: Sequence[int]) -> LayerStageModule:
         """Returns consecutive layers as a stage (see ``Model``)."""
-        return LayerStageModule(self.stack()[ops[0] : ops[-1] + 1])
+        stack = self.stack()
+        return LayerStageModule(stack[ops[0] : ops[-1] + 1], is_end=ops[-1] + 1 == len(stack))
 
 
 def _check(layers: Sequence[Layer]) -> None:
@@ -118,8 +124,9 @@ class LayerStageModule(StageModule):
     ('h0').
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[Layer], is_end: bool) -> None:
+        """``is_end``: the last of ``layers`` is the last of the model."""
+        self.layers, self._is_end = list(layers), is_end
         self._names = [layer_name(layer) for layer in layers]
         self.rounds = [
             (
@@ -166,9 +173,9 @@ class LayerStageModule(StageModule):
             layer = self.layers[index]
             pushed, values = layer.before(values, rows)
             return {self._names[index]: pushed}, values
-        if not layer.is_last:
-            values = {f"{self._names[-1]}.{name}": value for name, value in values.items()}
-        return {}, values
+        if self._is_end:
+            return {}, {"x": values["x"]}
+        return {}, {f"{self._names[-1]}.{name}": value for name, value in values.items()}
 
     def _for_after(self, index: int, rows: Rows) -> Rows:
         """Returns ``rows`` without the output buffer if the next ``before`` fills it."""

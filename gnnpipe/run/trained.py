@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN, MODELS
+from gnnpipe.setup.inputs import built_in_model, number_dtype
+from gnnpipe.setup.layer_output import ends_at
+from gnnpipe.setup.user_model import is_user_model, make_user_model
 
 WEIGHTS = "model.pt"
 """The trained weights in the folder of a run that has ended."""
@@ -68,6 +72,19 @@ class TrainedRun:
         except RuntimeError as error:
             wrong = " ".join(str(error).split())
             raise InputError(f"run {str(self.path)!r}: its weights do not fit ({wrong})") from None
+
+    def model_ending_at(self, layer: str, graph: Graph, model: nn.Module | None) -> nn.Module:
+        """Return a copy of the run's model with its weights, which ends at ``layer``."""
+        if self.config.task == "links" or graph.pairs is not None:
+            raise InputError(
+                f"--layer {layer!r}: run {str(self.path)!r} predicts links, and its predictions "
+                "are hidden rows; leave it out"
+            )
+        if model is None:
+            make = make_user_model if is_user_model(self.config.model) else built_in_model
+            model = make(self.config, graph)
+        self.load_into(model.to(number_dtype(self.config)))
+        return ends_at(copy.deepcopy(model), layer)
 
 
 def read_trained(run: str | Path, num_ranks: int, changes: Mapping[str, Any]) -> TrainedRun:

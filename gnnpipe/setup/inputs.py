@@ -201,11 +201,10 @@ def choose_model(
             "whose forward takes (x_dict, edge_index_dict)"
         )
     if model is None:
-        spec = _spec(config, graph)
-        check_weights(config, spec)
+        check_weights(config, _spec(config, graph))
         if world.rank == 0:
             _warn_of_unread(config)
-        built = GNN.build(config.model, spec, config.seed, dtype)
+        built = built_in_model(config, graph)
         check_layers(built.stack(), graph.num_vertices)
         return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
@@ -370,6 +369,11 @@ def warn_of_vain_rounding(
         )
     if found:
         warn(f"--matmul-dtype bf16: {found}")
+
+
+def built_in_model(config: TrainConfig, graph: Graph) -> GNN:
+    """Returns the built-in model that the config names, with its first weights."""
+    return GNN.build(config.model, _spec(config, graph), config.seed, number_dtype(config))
 
 
 def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:

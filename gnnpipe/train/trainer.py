@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
-from gnnpipe.data.load import unlabelled_graph
+from gnnpipe.data.load import configured_graph, unlabelled_graph
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
@@ -39,7 +39,7 @@ from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
-from gnnpipe.run.trained import read_trained
+from gnnpipe.run.trained import TrainedRun, read_trained
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -54,6 +54,7 @@ from gnnpipe.setup.inputs import (
     last_epoch_of,
     warn_of_vain_rounding,
 )
+from gnnpipe.setup.layer_output import without_labels
 from gnnpipe.setup.prepare import join_world, prepare, warn_of_norms
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
@@ -139,6 +140,7 @@ class Trainer:
         run: str | Path,
         graph: Graph | None = None,
         model: nn.Module | None = None,
+        layer: str = "",
         **settings: Any,
     ) -> Trainer:
         """Returns a trainer with the weights of a run, for ``predict`` and ``evaluate``.
@@ -149,6 +151,8 @@ class Trainer:
             graph: The graph, in place of the run's dataset: needed if the run's graph was passed
                 in, and any other graph with features of the same width.
             model: The model, if the run's model was passed in; gets the weights of the run.
+            layer: Path of a layer in the model, such as 'convs.0' (of a built-in model 'layers.0'):
+                ``predict`` returns what this layer returns, in place of the logits.
             settings: Any of dataset, data_dir, stages, shards, chunks, cache_dir, device, timeout_s
                 and quiet, in place of those of the run. A ``dataset`` is read without its labels
                 and split, and otherwise as the run read its own.
@@ -159,17 +163,21 @@ class Trainer:
         trained = read_trained(run, launched_world_size(), settings)
         trained.check_parts(graph, model)
         config, world = trained.config, None
-        if "dataset" in settings:
+        if "dataset" in settings or (layer and graph is None):
             world = join_world(config)
-            graph = _read_together(world, partial(unlabelled_graph, config, trained.num_classes))
+            graph = _read_together(world, partial(_read_for, trained, "dataset" not in settings))
         elif graph is not None:
             graph = trained.with_classes(graph)
         if graph is not None:
             # They say how the run's own dataset was read.
             own = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
             config = replace(config, **{name: getattr(TrainConfig, name) for name in own})
-        trainer = cls(config, graph=graph, model=model, world=world)
-        trained.load_into(trainer.model)
+        if layer and graph is not None:
+            model = trained.model_ending_at(layer, graph, model)
+            trainer = cls(config, graph=without_labels(graph), model=model, world=world)
+        else:
+            trainer = cls(config, graph=graph, model=model, world=world)
+            trained.load_into(trainer.model)
         if trained.note and trainer._join().rank == 0:
             warn(trained.note)
         return trainer
@@ -508,6 +516,13 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
+
+
+def _read_for(trained: TrainedRun, has_labels: bool) -> Graph:
+    """Returns the graph that the run names, or another one without labels to predict for."""
+    if has_labels:
+        return configured_graph(trained.config)
+    return unlabelled_graph(trained.config, trained.num_classes)
 
 
 def _read_together(world: World, read: Callable[[], Graph]) -> Graph:

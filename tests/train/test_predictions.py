@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import run_ranks, small_graph
+from torch_geometric.nn import GCNConv
 
-from gnnpipe import TrainConfig, Trainer
+from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.cli.main import main
+from gnnpipe.models import MODELS
 from gnnpipe.runtime.comm.world import World
 
 NET = """
@@ -61,19 +63,21 @@ def trained(request, tmp_path_factory):
 
 
 def plain(folder, graph):
-    """Logits of the run's weights in plain PyG."""
+    """Rows of the layers of the run's model in plain PyG; '' are the logits."""
     scope = {}
     exec(NET, scope)
     weights = torch.load(folder / "run" / "model.pt", weights_only=True)
     dtype = next(iter(weights.values())).dtype
-    model = scope["Net"](7, 3).to(dtype)
+    model = scope["Net"](7, 3).to(dtype).eval()
     model.load_state_dict(weights)
+    x, edges = torch.from_numpy(graph.x).to(dtype), torch.from_numpy(graph.edge_index)
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(graph.x).to(dtype), torch.from_numpy(graph.edge_index))
+        first = model.first(x, edges)
+        return {"first": first, "norm": model.norm(first), "": model(x, edges)}
 
 
-def assert_are_logits(file, folder, graph):
-    found, truth = np.load(file), plain(folder, graph).numpy()
+def assert_are_rows(file, folder, graph, layer=""):
+    found, truth = np.load(file), plain(folder, graph)[layer].numpy()
     assert found.dtype == truth.dtype
     tolerance = 1e-9 if found.dtype == np.float64 else 1e-5
     np.testing.assert_allclose(found, truth, rtol=tolerance, atol=tolerance)
@@ -83,7 +87,7 @@ def test_one_rank_writes_the_logits_of_plain_pyg(trained, tmp_path, capsys):
     file = tmp_path / "own.npy"
     assert main(["predict", str(trained / "run"), "--out", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}: 60 rows of 3\n"
-    assert_are_logits(file, trained, small_graph())
+    assert_are_rows(file, trained, small_graph())
     own = Trainer.load(trained / "run", quiet=True).predict().numpy()
     np.testing.assert_array_equal(np.load(file), own)
 
@@ -93,7 +97,7 @@ def test_another_graph_needs_no_labels(trained, tmp_path, capsys):
     flags = ["--dataset", other, "--out", str(file), "--chunks", "4", "--quiet"]
     assert main(["predict", str(trained / "run"), *flags]) == 0
     assert capsys.readouterr().out == ""
-    assert_are_logits(file, trained, small_graph(n=90, seed=4))
+    assert_are_rows(file, trained, small_graph(n=90, seed=4))
 
 
 def predict_on_ranks(folder, name, *flags):
@@ -125,7 +129,7 @@ def test_ranks_write_their_own_rows(trained, shape):
         assert code == 0
         # Half of the rows would be 2500 * 3 * 4 / 2 = 15000 bytes.
         assert largest_bytes < 12000
-    assert_are_logits(trained / name, trained, graph)
+    assert_are_rows(trained / name, trained, graph)
 
 
 def not_seen(folder):
@@ -193,9 +197,97 @@ def test_a_model_of_links_writes_the_final_rows_of_its_own_graph(tmp_path, capsy
     config = {"epochs": 1, "cache_dir": "off", "quiet": True, "predict": False, "task": "links"}
     Trainer(TrainConfig(out=str(tmp_path / "run"), dataset=dataset, **config)).fit()
     command = ["predict", str(tmp_path / "run"), "--out", str(tmp_path / "rows.npy")]
+    assert main([*command, "--layer", "layers.0"]) == 2
+    assert "predicts links, and its predictions are hidden rows" in capsys.readouterr().err
     assert main([*command, "--dataset", "karate"]) == 2
     assert "predicts links, for which another graph is passed in" in capsys.readouterr().err
     assert main(command) == 0
     rows = Trainer.load(tmp_path / "run").predict().numpy()
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), rows)
     assert rows.shape[0] == 400
+
+
+@pytest.mark.parametrize("layer", ["first", "norm"])
+def test_hidden_rows_are_those_of_the_layer_in_plain_pyg(trained, tmp_path, layer):
+    file, other = tmp_path / "rows.npy", str(trained / "other.npz")
+    command = ["predict", str(trained / "run"), "--layer", layer, "--out"]
+    assert main([*command, str(file)]) == 0
+    assert_are_rows(file, trained, small_graph(), layer)
+    file.unlink()
+    assert main([*command, str(file), "--dataset", other, "--chunks", "4"]) == 0
+    assert_are_rows(file, trained, small_graph(n=90, seed=4), layer)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 1)], ids=str)
+def test_hidden_rows_on_ranks(trained, shape):
+    graph = small_graph(n=90, seed=5)
+    npz(trained / "wide.npz", graph)
+    stages, shards, chunks = map(str, shape)
+    name = f"hidden-{stages}-{shards}.npy"
+    flags = ["--stages", stages, "--shards", shards, "--chunks", chunks, "--layer", "norm"]
+    assert [code for code, _ in run_ranks(predict_on_ranks, 2, trained, name, *flags)] == [0, 0]
+    assert_are_rows(trained / name, trained, graph, "norm")
+
+
+def run_of(folder, **settings):
+    """Settings of a short run."""
+    return TrainConfig(
+        epochs=2, cache_dir="off", quiet=True, predict=False, out=str(folder / "run"), **settings
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_hidden_rows_of_built_in_models(tmp_path, name):
+    graph = small_graph()
+    config = run_of(tmp_path, model=name, layers=3, hidden=8, dtype="float64", chunks=2)
+    Trainer(config, graph=graph).fit()
+    logits = Trainer.load(tmp_path / "run", graph).predict()
+    last = Trainer.load(tmp_path / "run", graph, layer="layers.2").predict()
+    torch.testing.assert_close(last, logits, rtol=1e-9, atol=1e-12)
+    first = Trainer.load(tmp_path / "run", graph, layer="layers.0").predict()
+    assert first.shape == (60, 8)
+    weights = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    if name == "gcn":
+        x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+        conv, norm = GCNConv(7, 8).double(), torch.nn.LayerNorm(8).double()
+        conv.lin.weight.data, conv.bias.data = (
+            weights[f"layers.0.{part}"] for part in ("encode.weight", "bias")
+        )
+        norm.load_state_dict({k: weights[f"layers.0.norm.{k}"] for k in ("weight", "bias")})
+        with torch.no_grad():
+            truth = norm(conv(x, edges)).relu()
+        torch.testing.assert_close(first, truth, rtol=1e-9, atol=1e-12)
+    with pytest.raises(InputError, match=r"--layer 'layers.3': .* no such layer; did you mean"):
+        Trainer.load(tmp_path / "run", graph, layer="layers.3")
+    inner = next(path.rpartition(".")[0] for path in weights if path.count(".") > 2)
+    with pytest.raises(InputError, match=r"is a part of a layer; try one of layers.0, layers.1"):
+        Trainer.load(tmp_path / "run", graph, layer=inner)
+
+
+class Attention(torch.nn.Module):
+    """Cannot be recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mix = GCNConv(7, 8), torch.nn.Linear(8, 5)
+        self.last, self.unused = GCNConv(5, 3), torch.nn.Linear(2, 2)
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return self.last(self.mix((x @ x.t()).softmax(dim=1) @ x).relu(), edge_index)
+
+
+def test_hidden_rows_of_a_model_that_runs_as_it_is(tmp_path):
+    graph, model = small_graph(), Attention()
+    Trainer(run_of(tmp_path), graph=graph, model=model).fit()
+    again = Attention()
+    names = list(again.state_dict())
+    found = Trainer.load(tmp_path / "run", graph, again, layer="mix").predict()
+    x, edges = torch.from_numpy(graph.x), torch.from_numpy(graph.edge_index)
+    with torch.no_grad():
+        h = model.eval().conv(x, edges)
+        torch.testing.assert_close(found, model.mix((h @ h.t()).softmax(dim=1) @ h))
+        torch.testing.assert_close(again.eval()(x, edges), model(x, edges))
+    assert list(again.state_dict()) == names
+    with pytest.raises(InputError, match="--layer 'unused': forward does not call this layer"):
+        Trainer.load(tmp_path / "run", graph, again, layer="unused").predict()
