@@ -57,12 +57,17 @@ def newest_whole(
     return None, faults
 
 
+def newest_epoch(run: Path) -> int:
+    """Return the epoch of the newest checkpoint, damaged or not; 0 if there is none."""
+    return max((_epoch_of(path) for path in _newest_first(run)), default=0)
+
+
 def drop_old(run: Path, keep: int, epoch: int) -> None:
     """Remove all but the newest ``keep`` checkpoints up to ``epoch``, as far as the disk allows.
 
     Newer ones were found damaged at the start, and do not count.
     """
-    for path in [p for p in _newest_first(run) if int(p.name[6:]) <= epoch][keep:]:
+    for path in [p for p in _newest_first(run) if _epoch_of(p) <= epoch][keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -75,6 +80,10 @@ def remove_unfinished(run: Path) -> None:
     """Remove what interrupted writes have left."""
     for path in _unfinished(run):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _epoch_of(path: Path) -> int:
+    return int(path.name.removeprefix("epoch-"))
 
 
 def _newest_first(run: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.checkpoint.retention import newest_whole
+from gnnpipe.checkpoint.retention import newest_epoch, newest_whole
 from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.settings import PREDICTION_SETTINGS
@@ -142,8 +142,13 @@ def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor])
     """Return the number of classes of the run's graph; 0 if it is not known."""
     if config.model in set(MODELS):
         return GNN.num_classes_in(weights, config.layers)
+    return _from_result(path, "num_classes")
+
+
+def _from_result(path: Path, name: str) -> int:
+    """Return a whole number of result.json; 0 if there is none."""
     try:
-        found = json.loads(read_text(path / "result.json"))["num_classes"]
+        found = json.loads(read_text(path / "result.json"))[name]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return 0
     return found if type(found) is int and found > 0 else 0
@@ -151,9 +156,11 @@ def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor])
 
 def _read_weights(path: Path, keeps_best: bool) -> tuple[dict[str, Tensor], str]:
     """Return the weights of model.pt, or else of the newest checkpoint with a note that says so."""
-    if (path / WEIGHTS).is_file():
+    has_ended = (path / WEIGHTS).is_file()
+    has_gone_on = newest_epoch(path) > _from_result(path, "epochs") > 0  # resumed after its end
+    stored, faults = (None, []) if has_ended and not has_gone_on else newest_whole(path)
+    if stored is None and has_ended:
         return _read_state_dict(path / WEIGHTS), ""
-    stored, faults = newest_whole(path)
     if stored is None:
         reason = faults[0] if faults else "see --checkpoint-every"
         raise InputError(

@@ -9,7 +9,7 @@ import torch
 from helpers import pyg_data, small_graph
 from torch_geometric import nn as pyg
 
-from gnnpipe import Callback, Graph, TrainConfig, Trainer
+from gnnpipe import Callback, Graph, TrainConfig, Trainer, resumed_config
 from gnnpipe.errors import InputError
 from gnnpipe.models import MODELS
 from gnnpipe.tasks.scoring import Scores
@@ -84,6 +84,25 @@ def test_a_run_that_has_not_ended_gives_its_newest_checkpoint(tmp_path):
         loaded = Trainer.load(tmp_path / "run", graph=small_graph(), model=Net())
     for name, value in loaded.model.state_dict().items():
         assert torch.equal(value, weights[-1][name]), name
+
+
+def test_a_run_that_was_resumed_after_its_end_gives_its_newest_checkpoint(tmp_path):
+    run = config(tmp_path, dataset="karate", checkpoint_every=1)
+    Trainer(run).fit()
+    ended = {name: (tmp_path / "run" / name).read_bytes() for name in ("model.pt", "result.json")}
+    longer = Trainer(resumed_config(run.out, {"epochs": 5}), resume=run.out)
+    longer.fit()
+    for name, content in ended.items():
+        (tmp_path / "run" / name).write_bytes(content)  # as if it had been interrupted
+    with pytest.warns(UserWarning, match=r"its weights are those of epoch-000005"):
+        loaded = Trainer.load(run.out)
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, longer.model.state_dict()[name]), name
+
+
+def test_settings_of_training_cannot_differ(tmp_path):
+    with pytest.raises(InputError, match=r"epochs cannot differ from the run's; what can: dataset"):
+        Trainer.load(tmp_path, epochs=3)
 
 
 def test_a_run_that_has_not_ended_gives_its_best_epoch_if_it_keeps_that(tmp_path, monkeypatch):
