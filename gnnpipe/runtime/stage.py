@@ -24,8 +24,9 @@ from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
-Criterion = Callable[[Tensor, int], Tensor]
-"""Maps the logits [C or R, classes] and the number of a chunk to its part of the loss, a scalar."""
+Criterion = Callable[[Tensor, int, int], Tensor]
+"""Maps the logits [C or R, classes] of a chunk, its number and that of the epoch to its part of the
+loss, a scalar."""
 
 Edges = dict[str, GradientEdge | None]
 """Start of backward by name; ``None`` if the value depends on no weight and no leaf. Unlike a value
@@ -226,7 +227,7 @@ class Stage:
                 name: v.index_select(0, loss_rows.places[chunk]) for name, v in values.items()
             }
         if is_last and self._training and self.criterion is not None:
-            values = {"loss": self.criterion(values["x"], chunk)}
+            values = {"loss": self.criterion(values["x"], chunk, self._epoch)}
         return pushed, values
 
     def _output_buffer(self, chunk: int, step: int) -> OutputBuffer | None:

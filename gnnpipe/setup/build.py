@@ -51,7 +51,7 @@ from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets
+from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets, takes
 
 Structure = LinearOperator | Blocks | Everyone
 Numbers = npt.NDArray[np.int64]
@@ -138,6 +138,7 @@ class _RankBuilder:
             prepared.loss_fn,
             num_targets(prepared.graph),
             None if loss_rows is None else loss_rows.places,
+            self._vertices_of_loss(),
         )
         own = {name: self.layouts[name].own for name in prepared.graph.row_types}
         pointers = {name: self.layouts[name].own_ptr for name in own}
@@ -164,6 +165,16 @@ class _RankBuilder:
             (prepared.dtype, prepared.row_dtype),
             forecaster,
         )
+
+    def _vertices_of_loss(self) -> list[Tensor]:
+        """Returns the numbers of the labelled vertices by chunk, if the user's loss takes them."""
+        prepared, graph = self._prepared, self._prepared.graph
+        if prepared.loss_fn is None or not takes(prepared.loss_fn, "vertices"):
+            return []
+        number = prepared.chunking.perm if graph.types is None else graph.types.number
+        layout = self.layouts[graph.target]
+        own = torch.from_numpy(number[layout.own]).to(self._mesh.device)
+        return [own[start:stop] for start, stop in pairwise(layout.own_ptr.tolist())]
 
     def _draw_edges(self, epoch: int | None, stage: Stage) -> None:
         """Gives the histories the random edges of a training epoch.

@@ -7,6 +7,7 @@ and ROC AUC is a mean over the labels that have both a positive and a negative.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,11 @@ class Loss:
         pairs = zip(found, self.loss_rows, strict=True)
         return [(torch.searchsorted(made, rows), y) for (rows, y), made in pairs]
 
-    def __call__(self, logits: Tensor, chunk: int) -> Tensor:
-        """Returns the loss of a chunk's logits [R, C], a scalar."""
+    vertices: Sequence[Tensor] = ()
+    """Number of each own vertex in the graph as given, by chunk, if ``loss_fn`` takes them."""
+
+    def __call__(self, logits: Tensor, chunk: int, epoch: int) -> Tensor:
+        """Returns the loss of a chunk's logits [R, C] in an epoch (from 0), a scalar."""
         chosen, y = self._to_train[chunk]
         found = logits.index_select(0, chosen)
         if self.loss_fn is None:
@@ -111,15 +115,38 @@ class Loss:
             return logits.sum() * 0.0
         if self.targets.are_pairs:
             found, y = found.squeeze(1), y.squeeze(1)
-        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype)) / self.total
+        vertices = None
+        if self.vertices:
+            vertices = self.vertices[chunk][self.targets.of_part(chunk, 0)[0]]
+        given = wanted_by(self.loss_fn, vertices, epoch)
+        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype), **given) / self.total
         # A loss that ignores all rows is a constant; backward of the chunk still needs a graph.
         return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
 
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[..., Tensor]
 """Maps logits [R, C] and classes [R] (int64) of training vertices to the sum of their losses.
 Several labels or numbers [R, T] have the type of the logits, NaN where missing; for pairs scores
-[R] and labels [R] (1 or 0) of the same number type."""
+[R] and labels [R] (1 or 0) of the same number type.
+
+A function with parameters of these names also gets ``vertices`` [R] int64, the numbers of the
+vertices in the graph as given (within their type), and ``epoch``, the number of the epoch from 0.
+"""
+
+
+def takes(loss_fn: LossFn, name: str) -> bool:
+    """Returns whether a loss has a parameter ``name``."""
+    try:
+        return name in inspect.signature(loss_fn).parameters
+    except ValueError:  # a function that is not written in Python
+        return False
+
+
+def wanted_by(loss_fn: LossFn, vertices: Tensor | None, epoch: int) -> dict[str, Any]:
+    """Returns the further arguments of a loss, by name."""
+    given = {"vertices": vertices, "epoch": epoch}
+    return {name: value for name, value in given.items() if takes(loss_fn, name)}
+
 
 ERRORS = ("mae", "rmse")
 """Metrics for which smaller is better."""
@@ -208,7 +235,10 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
     if not callable(loss_fn):
         raise InputError(f"loss_fn: {loss_fn!r} is not a function of logits and labels")
     generator = torch.Generator().manual_seed(0)
+    vertices: Tensor | None = None
     if graph.pairs is not None:
+        if takes(loss_fn, "vertices"):
+            raise InputError("loss_fn: takes 'vertices', but scores are of pairs of vertices")
         y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
         shape = [len(y)]
     else:
@@ -217,11 +247,18 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         # Rows with missing labels first, for losses that do not mask them.
         chosen = np.sort(np.argsort(known.all(axis=1), kind="stable")[:6])
         y = _labels_for_user(labels_of(graph, train[chosen], dtype), dtype)
+        number = np.arange(graph.num_vertices) if graph.types is None else graph.types.number
+        vertices = torch.from_numpy(number[train[chosen]])
         shape = [len(y), graph.num_classes]
     logits = torch.randn(shape, dtype=dtype, generator=generator)
     logits.requires_grad_(True)
+
+    def loss_of(rows: slice) -> Any:
+        some = None if vertices is None else vertices[rows]
+        return loss_fn(logits[rows], y[rows], **wanted_by(loss_fn, some, 0))
+
     try:
-        whole = loss_fn(logits, y)
+        whole = loss_of(slice(None))
     except Exception as error:
         raise InputError(
             f"loss_fn: fails on logits {list(logits.shape)}, a logit for each class: {error}"
@@ -235,7 +272,7 @@ def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
         )
     if len(y) < 2:
         return
-    parts = float(loss_fn(logits[:1], y[:1]).detach() + loss_fn(logits[1:], y[1:]).detach())
+    parts = float(loss_of(slice(1)).detach() + loss_of(slice(1, None)).detach())
     if abs(parts - float(whole.detach())) > 1e-4 * abs(parts):
         raise InputError(
             f"loss_fn: returns {float(whole.detach()):.4f} for {len(y)} rows, but {parts:.4f} for "

@@ -101,7 +101,8 @@ class Trainer:
             world: The ranks, if they have been joined for another run of this process.
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
                 losses. The sum is divided by the number of training labels. Several labels [R, T]
-                are floats, NaN where missing.
+                are floats, NaN where missing. With parameters ``vertices`` or ``epoch`` the
+                function also gets the numbers [R] of the vertices and of the epoch, from 0.
             optimizer: An optimizer class, which gets lr, weight_decay and momentum of ``config``;
                 or a function of the whole model that returns an optimizer, with any parameter
                 groups; or an optimizer of the model's parameters.

@@ -8,9 +8,11 @@ program (tests/verify/test_verify.py).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from gnnpipe.verify.reference_graph import WholeGraph
 from gnnpipe.verify.reference_models import UserModel
 from gnnpipe.verify.reference_walk import ChunkWalk
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Reference:
         """
         outputs = self._outputs(epoch, is_exact)
         is_train = self.graph.is_train
-        loss = self._loss(outputs[is_train], self.graph.y[is_train])
+        given = {"vertices": is_train.nonzero()[:, 0], "epoch": epoch}
+        loss = self._loss(outputs[is_train], self.graph.y[is_train], given)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         _clip(list(self._weights.values()), min(max_norm, self.config.clip_norm or math.inf))
@@ -88,15 +91,20 @@ class Reference:
                 self.walk.outputs(epoch, is_exact)
         return self._user_model.outputs(self.walk.exact_pass(epoch))
 
-    def _loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of outputs [R, C] over the known targets y [R] or [R, T]; for pairs [R, 1]."""
+    def _loss(self, outputs: Tensor, y: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Mean loss of outputs [R, C] over the known targets y [R] or [R, T]; for pairs [R, 1].
+
+        ``given``: further arguments that the user's loss may take.
+        """
         known = ~y.isnan() if y.is_floating_point() else y >= 0
         if self._loss_fn is not None:
             if self.graph.pairs is not None:
                 outputs, y, known = outputs[:, 0], y[:, 0], known[:, 0]
             if y.dtype == torch.int8:  # the user's loss gets NaN in place of -1
                 y = torch.where(known, y.to(outputs.dtype), torch.nan)
-            return self._loss_fn(outputs, y) / int(known.sum())
+            names = inspect.signature(self._loss_fn).parameters
+            taken = {name: value for name, value in given.items() if name in names}
+            return self._loss_fn(outputs, y, **taken) / int(known.sum())
         if y.is_floating_point():
             return F.mse_loss(outputs[known], y[known])
         if y.dim() == 1:

@@ -222,7 +222,7 @@ def test_only_loss_rows_are_computed(name, chunks, monkeypatch):
 
     made = []
     criterion = stage.criterion
-    stage.criterion = lambda x, chunk: (made.append(len(x)), criterion(x, chunk))[1]
+    stage.criterion = lambda x, chunk, epoch: (made.append(len(x)), criterion(x, chunk, epoch))[1]
     monkeypatch.setattr(RowCSR, "matmul", watched)
     train_epoch(rank_runtime, Mesh.alone(), prepared.program, range(chunks), 1)
     mask, chunk = prepared.loss_row_mask, prepared.chunking.chunk_of_row()

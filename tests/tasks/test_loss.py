@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import quick_config, run_ranks, small_graph
-from torch_geometric.nn import GCN
+from helpers import pyg_data, quick_config, run_ranks, small_graph
+from torch_geometric.nn import GCN, SGConv
 
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -50,6 +50,49 @@ def test_user_loss():
     y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
     truth = weighted(trainer.predict()[train], y[train]) / int(train.sum())
     assert trainer.fit().loss == pytest.approx(float(truth), rel=1e-5)
+
+
+TEACHER = torch.randn(60, 3, generator=torch.Generator().manual_seed(1)).double()
+
+
+def distilled(logits, y, vertices, epoch):
+    """The labels first; then a teacher's logits, found by vertex."""
+    soft = F.kl_div(logits.log_softmax(-1), TEACHER[vertices].softmax(-1), reduction="sum")
+    return F.cross_entropy(logits, y, reduction="sum") if epoch < 2 else soft
+
+
+def losses_of_distilled(shapes):
+    found = []
+    for stages, shards, chunks in shapes:
+        mesh = Mesh.join(stages, shards)
+        shape = {"stages": stages, "shards": shards, "chunks": chunks}
+        run = quick_config(layers=3, hidden=8, dropout=0.0, epochs=4, staleness="exact", **shape)
+        trainer = Trainer(run, graph=small_graph(), loss_fn=distilled, world=mesh)
+        found.append([row.loss for row in trainer.fit().history])
+        prepared = prepare(run, mesh, small_graph(), loss_fn=distilled)
+        assert max(c.largest for c in verify(small_graph(), prepared, mesh, 4)) < 1e-10
+    return found
+
+
+def test_a_loss_gets_vertices_and_epoch():
+    (truth,) = losses_of_distilled([(1, 1, 1)])
+    for found in run_ranks(losses_of_distilled, 2, [(2, 1, 6), (1, 2, 6)]):
+        for losses in found:
+            assert losses == pytest.approx(truth, rel=1e-9)
+    graph, torch_model = small_graph(), SGConv(7, 3).double()
+    plain, data = copy.deepcopy(torch_model), pyg_data(graph)
+    run = quick_config(epochs=4, chunks=4, staleness="exact")
+    trainer = Trainer(run, graph=graph, model=torch_model, loss_fn=distilled)
+    losses = [row.loss for row in trainer.fit().history]
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    rows = data.train_mask.nonzero()[:, 0]
+    for epoch, found in enumerate(losses):
+        optimizer.zero_grad()
+        logits = plain(data.x.double(), data.edge_index)[rows]
+        loss = distilled(logits, data.y[rows], rows, epoch) / len(rows)
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
