@@ -29,6 +29,7 @@ from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
+from gnnpipe.planner import PLANNERS
 from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profile.steps import (
     BEGIN,
@@ -68,6 +69,8 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
                 f"--{name} {getattr(config, name)}: a profile serves every number of {name}; leave "
                 "it out"
             )
+    if config.plan not in set(PLANNERS):
+        raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
     file = NewFile("--save", save, "profile.json")
     mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
     if hardware is None:
@@ -212,17 +215,19 @@ def _compute_times(
     boundary_s = 0.0
     has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
     # At least one epoch that is exact and one that is not, where a run has both.
-    run = replace(config, stages=1, shards=1, chunks=1, epochs=max(config.epochs, 2))
+    run = replace(config, stages=1, shards=1, epochs=max(config.epochs, 2), require_capture=True)
+    # The run's own number first, so that a wrong setting is refused before anything is measured.
+    counts = [config.chunks, *(k for k in CHUNK_COUNTS if k != config.chunks)]
     limit = math.inf
-    for chunks in sorted({*CHUNK_COUNTS, config.chunks}):
-        if chunks > limit:
+    for one in [replace(run, chunks=chunks) for chunks in counts]:
+        if one.chunks > limit:
             break
         error = None
         mesh.gather(None)  # All ranks start at once.
         if ranks > 1 or mesh.rank == 0:
             try:
                 alone = World(0, 1, mesh.device)
-                prepared = prepare(replace(run, chunks=chunks), alone, graph, copy.deepcopy(model))
+                prepared = prepare(one, alone, graph, copy.deepcopy(model))
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
                 samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)
             except InputError as fault:

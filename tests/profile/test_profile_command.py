@@ -5,6 +5,7 @@ from helpers import run_ranks
 
 from gnnpipe.cli.main import main
 from gnnpipe.perf import Profile
+from gnnpipe.profile import profile
 
 SMALL = [
     "profile",
@@ -22,15 +23,26 @@ SMALL = [
     "cpu",
 ]
 
+NOT_RECORDED = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x, edge_index):
+        return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
+
+def make(graph, config):
+    return Net(graph.num_features, graph.num_classes)
+"""
+
 
 def test_a_profile_of_one_rank(tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert main([*SMALL, "--save", str(path)]) == 0
     out = capsys.readouterr().out
-    profile = Profile.from_json(path.read_text())
-    assert profile.source == "measured"
-    assert [times.ranks for times in profile.compute] == [1]
-    ops = profile.compute[0].ops
+    found = Profile.from_json(path.read_text())
+    assert found.source == "measured"
+    assert [times.ranks for times in found.compute] == [1]
+    ops = found.compute[0].ops
     assert len(ops) == 3, "the first, the last, and those between"
     assert all(f"  {kind} (fit off by" in out for kind in ops)
     for op in ops.values():
@@ -38,7 +50,7 @@ def test_a_profile_of_one_rank(tmp_path, capsys):
         assert op.forward_after.time_s(34, 156) > 0
         assert op.backward_after.time_s(34, 156) > 0
         assert op.forecast.time_s(34) > 0
-    assert profile.message is None
+    assert found.message is None
     assert "links: not measured" in out
     assert f"profile: {path}" in out
 
@@ -59,15 +71,19 @@ def test_without_a_name_nothing_is_written(tmp_path, capsys, monkeypatch):
         (["--save", "no/where.json"], ["--save 'no/where.json'", "'no'"]),
         (["--dataset", "krate"], ["--dataset", "karate"]),
         (["--chunks", "35"], ["--chunks 35", "34"]),
+        (["--plan", "p.json"], ["--plan 'p.json'", "leave it out"]),
+        (["--model", "net.py:make"], ["net.py, line 6"]),
         (["--seeds", "2"], ["--seeds", "not a flag of `gnnpipe profile`", "`gnnpipe train`"]),
         (["--hardware", "h100"], ["--hardware 'h100'", "h100:100gbe"]),
         (["--hardware", "h10:100gbe"], ["--hardware 'h10:100gbe'", "'h100'"]),
         (["--hardware", "h100:11gbe"], ["--hardware 'h100:11gbe'", "gbe"]),
     ],
 )
-def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
+def test_mistakes_are_one_line_before_any_measurement(words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profile, "measure_steps", lambda *given: pytest.fail("was measured"))
     (tmp_path / "here.json").write_text("kept")
+    (tmp_path / "net.py").write_text(NOT_RECORDED)
     assert main([*SMALL, *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("gnnpipe: error: ")
@@ -79,11 +95,11 @@ def test_mistakes_are_one_line(words, told, tmp_path, capsys, monkeypatch):
 def test_a_profile_of_hardware_that_is_not_here_says_so(tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert main([*SMALL, "--hardware", "h100:100gbe", "--save", str(path)]) == 0
-    profile = Profile.from_json(path.read_text())
-    assert profile.source == "by hand"
-    assert "data sheet" in profile.note
-    assert profile.note.startswith("dataset karate; ")
-    assert "assumed" in profile.note
+    found = Profile.from_json(path.read_text())
+    assert found.source == "by hand"
+    assert "data sheet" in found.note
+    assert found.note.startswith("dataset karate; ")
+    assert "assumed" in found.note
     assert "(by hand: " in capsys.readouterr().out
 
 
@@ -95,10 +111,10 @@ def _profile(path):
 def test_a_profile_of_two_ranks(tmp_path):
     path = tmp_path / "profile.json"
     assert run_ranks(_profile, 2, str(path)) == [0, 0]
-    profile = Profile.from_json(path.read_text())
-    assert [times.ranks for times in profile.compute] == [1, 2]
-    assert profile.compute[0].ops.keys() == profile.compute[1].ops.keys()
-    for link in (profile.message, profile.exchange, profile.shard_sum):
+    found = Profile.from_json(path.read_text())
+    assert [times.ranks for times in found.compute] == [1, 2]
+    assert found.compute[0].ops.keys() == found.compute[1].ops.keys()
+    for link in (found.message, found.exchange, found.shard_sum):
         assert link.time_s(1 << 23) > link.time_s(1 << 10) > 0
 
 
