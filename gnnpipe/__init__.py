@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
+    from gnnpipe.perf.profile import Profile
+    from gnnpipe.plan.cluster import Cluster
+    from gnnpipe.profiling.profile import profile
+    from gnnpipe.profiling.scenario import GraphShape
+    from gnnpipe.profiling.simulate import Simulation, simulate
     from gnnpipe.run.info import Info, info
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
@@ -20,44 +25,64 @@ if TYPE_CHECKING:
     from gnnpipe.train.loggers import TensorBoardLogger, WandbLogger
     from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
+    from gnnpipe.verification.comparison import Comparison
+    from gnnpipe.verification.verify import Verification, verify
 
 __all__ = [
     "Callback",
+    "Cluster",
+    "Comparison",
     "FailedError",
     "Graph",
+    "GraphShape",
     "Info",
     "InputError",
     "LostRankError",
+    "Profile",
     "RunResult",
     "SeedsResult",
+    "Simulation",
     "StoppedError",
     "TensorBoardLogger",
     "TrainConfig",
     "Trainer",
+    "Verification",
     "WandbLogger",
     "__version__",
     "fit_seeds",
     "info",
+    "profile",
     "resumed_config",
+    "simulate",
+    "verify",
 ]
 
 _HOME = {
     "Callback": "gnnpipe.train.callbacks",
+    "Cluster": "gnnpipe.plan.cluster",
+    "Comparison": "gnnpipe.verification.comparison",
     "FailedError": "gnnpipe.errors",
     "Graph": "gnnpipe.graph.graph",
+    "GraphShape": "gnnpipe.profiling.scenario",
+    "Info": "gnnpipe.run.info",
     "InputError": "gnnpipe.errors",
     "LostRankError": "gnnpipe.errors",
-    "StoppedError": "gnnpipe.errors",
-    "Info": "gnnpipe.run.info",
-    "info": "gnnpipe.run.info",
+    "Profile": "gnnpipe.perf.profile",
     "RunResult": "gnnpipe.run.result",
     "SeedsResult": "gnnpipe.train.multi_seed",
+    "Simulation": "gnnpipe.profiling.simulate",
+    "StoppedError": "gnnpipe.errors",
     "TensorBoardLogger": "gnnpipe.train.loggers",
     "TrainConfig": "gnnpipe.config",
     "Trainer": "gnnpipe.train.trainer",
+    "Verification": "gnnpipe.verification.verify",
     "WandbLogger": "gnnpipe.train.loggers",
     "fit_seeds": "gnnpipe.train.multi_seed",
+    "info": "gnnpipe.run.info",
+    "profile": "gnnpipe.profiling.profile",
     "resumed_config": "gnnpipe.run.resume",
+    "simulate": "gnnpipe.profiling.simulate",
+    "verify": "gnnpipe.verification.verify",
 }
 
 

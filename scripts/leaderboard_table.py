@@ -39,8 +39,8 @@ from gnnpipe.perf import simulate  # noqa: E402
 from gnnpipe.perf.hardware import hardware_profile  # noqa: E402
 from gnnpipe.perf.unroll import program_tasks  # noqa: E402
 from gnnpipe.plan import ModelGraph  # noqa: E402
-from gnnpipe.profile.predict import costs_of  # noqa: E402
-from gnnpipe.profile.scenario import GraphShape, scenario_of_shape  # noqa: E402
+from gnnpipe.profiling.predict import costs_of  # noqa: E402
+from gnnpipe.profiling.scenario import GraphShape, scenario_of_shape  # noqa: E402
 from gnnpipe.runtime.comm.world import World  # noqa: E402
 from gnnpipe.setup.inputs import choose_model, number_dtype  # noqa: E402
 from gnnpipe.setup.model_graph import describe  # noqa: E402

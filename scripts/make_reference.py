@@ -28,7 +28,7 @@ from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.config.fields import flag, scalar_type  # noqa: E402
 from gnnpipe.run.metrics_csv import EpochRow  # noqa: E402
 from gnnpipe.run.result import RunResult  # noqa: E402
-from gnnpipe.verify.verify import TOLERANCE  # noqa: E402
+from gnnpipe.verification.comparison import TOLERANCE  # noqa: E402
 
 HEAD = """# Reference
 

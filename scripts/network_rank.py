@@ -30,7 +30,7 @@ def main() -> None:
 
     from gnnpipe import TrainConfig
     from gnnpipe.perf import time_shares
-    from gnnpipe.profile.links import receive_bandwidth
+    from gnnpipe.profiling.links import receive_bandwidth
     from gnnpipe.run.epoch_times import gather_epoch
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.memory_use import peak_bytes, reset_peak

@@ -65,7 +65,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     from gnnpipe import TrainConfig
     from gnnpipe.perf.parts import Side
     from gnnpipe.perf.profile import op_kind
-    from gnnpipe.profile.profile import take_profile
+    from gnnpipe.profiling.profile import take_profile
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.chunk_sizes import chunk_sizes
     from gnnpipe.setup.prepare import prepare

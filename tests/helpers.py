@@ -22,7 +22,7 @@ from torch_geometric.data import Data
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 
-PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.verify.verify"]
+PRELOADED = ["torch_geometric.nn", "gnnpipe.train.trainer", "gnnpipe.verification.comparison"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -125,7 +125,7 @@ def differences_of_shapes(shapes, names, epochs, parts, **settings):
     """
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     found = []
     for stages, shards, chunks in shapes:
@@ -135,7 +135,7 @@ def differences_of_shapes(shapes, names, epochs, parts, **settings):
             graph, model, more = parts(name, mesh.rank, chunks)
             run = quick_config(stages=stages, shards=shards, chunks=chunks, **settings | more)
             prepared = prepare(run, mesh, graph, model)
-            worst = max(verify(graph, prepared, mesh, epochs), key=lambda c: c.largest)
+            worst = max(compare_epochs(graph, prepared, mesh, epochs), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
 

@@ -6,6 +6,7 @@ Commands import what they run on first use, so that a wrong flag is reported bef
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,29 +116,17 @@ def _add_verify_flags(parser: Parser) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
-        raise InputError(f"--tolerance {options.tolerance}: must be a number above 0, like 1e-5")
     config = config_of(options, VERIFY_DEFAULTS)
     check_verifiable(config)
-    from gnnpipe.data.load import configured_graph
-    from gnnpipe.run.summary import head_lines
-    from gnnpipe.runtime.comm.mesh import Mesh
-    from gnnpipe.setup.prepare import join_world, prepare
-    from gnnpipe.verify.verify import TOLERANCE, reference_text, verdict, verify
+    from gnnpipe.setup.prepare import join_world
+    from gnnpipe.verification.verify import verify
 
     world = join_world(config)
-    prepared = prepare(config, world)
-    mesh = Mesh.of(world, prepared.plan.placement, prepared.plan.collectives)
-    # Read a second time, so that the reference shares nothing with the run.
-    graph = configured_graph(config) if mesh.rank == 0 else None
-    found = verify(graph, prepared, mesh, config.epochs)
-    tolerance = options.tolerance or TOLERANCE[config.dtype]
-    if mesh.rank == 0:
-        lines = [*head_lines(prepared), *(c.text() for c in found)]
-        lines += [reference_text(prepared), verdict(prepared, found, tolerance)]
-        print("\n".join(lines), flush=True)
-    mesh.leave()
-    return ExitCode.DONE if all(c.largest <= tolerance for c in found) else ExitCode.FAILED
+    found = verify(config, world=world, tolerance=options.tolerance)
+    if world.rank == 0:
+        print(found, flush=True)
+    world.leave()
+    return ExitCode.DONE if found.is_equal else ExitCode.FAILED
 
 
 def _add_info_flags(parser: Parser) -> None:
@@ -168,9 +157,21 @@ def _add_profile_flags(parser: Parser) -> None:
 
 def _profile(options: argparse.Namespace) -> int:
     config = config_of(options)
-    from gnnpipe.profile.profile import profile_command
+    from gnnpipe.files import NewFile
+    from gnnpipe.profiling.profile import profile
+    from gnnpipe.runtime.comm.launch import launched_world_size
+    from gnnpipe.runtime.comm.world import World
 
-    return profile_command(config, options.save, options.hardware)
+    file = NewFile("--save", options.save, "profile.json")
+    world = World.meet(launched_world_size(), config.device, config.timeout_s)
+    found = profile(config, world=world, hardware=options.hardware)
+    if world.rank == 0:
+        print(found)
+        if file.write(found.to_json()):
+            print(f"profile: {options.save}")
+        sys.stdout.flush()
+    world.leave()
+    return ExitCode.DONE
 
 
 def _add_simulate_flags(parser: Parser) -> None:
@@ -197,9 +198,27 @@ def _add_simulate_flags(parser: Parser) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     config = config_of(options)
-    from gnnpipe.profile.simulate import simulate_command
+    # A dataset in a config file is for other commands.
+    if options.shape is not None and hasattr(options, "dataset"):
+        raise InputError(
+            f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
+            "one out"
+        )
+    from gnnpipe.files import NewFile
+    from gnnpipe.plan.cluster import Cluster
+    from gnnpipe.profiling.scenario import GraphShape
+    from gnnpipe.profiling.simulate import simulate
 
-    return simulate_command(config, options)
+    file = NewFile("--json", options.json, "simulated.json")
+    found = simulate(
+        config,
+        hardware=options.hardware,
+        shape=None if options.shape is None else GraphShape.parse(options.shape),
+        cluster=None if options.cluster is None else Cluster.read(options.cluster),
+    )
+    print(found, flush=True)
+    file.write(found.to_json())
+    return ExitCode.DONE
 
 
 def _add_predict_flags(parser: Parser) -> None:

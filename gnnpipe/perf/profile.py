@@ -13,7 +13,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -157,6 +157,37 @@ class Profile:
     def to_json(self) -> str:
         """Return the profile as JSON with a format version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """Return a table of milliseconds per step, 1,000 rows and 1,000 edges, as text lines."""
+        yield f"profile of {self.machine} ({self.source}: {self.note})"
+        for times in self.compute:
+            ranks = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
+            yield (
+                f"{ranks}, {self.threads} thread{'s' * (self.threads > 1)} each; ms a step, a "
+                "1,000 rows, a 1,000 edges:"
+            )
+            for kind, op in times.ops.items():
+                yield f"  {kind} (fit off by {op.relative_error:.0%})"
+                for way in ("forward", "backward"):
+                    both = getattr(op, f"{way}_before") + getattr(op, f"{way}_after")
+                    yield (
+                        f"    {way:8}  {both.base_s * 1e3:8.3f}  {both.per_row_s * 1e6:8.4f}  "
+                        f"{both.per_edge_s * 1e6:8.4f}"
+                    )
+        for name in ("message", "exchange", "shard_sum"):
+            link: LinkTimes | None = getattr(self, name)
+            if link is not None:
+                yield (
+                    f"{name.replace('_', ' ')}: {link.latency_s * 1e6:.0f} us and "
+                    f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s (fit off by "
+                    f"{link.relative_error:.0%})"
+                )
+        if self.message is None:
+            yield "links: not measured with a single rank; use torchrun --nproc-per-node 2"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from gnnpipe.perf import EpochSpans, TimeShares
-from gnnpipe.profile.links import clock_offset
+from gnnpipe.profiling.links import clock_offset
 from gnnpipe.runtime.comm.mesh import Mesh
 
 UNEXPECTED = 0.25

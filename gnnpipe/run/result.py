@@ -10,7 +10,7 @@ from typing import Any
 
 from gnnpipe.graph.quality import CutQuality
 from gnnpipe.perf import CommVolume, MemoryEstimate, Span, TimeShares, measured_spans, time_shares
-from gnnpipe.profile.predict import Predictor
+from gnnpipe.profiling.predict import Predictor
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
 from gnnpipe.run.folder import versions

@@ -30,8 +30,8 @@ from gnnpipe.output import say, warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
-from gnnpipe.profile.links import receive_bandwidth
-from gnnpipe.profile.predict import Predictor, check_profile_file
+from gnnpipe.profiling.links import receive_bandwidth
+from gnnpipe.profiling.predict import Predictor, check_profile_file
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank

@@ -204,11 +204,11 @@ def test_built_in_models_see_the_same(monkeypatch):
     """GCN: the graph's own self-loops are replaced, as in PyG's GCNConv; parallel edges count."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     graph = Graph.from_pyg(given())
     for name in ("gcn", "sage", "gat", "gcnii"):
         run = quick_config(model=name, layers=3, hidden=8, chunks=4)
         mesh = Mesh.alone()
-        found = verify(graph, prepare(run, mesh, graph), mesh, 3)
+        found = compare_epochs(graph, prepare(run, mesh, graph), mesh, 3)
         assert max(c.largest for c in found) < 1e-10, name

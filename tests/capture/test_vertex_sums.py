@@ -22,7 +22,7 @@ from gnnpipe import Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
-from gnnpipe.verify.verify import verify
+from gnnpipe.verification.comparison import compare_epochs
 
 IN, HIDDEN, OUT = 7, 8, 3
 
@@ -175,7 +175,7 @@ def test_verify_refuses_stale_sums():
     with pytest.warns(UserWarning, match="sums over all vertices"):
         prepared = prepare(quick_config(chunks=4), mesh, graph, VirtualNode())
     with pytest.raises(InputError, match="--staleness exact"):
-        verify(graph, prepared, mesh, 1)
+        compare_epochs(graph, prepared, mesh, 1)
 
 
 class Widest(Base):

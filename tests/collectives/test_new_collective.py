@@ -90,7 +90,7 @@ def trained(chunks):
     from gnnpipe.setup.build import build_rank
     from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     mesh = Mesh.join(1, 2)
     config = TrainConfig(
@@ -107,7 +107,7 @@ def trained(chunks):
     plan = Plan.from_json(replace(plan, collectives=OWN).to_json())
     prepared = prepare(config, mesh, small_graph(), planner=GivenPlan(plan))
     mesh = Mesh.of(mesh, plan.placement, plan.collectives)
-    difference = max(c.largest for c in verify(small_graph(), prepared, mesh, 3))
+    difference = max(c.largest for c in compare_epochs(small_graph(), prepared, mesh, 3))
     rank_runtime = build_rank(prepared, mesh)
     train_epoch(rank_runtime, mesh, prepared.program_of(0), prepared.chunk_order(0), 0)
     counted = rank_runtime.executor.epoch_bytes

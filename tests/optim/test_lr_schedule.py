@@ -7,7 +7,7 @@ import torch
 from helpers import quick_config
 
 from gnnpipe.optim.lr_schedule import LearningRate
-from gnnpipe.verify.reference import learning_rate
+from gnnpipe.verification.reference import learning_rate
 
 
 def rates(config, score_of):

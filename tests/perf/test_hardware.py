@@ -11,7 +11,7 @@ from gnnpipe.perf.hardware import DEVICES, LINKS, hardware_profile
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.profile.predict import run_costs
+from gnnpipe.profiling.predict import run_costs
 
 PLAIN = TrainConfig(dtype="float32")
 

@@ -8,7 +8,7 @@ from profiles import prepared_of, profile_of
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf.profiled_costs import ProfiledCosts
-from gnnpipe.profile.predict import run_costs
+from gnnpipe.profiling.predict import run_costs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import SpecialPosition
 from gnnpipe.setup.chunk_sizes import chunk_sizes

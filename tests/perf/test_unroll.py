@@ -13,7 +13,7 @@ from gnnpipe.perf.profile import Affine
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan.cluster import Cluster, Device, Link
-from gnnpipe.profile.predict import run_costs
+from gnnpipe.profiling.predict import run_costs
 from gnnpipe.schedule import SpecialPosition
 
 

@@ -14,7 +14,7 @@ def trained(shares, stages, chunks):
     """Largest difference to one autograd graph, and the work of each shard; on every rank."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     mesh, graph = Mesh.join(stages, 2), small_graph(n=120)
     config = quick_config(
@@ -23,7 +23,7 @@ def trained(shares, stages, chunks):
     plan = prepare(config, mesh, graph).plan
     plan = replace(plan, stages=tuple(replace(stage, shares=shares) for stage in plan.stages))
     prepared = prepare(config, mesh, graph, planner=GivenPlan(Plan.from_json(plan.to_json())))
-    difference = max(c.largest for c in verify(graph, prepared, mesh, 3))
+    difference = max(c.largest for c in compare_epochs(graph, prepared, mesh, 3))
     work = vertex_work(graph)[prepared.chunking.perm]
     shard = prepared.chunking.shard_of_row()
     return difference, [float(work[shard == g].sum() / work.sum()) for g in range(2)]

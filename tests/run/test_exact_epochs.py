@@ -25,8 +25,8 @@ from gnnpipe.schedule import Consistency, check
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train import trainer
-from gnnpipe.verify.reference import Reference
-from gnnpipe.verify.verify import Comparison, relative_difference, verify
+from gnnpipe.verification.comparison import Comparison, compare_epochs, relative_difference
+from gnnpipe.verification.reference import Reference
 
 EPOCHS, FACTOR = 16, 0.9
 
@@ -151,7 +151,7 @@ def beside_the_reference(stages, shards):
 
     Reference.train_epoch = noting
     try:
-        found = verify(small_graph(), prepared, mesh, EPOCHS)
+        found = compare_epochs(small_graph(), prepared, mesh, EPOCHS)
     finally:
         Reference.train_epoch = walk
     return max(c.largest for c in found), walked[::2]
@@ -249,7 +249,7 @@ def test_behind_a_fault_even_with_other_chunks_and_behind_a_jump_not(tmp_path, m
 
 
 def test_verify_says_which_epochs_were_exact():
-    found = verify(
+    found = compare_epochs(
         small_graph(), prepare(config(epochs=8), Mesh.alone(), small_graph()), Mesh.alone(), 8
     )
     exact = fit(1, 1, 8)[1]

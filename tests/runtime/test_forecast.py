@@ -45,7 +45,7 @@ def truth(**settings):
     """Drift by epoch and layer, from the tables of the one-device reference."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import reference_of
+    from gnnpipe.verification.comparison import reference_of
 
     prepared = prepare(config(**settings), Mesh.alone(), small_graph())
     reference = reference_of(small_graph(), prepared)
@@ -106,7 +106,7 @@ def distance_to_exact(**settings):
     weights, on rows that are no probes, in the last of some epochs."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import reference_of
+    from gnnpipe.verification.comparison import reference_of
 
     graph = load_graph("synthetic:planted:n=2000,features=16")
     # A small learning rate: the two runs must be near each other in all but the stale rows.

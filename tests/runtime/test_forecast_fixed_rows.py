@@ -11,10 +11,10 @@ from gnnpipe import Trainer
 from gnnpipe.capture.recording import Recording
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.profile.steps import measure_steps
+from gnnpipe.profiling.steps import measure_steps
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
-from gnnpipe.verify.verify import verify
+from gnnpipe.verification.comparison import compare_epochs
 
 CPU = torch.device("cpu")
 
@@ -113,7 +113,12 @@ def compare(shapes):
             settings = config(stages=stages, shards=shards)
             prepared = prepare(settings, mesh, graph(), module_of(name))
             found.append(
-                (max(c.largest for c in verify(graph(), prepared, mesh, 4)), name, stages, shards)
+                (
+                    max(c.largest for c in compare_epochs(graph(), prepared, mesh, 4)),
+                    name,
+                    stages,
+                    shards,
+                )
             )
             trainer = Trainer(settings, graph=graph(), model=module_of(name), world=mesh)
             result = trainer.fit()

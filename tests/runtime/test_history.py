@@ -47,7 +47,7 @@ def exact_tables(model):
     """The tables of one forward pass over the whole graph, in the graph's own order."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import reference_of
+    from gnnpipe.verification.comparison import reference_of
 
     config = TrainConfig(
         model=model, layers=LAYERS, hidden=8, dropout=0.0, dtype="float64", cache_dir="off"

@@ -56,7 +56,7 @@ def largest_difference(stages, shards, staleness):
     """Of losses and gradients to one autograd graph; runs on every rank."""
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     mesh = Mesh.join(stages, shards)
     config = TrainConfig(
@@ -75,7 +75,7 @@ def largest_difference(stages, shards, staleness):
     plan = Plan.from_json(replace(plan, schedule="two-sweeps").to_json())
     prepared = prepare(config, mesh, small_graph(), planner=GivenPlan(plan))
     assert "0F2" in prepared.program.text().split("F1")[0]
-    return max(c.largest for c in verify(small_graph(), prepared, mesh, 4))
+    return max(c.largest for c in compare_epochs(small_graph(), prepared, mesh, 4))
 
 
 @pytest.mark.parametrize("staleness", ["none", "auto"])

@@ -25,7 +25,7 @@ from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
-from gnnpipe.verify.verify import verify
+from gnnpipe.verification.comparison import compare_epochs
 
 LAYERS = ("gcn", "sage", "gcnii", "resgcn")
 
@@ -158,7 +158,7 @@ def uneven_shapes(shapes, names, settings):
             ]
             assert np.count_nonzero(trained) == 1
             assert prepared.loss_rows.ops, name
-            worst = max(verify(graph, prepared, mesh, 3), key=lambda c: c.largest)
+            worst = max(compare_epochs(graph, prepared, mesh, 3), key=lambda c: c.largest)
             found.append((worst.largest, f"{name} ({stages},{shards},{chunks}) {worst}"))
     return found
 
@@ -192,7 +192,7 @@ def test_other_kinds_of_labels(kind):
     config = quick_config(chunks=4, **settings_of("gcnii"))
     prepared = prepare(config, Mesh.alone(), graph, loss_fn=loss)
     assert prepared.loss_rows.ops
-    assert max(one.largest for one in verify(graph, prepared, Mesh.alone(), 3)) < 1e-10
+    assert max(one.largest for one in compare_epochs(graph, prepared, Mesh.alone(), 3)) < 1e-10
 
 
 def test_rounded_rows():

@@ -20,15 +20,15 @@ from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.parts import Side
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import precomputed_aggregations
-from gnnpipe.profile.profile import take_profile
-from gnnpipe.profile.steps import measure_steps
+from gnnpipe.profiling.profile import take_profile
+from gnnpipe.profiling.steps import measure_steps
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.verify.verify import verify
+from gnnpipe.verification.comparison import compare_epochs
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def compare(shapes):
             assert len(prepared.precomputed) == ONCE[name]
             found.append(
                 (
-                    max(c.largest for c in verify(small_graph(), prepared, mesh, 3)),
+                    max(c.largest for c in compare_epochs(small_graph(), prepared, mesh, 3)),
                     name,
                     stages,
                     chunks,
@@ -203,7 +203,7 @@ def test_pairs_are_scored_after_precomputed_aggregations(name, chunks):
     module = GraphSAGE(7, 7, 2).double() if name in OWN else None
     prepared = prepare(given, Mesh.alone(), graph, module)
     assert len(prepared.precomputed) == 1
-    assert max(c.largest for c in verify(graph, prepared, Mesh.alone(), 3)) <= 1e-11
+    assert max(c.largest for c in compare_epochs(graph, prepared, Mesh.alone(), 3)) <= 1e-11
 
 
 class Bent(GCNLayer):
@@ -242,7 +242,7 @@ def test_user_layers_declare_what_they_push(kind, count):
     model = GNN([kind(i, spec) for i in range(3)])
     prepared = prepare(config(), Mesh.alone(), small_graph(), model)
     assert len(prepared.precomputed) == count
-    assert max(c.largest for c in verify(small_graph(), prepared, Mesh.alone(), 3)) <= 1e-11
+    assert max(c.largest for c in compare_epochs(small_graph(), prepared, Mesh.alone(), 3)) <= 1e-11
 
 
 def first_losses(shards):
@@ -270,7 +270,7 @@ def test_a_profile_for_every_shape_precomputes_nothing(monkeypatch):
         seen.append(prepared)
         return real(prepared, *args)
 
-    monkeypatch.setattr("gnnpipe.profile.profile.measure_steps", watched)
+    monkeypatch.setattr("gnnpipe.profiling.profile.measure_steps", watched)
     take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
     assert len(seen) > 0
     assert all(prepared.program.is_exact and not prepared.precomputed for prepared in seen)

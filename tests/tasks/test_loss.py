@@ -13,7 +13,7 @@ from torch_geometric.nn import GCN, SGConv
 from gnnpipe import InputError, TrainConfig, Trainer
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
-from gnnpipe.verify.verify import verify
+from gnnpipe.verification.comparison import compare_epochs
 
 
 def weighted(logits, y):
@@ -37,7 +37,7 @@ def own_loss(shapes):
             cache_dir="off",
         )
         prepared = prepare(run, mesh, small_graph(), loss_fn=weighted)
-        found += [c.largest for c in verify(small_graph(), prepared, mesh, 3)]
+        found += [c.largest for c in compare_epochs(small_graph(), prepared, mesh, 3)]
     return max(found)
 
 
@@ -193,7 +193,7 @@ def test_missing_labels_are_nan_in_a_users_loss():
 def test_reference_gives_a_users_loss_nan_for_missing_labels():
     graph, mesh = labels_missing(), Mesh.join(1, 1)
     prepared = prepare(quick_config(chunks=6, hidden=8), mesh, graph, loss_fn=masked)
-    assert max(c.largest for c in verify(graph, prepared, mesh, 3)) < 1e-11
+    assert max(c.largest for c in compare_epochs(graph, prepared, mesh, 3)) < 1e-11
 
 
 def test_a_loss_that_does_not_mask_missing_labels_is_refused():

@@ -88,11 +88,11 @@ def test_same_results_on_ranks(shape):
 def test_the_reference_agrees():
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     mesh = Mesh.join(1, 1)
     prepared = prepare(quick_config(epochs=4, chunks=6, model="sage"), mesh, graph_of_numbers())
-    assert max(c.largest for c in verify(graph_of_numbers(), prepared, mesh, 3)) < 1e-10
+    assert max(c.largest for c in compare_epochs(graph_of_numbers(), prepared, mesh, 3)) < 1e-10
 
 
 def test_the_best_epoch_has_the_least_error():

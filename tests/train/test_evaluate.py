@@ -126,13 +126,15 @@ def test_hits_of_few_negatives_cannot_choose_an_epoch():
 def compare_several(shape, staleness):
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     mesh = Mesh.join(*shape)
     settings = config(stages=shape[0], shards=shape[1], staleness=staleness, dropout=0.5)
     return max(
         c.largest
-        for c in verify(several_labels(), prepare(settings, mesh, several_labels()), mesh, 3)
+        for c in compare_epochs(
+            several_labels(), prepare(settings, mesh, several_labels()), mesh, 3
+        )
     )
 
 
@@ -229,11 +231,11 @@ def test_learning_rates(tmp_path, monkeypatch):
 def test_parity_holds_on_a_schedule():
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     settings = config(lr_schedule="cosine", warmup_epochs=2, lr=0.1)
     prepared = prepare(settings, Mesh.alone(), small_graph())
-    assert max(c.largest for c in verify(small_graph(), prepared, Mesh.alone(), 6)) < 1e-11
+    assert max(c.largest for c in compare_epochs(small_graph(), prepared, Mesh.alone(), 6)) < 1e-11
 
 
 def test_validation_of_one_class_cannot_steer():

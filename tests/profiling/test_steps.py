@@ -10,7 +10,7 @@ from profiles import prepared_of, profile_of
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.perf.profiled_costs import ProfiledCosts
-from gnnpipe.profile.steps import measure_steps
+from gnnpipe.profiling.steps import measure_steps
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 The reference reads the graph as given, before any partition, and runs the model on all vertices in
 one autograd graph with plain PyTorch and PyG. It is slow and takes much memory; ``gnnpipe verify``
 and the tests use it. It imports only the data containers ``Graph`` and ``TrainConfig`` of the
-program (tests/verify/test_verify.py).
+program (tests/verification/test_comparison.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.verify.reference_graph import WholeGraph
-from gnnpipe.verify.reference_models import UserModel
-from gnnpipe.verify.reference_walk import ChunkWalk
+from gnnpipe.verification.reference_graph import WholeGraph
+from gnnpipe.verification.reference_models import UserModel
+from gnnpipe.verification.reference_walk import ChunkWalk
 
 LossFn = Callable[..., Tensor]
 

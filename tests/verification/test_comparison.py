@@ -17,7 +17,12 @@ from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.setup import build, prepare
-from gnnpipe.verify.verify import reference_of, reference_text, relative_difference, verify
+from gnnpipe.verification.comparison import (
+    compare_epochs,
+    reference_of,
+    reference_text,
+    relative_difference,
+)
 
 BUILT_IN = ("gcn", "sage", "gcnii", "resgcn", "gat")
 
@@ -36,7 +41,7 @@ def prepared_run(name, chunks, **settings):
 def difference(name, chunks, **settings):
     """The largest difference in two epochs, of which with chunks the second has stale rows."""
     graph, prepared = prepared_run(name, chunks, **settings)
-    return max(c.largest for c in verify(graph, prepared, Mesh.alone(), 2))
+    return max(c.largest for c in compare_epochs(graph, prepared, Mesh.alone(), 2))
 
 
 def renumber_with(monkeypatch, change):

@@ -18,8 +18,8 @@ from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import ModelGraph, StageDag
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.profile.links import most_ranks_per_machine
-from gnnpipe.profile.profile import take_short_profile
+from gnnpipe.profiling.links import most_ranks_per_machine
+from gnnpipe.profiling.profile import take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.chunk_sizes import chunk_sizes

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import scipy.sparse as sp
+from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
@@ -89,7 +90,7 @@ MAX_NUMBERS = 10**18
 
 @dataclass(frozen=True)
 class GraphShape:
-    """Numbers of a graph."""
+    """Numbers of a graph that is not here, for ``simulate``."""
 
     vertices: int
     edges: int
@@ -99,6 +100,22 @@ class GraphShape:
     """Rows of other shards that are read, per own row (M / N in a run's report)."""
     stored: int = 0
     """Stored numbers of sparse features; 0: the features are dense."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            least = 0 if field.name in ("halo", "stored", "edges") else 1
+            most = MAX_VALUES.get(field.name, 1e15)
+            if not least <= getattr(self, field.name) <= most:
+                raise InputError(f"shape: {field.name} must be {least} to {most:,.0f}")
+        numbers = self.vertices * self.features
+        limits = {
+            "vertices times features must be at most ": (numbers, MAX_NUMBERS),
+            "stored must be at most vertices times features, ": (self.stored, numbers),
+            "edges must be at most vertices times vertices, ": (self.edges, self.vertices**2),
+        }
+        for words, (value, limit) in limits.items():
+            if value > limit:
+                raise InputError(f"shape: {words}{limit:,.0f}")
 
     @classmethod
     def parse(cls, text: str) -> GraphShape:
@@ -122,26 +139,17 @@ class GraphShape:
                     f"--shape {text!r}: {name} {number!r} is no "
                     f"{'whole ' * (known[name] is int)}number"
                 ) from None
-            least = 0 if name in ("halo", "stored", "edges") else 1
-            most = MAX_VALUES.get(name, 1e15)
-            if not least <= values[name] <= most:
-                raise InputError(f"--shape {text!r}: {name} must be {least} to {most:,.0f}")
         missing = [f for f in ("vertices", "edges", "features", "classes") if f not in values]
         if missing:
             raise InputError(
                 f"--shape {text!r}: {' and '.join(missing)} missing; write it like "
                 "vertices=1e6,edges=1e7,features=128,classes=40"
             )
-        numbers, pairs = values["vertices"] * values["features"], values["vertices"] ** 2
-        limits = {
-            "vertices times features must be at most ": (numbers, MAX_NUMBERS),
-            "stored must be at most vertices times features, ": (values.get("stored", 0), numbers),
-            "edges must be at most vertices times vertices, ": (values["edges"], pairs),
-        }
-        for words, (value, limit) in limits.items():
-            if value > limit:
-                raise InputError(f"--shape {text!r}: {words}{limit:,.0f}")
-        return cls(**values)  # type: ignore[arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except InputError as error:
+            reason = str(error).removeprefix("shape: ")
+            raise InputError(f"--shape {text!r}: {reason}") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +200,7 @@ def scenario_of_shape(
     config: TrainConfig, shape: GraphShape, model: ModelGraph | None = None
 ) -> Scenario:
     """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
-    model = model or _described(config, shape)
+    model = model or model_on_shape(config, shape)
     plan = _plan_of_shape(config, shape, model)
     shards, chunks = plan.shards, plan.chunks
     staleness = config.staleness_settings_for(chunks)
@@ -323,8 +331,10 @@ def _divided(total: int, shards: int, chunks: int) -> np.ndarray:
     return np.diff(cells).astype(np.int64).reshape(shards, chunks)
 
 
-def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
-    """Description of the config's model, on a graph of one vertex."""
+def model_on_shape(
+    config: TrainConfig, shape: GraphShape, module: nn.Module | None = None
+) -> ModelGraph:
+    """Description of ``module``, or the config's model, on a graph of one vertex."""
     none = np.zeros(1, dtype=bool)
     stand_in = Graph(
         "shape",
@@ -337,6 +347,6 @@ def _described(config: TrainConfig, shape: GraphShape) -> ModelGraph:
         none,
         shape.classes,
     )
-    check_parts(config, None, None)
-    model = choose_model(None, config, stand_in, Mesh.alone(), number_dtype(config), True)
+    check_parts(config, None, module)
+    model = choose_model(module, config, stand_in, Mesh.alone(), number_dtype(config), True)
     return describe(model, stand_in)

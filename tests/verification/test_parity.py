@@ -20,7 +20,7 @@ def compare(
     """
     from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.setup.prepare import prepare
-    from gnnpipe.verify.verify import verify
+    from gnnpipe.verification.comparison import compare_epochs
 
     buckets.BUCKET_BYTES = 1
     found = []
@@ -41,7 +41,7 @@ def compare(
             )
             given = make(**(graph or {}))
             prepared = prepare(config, mesh, given)
-            worst = max(verify(given, prepared, mesh, epochs), key=lambda c: c.largest)
+            worst = max(compare_epochs(given, prepared, mesh, epochs), key=lambda c: c.largest)
             found.append((worst.largest, f"{model} ({stages},{shards},{chunks}) {worst}"))
     return found
 

@@ -1,11 +1,13 @@
 """`gnnpipe profile`, end to end, on one rank and on two."""
 
 import pytest
-from helpers import run_ranks
+import torch
+from helpers import run_ranks, small_graph
 
+import gnnpipe
 from gnnpipe.cli.main import main
 from gnnpipe.perf import Profile
-from gnnpipe.profile import profile
+from gnnpipe.profiling import profile, steps
 
 SMALL = [
     "profile",
@@ -33,6 +35,11 @@ class Net(torch.nn.Linear):
 def make(graph, config):
     return Net(graph.num_features, graph.num_classes)
 """
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    monkeypatch.setattr(steps, "MIN_TIME_S", 0.0)
 
 
 def test_a_profile_of_one_rank(tmp_path, capsys):
@@ -101,6 +108,22 @@ def test_a_profile_of_hardware_that_is_not_here_says_so(tmp_path, capsys):
     assert found.note.startswith("dataset karate; ")
     assert "assumed" in found.note
     assert "(by hand: " in capsys.readouterr().out
+
+
+def test_the_function_measures_a_graph_and_a_model_and_leaves_the_model_alone(capsys):
+    from torch_geometric.nn import GCN
+
+    module = GCN(7, 8, 2, 3)
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    config = gnnpipe.TrainConfig(staleness="exact", cache_dir="off", device="cpu")
+    found = gnnpipe.profile(config, small_graph(), module)
+    assert found.source == "measured"
+    assert found == Profile.from_json(found.to_json())
+    assert str(found).startswith("profile of ")
+    assert all(torch.equal(before[name], weight) for name, weight in module.state_dict().items())
+    assert capsys.readouterr().out == ""
+    sheets = gnnpipe.profile(config, small_graph(), module, hardware="h100:100gbe")
+    assert sheets.note.startswith("dataset small; ")
 
 
 def _profile(path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import run_ranks
 
-from gnnpipe.profile import links
+from gnnpipe.profiling import links
 from gnnpipe.runtime.comm.mesh import Mesh
 
 BURNT_S = 0.004

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import GAE, GATConv
 
-from gnnpipe.verify.reference_dropout import drop
-from gnnpipe.verify.reference_graph import WholeGraph
+from gnnpipe.verification.reference_dropout import drop
+from gnnpipe.verification.reference_graph import WholeGraph
 
 Read = Callable[[str, Tensor, str], Tensor]
 """Maps an aggregation's name, the rows [N_t, F] that all vertices of a type push, and the type (''

@@ -23,7 +23,7 @@ from gnnpipe.graph.operators import EVERYONE, RELATION, edges_into, of_relation,
 from gnnpipe.models import Aggregation, Model, Received, Rows, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import row_keys
-from gnnpipe.verify.reference_models import Pass, WholeModel
+from gnnpipe.verification.reference_models import Pass, WholeModel
 
 
 class StageModel(WholeModel):

@@ -1,18 +1,21 @@
-"""``gnnpipe simulate``: predicts an epoch of any shape on any cluster in one process."""
+"""Function ``gnnpipe.simulate``: predicts an epoch of any shape on any cluster in one process."""
 
 from __future__ import annotations
 
-import argparse
+import copy
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+
+from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.files import NewFile
-from gnnpipe.perf import Profile, TimeShares, simulate, time_shares
+from gnnpipe.graph.graph import Graph
+from gnnpipe.perf import Profile, TimeShares, time_shares
+from gnnpipe.perf import simulate as simulate_tasks
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.memory import ON_TOP, human_bytes
 from gnnpipe.perf.predicted import simulated_epochs
@@ -28,10 +31,11 @@ from gnnpipe.perf.what_if import (
 )
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
-from gnnpipe.profile.predict import costs_of, read_profile
-from gnnpipe.profile.scenario import (
+from gnnpipe.profiling.predict import costs_of, read_profile
+from gnnpipe.profiling.scenario import (
     GraphShape,
     Scenario,
+    model_on_shape,
     nearest_that_fits,
     scenario_of,
     scenario_of_shape,
@@ -49,7 +53,10 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result; times in seconds, of one epoch."""
+    """Result of ``simulate``; ``str`` gives the text of ``gnnpipe simulate``.
+
+    Times are in seconds, of one epoch.
+    """
 
     stages: int
     shards: int
@@ -71,6 +78,9 @@ class Simulation:
     """Seconds of the epoch by change."""
     sensitivity: dict[str, float]
     """Relative change of the epoch by the tasks that take a tenth less time."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def to_json(self) -> str:
         """The result as JSON with a version."""
@@ -128,68 +138,93 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def simulate_command(config: TrainConfig, options: argparse.Namespace) -> int:
-    """Simulate, print and write the file; ``options``: the flags that were given."""
-    hardware = options.hardware
-    if (hardware is None) == (config.profile == ""):
+def simulate(
+    config: TrainConfig,
+    graph: Graph | None = None,
+    model: nn.Module | None = None,
+    profile: Profile | None = None,
+    hardware: str | None = None,
+    shape: GraphShape | None = None,
+    cluster: Cluster | None = None,
+) -> Simulation:
+    """Predicts the epoch time of a configuration on any devices, in one process.
+
+    Times are in seconds. Either a profile or ``hardware`` is needed.
+
+    >>> graph = GraphShape(vertices=2_400_000, edges=124_000_000, features=100, classes=47)
+    >>> config = TrainConfig(layers=8, stages=4, chunks=16)
+    >>> simulate(config, shape=graph, hardware="h100:100gbe").stages
+    4
+
+    Args:
+        config: The settings.
+        graph: The graph, in place of ``config.dataset``.
+        model: The model, in place of ``config.model``; stays as it is.
+        profile: A result of ``gnnpipe.profile``, in place of the file ``config.profile``.
+        hardware: Data sheets in place of a profile: 'DEVICE:LINK', like 'h100:100gbe'.
+        shape: Numbers of a graph that is not here, in place of ``graph`` and ``config.dataset``.
+        cluster: Speed and memory of every device, and the links; ``None``: every rank is the device
+            of the profile.
+
+    Raises:
+        InputError: An argument is wrong, or the plan does not fit the cluster; the message names
+            the nearest shape that does.
+    """
+    if (hardware is None) == (profile is None and config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
             "DEVICE:LINK, like h100:100gbe"
         )
-    # A dataset in a config file is for other commands.
-    if options.shape is not None and hasattr(options, "dataset"):
-        raise InputError(
-            f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
-            "one out"
-        )
-    file = NewFile("--json", options.json, "simulated.json")
-    found = simulated(
-        config,
-        None if options.shape is None else GraphShape.parse(options.shape),
-        hardware,
-        None if options.cluster is None else Cluster.read(options.cluster),
-    )
-    print("\n".join(found.lines()), flush=True)
-    file.write(found.to_json())
-    return 0
+    if graph is not None and shape is not None:
+        raise InputError("simulate: graph and shape: each stands for the graph; leave one out")
+    if profile is None and hardware is None:
+        profile = read_profile(config.profile)
+
+    def scenario_with(one: TrainConfig) -> Scenario:
+        given = copy.deepcopy(model)
+        if shape is not None:
+            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
+        return scenario_of(prepare(one, World.alone(), graph, given))
+
+    return _simulate(config, scenario_with, profile, hardware, cluster)
 
 
-def simulated(
-    config: TrainConfig, shape: GraphShape | None, hardware: str | None, cluster: Cluster | None
+def _simulate(
+    config: TrainConfig,
+    scenario_with: Callable[[TrainConfig], Scenario],
+    profile: Profile | None,
+    hardware: str | None,
+    cluster: Cluster | None,
 ) -> Simulation:
-    """Simulate the config's dataset or a ``shape``, by ``hardware`` or the config's profile.
-
-    ``InputError`` if the plan does not fit the cluster; it names the nearest shape that does.
-    """
+    """Simulates the scenario of a config by its profile, else by the data sheets ``hardware``."""
     ranks = ranks_of(config)
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
             f"{shape_text(config)}: needs {ranks} devices, and the cluster has "
             f"{len(cluster.devices)}; try fewer"
         )
-    profile = None if hardware is not None else read_profile(config.profile)
     device_bytes: list[int] = []
     if cluster is not None:
         device_bytes = [device.memory_bytes for device in cluster.devices]
     elif hardware is not None:
         device_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MAX_RANKS)
-    scenario = _scenario(config, shape)
+    scenario = scenario_with(config)
     if device_bytes:
         _check_memory(scenario, device_bytes, cluster is None)
     if profile is None:
         profile = hardware_profile(hardware or "", scenario.model, config)
         config = replace(config, kernel=profile.kernel)
     costs = _costs(scenario, config, profile, cluster)
-    timeline = simulate(program_tasks(scenario.program, costs, scenario.order))
+    timeline = simulate_tasks(program_tasks(scenario.program, costs, scenario.order))
     epochs = simulated_epochs(timeline, scenario.plan.placement)
     link = profile.message if cluster is None else cluster.link
     bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
-    doubled = _with_twice_the_chunks(scenario, shape)
+    doubled = _with_twice_the_chunks(scenario, scenario_with)
     if doubled is not None:
         twice = _costs(doubled, config, profile, cluster)
         tasks = program_tasks(doubled.program, twice, doubled.order)
-        changed[f"--chunks {doubled.plan.chunks}"] = simulate(tasks).makespan_s
+        changed[f"--chunks {doubled.plan.chunks}"] = simulate_tasks(tasks).makespan_s
     name = task_group if ranks > SHOWN_RANKS else task_place
     return Simulation(
         stages=scenario.plan.num_stages,
@@ -206,12 +241,6 @@ def simulated(
         what_if_s=changed,
         sensitivity=sensitivity(timeline, name),
     )
-
-
-def _scenario(config: TrainConfig, shape: GraphShape | None) -> Scenario:
-    if shape is not None:
-        return scenario_of_shape(config, shape)
-    return scenario_of(prepare(config, World.alone()))
 
 
 def _costs(
@@ -231,13 +260,15 @@ def _costs(
     )
 
 
-def _with_twice_the_chunks(scenario: Scenario, shape: GraphShape | None) -> Scenario | None:
+def _with_twice_the_chunks(
+    scenario: Scenario, scenario_with: Callable[[TrainConfig], Scenario]
+) -> Scenario | None:
     """The scenario with twice as many chunks, if the graph can be cut so often."""
     config = scenario.config
     if config.chunks == 1 or config.plan not in set(PLANNERS):
         return None
     try:
-        return _scenario(replace(config, chunks=2 * config.chunks), shape)
+        return scenario_with(replace(config, chunks=2 * config.chunks))
     except InputError:
         return None
 

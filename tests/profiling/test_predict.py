@@ -14,10 +14,10 @@ from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.perf import read_trace
 from gnnpipe.perf.memory import human_bytes
-from gnnpipe.profile import profile as profiling
-from gnnpipe.profile.predict import MIN_EPOCHS
-from gnnpipe.profile.profile import take_short_profile
-from gnnpipe.profile.steps import measured_epochs
+from gnnpipe.profiling import profile as profiling
+from gnnpipe.profiling.predict import MIN_EPOCHS
+from gnnpipe.profiling.profile import take_short_profile
+from gnnpipe.profiling.steps import measured_epochs
 from gnnpipe.run import epoch_times
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh

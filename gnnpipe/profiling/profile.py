@@ -23,15 +23,15 @@ from torch import nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.files import NewFile
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
-from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes
+from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
+from gnnpipe.plan import Placement
 from gnnpipe.planner import PLANNERS
-from gnnpipe.profile.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
-from gnnpipe.profile.steps import (
+from gnnpipe.profiling.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
+from gnnpipe.profiling.steps import (
     BEGIN,
     UPDATE,
     StepKey,
@@ -61,8 +61,35 @@ SHORT_MIN_S, SHORT_RUN_SHARE = 2.0, 0.05
 """No epoch of a short profile starts later than this, or this share of the run's time."""
 
 
-def profile_command(config: TrainConfig, save: str | None, hardware: str | None) -> int:
-    """Take a profile, or derive one from the data sheets of ``hardware``; print and save it."""
+def profile(
+    config: TrainConfig,
+    graph: Graph | None = None,
+    model: nn.Module | None = None,
+    world: World | None = None,
+    hardware: str | None = None,
+) -> Profile:
+    """Measures the compute and communication times of a model on this machine.
+
+    The profile serves every number of stages, shards and chunks. Every rank calls the function,
+    under torchrun as for a run, and gets the same profile; links are measured with two ranks or
+    more. The text of the profile has milliseconds; its fields have seconds and bytes.
+
+    >>> config = TrainConfig(dataset="karate", layers=4)
+    >>> found = profile(config, hardware="h100:100gbe")
+    >>> found.message.bandwidth_bytes_per_s
+    12500000000.0
+
+    Args:
+        config: The settings, without stages, shards and plan.
+        graph: The graph, in place of ``config.dataset``.
+        model: The model, in place of ``config.model``; stays as it is.
+        world: The ranks, if they have been joined for another run of this process.
+        hardware: Use data sheets in place of measuring: 'DEVICE:LINK', like 'h100:100gbe'.
+
+    Raises:
+        InputError: Before anything is measured, if an argument is wrong or the model cannot be
+            recorded.
+    """
     for name in ("stages", "shards"):
         if getattr(config, name) != 1:
             raise InputError(
@@ -71,52 +98,18 @@ def profile_command(config: TrainConfig, save: str | None, hardware: str | None)
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
-    file = NewFile("--save", save, "profile.json")
-    mesh = Mesh.join(1, launched_world_size(), config.device, config.timeout_s)
+    met = world or World.meet(launched_world_size(), config.device, config.timeout_s)
+    mesh = Mesh.of(met, Placement.grid(1, met.world_size))
     if hardware is None:
         with mesh.on_own_cores():
-            profile = take_profile(config, mesh)
+            found = take_profile(config, mesh, graph, model)
     else:
-        profile = hardware_profile(hardware, prepare(config, mesh).model_graph, config)
-        profile = replace(profile, note=f"dataset {config.dataset}; {profile.note}")
-    if mesh.rank == 0:
-        lines = profile_lines(profile)
-        if file.write(profile.to_json()):
-            lines.append(f"profile: {save}")
-        print("\n".join(lines), flush=True)
-    mesh.leave()
-    return 0
-
-
-def profile_lines(profile: Profile) -> list[str]:
-    """The profile as a table of ms per step, 1,000 rows and 1,000 edges, for a person."""
-    lines = [f"profile of {profile.machine} ({profile.source}: {profile.note})"]
-    for times in profile.compute:
-        ranks = "1 rank" if times.ranks == 1 else f"{times.ranks} ranks at once"
-        lines.append(
-            f"{ranks}, {profile.threads} thread{'s' * (profile.threads > 1)} each; ms a step, a "
-            "1,000 rows, a 1,000 edges:"
-        )
-        for kind, op in times.ops.items():
-            lines.append(f"  {kind} (fit off by {op.relative_error:.0%})")
-            for way in ("forward", "backward"):
-                parts = [getattr(op, f"{way}_before"), getattr(op, f"{way}_after")]
-                base, row, edge = (
-                    sum(getattr(part, name) for part in parts)
-                    for name in ("base_s", "per_row_s", "per_edge_s")
-                )
-                lines.append(f"    {way:8}  {base * 1e3:8.3f}  {row * 1e6:8.4f}  {edge * 1e6:8.4f}")
-    for name in ("message", "exchange", "shard_sum"):
-        link: LinkTimes | None = getattr(profile, name)
-        if link is not None:
-            lines.append(
-                f"{name.replace('_', ' ')}: {link.latency_s * 1e6:.0f} us and "
-                f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s (fit off by "
-                f"{link.relative_error:.0%})"
-            )
-    if profile.message is None:
-        lines.append("links: not measured with a single rank; use torchrun --nproc-per-node 2")
-    return lines
+        prepared = prepare(config, mesh, graph, copy.deepcopy(model))
+        found = hardware_profile(hardware, prepared.model_graph, config)
+        found = replace(found, note=f"dataset {prepared.graph.name}; {found.note}")
+    if world is None:
+        mesh.leave()
+    return found
 
 
 def take_profile(

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from helpers import small_graph
 from profiles import prepared_of, profile_of
 
+import gnnpipe
 from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.perf import simulate
+from gnnpipe.perf import simulate as simulate_tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares, sensitivity
 from gnnpipe.plan.cluster import Cluster, Device, Link
-from gnnpipe.profile.predict import run_costs
-from gnnpipe.profile.scenario import GraphShape, memory_of_shape, scenario_of, scenario_of_shape
-from gnnpipe.profile.simulate import simulated
+from gnnpipe.profiling.predict import run_costs
+from gnnpipe.profiling.scenario import GraphShape, memory_of_shape, scenario_of, scenario_of_shape
+from gnnpipe.profiling.simulate import simulate
 
 SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
 MADE_UP = ["--shape", SHAPE, "--layers", "4", "--hidden", "8", "--hardware", "h100:10gbe"]
@@ -42,21 +45,21 @@ def test_a_dataset_costs_what_its_run_would(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(profile_of(prepared.model_graph).to_json())
     config = config_of(stages=2, chunks=3, profile=str(path))
-    found = simulated(config, None, None, None)
+    found = simulate(config)
     costs = run_costs(prepared, profile_of(prepared.model_graph), 2)
     order = scenario_of(prepared).order
-    made = simulate(program_tasks(prepared.program, costs, order)).makespan_s
+    made = simulate_tasks(program_tasks(prepared.program, costs, order)).makespan_s
     assert found.predicted_epoch_time_s == pytest.approx(made)
     assert found.comm_bytes_per_epoch == prepared.volume.to_dict()
 
 
 def test_a_plan_gives_the_shape_of_a_graph_in_numbers(tmp_path):
     shape = GraphShape(1000, 8000, 16, 4)
-    flags = simulated(config_of(stages=2, shards=2, chunks=4), shape, "h100:10gbe", None)
+    flags = simulate(config_of(stages=2, shards=2, chunks=4), shape=shape, hardware="h100:10gbe")
     plan = tmp_path / "plan.json"
     prepared = scenario_of_shape(config_of(stages=2, shards=2, chunks=4), shape)
     plan.write_text(prepared.plan.to_json())
-    found = simulated(config_of(plan=str(plan)), shape, "h100:10gbe", None)
+    found = simulate(config_of(plan=str(plan)), shape=shape, hardware="h100:10gbe")
     assert found.predicted_epoch_time_s == flags.predicted_epoch_time_s
     assert found.memory_bytes == flags.memory_bytes
 
@@ -67,11 +70,11 @@ def test_a_plan_that_a_shape_cannot_follow_is_refused(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     with pytest.raises(InputError, match="--staleness exact allows none"):
-        simulated(config_of(plan=str(file), staleness="exact"), shape, "h100:10gbe", None)
+        simulate(config_of(plan=str(file), staleness="exact"), shape=shape, hardware="h100:10gbe")
     stages = tuple(replace(stage, shares=(0.7, 0.3)) for stage in plan.stages)
     file.write_text(replace(plan, stages=stages).to_json())
     with pytest.raises(InputError, match="unequal shares"):
-        simulated(config_of(plan=str(file)), shape, "h100:10gbe", None)
+        simulate(config_of(plan=str(file)), shape=shape, hardware="h100:10gbe")
 
 
 def test_the_answer_of_a_shape(tmp_path, capsys):
@@ -121,7 +124,9 @@ def test_a_shape_is_near_the_graph_that_it_is_of():
 def test_a_cluster_of_half_the_speed_takes_twice_the_time():
     shape = GraphShape.parse(SHAPE)
     fast, slow = (
-        simulated(config_of(), shape, "h100:10gbe", cluster_of(1, speed=speed))
+        simulate(
+            config_of(), shape=shape, hardware="h100:10gbe", cluster=cluster_of(1, speed=speed)
+        )
         for speed in (1.0, 0.5)
     )
     assert slow.predicted_epoch_time_s == pytest.approx(2 * fast.predicted_epoch_time_s)
@@ -130,13 +135,13 @@ def test_a_cluster_of_half_the_speed_takes_twice_the_time():
 def test_a_slow_pair_is_the_critical_one():
     shape = GraphShape.parse(SHAPE)
     config = config_of(stages=4, chunks=4)
-    even = simulated(config, shape, "h100:10gbe", cluster_of(4))
-    slow = simulated(config, shape, "h100:10gbe", cluster_of(4, slow=(1, 2)))
+    even = simulate(config, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4))
+    slow = simulate(config, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4, slow=(1, 2)))
     assert slow.predicted_epoch_time_s > 2 * even.predicted_epoch_time_s
     assert next(iter(slow.critical_path)) in ("transfer 1 to 2", "transfer 2 to 1")
     shards = config_of(shards=4)
-    even = simulated(shards, shape, "h100:10gbe", cluster_of(4))
-    slow = simulated(shards, shape, "h100:10gbe", cluster_of(4, slow=(1, 2)))
+    even = simulate(shards, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4))
+    slow = simulate(shards, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4, slow=(1, 2)))
     assert slow.predicted_epoch_time_s > 2 * even.predicted_epoch_time_s
 
 
@@ -145,7 +150,12 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
     config = config_of(chunks=4)
     need = max(scenario_of_shape(config, shape).memory_bytes)
     with pytest.raises(InputError, match=r"--stages 1 .*fits; try that") as caught:
-        simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need // 3))
+        simulate(
+            config,
+            shape=shape,
+            hardware="h100:10gbe",
+            cluster=cluster_of(4, memory_bytes=need // 3),
+        )
     words = str(caught.value).split("by estimate ")[1].split(" fits")[0].split()
     wanted = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     tried = scenario_of_shape(
@@ -154,8 +164,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
     )
     assert max(tried.memory_bytes) <= need // 3
     with pytest.raises(InputError, match="nor does any shape on these 4 devices"):
-        simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=1000))
-    simulated(config, shape, "h100:10gbe", cluster_of(4, memory_bytes=need))
+        simulate(
+            config, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4, memory_bytes=1000)
+        )
+    simulate(config, shape=shape, hardware="h100:10gbe", cluster=cluster_of(4, memory_bytes=need))
 
 
 HUGE = GraphShape.parse("vertices=2400000,edges=124000000,features=100,classes=47")
@@ -164,10 +176,10 @@ HUGE = GraphShape.parse("vertices=2400000,edges=124000000,features=100,classes=4
 def named(config, shape, cluster):
     """The shape that a refusal names, which is tried at once, and (stages, shards, chunks)."""
     with pytest.raises(InputError, match="fits; try that") as caught:
-        simulated(config, shape, "h100:100gbe", cluster)
+        simulate(config, shape=shape, hardware="h100:100gbe", cluster=cluster)
     words = str(caught.value).split("by estimate ")[1].split(" fits")[0].split()
     values = dict(zip([w.strip("-") for w in words[::2]], map(int, words[1::2]), strict=True))
-    simulated(replace(config, **values), shape, "h100:100gbe", cluster)
+    simulate(replace(config, **values), shape=shape, hardware="h100:100gbe", cluster=cluster)
     return values["stages"], values["shards"], values["chunks"]
 
 
@@ -209,7 +221,7 @@ def test_whole_numbers_of_a_shape_may_be_short():
 
 def test_many_ranks_are_told_by_what_not_by_where():
     shape = GraphShape.parse("vertices=10000,edges=80000,features=16,classes=4")
-    found = simulated(config_of(layers=18, stages=9, chunks=3), shape, "h100:10gbe", None)
+    found = simulate(config_of(layers=18, stages=9, chunks=3), shape=shape, hardware="h100:10gbe")
     assert {"all compute", "all transfers"} <= set(found.critical_path)
     assert sum(found.critical_path.values()) == pytest.approx(1)
     assert set(found.sensitivity) <= set(found.critical_path)
@@ -223,7 +235,7 @@ def test_many_ranks_are_told_by_what_not_by_where():
 def test_what_is_not_on_the_path_changes_nothing():
     prepared = prepared_of(layers=4, stages=2, chunks=3)
     costs = run_costs(prepared, profile_of(prepared.model_graph), 2)
-    timeline = simulate(program_tasks(prepared.program, costs))
+    timeline = simulate_tasks(program_tasks(prepared.program, costs))
     found = sensitivity(timeline, most=100)
     assert found.keys() == critical_shares(timeline).keys()
     assert all(change < 0 for change in found.values())
@@ -303,6 +315,34 @@ def test_the_cluster_of_the_page(tmp_path):
     even = cluster_of(8)
     shape, config = GraphShape.parse(SHAPE), config_of(layers=8, stages=8, chunks=2)
     times = [
-        simulated(config, shape, "h100:10gbe", c).predicted_epoch_time_s for c in (even, cluster)
+        simulate(config, shape=shape, hardware="h100:10gbe", cluster=c).predicted_epoch_time_s
+        for c in (even, cluster)
     ]
     assert times[0] < times[1]
+
+
+def test_the_function_takes_a_profile_a_graph_and_a_model():
+    from torch_geometric.nn import GCN
+
+    graph, module = small_graph(), GCN(7, 8, 3, 3)
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    config = TrainConfig(stages=2, chunks=2, cache_dir="off")
+    prepared = prepared_of(graph, GCN(7, 8, 3, 3), stages=2, chunks=2)
+    profile = profile_of(prepared.model_graph)
+    found = gnnpipe.simulate(config, graph, module, profile)
+    costs, order = run_costs(prepared, profile, 2), scenario_of(prepared).order
+    made = simulate_tasks(program_tasks(prepared.program, costs, order)).makespan_s
+    assert found.predicted_epoch_time_s == pytest.approx(made)
+    assert str(found) == "\n".join(found.lines())
+    assert all(torch.equal(before[name], weight) for name, weight in module.state_dict().items())
+
+
+def test_the_function_refuses_two_graphs_and_two_costs():
+    shape, graph = GraphShape(1000, 8000, 16, 4), small_graph()
+    with pytest.raises(InputError, match="graph and shape: each stands for the graph"):
+        gnnpipe.simulate(TrainConfig(), graph, shape=shape, hardware="h100:10gbe")
+    profile = profile_of(prepared_of().model_graph)
+    with pytest.raises(InputError, match="give either --profile"):
+        gnnpipe.simulate(TrainConfig(), graph, profile=profile, hardware="h100:10gbe")
+    with pytest.raises(InputError, match="shape: vertices must be 1 to"):
+        GraphShape(0, 8000, 16, 4)

@@ -38,11 +38,11 @@ from gnnpipe.setup.build import RankRuntime, build_rank
 from gnnpipe.setup.inputs import reason_not_recorded
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
-from gnnpipe.verify.reference import Reference
-from gnnpipe.verify.reference_graph import WholeGraph
-from gnnpipe.verify.reference_models import LAYERS, PlainModel, UserModel
-from gnnpipe.verify.reference_walk import ChunkWalk, Cut
-from gnnpipe.verify.stage_model import StageModel
+from gnnpipe.verification.reference import Reference
+from gnnpipe.verification.reference_graph import WholeGraph
+from gnnpipe.verification.reference_models import LAYERS, PlainModel, UserModel
+from gnnpipe.verification.reference_walk import ChunkWalk, Cut
+from gnnpipe.verification.stage_model import StageModel
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 """Largest relative difference that counts as equal, by number type."""
@@ -134,7 +134,9 @@ def reference_text(prepared: Prepared) -> str:
     return "reference: the same layers, on one device; a mistake inside a layer is not found"
 
 
-def verify(graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int) -> list[Comparison]:
+def compare_epochs(
+    graph: Graph | None, prepared: Prepared, mesh: Mesh, epochs: int
+) -> list[Comparison]:
     """Trains a run and its references for some epochs.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.verify.reference_models import Pass, Read, WholeModel
+from gnnpipe.verification.reference_models import Pass, Read, WholeModel
 
 RIDGE = 0.05
 """Weight of the ridge in the forecast's regression (docs/adr/0011)."""
