@@ -14,7 +14,7 @@ def config(out, **settings):
             "model": "gcnii",
             "layers": 4,
             "hidden": 8,
-            "chunks": 6,
+            "chunks": 4,
             "epochs": EPOCHS,
             "lr": 0.05,
             "dropout": 0.5,

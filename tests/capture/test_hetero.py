@@ -34,7 +34,7 @@ def made(name, seed=0):
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
-@pytest.mark.parametrize("chunks", [1, 6])
+@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
@@ -76,12 +76,12 @@ def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
 @pytest.mark.parametrize("name", ["hetero conv", "dropping", "han"])
 def test_dropout_does_not_depend_on_the_chunks(name):
     losses = []
-    for chunks in (1, 2, 6):
+    for chunks in (1, 4):
         model, data = made(name)
-        run = quick_config(chunks=chunks, staleness="auto" if chunks == 1 else "exact")
+        run = quick_config(epochs=2, chunks=chunks, staleness="auto" if chunks == 1 else "exact")
         found = Trainer(run, graph=Graph.from_pyg(data), model=model).fit()
         losses.append([row.loss for row in found.history])
-    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-9)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
 
 
 def parts_of(name, rank, chunks):
@@ -97,7 +97,7 @@ def largest_difference(shapes, names, **settings):
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_chunks_on_one_process(name):
     """Stale; the exact walk is held against plain PyG above."""
-    assert_all_within(largest_difference([(1, 1, 6)], [name], staleness="auto"))
+    assert_all_within(largest_difference([(1, 1, 4)], [name], staleness="auto"))
 
 
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")

@@ -126,7 +126,7 @@ def test_equals_plain_pyg_step_by_step(name, sparse):
         layers=LAYERS,
         hidden=HIDDEN,
         dropout=0.0,
-        epochs=12,
+        epochs=8,
         eval_every=1,
         weight_decay=5e-4,
         out="off",

@@ -10,13 +10,15 @@ from profiles import prepared_of, profile_of
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.profiling import steps
 from gnnpipe.profiling.steps import measure_steps
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 CPU = torch.device("cpu")
 
 
-def test_samples_cover_every_step_and_every_kind():
+def test_samples_cover_every_step_and_every_kind(monkeypatch):
+    monkeypatch.setattr(steps, "MIN_TIME_S", 0.0)
     prepared = prepared_of(model="gcnii", layers=3, chunks=2)
     samples = measure_steps(prepared, CPU)
     kinds = {op_kind(op) for op in prepared.model_graph.ops}
@@ -25,9 +27,9 @@ def test_samples_cover_every_step_and_every_kind():
         for part in (*sides, "forecast", "carry"):
             assert any((kind, part) in s.parts for s in samples), (kind, part)
     # As one stage 4 steps, cut in three 2 steps each; both ways, both chunks.
-    steps = [s for s in samples if any(isinstance(p, tuple) and p[1] in sides for p in s.parts)]
-    assert len(steps) == (4 + 3 * 2) * 2 * 2
-    rows = sum(s.parts[k].rows for s in steps for k in s.parts if k[1] == "forward_before")
+    found = [s for s in samples if any(isinstance(p, tuple) and p[1] in sides for p in s.parts)]
+    assert len(found) == (4 + 3 * 2) * 2 * 2
+    rows = sum(s.parts[k].rows for s in found for k in s.parts if k[1] == "forward_before")
     assert rows == 2 * 3 * prepared.graph.num_vertices
 
 
@@ -58,8 +60,9 @@ def test_masks_are_part_of_an_epoch_of_one_chunk_too():
 
 
 @pytest.mark.filterwarnings("ignore:model. GAT normalises")
-def test_a_model_of_the_users_own_is_measured():
+def test_a_model_of_the_users_own_is_measured(monkeypatch):
     """Attention, a norm over all vertices, and a value that skips ahead: no chain of layers."""
+    monkeypatch.setattr(steps, "MIN_TIME_S", 0.0)
     from torch_geometric.nn import GAT
 
     module = GAT(7, 8, num_layers=3, out_channels=3, heads=2, norm="BatchNorm", jk="cat")

@@ -18,7 +18,7 @@ def config(out, **settings):
         "layers": 3,
         "hidden": 8,
         "chunks": 4,
-        "epochs": 12,
+        "epochs": 6,
         "eval_every": 1,
         "cache_dir": "off",
         "out": str(out),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,11 +169,18 @@ def damage(path, how):
     path.write_bytes(bytes(data))
 
 
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory):
+    """A run with two checkpoints; tests change a copy."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    Trainer(config(out, epochs=STOP, checkpoint_every=2), small_graph()).fit()
+    return out
+
+
 @pytest.mark.parametrize("how", [0.0, 0.3, 0.999, "flipped", "gone"])
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-0.safetensors"])
-def test_a_torn_checkpoint_is_passed_over(name, how, tmp_path, capsys):
-    out = tmp_path / "run"
-    Trainer(config(out, epochs=STOP, checkpoint_every=2), small_graph()).fit()
+def test_a_torn_checkpoint_is_passed_over(name, how, checkpointed, tmp_path, capsys):
+    out = shutil.copytree(checkpointed, tmp_path / "run")
     damage(out / "checkpoints" / "epoch-000004" / name, how)
     stored, faults = newest_whole(out)
     assert stored.path.name == "epoch-000002"

@@ -40,7 +40,7 @@ def assert_same(shape, model, mesh=None, **more):
         assert torch.equal(others[name], weight), name
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     model=st.sampled_from(OURS),
     chunks=st.sampled_from([1, 2, 5]),

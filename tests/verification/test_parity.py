@@ -51,28 +51,42 @@ def assert_equal(found, dtype):
     assert largest[0] <= TOLERANCE[dtype], largest[1]
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("chunks", "settings"),
-    [
-        (1, {}),
-        (8, {"staleness": "paper"}),
-        (8, {"staleness": "none", "epochs": 2}),
-        (8, {"staleness": "exact", "epochs": 2}),
-        (8, {"epochs": 5}),
-        (8, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
-        (8, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
-        (8, {"shuffle_chunks": True, "staleness": "none"}),
-        (8, {"partitioner": "random", "dropout": 0.3}),
-        (1, {"recompute": True}),
-        (8, {"recompute": True, "epochs": 5}),
-        (8, {"recompute": True, "staleness": "exact", "epochs": 2}),
-        (20, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
-    ],
-)
+CASES = [
+    (1, {}),
+    (5, {"staleness": "paper"}),
+    (5, {"staleness": "none", "epochs": 2}),
+    (5, {"staleness": "exact", "epochs": 2}),
+    (5, {"epochs": 5}),
+    (5, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
+    (5, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
+    (5, {"shuffle_chunks": True, "staleness": "none"}),
+    (5, {"partitioner": "random", "dropout": 0.3}),
+    (1, {"recompute": True}),
+    (5, {"recompute": True, "epochs": 5}),
+    (5, {"recompute": True, "staleness": "exact", "epochs": 2}),
+    (20, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
+]
+FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", ["float64", FLOAT32])
+@pytest.mark.parametrize(("chunks", "settings"), CASES)
 def test_one_process(chunks, settings, dtype):
-    for graph in ({}, {"directed": True, "sparse": True}):
-        assert_equal(compare([(1, 1, chunks)], dtype, graph, **settings), dtype)
+    graph = {"directed": True, "sparse": True}
+    assert_equal(compare([(1, 1, chunks)], dtype, graph, **settings), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("chunks", "settings"), CASES)
+def test_one_process_without_direction(chunks, settings, dtype):
+    """With dense features; some cases are in ``test_dense_features``, too."""
+    assert_equal(compare([(1, 1, chunks)], dtype, **settings), dtype)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dense_features(recompute):
+    assert_equal(compare([(1, 1, 1), (1, 1, 5)], "float64", recompute=recompute), "float64")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -81,7 +95,7 @@ def test_a_chunk_of_several_blocks_of_rows(recompute, monkeypatch):
     monkeypatch.setattr(
         norm_relu_blocks, "rows_at_once", lambda x, width: 60 if len(x) == 60 else 7
     )
-    found = compare([(1, 1, 3)], "float64", epochs=5, recompute=recompute)
+    found = compare([(1, 1, 3)], "float64", recompute=recompute)
     assert_equal(found, "float64")
 
 
