@@ -89,10 +89,14 @@ def _train(options: argparse.Namespace) -> int:
             "leave one out"
         )
     if options.seeds is None:
+        from gnnpipe.run.summary import result_lines
+        from gnnpipe.runtime.comm.launch import launched_rank
         from gnnpipe.train.trainer import Trainer
 
         trainer = Trainer(config, resume=options.resume)
-        trainer.fit()
+        result = trainer.fit()
+        if config.quiet and launched_rank() == 0:
+            print("\n".join(result_lines(result)), flush=True)
         trainer.close()
         return ExitCode.DONE
     from gnnpipe.setup.prepare import join_world
@@ -101,7 +105,7 @@ def _train(options: argparse.Namespace) -> int:
     world = join_world(config)
     found = fit_seeds(config, options.seeds, world=world)
     for line in found.lines() if world.rank == 0 else ():
-        say(line, config.quiet)
+        say(line)
     world.leave()
     return ExitCode.DONE
 

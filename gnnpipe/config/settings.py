@@ -221,7 +221,8 @@ class Settings:
         "auto",
         "order of the vertices inside a chunk: metis (neighbours close together, faster when the "
         "embeddings exceed the CPU cache), given (as in the dataset) or auto (metis for at least "
-        "16,384 vertices with --partitioner metis, otherwise given)",
+        "16,384 vertices with --partitioner metis, and with one chunk only in a run long enough to "
+        "save the time of METIS; otherwise given)",
         choices=("auto", "metis", "given"),
     )
     cache_dir: str = _shape(
@@ -306,7 +307,9 @@ class Settings:
         "also send losses, learning rate, times and scores to tensorboard (files in the run "
         "folder), to wandb, or to both: tensorboard,wandb (metrics.csv is always written)",
     )
-    quiet: bool = _output(False, "print nothing while training")
+    quiet: bool = _output(
+        False, "print nothing while training; the commands still print the result at the end"
+    )
     predict: bool = _output(
         True,
         "predict the epoch time, to be compared with the measured one: from --profile, or from a "

@@ -362,3 +362,18 @@ def test_a_run_too_short_for_its_snapshots_is_told_so(epochs, told, capsys):
     words = ["--chunks", "4", "--staleness", "paper", "--epochs", epochs]
     assert main(["info", *SMALL, *words]) == 0
     assert ("every stale row is zero; try --snapshot-every 4" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("more", [[], ["--seeds", "2"]], ids=["a run", "seeds"])
+def test_the_result_is_printed_quietly_too(more, capsys):
+    words = ["train", "--dataset", "karate", "--epochs", "2", "--cache-dir", "off", "--out", "off"]
+    assert main([*words, *more]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if " s per epoch" not in line]
+    assert main([*words, *more, "--quiet"]) == 0
+    found = capsys.readouterr()
+    lines = [line for line in found.out.splitlines() if " s per epoch" not in line]
+    begin = "2 seeds, last epoch: " if more else "last epoch: loss "
+    assert any(line.startswith(begin) for line in lines)
+    assert set(lines) < set(said) | {line for line in lines if line.startswith("memory grew")}
+    assert not any(line.startswith("epoch ") for line in lines)
+    assert found.err == ""

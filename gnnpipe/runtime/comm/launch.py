@@ -25,6 +25,11 @@ def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
     return _whole(environment, "WORLD_SIZE", 1, MOST_RANKS, missing=1)
 
 
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this rank, 0 without torchrun."""
+    return _whole(environment, "RANK", 0, MOST_RANKS, missing=0)
+
+
 def launched_local_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of this rank on its machine, 0 without torchrun."""
     return _whole(environment, "LOCAL_RANK", 0, MOST_RANKS, missing=0)
