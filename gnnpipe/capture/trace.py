@@ -60,9 +60,12 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import AdjacencyForm
-from gnnpipe.output import warn
+from gnnpipe.output import report_progress, warn
 
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}
+
+_SHARE_OF_RECORDING = 0.5
+"""Share of the time of ``capture``; the comparison with the original takes the rest."""
 
 
 class _ModelCall(nn.Module):
@@ -94,8 +97,10 @@ def trace(
         model.train()
         frozen = {module for module in model.modules() if not module.training}
         training = _record(model, method, names, graph, frozen, opened)
+        report_progress(_SHARE_OF_RECORDING / 2)
         model.eval()
         evaluation = _record(model, method, names, graph, frozen, opened)
+        report_progress(_SHARE_OF_RECORDING)
     finally:
         for name, module in model.named_modules():
             module.training = was[name]

@@ -25,6 +25,7 @@ import pooch
 import requests
 
 from gnnpipe.files import check_folder
+from gnnpipe.output import hidden_steps
 
 NETWORK_TIMEOUT_S = 30.0
 
@@ -115,7 +116,8 @@ def _download(url: str, folder: str) -> Path:
     downloader = pooch.HTTPDownloader(
         progressbar=sys.stderr.isatty(), timeout=NETWORK_TIMEOUT_S, chunk_size=1 << 20
     )
-    return Path(pooch.retrieve(url, None, "archive.zip", folder, downloader=downloader))
+    with hidden_steps("the progress bar of the download"):
+        return Path(pooch.retrieve(url, None, "archive.zip", folder, downloader=downloader))
 
 
 def _extract(archive: Path, folder: Path) -> None:

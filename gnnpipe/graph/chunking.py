@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
 from gnnpipe.graph.graph import Features, Graph, keep_order_of_parallel
-from gnnpipe.graph.order import locality_rank, resolve_order
+from gnnpipe.graph.order import locality_rank, parts_of_order, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
     Objective,
@@ -32,7 +32,8 @@ from gnnpipe.graph.partition import (
     symmetric_pattern,
     vertex_work,
 )
-from gnnpipe.graph.partition.metis import metis_version
+from gnnpipe.graph.partition.metis import expected_time_s, metis_version
+from gnnpipe.output import report_progress
 
 _SCHEME = 3
 """Version of the cache entries: raise it when the same settings give another chunking."""
@@ -274,15 +275,36 @@ def _partition(graph: Graph, request: _Request, partition: Partitioner) -> Chunk
         least=min(graph.num_vertices // chunks, _LEAST),
         seed=request.seed,
     )
+    _report_left(whole, request, partition)
     chunk = np.zeros(len(whole.work), np.int32) if chunks == 1 else _parts(partition, whole)
     part = _part_of_vertex(whole, chunk, request, partition)
     shard = _match_shards(whole.adjacency, chunk, part, request)
     cell = chunk.astype(np.int64) * shards + shard
     bounds = np.concatenate([[0], np.cumsum(np.bincount(cell, minlength=chunks * shards))])
     ptr = bounds[np.arange(chunks)[:, None] * shards + np.arange(shards + 1)]
+    _report_left(whole, request, partition, chunks)
     rank = locality_rank(whole.adjacency, whole.work, request.order, request.seed)
     perm = np.lexsort((rank, cell))
     return Chunking(perm.astype(np.int64), ptr.astype(np.int64))
+
+
+def _report_left(
+    whole: PartitionTask, request: _Request, partition: Partitioner, done: int | None = None
+) -> None:
+    """Report about how long METIS will still take.
+
+    ``done``: chunks that have been divided into shards; ``None``: the chunks are still to be found.
+    """
+    entries, chunks, shards = whole.adjacency.nnz, request.chunks, request.shards
+    left_s = 0.0
+    if request.order == "metis":
+        left_s += expected_time_s(entries, parts_of_order(len(whole.work)), Objective.EDGES)
+    if partition is PARTITIONERS["metis"] and chunks > 1 and done is None:
+        left_s += expected_time_s(entries, chunks, Objective.EDGES)
+    if partition is PARTITIONERS["metis"] and shards > 1:
+        one_s = expected_time_s(entries // chunks, shards, Objective.ROWS)
+        left_s += (chunks - (done or 0)) * one_s
+    report_progress(left_s=left_s)
 
 
 def _parts(partition: Partitioner, task: PartitionTask) -> Parts:
@@ -310,6 +332,7 @@ def _part_of_vertex(
     if shards == 1:
         return part
     for c in range(chunks):
+        _report_left(whole, request, partition, c)
         members = np.flatnonzero(chunk == c)
         if len(members) < shards:
             raise InputError(

@@ -16,11 +16,30 @@ _MOST_PARTS = 256
 """More parts take METIS longer and gain nothing."""
 
 
+_NUMBERS_PAID_BACK = 10_000
+"""Aggregated numbers per edge whose faster products, forward and backward, take back the time of
+METIS: the middle of what docs/benchmarks/order.md shows for six graphs."""
+
+
+def pays_back(epochs: int, width: int, shards: int) -> bool:
+    """Whether the order by METIS saves its own time within a run.
+
+    METIS costs a time per edge once. An epoch aggregates ``width`` numbers per edge, divided among
+    the shards, in all layers together.
+    """
+    return epochs * width >= _NUMBERS_PAID_BACK * shards
+
+
 def resolve_order(order: str, partitioner: str, num_vertices: int) -> str:
     """'metis' or 'given', for --order; 'auto' uses METIS only where the partitioner does."""
     if order != "auto":
         return order
     return "metis" if partitioner == "metis" and num_vertices >= _SMALL_GRAPH else "given"
+
+
+def parts_of_order(num_vertices: int) -> int:
+    """The number of METIS parts that the order is made of."""
+    return max(1, min(_MOST_PARTS, num_vertices // _PART_VERTICES))
 
 
 def locality_rank(
@@ -35,7 +54,7 @@ def locality_rank(
     rank = np.arange(n, dtype=np.int64)
     if order == "given":
         return rank
-    parts = max(1, min(_MOST_PARTS, n // _PART_VERTICES))
+    parts = parts_of_order(n)
     part = PARTITIONERS["metis"](PartitionTask(adjacency, work, parts, least=0, seed=seed))
     rank[np.lexsort((-np.diff(adjacency.indptr), part))] = np.arange(n)
     return rank

@@ -24,6 +24,7 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.output import Step, report_progress
 from gnnpipe.perf import ChunkSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
@@ -101,7 +102,7 @@ def profile(
     met = world or World.meet(launched_world_size(), config.device, config.timeout_s)
     mesh = Mesh.of(met, Placement.grid(1, met.world_size))
     if hardware is None:
-        with mesh.on_own_cores():
+        with mesh.on_own_cores(), Step("measuring the model", config.quiet, mesh.rank == 0):
             found = take_profile(config, mesh, graph, model)
     else:
         prepared = prepare(config, mesh, graph, copy.deepcopy(model))
@@ -121,9 +122,9 @@ def take_profile(
     S and G of the config. ``graph`` and ``model`` as in ``Trainer``; the model stays as it is.
     """
     ranks_at_once = most_ranks_per_machine(mesh)
-    compute = [_compute_times(config, mesh, graph, model, 1)]
-    if ranks_at_once > 1:
-        compute.append(_compute_times(config, mesh, graph, model, ranks_at_once))
+    # On one rank alone, and on all at once.
+    turns = sorted({1, ranks_at_once})
+    compute = [_compute_times(config, mesh, graph, model, ranks, turns) for ranks in turns]
     links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
     note = (
         f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
@@ -201,9 +202,17 @@ def _profile(
 
 
 def _compute_times(
-    config: TrainConfig, mesh: Mesh, graph: Graph | None, model: nn.Module | None, ranks: int
+    config: TrainConfig,
+    mesh: Mesh,
+    graph: Graph | None,
+    model: nn.Module | None,
+    ranks: int,
+    turns: list[int],
 ) -> ComputeTimes:
-    """Times on rank 0 alone (``ranks`` 1) or on all ranks at once; the same on every rank."""
+    """Times on rank 0 alone (``ranks`` 1) or on all ranks at once; the same on every rank.
+
+    ``turns``: all values of ``ranks`` that are measured.
+    """
     samples: list[Sample] = []
     boundary_s = 0.0
     has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
@@ -226,6 +235,8 @@ def _compute_times(
             except InputError as fault:
                 error = fault
         mesh.agree(error)
+        done = turns.index(ranks) + (counts.index(one.chunks) + 1) / len(counts)
+        report_progress(done / len(turns))
         limit = mesh.share(limit)
     if ranks > 1 or mesh.rank == 0:
         boundary_s = boundary_time_per_number_s(mesh.device)

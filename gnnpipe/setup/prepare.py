@@ -7,6 +7,7 @@ Allocates only the graph and the model. ``gnnpipe info`` stops here; a run goes 
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
 from gnnpipe.graph.graph import Graph, bare
 from gnnpipe.graph.operators import SUM
+from gnnpipe.graph.order import pays_back
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import CutQuality, chunk_edges, cut_quality
 from gnnpipe.graph.stale_rows import choose_probe_vertices
 from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
-from gnnpipe.output import warn
+from gnnpipe.output import Step, report_progress, warn
 from gnnpipe.perf import CommVolume, closed_form_volume
 from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
 from gnnpipe.planner import (
@@ -58,6 +60,9 @@ from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
 
+_READ_BYTES_PER_S = 5e7
+"""Typical speed of reading and cleaning: 30 MB/s of a compressed file, 200 MB/s of features."""
+
 _SAMPLED_ROWS = 10_000
 """Feature rows that the digest of a graph reads."""
 
@@ -87,15 +92,15 @@ def prepare(
         check_loss(loss_fn, graph, dtype)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
-    chosen = choose_model(model, config, graph, world, dtype, must_record)
+    with Step("recording the model", config.quiet, world.rank == 0):
+        chosen = choose_model(model, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, dtype, world)
     model_graph = describe(chosen, graph)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
-    order = "given" if reason_not_recorded(chosen) else config.order
-    chunking = _partition(config, plan, graph, world, order)
+    chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
     quality = cut_quality(graph, chunking)
     graph = renumber(graph, chunking)
     probes = _probes(config, model_graph, graph, chunking, usual)
@@ -167,7 +172,9 @@ def _read_graph(config: TrainConfig, world: World, graph: Graph | None) -> tuple
         if config.kernel not in ("auto", "measured") and device == world.device.type:
             kernel_named(config.kernel, row_dtype(config), world.device)  # raises if not usable
         if graph is None:
-            graph = configured_graph(config)
+            with Step(f"reading {config.dataset}", config.quiet, world.rank == 0):
+                report_progress(left_s=_reading_time_s(config.dataset))
+                graph = configured_graph(config)
     except InputError as fault:
         error = fault
     world.agree(error)
@@ -179,6 +186,13 @@ def _read_graph(config: TrainConfig, world: World, graph: Graph | None) -> tuple
             "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
         )
     return graph, digest
+
+
+def _reading_time_s(dataset: str) -> float | None:
+    """Returns about how long a file or folder takes to read; ``None`` for the name of a dataset."""
+    path = Path(dataset)
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    return sum(f.stat().st_size for f in files) / _READ_BYTES_PER_S or None
 
 
 def _digest(graph: Graph) -> str:
@@ -222,21 +236,32 @@ def _plan(
     return plan
 
 
+def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Model) -> str:
+    """Returns the order of the vertices inside a chunk: 'given', 'metis' or 'auto'."""
+    if reason_not_recorded(model):
+        return "given"
+    # Of several chunks METIS is waited for anyway.
+    width = sum(op.push_width for op in model_graph.aggregations if not op.of_features)
+    is_late = not pays_back(config.epochs, width, plan.shards)
+    return "given" if config.order == "auto" and plan.chunks == 1 and is_late else config.order
+
+
 def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, order: str) -> Chunking:
     """Partitions the graph into the plan's chunks and shards, on rank 0 for all ranks."""
     chunking, error = None, None
     try:
         if world.rank == 0:
-            chunking = make_chunking(
-                graph,
-                chunks=plan.chunks,
-                shards=plan.shards,
-                shares=None if len(set(plan.shares)) == 1 else plan.shares,
-                seed=config.seed,
-                partitioner=config.partitioner,
-                order=order,
-                cache_dir=config.cache_dir,
-            )
+            with Step("partitioning the graph", config.quiet):
+                chunking = make_chunking(
+                    graph,
+                    chunks=plan.chunks,
+                    shards=plan.shards,
+                    shares=None if len(set(plan.shares)) == 1 else plan.shares,
+                    seed=config.seed,
+                    partitioner=config.partitioner,
+                    order=order,
+                    cache_dir=config.cache_dir,
+                )
     except InputError as fault:
         error = fault
     failed = world.share(str(error) if error else None)

@@ -7,8 +7,10 @@ from helpers import assert_all_within, differences_of_shapes, quick_config, run_
 
 from gnnpipe import Trainer
 from gnnpipe.data.load import load_graph
-from gnnpipe.graph import order
+from gnnpipe.graph import chunking, order
 from gnnpipe.graph.chunking import make_chunking, renumber
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,38 @@ def test_auto_goes_by_size_and_by_who_cuts(monkeypatch):
     assert order.resolve_order("auto", "metis", (1 << 14) - 1) == "given"
     assert order.resolve_order("auto", "range", 1 << 20) == "given"
     assert order.resolve_order("metis", "range", 10) == "metis"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_ordered"),
+    [
+        ({"epochs": 20}, False),
+        ({"epochs": 2000}, True),
+        ({"epochs": 20, "hidden": 600}, True),
+        ({"epochs": 20, "hidden": 600, "layers": 1}, False),
+        ({"epochs": 20, "chunks": 2}, True),
+        ({"epochs": 20, "order": "metis"}, True),
+        ({"epochs": 20, "hidden": 1200, "shards": 2}, True),
+        ({"epochs": 20, "hidden": 600, "shards": 2}, False),
+    ],
+    ids=str,
+)
+def test_one_chunk_is_ordered_if_the_run_is_long_enough(settings, is_ordered, monkeypatch):
+    """Two layers, of which the second aggregates hidden rows: 10,000 numbers per edge."""
+    monkeypatch.setattr(order, "_SMALL_GRAPH", 0)
+    monkeypatch.setattr(order, "_PART_VERTICES", 8)
+    seen = []
+    real = chunking.locality_rank
+
+    def watched(adjacency, work, order, seed):
+        seen.append(order)
+        return real(adjacency, work, order, seed)
+
+    monkeypatch.setattr(chunking, "locality_rank", watched)
+    run = quick_config(**{"model": "gcn", "layers": 2, "hidden": 64} | settings)
+    prepare(run, World.alone(), small_graph())
+    assert seen in ([], ["given"], ["metis"])
+    assert (seen == ["metis"]) == is_ordered
 
 
 def parts_of(name, rank, chunks):

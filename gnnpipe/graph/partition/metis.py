@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,12 @@ from gnnpipe.graph.partition.task import PARTITIONERS, Objective, PartitionTask,
 LONG_NNZ = 1_000_000
 """Adjacency entries above which METIS can take longer than a second, and runs in a process of its
 own, where Ctrl-C and SIGTERM end it."""
+
+
+def expected_time_s(num_entries: int, parts: int, objective: Objective) -> float:
+    """About how long METIS takes for an adjacency of so many entries (docs/benchmarks/order.md)."""
+    factor = 10 if objective is Objective.ROWS else 1
+    return 1.25e-7 * factor * num_entries * math.sqrt(parts)
 
 
 def metis_version() -> str:
