@@ -291,20 +291,23 @@ def _partition(graph: Graph, request: _Request, partition: Partitioner) -> Chunk
 def _report_left(
     whole: PartitionTask, request: _Request, partition: Partitioner, done: int | None = None
 ) -> None:
-    """Report about how long METIS will still take.
+    """Report how much METIS has still to do.
 
     ``done``: chunks that have been divided into shards; ``None``: the chunks are still to be found.
     """
     entries, chunks, shards = whole.adjacency.nnz, request.chunks, request.shards
-    left_s = 0.0
+    chunk_s = shard_s = order_s = 0.0
     if request.order == "metis":
-        left_s += expected_time_s(entries, parts_of_order(len(whole.work)), Objective.EDGES)
-    if partition is PARTITIONERS["metis"] and chunks > 1 and done is None:
-        left_s += expected_time_s(entries, chunks, Objective.EDGES)
-    if partition is PARTITIONERS["metis"] and shards > 1:
-        one_s = expected_time_s(entries // chunks, shards, Objective.ROWS)
-        left_s += (chunks - (done or 0)) * one_s
-    report_progress(left_s=left_s)
+        order_s = expected_time_s(entries, parts_of_order(len(whole.work)), Objective.EDGES)
+    if partition is PARTITIONERS["metis"]:
+        chunk_s = expected_time_s(entries, chunks, Objective.EDGES) * (chunks > 1)
+        shard_s = expected_time_s(entries // chunks, shards, Objective.ROWS) * (shards > 1)
+    total_s = chunk_s + chunks * shard_s + order_s
+    if done is None:
+        report_progress(left_s=total_s)
+    elif total_s:
+        # This machine may be slower than the estimate.
+        report_progress((chunk_s + done * shard_s) / total_s)
 
 
 def _parts(partition: Partitioner, task: PartitionTask) -> Parts:

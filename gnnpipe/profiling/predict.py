@@ -12,6 +12,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
+from gnnpipe.output import Step
 from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
@@ -72,7 +73,8 @@ class Predictor:
         if has_file:
             profile = _on_rank_0(mesh, lambda: read_profile(config.profile))
         else:
-            profile = take_short_profile(prepared, mesh, sizes, epochs)
+            with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
+                profile = take_short_profile(prepared, mesh, sizes, epochs)
             if not mesh.share(profile is not None):
                 return None
 

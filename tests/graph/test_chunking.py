@@ -4,10 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from helpers import small_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph import chunking
 from gnnpipe.graph.chunking import Chunking, _match_shards, _Request, make_chunking, renumber
 from gnnpipe.graph.partition import PARTITIONERS, symmetric_pattern
 from gnnpipe.graph.quality import cut_quality
@@ -291,3 +293,21 @@ def test_a_partitioner_that_answers_wrongly_is_named(wrong, words, monkeypatch):
     monkeypatch.setitem(PARTITIONERS._things, "own", own_partitioner)
     with pytest.raises(InputError, match=f"own_partitioner returned.*{words}"):
         make(graph, 3, 1, "own")
+
+
+@pytest.mark.parametrize("change", [{}, {"shards": 2}, {"chunks": 1, "order": "metis"}], ids=str)
+def test_what_metis_has_to_do_is_reported(change, monkeypatch):
+    reported = []
+
+    def report(*share, **left):
+        reported.append((share, left))
+
+    monkeypatch.setattr(chunking, "report_progress", report)
+    wanted = {"chunks": 3, "shards": 1, "partitioner": "metis", "seed": 0, "cache_dir": "off"}
+    make_chunking(small_graph(), **wanted | change)
+    ((none, left), *others) = reported
+    assert none == ()
+    assert left["left_s"] > 0
+    shares = [share for (share,), _ in others]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
