@@ -101,7 +101,7 @@ def fit(out, resume, settings, epochs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "chunks"), [((1, 1), 6), ((4, 1), 6), ((2, 2), 6), ((1, 2), 6), ((2, 1), 3)]
+    ("shape", "chunks"), [((1, 1), 4), ((4, 1), 4), ((2, 2), 4), ((1, 2), 4), ((2, 1), 3)]
 )
 def test_a_checkpoint_of_two_stages_loads_under_another_shape(shape, chunks, tmp_path):
     out, whole = str(tmp_path / "run"), str(tmp_path / "whole")
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_two_stages_loads_under_another_shape(shape, chunks, tmp
     losses = [[float(row["loss"]) for row in table(o)] for o in (out, whole)]
     assert len(losses[0]) == EPOCHS
     # Other chunks read other rows stale; the curve goes on all the same.
-    tolerance = 1e-9 if chunks == 6 else 0.2
+    tolerance = 1e-9 if chunks == 4 else 0.2
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
     assert (tmp_path / "run" / "config-before-1.toml").exists()
 
