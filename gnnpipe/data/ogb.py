@@ -1,4 +1,4 @@
-"""Data source of OGB's vertex classification data sets, read from OGB's own layout on disk.
+"""Data source of OGB's vertex classification data sets, in OGB's own layout on disk.
 
 The ``ogb`` loader caches pickled objects, which torch >= 2.6 refuses to load, and needs three times
 the memory. The files below are plain: numbers as csv.gz, or one npz for the largest graph. So they
@@ -8,6 +8,10 @@ are read directly, from the folder that ``ogb`` made or from the official archiv
     ogbn_arxiv/split/time/ train.csv.gz  valid.csv.gz  test.csv.gz
     ogbn_proteins/raw/     edge.csv.gz  edge-feat.csv.gz  node-label.csv.gz  num-node-list.csv.gz
     ogbn_papers100M/raw/   data.npz (edge_index, node_feat, num_nodes_list)  node-label.npz
+
+A folder in this layout is also read by its path. OGB's own data sets are then recognised by the
+name of the folder or the number of vertices, because the files do not say how many classes there
+are and whether each undirected edge is listed once.
 """
 
 from __future__ import annotations
@@ -38,71 +42,120 @@ class _Ogb:
     archive: str
     size: str
     scheme: str
+    num_vertices: int
     classes: int
     has_one_direction: bool
     """The files hold each undirected edge once."""
 
 
 OGB_DATASETS = {
-    "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 40, has_one_direction=False),
-    "ogbn-products": _Ogb("products", "1.4 GB", "sales_ranking", 47, has_one_direction=True),
-    "ogbn-proteins": _Ogb("proteins", "0.2 GB", "species", 112, has_one_direction=True),
-    "ogbn-papers100M": _Ogb("papers100M-bin", "56 GB", "time", 172, has_one_direction=False),
+    "ogbn-arxiv": _Ogb("arxiv", "81 MB", "time", 169_343, 40, has_one_direction=False),
+    "ogbn-products": _Ogb(
+        "products", "1.4 GB", "sales_ranking", 2_449_029, 47, has_one_direction=True
+    ),
+    "ogbn-proteins": _Ogb("proteins", "0.2 GB", "species", 132_534, 112, has_one_direction=True),
+    "ogbn-papers100M": _Ogb(
+        "papers100M-bin", "56 GB", "time", 111_059_956, 172, has_one_direction=False
+    ),
 }
 
 
 def _read(request: DataRequest) -> RawGraph:
-    """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there.
+    """One of ``OGB_DATASETS`` from ``data_dir``, downloaded if it is not there; or a folder.
 
     ``ogbn-arxiv`` and ``ogbn-papers100M`` are directed, as in OGB. The features of
     ``ogbn-proteins``, which has none, are the means of each vertex's edge features, as in OGB's
     example. ``InputError``: not on disk with no network; a file missing or damaged.
     """
-    facts = OGB_DATASETS[request.dataset]
-    folder = _folder(request.dataset, facts, data_root(request.data_dir))
+    name = request.dataset
+    if name in OGB_DATASETS:
+        folder = _folder(name, OGB_DATASETS[name], data_root(request.data_dir))
+    else:
+        folder = _path_of(name)
     raw = folder / "raw"
+    is_packed = (raw / "data.npz").exists()
     # The small files first: their faults show before minutes of reading.
-    masks = _split(folder / "split", facts.scheme) if request.needs_split else None
+    num_vertices = _num_vertices(raw, is_packed)
+    name = name if name in OGB_DATASETS else _known_name(folder, num_vertices)
+    facts = OGB_DATASETS.get(name)
+    scheme = "" if facts is None else facts.scheme
+    masks = _split(folder / "split", scheme) if request.needs_split else None
     edge_data = {}
-    if (raw / "data.npz").exists():
+    if is_packed:
         edge_index = _member(raw / "data.npz", "edge_index")
         x = _large_member(raw / "data.npz", "node_feat", folder / "gnnpipe" / "node_feat.npy")
         y = _member(raw / "node-label.npz", "node_label")
-        counts = _member(raw / "data.npz", "num_nodes_list")
     else:
         edge_index = _csv(raw / "edge.csv.gz", np.int64).T
         y = _csv(raw / "node-label.csv.gz", np.float64)
-        counts = _csv(raw / "num-node-list.csv.gz", np.int64)
         if (raw / "edge-feat.csv.gz").exists():
             edge_data["edge_attr"] = _csv(raw / "edge-feat.csv.gz", np.float32)
-            x = _means_of_edges(edge_index, edge_data["edge_attr"], len(y))
+        if edge_data and not (raw / "node-feat.csv.gz").exists():
+            x = _means_of_edges(edge_index, edge_data["edge_attr"], num_vertices)
         else:
             x = _csv(raw / "node-feat.csv.gz", np.float32)
-    if counts.size != 1 or counts.dtype.kind not in "iu":
-        raise InputError(
-            f"--data-dir: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
-            "not one whole number; unpack OGB's archive anew"
-        )
     return RawGraph(
-        name=request.dataset,
+        name=name,
         edge_index=edge_index,
         x=x,
         y=y,
         masks=masks,
-        num_vertices=int(counts.item()),
-        num_classes=facts.classes,
+        num_vertices=num_vertices,
+        num_classes=None if facts is None else facts.classes,
         edge_data=edge_data,
-        has_one_direction=facts.has_one_direction,
+        has_one_direction=facts is not None and facts.has_one_direction,
+        is_own_data=facts is None,
     )
 
 
 def _means_of_edges(edge_index: Any, features: Any, num_vertices: int) -> Any:
     """Mean features [N, D] of the edges of each vertex, which are listed in one direction."""
+    edge_index = edge_index.clip(0, num_vertices - 1)  # ``clean`` reports those out of range
     found = [
         sum(np.bincount(ends, column, num_vertices) for ends in edge_index) for column in features.T
     ]
     degrees = sum(np.bincount(ends, minlength=num_vertices) for ends in edge_index)
     return (np.stack(found, axis=1) / np.maximum(degrees, 1)[:, None]).astype(np.float32)
+
+
+def _num_vertices(raw: Path, is_packed: bool) -> int:
+    if is_packed:
+        counts = _member(raw / "data.npz", "num_nodes_list")
+    else:
+        counts = _csv(raw / "num-node-list.csv.gz", np.int64)
+    if counts.size != 1 or counts.dtype.kind not in "iu":
+        raise InputError(
+            f"--dataset: the number of vertices in {str(raw)!r} is {counts.ravel().tolist()[:9]}, "
+            "not one whole number; unpack OGB's archive anew"
+        )
+    return int(counts.item())
+
+
+def _path_of(name: str) -> Path:
+    return Path(os.path.expanduser(name)).absolute()
+
+
+def _is_folder(name: str) -> bool:
+    """Whether ``name`` is a folder in OGB's layout. ``InputError`` for several vertex types."""
+    path = _path_of(name)
+    if not os.path.isdir(path / "raw"):  # False for a name that is no path
+        return False
+    if (path / "raw" / "num-node-dict.csv.gz").exists():
+        raise InputError(
+            f"--dataset {name!r}: has several types of vertices, which are not read from OGB's "
+            "files; load it with PyG in Python: Graph.from_pyg(data)"
+        )
+    files = ("edge.csv.gz", "num-node-list.csv.gz", "data.npz")
+    return (path / "split").is_dir() or any((path / "raw" / file).exists() for file in files)
+
+
+def _known_name(folder: Path, num_vertices: int) -> str:
+    """The name of OGB's data set in a folder, or else the folder's own name."""
+    for name, facts in OGB_DATASETS.items():
+        short = name.removeprefix("ogbn-").lower()
+        if short in folder.name.lower() or num_vertices == facts.num_vertices:
+            return name
+    return folder.name
 
 
 def _folder(name: str, facts: _Ogb, root: Path) -> Path:
@@ -127,13 +180,14 @@ def _folder(name: str, facts: _Ogb, root: Path) -> Path:
 
 def _split(folder: Path, scheme: str) -> list[Any]:
     """The indices of the train, val and test vertices."""
-    place = folder / scheme
+    place = folder / (scheme or "<scheme>")
     if not place.is_dir():
         others = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
         if len(others) != 1:
+            found = f" but {', '.join(others)}" if others else ""
             raise InputError(
-                f"--data-dir: no folder {str(place)!r}; it must hold train.csv.gz, valid.csv.gz "
-                "and test.csv.gz, or use --split 60/20/20"
+                f"--dataset: no folder {str(place)!r}{found}; keep one, which must hold "
+                "train.csv.gz, valid.csv.gz and test.csv.gz, or use --split 60/20/20"
             )
         place = folder / others[0]
     return [_csv(place / f"{part}.csv.gz", np.int64)[:, 0] for part in ("train", "valid", "test")]
@@ -181,16 +235,19 @@ def _large_member(path: Path, key: str, unpacked: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
-        return InputError(f"--data-dir: no file {str(path)!r}; unpack OGB's archive anew")
+        return InputError(f"--dataset: no file {str(path)!r}; unpack OGB's archive anew")
     why = " ".join(str(error).split())
-    return InputError(f"--data-dir: cannot read {str(path)!r} ({why}); unpack OGB's archive anew")
+    return InputError(f"--dataset: cannot read {str(path)!r} ({why}); unpack OGB's archive anew")
 
 
 SOURCE = Source(
-    handles=OGB_DATASETS.__contains__,
+    handles=lambda name: name in OGB_DATASETS or _is_folder(name),
     read=_read,
-    listing=tuple(
-        (name, f"OGB's, {facts.size} to download, {facts.classes} classes")
-        for name, facts in OGB_DATASETS.items()
+    listing=(
+        *(
+            (name, f"OGB's, {facts.size} to download, {facts.classes} classes")
+            for name, facts in OGB_DATASETS.items()
+        ),
+        ("<folder of OGB>", "a folder with raw/ and split/ in OGB's layout"),
     ),
 )

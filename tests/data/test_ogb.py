@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import threading
 import zipfile
+from dataclasses import replace
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -88,6 +89,44 @@ def test_ogb_proteins_has_labels_and_edge_features(tmp_path):
     assert by_edge[2, 3] == by_edge[3, 2] == [0.75, 0.5]
     assert g.y.tolist() == labels.tolist()
     assert g.num_classes == 112
+
+
+@pytest.mark.parametrize("folder", ["ogbn_arxiv", "ogbn_arxiv_pyg", "arxiv", "my-Arxiv"])
+def test_a_folder_by_its_path(tmp_path, monkeypatch, folder):
+    ogb_folder(tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / folder, f"{tmp_path / folder}/", folder):
+        g = load_graph(str(path))
+        assert (g.name, g.num_classes, g.num_edges) == ("ogbn-arxiv", 40, 4)
+        assert g.y.tolist() == [0, 1, 39, 3, 4]
+        assert [np.flatnonzero(m).tolist() for m in (g.train_mask, g.val_mask, g.test_mask)] == [
+            [0, 1],
+            [2],
+            [3],
+        ]
+
+
+def test_a_folder_of_any_name(tmp_path, monkeypatch):
+    """The number of vertices tells OGB's data sets; others have the classes of their labels."""
+    folder = ogb_folder(tmp_path / "mine", scheme="random")
+    write_csv(folder / "raw" / "node-label.csv.gz", [0, 1, 2, 1, 2])
+    g = load_graph(str(folder))
+    assert (g.name, g.num_classes, g.num_edges) == ("mine", 3, 4)
+    assert np.flatnonzero(g.train_mask).tolist() == [0, 1]
+    facts = replace(ogb.OGB_DATASETS["ogbn-products"], num_vertices=5)
+    monkeypatch.setitem(ogb.OGB_DATASETS, "ogbn-products", facts)
+    g = load_graph(str(folder))
+    assert (g.name, g.num_classes, g.num_edges) == ("ogbn-products", 47, 8)
+
+
+def test_folders_that_cannot_be_read(tmp_path):
+    folder = ogb_folder(tmp_path / "mine", scheme="random")
+    (folder / "split" / "other").mkdir()
+    refused("no folder '.*mine/split/<scheme>' but other, random; keep one", folder)
+    (folder / "raw" / "edge.csv.gz").unlink()
+    refused("no file '.*edge.csv.gz'; unpack", folder, split="60/20/20")
+    write_csv(folder / "raw" / "num-node-dict.csv.gz", [3])
+    refused("mine': has several types of vertices", folder)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
