@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic
+from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic, tables
 from gnnpipe.data.clean import clean, without_labels
 from gnnpipe.data.links import split_links
 from gnnpipe.data.source import SOURCES, DataRequest, Source, add_source
@@ -17,7 +17,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
 # The entries of the data sources; a name goes to the first one here that handles it.
-for _file in reversed((embedded, synthetic, ogb, pyg_datasets, npz)):
+for _file in reversed((embedded, synthetic, ogb, pyg_datasets, tables, npz)):
     add_source(_file.SOURCE)
 
 
@@ -35,7 +35,7 @@ def load_graph(
     """The graph of the data set ``dataset`` (see ``dataset_names``), checked.
 
     Args:
-        dataset: a name, or the path of an .npz file.
+        dataset: a name, or the path of a file or folder.
         data_dir: folder of downloaded data sets; '' is ~/.cache/gnnpipe/datasets.
         split: 'given' for the data set's own split (60/20/20 with seed 0 where it has none), or
             percentages such as '60/20/20'.
@@ -82,7 +82,7 @@ def _source_of(dataset: str) -> Source:
             return source
     raise InputError(
         f"--dataset {dataset!r}: unknown dataset; {_hint(dataset)}; see `gnnpipe info --list`, or "
-        "give the path of an .npz file"
+        "give the path of a file or folder: .npz, .csv, .parquet, or OGB's layout"
     )
 
 

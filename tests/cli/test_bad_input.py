@@ -113,7 +113,7 @@ KINDS = {
     "dataset empty": (words("--dataset ·"), ["--dataset ''", "known: debian"]),
     "dataset a folder": (words("--dataset .."), ["--dataset '..'", ".npz"]),
     "dataset .pt": (words("--dataset debian.pt"), ["'debian.pt'", ".npz", "from_pyg"]),
-    "dataset .csv": (words("--dataset edges.csv"), ["'edges.csv'", ".npz"]),
+    "dataset .csv": (words("--dataset edges.csv"), ["'edges.csv': no such file"]),
     "dataset not there": (words("--dataset no/graph.npz"), ["'no/graph.npz'", "no such file"]),
     "dataset of no user": (words("--dataset ~no/g.npz"), ["'~no/g.npz'", "no such file"]),
     "dataset in Chinese": (words("--dataset 图.npz"), ["'图.npz'", "no such file"]),
