@@ -82,7 +82,8 @@ class Settings:
     dataset: str = _data(
         "debian",
         "graph to train on: a name (`gnnpipe info --list` lists the built-in ones), or the path of "
-        "an .npz file, a folder of tables (edges.csv) or a folder in OGB's layout",
+        "an .npz file, a .pt file of PyG, a folder of tables (edges.csv) or a folder in OGB's "
+        "layout",
     )
     data_dir: str = _data("", "folder for downloaded datasets (default ~/.cache/gnnpipe/datasets)")
     split: str = _data(

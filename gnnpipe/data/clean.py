@@ -105,8 +105,8 @@ def clean(
     Raises:
         InputError: one line with the data set, the field, the value and a remedy to try.
     """
-    if raw.y is None and not is_for_training:
-        raw = _unlabelled(raw)
+    if raw.y is None:
+        raw = _unlabelled(raw, is_for_training)
     labels = _labels(raw)
     n = _num_vertices(raw, labels)
     needs_labels = is_for_training or raw.masks is not None
@@ -169,8 +169,10 @@ def _num_vertices(raw: RawGraph, labels: Labels) -> int:
     return n
 
 
-def _unlabelled(raw: RawGraph) -> RawGraph:
-    """The graph with no label for any vertex, as many as x has rows."""
+def _unlabelled(raw: RawGraph, is_for_training: bool) -> RawGraph:
+    """The graph with no label for any vertex, as many as x has rows; refused for training."""
+    if is_for_training:
+        fail(raw.name, "no labels y", "y, a class for each vertex, or T labels of 0 and 1")
     if raw.num_vertices is None:
         fail(raw.name, "neither x nor y", "[N, F] features x")
     return replace(

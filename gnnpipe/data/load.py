@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.data import embedded, npz, ogb, pyg_datasets, synthetic, tables
+from gnnpipe.data import embedded, npz, ogb, pt, pyg_datasets, synthetic, tables
 from gnnpipe.data.clean import clean, without_labels
 from gnnpipe.data.links import split_links
 from gnnpipe.data.source import SOURCES, DataRequest, Source, add_source
@@ -17,7 +17,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
 
 # The entries of the data sources; a name goes to the first one here that handles it.
-for _file in reversed((embedded, synthetic, ogb, pyg_datasets, tables, npz)):
+for _file in reversed((embedded, synthetic, ogb, pyg_datasets, tables, pt, npz)):
     add_source(_file.SOURCE)
 
 
@@ -63,6 +63,7 @@ def load_graph(
         data_dir,
         needs_split=split == "given" and not is_for_links,
         needs_labels=not is_for_links,
+        seed=seed,
     )
     raw = _source_of(dataset).read(request)
     if is_for_links:
@@ -82,7 +83,7 @@ def _source_of(dataset: str) -> Source:
             return source
     raise InputError(
         f"--dataset {dataset!r}: unknown dataset; {_hint(dataset)}; see `gnnpipe info --list`, or "
-        "give the path of a file or folder: .npz, .csv, .parquet, or OGB's layout"
+        "give the path of a file or folder: .npz, .csv, .parquet, .pt, or OGB's layout"
     )
 
 

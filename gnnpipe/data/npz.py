@@ -31,7 +31,7 @@ SPARSE_KEYS = ("x_data", "x_indices", "x_indptr", "x_shape")
 MAX_CLASSES = 10**6
 """Each class is a row of the last weight matrix; a larger number is taken for a mistake."""
 
-OTHER_FILES = (".pt", ".pth", ".pkl", ".npy", ".txt", ".json", ".mat", ".gz", ".zip")
+OTHER_FILES = (".pkl", ".npy", ".txt", ".json", ".mat", ".gz", ".zip")
 """Endings of files that look like data sets and cannot be read; no data set has such a name."""
 
 

@@ -20,6 +20,8 @@ class DataRequest:
     """False if the data set's own masks will not be used."""
     needs_labels: bool = True
     """False for link prediction: a data set without labels will do."""
+    seed: int = 0
+    """Chooses one of several splits."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ KINDS = {
     "dataset misspelt": (words("--dataset debain"), ["--dataset 'debain'", "'debian'"]),
     "dataset empty": (words("--dataset ·"), ["--dataset ''", "known: debian"]),
     "dataset a folder": (words("--dataset .."), ["--dataset '..'", ".npz"]),
-    "dataset .pt": (words("--dataset debian.pt"), ["'debian.pt'", ".npz", "from_pyg"]),
+    "dataset .pt": (words("--dataset debian.pt"), ["'debian.pt': no such file"]),
     "dataset .csv": (words("--dataset edges.csv"), ["'edges.csv': no such file"]),
     "dataset not there": (words("--dataset no/graph.npz"), ["'no/graph.npz'", "no such file"]),
     "dataset of no user": (words("--dataset ~no/g.npz"), ["'~no/g.npz'", "no such file"]),
