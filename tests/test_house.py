@@ -20,6 +20,7 @@ MOST_PARAMETERS = 8
 ORPHAN_LINES = 40
 
 LARGE_FUNCTIONS: dict[str, str] = {
+    "graph/graph.py from_pyg": "a user describes a graph by name",
     "ops/norm_relu.py forward": "a torch.autograd.Function takes its inputs one by one",
     "ops/triton/dropout.py _fill": "a Triton kernel takes its pointers and sizes one by one",
     "ops/triton/norm_relu.py _forward": "a Triton kernel",

@@ -5,6 +5,7 @@ The vertices are numbered type after type; the properties of single types go to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from gnnpipe.data.arrays import array_of, edges_of
 from gnnpipe.data.clean import RawGraph, clean_features
 from gnnpipe.data.labels import Labels, clean_labels, clean_targets
 from gnnpipe.data.messages import fail
-from gnnpipe.data.split import SPLIT_NAMES, given_mask
+from gnnpipe.data.split import SPLIT_NAMES, given_mask, parts_of_split_idx, split_in
 from gnnpipe.graph.graph import EDGE_DATA, Features
 from gnnpipe.graph.types import VertexTypes
 
 
-def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) -> RawGraph:
+def raw_hetero_graph(
+    data: Any, name: str, target: str, seed: int, task: str, split_idx: Any = None
+) -> RawGraph:
     """The arrays of a ``HeteroData``.
 
     Args:
@@ -30,6 +33,7 @@ def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) ->
         target: the type whose vertices are classified, if several types have ``y``; else ''.
         seed: number of the split, if the masks hold several.
         task: 'classification' or 'regression': the meaning of ``y``.
+        split_idx: the split in OGB's form, in place of the masks.
 
     Raises:
         InputError: naming the type or relation and the attribute that is missing or wrong.
@@ -41,6 +45,8 @@ def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) ->
     first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
     edge_index, edge_type, unused = _edges(data, name, counts, first)
     n = sum(counts.values())
+    given = split_in(data[target])
+    parts = given if split_idx is None else parts_of_split_idx(split_idx, name, target)
     own = slice(first[target], first[target] + counts[target])
     note = (
         f"{', '.join(unused)} not read: of several types of vertices only the edges themselves are"
@@ -50,7 +56,7 @@ def raw_hetero_graph(data: Any, name: str, target: str, seed: int, task: str) ->
         edge_index=edge_index,
         x=sp.csr_array((n, 1), dtype=np.float32),
         y=_labels(data[target].y, name, target, task, own, n),
-        masks=_masks(data[target], name, own, n, seed),
+        masks=None if parts is None else _masks(parts, name, own, n, seed),
         num_vertices=n,
         edge_data={"edge_type": edge_type},
         task=task,
@@ -132,13 +138,10 @@ def _labels(given: Any, name: str, target: str, task: str, own: slice, n: int) -
     return labels
 
 
-def _masks(store: Any, name: str, own: slice, n: int, seed: int) -> list[Any] | None:
-    """The masks of the target type over all N vertices; ``None`` if there are none."""
-    if all(store.get(field) is None for field in SPLIT_NAMES):
-        return None
+def _masks(parts: Sequence[Any], name: str, own: slice, n: int, seed: int) -> list[Any]:
+    """The masks over all N vertices from those of the target type."""
     masks = [np.zeros(n, dtype=np.bool_) for _ in SPLIT_NAMES]
-    for field, mask in zip(SPLIT_NAMES, masks, strict=True):
-        given = None if store.get(field) is None else array_of(store[field])
+    for field, mask, given in zip(SPLIT_NAMES, masks, parts, strict=True):
         mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
     return masks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,33 @@ from gnnpipe.data.hetero import raw_hetero_graph
 from gnnpipe.data.labels import TASKS
 from gnnpipe.data.links import split_links, with_given_links
 from gnnpipe.data.messages import fail
-from gnnpipe.data.split import SPLIT_NAMES
+from gnnpipe.data.split import SPLIT_NAMES, parts_of_split_idx, split_in
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.data import Data, Dataset, HeteroData
 
 
 def from_pyg(
-    data: Data | HeteroData | Sequence[Data],
+    data: Data | HeteroData | Dataset | Sequence[Data],
     *,
     name: str,
-    split: str,
+    split: str | Mapping[str, Any],
     seed: int,
     symmetrize: bool,
     target: str,
     task: str,
     num_classes: int | None,
 ) -> Graph:
-    """The cleaned graph; the arguments are those of ``Graph.from_pyg``."""
+    """The cleaned graph; the arguments are those of ``Graph.from_pyg``.
+
+    ``split``: 'given', percentages or the split in OGB's form (``split_idx``).
+    """
+    split_idx, split = (None, split) if isinstance(split, str) else (split, "given")
+    if is_dataset(data):
+        if split_idx is None and split == "given" and hasattr(data, "get_idx_split"):
+            split_idx = data.get_idx_split()
+        data = _only_graph(data, name)
     has_types = hasattr(data, "edge_types") and hasattr(data, "node_types")
     if task not in (*TASKS, "links"):
         fail(name, f"task {task!r}", f"{', '.join(TASKS)} or links")
@@ -40,6 +48,8 @@ def from_pyg(
     if num_classes is not None and task != "classification":
         fail(name, f"num_classes {num_classes} has no meaning for {task}", "leave it out")
     if task == "links":
+        if split_idx is not None:
+            fail(name, "split_idx, which splits vertices, has no meaning for links", "leave it out")
         return _graph_of_links(data, name, split, seed, symmetrize)
     if isinstance(data, list | tuple):
         hint = "give one, or task='links' for the three of RandomLinkSplit"
@@ -47,9 +57,29 @@ def from_pyg(
     if has_types and symmetrize:
         hint = "torch_geometric.transforms.ToUndirected()"
         fail(name, "symmetrize has no meaning for relations between types", hint)
-    raw = raw_hetero_graph(data, name, target, seed, task) if has_types else raw_graph(data, name)
+    if has_types:
+        raw = raw_hetero_graph(data, name, target, seed, task, split_idx)
+    else:
+        raw = raw_graph(data, name)
+        if split_idx is not None:
+            raw = replace(raw, masks=parts_of_split_idx(split_idx, name, ""))
     own = replace(raw, is_own_data=True, task=task, num_classes=num_classes)
     return clean(own, split=split, seed=seed, symmetrize=symmetrize, is_for_training=False)
+
+
+def is_dataset(value: Any) -> bool:
+    """Whether ``value`` is a dataset of PyG or OGB."""
+    import torch
+
+    return isinstance(value, torch.utils.data.Dataset) or hasattr(value, "get_idx_split")
+
+
+def _only_graph(dataset: Any, name: str) -> Any:
+    """The graph of a dataset with one; ``InputError`` for another number."""
+    count = len(dataset)
+    if count != 1:
+        fail(name, f"a dataset of {count} graphs", "one of them, such as dataset[0]")
+    return dataset[0]
 
 
 def _graph_of_links(data: Any, name: str, split: str, seed: int, symmetrize: bool) -> Graph:
@@ -78,7 +108,8 @@ def raw_graph(data: Any, name: str) -> RawGraph:
         data: with ``edge_index`` [2, E], or ``adj_t`` [N, N] (torch sparse or ``SparseTensor``),
             whose values become ``edge_weight``; optionally ``edge_weight`` [E], ``edge_attr``
             [E, D] and ``edge_type`` [E]; ``x`` [N, F] dense or sparse; ``y`` [N], [N, 1] or [N, T];
-            ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices.
+            ``train_mask``, ``val_mask``, ``test_mask`` as bool [N] or [N, T] or as indices, or
+            ``train_idx``, ``val_idx`` (or ``valid_idx``), ``test_idx``.
         name: for messages and for the graph.
 
     Raises:
@@ -93,14 +124,13 @@ def raw_graph(data: Any, name: str) -> RawGraph:
         fail(name, wrong, "data.edge_index = ...")
     if edges.weights is not None:
         edge_data["edge_weight"] = edges.weights
-    masks = [None if data.get(m) is None else array_of(data[m]) for m in SPLIT_NAMES]
     return RawGraph(
         name=name,
         edge_index=edges.edge_index,
         adjacency=edges.form,
         x=None if x is None else array_of(x),
         y=None if y is None else array_of(y),
-        masks=None if all(m is None for m in masks) else masks,
+        masks=split_in(data),
         num_vertices=None if x is None else int(shape_of(x)[0]),
         edge_data=edge_data,
     )
@@ -109,7 +139,7 @@ def raw_graph(data: Any, name: str) -> RawGraph:
 def _check_attributes(data: Any, name: str) -> None:
     """``InputError`` unless the attributes are tensors or arrays."""
     if not hasattr(data, "get"):
-        fail(name, f"a {type(data).__name__}", "a torch_geometric.data.Data or HeteroData")
+        fail(name, f"a {type(data).__name__}", "a torch_geometric.data.Data, HeteroData or Dataset")
     for field in ("x", "y", "edge_index", "adj_t", *EDGE_DATA, *SPLIT_NAMES):
         value = data.get(field)
         if value is not None and not (hasattr(value, "shape") or hasattr(value, "sizes")):

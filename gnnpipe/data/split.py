@@ -6,10 +6,12 @@ without an error. ``given_mask`` alone decides between the two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from gnnpipe.data.arrays import array_of
 from gnnpipe.data.messages import fail
 from gnnpipe.graph.graph import BoolArray, IntArray
 
@@ -83,6 +85,42 @@ def given_mask(value: Any, field: str, name: str, n: int, seed: int = 0) -> Bool
             f"each index once (numpy.unique), or bool with {n} entries",
         )
     return index_mask(mask, n)
+
+
+def split_in(store: Any) -> list[Any] | None:
+    """Train, val and test in a ``Data`` or a store of a ``HeteroData``; ``None`` if there is none.
+
+    Each is as ``given_mask`` takes it: ``train_mask``, ``val_mask``, ``test_mask``, or else
+    ``train_idx``, ``val_idx`` (or ``valid_idx``), ``test_idx``.
+    """
+    masks = [store.get(field) for field in SPLIT_NAMES]
+    if all(mask is None for mask in masks):
+        val = store.get("val_idx")
+        masks = [store.get("train_idx"), store.get("valid_idx") if val is None else val]
+        masks.append(store.get("test_idx"))
+    if all(mask is None for mask in masks):
+        return None
+    return [None if mask is None else array_of(mask) for mask in masks]
+
+
+def parts_of_split_idx(split_idx: Any, name: str, target: str) -> list[Any]:
+    """Train, val and test in OGB's form, a dict with train, valid (or val) and test.
+
+    Each is a tensor of indices or, for several types of vertices, a dict with that of ``target``.
+    Raises ``InputError``.
+    """
+    example = "{'train': ..., 'valid': ..., 'test': ...}, as dataset.get_idx_split() gives it"
+    if not isinstance(split_idx, Mapping):
+        fail(name, f"split_idx is a {type(split_idx).__name__}", example)
+    parts = []
+    for keys in (("train",), ("valid", "val"), ("test",)):
+        found = next((split_idx[key] for key in keys if split_idx.get(key) is not None), None)
+        if isinstance(found, Mapping):
+            found = found.get(target)
+        if found is None:
+            fail(name, f"split_idx has no {keys[0]!r}", example)
+        parts.append(array_of(found))
+    return parts
 
 
 def num_splits(value: Any, n: int) -> int:

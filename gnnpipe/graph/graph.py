@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.data import Data, Dataset, HeteroData
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -306,7 +307,7 @@ class Graph:
     @classmethod
     def from_pyg(
         cls,
-        data: Data | HeteroData | Sequence[Data],
+        data: Data | HeteroData | Dataset | Sequence[Data],
         name: str = "pyg",
         split: str = "given",
         seed: int = 0,
@@ -314,24 +315,30 @@ class Graph:
         target: str = "",
         task: str = "classification",
         num_classes: int | None = None,
+        split_idx: Mapping[str, Any] | None = None,
     ) -> Graph:
         """A checked ``Graph`` from a PyG ``Data`` with edge_index (or adj_t), x, y and masks.
 
-        Or from a ``HeteroData``, ``target`` being the type with the labels if several have y.
+        Or from a ``Dataset`` of one graph, with OGB's split where it has ``get_idx_split``; or from
+        a ``HeteroData``, ``target`` being the type with the labels if several have y.
         ``task``: 'classification'; 'regression' where y holds numbers, [N] or [N, T]; or 'links':
         ``data`` is split here, or the (train, val, test) of PyG's ``RandomLinkSplit``, of which
         train's edges are read. ``split``, ``seed`` and ``symmetrize`` as in ``TrainConfig``. The
         edges are those of ``data``, self-loops, parallel edges and values of ``adj_t`` included.
-        ``num_classes``: the number of classes, if not the largest in ``y`` + 1. A graph without y,
-        or without masks, can be predicted for, but not trained on.
+        ``num_classes``: the number of classes, if not the largest in ``y`` + 1. ``split_idx``: the
+        indices of the vertices in 'train', 'valid' and 'test', as OGB's ``get_idx_split`` returns
+        them, in place of the masks. A graph without y, or without masks, can be predicted for, but
+        not trained on.
         Raises ``InputError`` naming the attribute that is missing or wrong.
         """
         from gnnpipe.data.pyg import from_pyg  # the one import that goes up (.importlinter)
 
+        if split_idx is not None and split != "given":
+            raise InputError(f"split {split!r} and split_idx: both give the split; try one of them")
         return from_pyg(
             data,
             name=name,
-            split=split,
+            split=split if split_idx is None else split_idx,
             seed=seed,
             symmetrize=symmetrize,
             target=target,

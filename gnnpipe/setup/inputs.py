@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import scipy.sparse as sp
 import torch
@@ -14,6 +15,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_stages
 from gnnpipe.data.labels import is_known
+from gnnpipe.data.pyg import is_dataset
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
@@ -31,8 +33,11 @@ from gnnpipe.tasks.loss import has_both, validation_labels
 from gnnpipe.tasks.scoring import hits_k, is_ranking
 
 
-def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | None) -> None:
-    """``InputError`` for a wrong argument of ``Trainer``, before any file is read."""
+def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Graph | None:
+    """The graph, if one is given; ``InputError`` for a wrong argument, before any file is read.
+
+    A ``Dataset``, ``Data`` or ``HeteroData`` of PyG is read by ``Graph.from_pyg``.
+    """
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
@@ -58,8 +63,8 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
             f"of {', '.join(MODELS)}"
         )
     if graph is None:
-        return
-    if not isinstance(graph, Graph):
+        return None
+    if not isinstance(graph, Graph) and not is_dataset(graph) and not hasattr(graph, "stores"):
         raise InputError(
             f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
         )
@@ -70,6 +75,7 @@ def check_parts(config: TrainConfig, graph: Graph | None, model: nn.Module | Non
             f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
             "give it to Graph.from_pyg"
         )
+    return graph if isinstance(graph, Graph) else Graph.from_pyg(graph)
 
 
 def check_labels(graph: Graph, call: str, needs_split: bool) -> None:

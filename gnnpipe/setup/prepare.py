@@ -82,7 +82,7 @@ def prepare(
     ``graph``, ``model`` and ``planner`` replace those that ``config`` names. ``refill_epochs``:
     exact epochs at the start, to fill tables that a checkpoint did not store.
     """
-    check_parts(config, graph, model)
+    graph = check_parts(config, graph, model)
     planner = planner or planner_named(config.plan)
     graph, digest = _read_graph(config, world, graph)
     metric = choose_metric(graph, config.metric)

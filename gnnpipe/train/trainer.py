@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ from gnnpipe.train.loggers import with_loggers
 from gnnpipe.train.loop import Loop
 from gnnpipe.train.shared_file import Part, check_new_file, write_shared
 
+if TYPE_CHECKING:
+    from torch_geometric.data import Dataset
+
 
 class Trainer:
     """Trains on one device, or on one of S x G ranks.
@@ -79,7 +82,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        graph: Graph | None = None,
+        graph: Graph | Dataset | None = None,
         model: nn.Module | None = None,
         plan: Plan | None = None,
         world: World | None = None,
@@ -93,7 +96,8 @@ class Trainer:
 
         Args:
             config: The settings. Parts that are not given are made from the settings.
-            graph: The graph, in place of ``config.dataset``.
+            graph: The graph, in place of ``config.dataset``; or a PyG ``Dataset`` of one graph,
+                which is read by ``Graph.from_pyg``.
             model: A ``torch_geometric`` model that takes (x, edge_index), or a ``GNN``, in place of
                 ``config.model`` and its settings. Its own weights are trained (those of rank 0 if
                 ranks differ).
@@ -117,11 +121,11 @@ class Trainer:
             InputError: An argument has a wrong type or value. ``fit`` also raises ``InputError``,
                 naming the line of ``forward``, for a model that cannot be split into chunks.
         """
-        check_parts(config, graph, model)
+        given = check_parts(config, graph, model)
         check_optimizer(config, optimizer)
         check_scheduler(config, scheduler)
         self.config = config
-        self._graph, self._model = graph, model
+        self._graph, self._model = given, model
         self._planner = None if plan is None else GivenPlan(plan)
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -139,7 +143,7 @@ class Trainer:
     def load(
         cls,
         run: str | Path,
-        graph: Graph | None = None,
+        graph: Graph | Dataset | None = None,
         model: nn.Module | None = None,
         layer: str = "",
         **settings: Any,

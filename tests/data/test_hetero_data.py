@@ -125,3 +125,17 @@ def test_the_target_can_be_chosen():
         Graph.from_pyg(found, symmetrize=True)
     with pytest.raises(InputError, match="target 'a' has no meaning for one type"):
         Graph.from_pyg(found.to_homogeneous(), target="a")
+
+
+def test_the_split_may_be_indices():
+    """OGB keeps the split of a heterogeneous graph by type."""
+    found = data()
+    for field in ("train_mask", "val_mask", "test_mask"):
+        del found["b"][field]
+    split = {"train": {"b": torch.tensor([2])}, "valid": {"b": [0]}, "test": {"b": [1]}}
+    given = Graph.from_pyg(found, split_idx=split)
+    for part, index in split.items():
+        found["b"][f"{part}_idx"] = torch.as_tensor(index["b"])
+    for g in (given, Graph.from_pyg(found)):
+        masks = (g.train_mask, g.val_mask, g.test_mask)
+        assert [np.flatnonzero(mask).tolist() for mask in masks] == [[8], [6], [7]]

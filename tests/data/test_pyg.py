@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from helpers import quick_config
 
-from gnnpipe import Graph
+from gnnpipe import Graph, Trainer
 from gnnpipe.data.load import load_graph
 from gnnpipe.data.pyg_datasets import PYG_FAMILIES, find_pyg
 from gnnpipe.errors import InputError
@@ -19,7 +20,7 @@ from gnnpipe.graph.types import AdjacencyForm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses
-    from torch_geometric.data import Data
+    from torch_geometric.data import Data, InMemoryDataset
     from torch_geometric.datasets import Coauthor, KarateClub
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
@@ -96,6 +97,89 @@ class SparseTensor:
 
     def sizes(self):
         return list(self.rows.shape)
+
+
+class OneGraph(InMemoryDataset):
+    """A dataset of graphs in memory, as PyG's own are."""
+
+    def __init__(self, *graphs):
+        super().__init__()
+        self.data, self.slices = self.collate(list(graphs))
+
+
+class OneGraphOfOgb(OneGraph):
+    """A dataset that keeps its split apart, as OGB's do."""
+
+    def get_idx_split(self):
+        return {key: torch.tensor([i]) for i, key in enumerate(("train", "valid", "test"))}
+
+
+def parts(g):
+    return [np.flatnonzero(mask).tolist() for mask in (g.train_mask, g.val_mask, g.test_mask)]
+
+
+def test_a_dataset_of_one_graph():
+    assert parts(Graph.from_pyg(OneGraph(data()))) == [[0, 3], [1], [2]]
+    bare = data(train_mask=None, val_mask=None, test_mask=None)
+    for graph in (bare, data()):
+        assert parts(Graph.from_pyg(OneGraphOfOgb(graph))) == [[0], [1], [2]]
+    chosen = Graph.from_pyg(OneGraphOfOgb(bare), split="50/25/25")
+    assert list(map(len, parts(chosen))) == [2, 1, 1]
+    with pytest.raises(InputError, match=r"a dataset of 2 graphs; try: one of them"):
+        Graph.from_pyg(OneGraph(data(), data()))
+
+
+@pytest.mark.parametrize("val", ["valid", "val"])
+def test_splits_as_indices(val):
+    given = {"train": torch.tensor([0, 3]), val: torch.tensor([2]), "test": torch.tensor([1])}
+    assert parts(Graph.from_pyg(data(), split_idx=given)) == [[0, 3], [2], [1]]
+    bare = data(train_mask=None, val_mask=None, test_mask=None)
+    for key, index in given.items():
+        bare[f"{key}_idx"] = index
+    assert parts(Graph.from_pyg(bare)) == [[0, 3], [2], [1]]
+    bare[f"{val}_idx"] = None
+    with pytest.raises(InputError, match="no val_mask"):
+        Graph.from_pyg(bare)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split_idx": [0, 1]}, "split_idx is a list; try: {'train'"),
+        ({"split_idx": {"train": [0], "val": [1]}}, "split_idx has no 'test'"),
+        ({"split_idx": {"train": [0], "val": [9], "test": [1]}}, r"val_mask\[0\] = 9 is out"),
+        ({"split_idx": {}, "split": "60/20/20"}, "split '60/20/20' and split_idx: both"),
+        ({"split_idx": {}, "task": "links"}, "split_idx, which splits vertices"),
+    ],
+)
+def test_splits_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        Graph.from_pyg(data(), **arguments)
+
+
+def test_the_trainer_takes_a_dataset():
+    rng = np.random.default_rng(0)
+    graph = data(
+        edge_index=torch.from_numpy(rng.integers(0, 4, (2, 9))),
+        train_mask=None,
+        val_mask=None,
+        test_mask=None,
+    )
+    config = quick_config(epochs=2)
+    losses = [
+        [one.loss for one in Trainer(config, graph=given).fit().history]
+        for given in (
+            OneGraphOfOgb(graph),
+            Graph.from_pyg(graph, split_idx=OneGraphOfOgb(graph).get_idx_split()),
+        )
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(InputError, match="no split"):
+        Trainer(config, graph=graph).fit()
+    with pytest.raises(InputError, match="--split: no effect on a graph that is passed in"):
+        Trainer(quick_config(split="60/20/20"), graph=OneGraph(graph))
+    with pytest.raises(InputError, match="graph: is a dict, not a gnn"):
+        Trainer(config, graph={})
 
 
 @pytest.mark.parametrize("form", ["csr", "coo", "csc", "SparseTensor"])
