@@ -53,7 +53,8 @@ def _path_of(name: str) -> Path:
 
 
 def _handles(name: str) -> bool:
-    return name.endswith(ENDINGS) or os.path.isfile(_path_of(name) if name else "")
+    path = _path_of(name)
+    return name.endswith(ENDINGS) or (path.parts[-2:] == PROCESSED.parts and path.is_file())
 
 
 def _fail(path: Path, wrong: str, hint: str) -> NoReturn:
