@@ -27,8 +27,8 @@ def raw_hetero_graph(
 
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
-            features, and ``y`` and the masks for one type. Edge weights and attributes are not
-            used.
+            features, and ``y`` and the masks for one type (not for a graph to predict for). Edge
+            weights and attributes are not used.
         name: for messages and for the graph.
         target: the type whose vertices are classified, if several types have ``y``; else ''.
         seed: number of the split, if the masks hold several.
@@ -47,6 +47,7 @@ def raw_hetero_graph(
     n = sum(counts.values())
     given = split_in(data[target])
     parts = given if split_idx is None else parts_of_split_idx(split_idx, name, target)
+    y = data[target].get("y")
     own = slice(first[target], first[target] + counts[target])
     note = (
         f"{', '.join(unused)} not read: of several types of vertices only the edges themselves are"
@@ -55,7 +56,7 @@ def raw_hetero_graph(
         name=name,
         edge_index=edge_index,
         x=sp.csr_array((n, 1), dtype=np.float32),
-        y=_labels(data[target].y, name, target, task, own, n),
+        y=None if y is None else _labels(y, name, target, task, own, n),
         masks=None if parts is None else _masks(parts, name, own, n, seed),
         num_vertices=n,
         edge_data={"edge_type": edge_type},
@@ -68,10 +69,13 @@ def raw_hetero_graph(
 def _target(data: Any, name: str, wanted: str) -> str:
     """The type whose vertices are classified."""
     labelled = [t for t in data.node_types if data[t].get("y") is not None]
+    if wanted and not labelled and wanted in data.node_types:
+        return wanted  # a graph to predict for
     if wanted and wanted not in labelled:
         fail(name, f"target {wanted!r} has no y", f"one of {', '.join(labelled) or 'none'}")
     if not labelled:
-        fail(name, "no type of vertices has y", "data['type'].y, classes from 0")
+        hint = f"data['type'].y, classes from 0, or to predict target={str(data.node_types[0])!r}"
+        fail(name, "no type of vertices has y", hint)
     if not wanted and len(labelled) > 1:
         fail(name, f"{', '.join(labelled)} have y", f"target={labelled[0]!r}, or another")
     return wanted or str(labelled[0])

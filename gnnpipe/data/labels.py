@@ -5,6 +5,7 @@ A float, a column or a boolean may all mean a class.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,28 @@ Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int8] | npt.NDArray[n
 
 TASKS = ("classification", "regression")
 """The meaning of ``y``; a number may be either, so it is given by the user and never guessed."""
+
+MAX_CLASSES = 10**6
+"""Each class is a row of the last weight matrix; a larger number is taken for a mistake."""
+
+
+def clean_num_classes(given: Any, name: str) -> int | None:
+    """A number of classes as a user gave it; ``InputError`` unless it is one whole number.
+
+    ``clean_labels`` checks that the labels stay below it.
+    """
+    if given is None:
+        return None
+    number = np.asarray(given)
+    count = number.item() if number.size == 1 and number.dtype.kind in "iuf" else math.nan
+    if not (1 <= count <= MAX_CLASSES and count == int(count)):
+        shown = " ".join(repr(number.tolist()).split())[:40]
+        fail(
+            name,
+            f"num_classes = {shown} is not one whole number in 1..{MAX_CLASSES}",
+            "the largest label + 1, or leave it out",
+        )
+    return int(count)
 
 
 def clean_targets(y: Any, name: str) -> npt.NDArray[np.float32]:

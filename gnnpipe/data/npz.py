@@ -6,7 +6,6 @@ Anyone can write such a file with ``numpy.savez``, and no content of it can run 
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gnnpipe.data.clean import RawGraph
+from gnnpipe.data.labels import clean_num_classes
 from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
@@ -27,9 +27,6 @@ Arrays = dict[str, Any]
 
 SPARSE_KEYS = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Features as CSR."""
-
-MAX_CLASSES = 10**6
-"""Each class is a row of the last weight matrix; a larger number is taken for a mistake."""
 
 OTHER_FILES = (".pkl", ".npy", ".txt", ".json", ".mat", ".gz", ".zip")
 """Endings of files that look like data sets and cannot be read; no data set has such a name."""
@@ -71,7 +68,7 @@ def _read(request: DataRequest) -> RawGraph:
         x=_features(arrays, path),
         y=arrays["y"],
         masks=None if all(m is None for m in masks) else masks,
-        num_classes=_num_classes(arrays, path),
+        num_classes=clean_num_classes(arrays.get("num_classes"), path.stem),
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
         task=str(arrays.get("task", "classification")),
         is_own_data=True,
@@ -105,22 +102,6 @@ def _load(path: Path) -> Arrays:
         _fail(path, f"no such file; {hint}")
     except UNREADABLE as error:
         _fail(path, f"not a readable .npz file ({' '.join(str(error).split())}); {_HOW_TO_WRITE}")
-
-
-def _num_classes(arrays: Arrays, path: Path) -> int | None:
-    """``num_classes`` of the file; ``clean`` checks that the labels stay below it."""
-    if "num_classes" not in arrays:
-        return None
-    given = arrays["num_classes"]
-    count = given.item() if given.size == 1 and given.dtype.kind in "iuf" else math.nan
-    if not (1 <= count <= MAX_CLASSES and count == int(count)):
-        shown = " ".join(repr(given.tolist()).split())[:40]
-        _fail(
-            path,
-            f"num_classes = {shown} is not one whole number in 1..{MAX_CLASSES}; try the largest "
-            "label + 1, or leave it out",
-        )
-    return int(count)
 
 
 def _features(arrays: Arrays, path: Path) -> Any:

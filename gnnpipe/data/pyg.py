@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gnnpipe.data.arrays import array_of, edges_of, shape_of
 from gnnpipe.data.clean import RawGraph, clean, without_labels
 from gnnpipe.data.hetero import raw_hetero_graph
-from gnnpipe.data.labels import TASKS
+from gnnpipe.data.labels import TASKS, clean_num_classes
 from gnnpipe.data.links import split_links, with_given_links
 from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES, parts_of_split_idx, split_in
@@ -63,6 +63,7 @@ def from_pyg(
         raw = raw_graph(data, name)
         if split_idx is not None:
             raw = replace(raw, masks=parts_of_split_idx(split_idx, name, ""))
+    num_classes = clean_num_classes(num_classes, name)
     own = replace(raw, is_own_data=True, task=task, num_classes=num_classes)
     return clean(own, split=split, seed=seed, symmetrize=symmetrize, is_for_training=False)
 

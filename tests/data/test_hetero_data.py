@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from helpers import quick_config
+from hetero_models import hetero_data, to_hetero
 from torch_geometric.data import HeteroData
 
-from gnnpipe import Graph
+from gnnpipe import Graph, Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.layout import restrict, shard_layout
@@ -139,3 +141,31 @@ def test_the_split_may_be_indices():
     for g in (given, Graph.from_pyg(found)):
         masks = (g.train_mask, g.val_mask, g.test_mask)
         assert [np.flatnonzero(mask).tolist() for mask in masks] == [[8], [6], [7]]
+
+
+def test_a_graph_to_predict_for_needs_no_labels():
+    found = data()
+    del found["b"].y
+    for field in ("train_mask", "val_mask", "test_mask"):
+        del found["b"][field]
+    g = Graph.from_pyg(found, target="b", num_classes=3)
+    assert (g.target, g.num_classes, g.num_vertices) == ("b", 3, 12)
+    assert (g.y == -1).all()
+    assert not g.train_mask.any()
+    with pytest.raises(InputError, match=r"no type of vertices has y; .* to predict target='a'"):
+        Graph.from_pyg(found)
+    with pytest.raises(InputError, match="target 'z' has no y"):
+        Graph.from_pyg(found, target="z")
+
+
+def test_a_prediction_without_labels_is_that_with_labels():
+    full = hetero_data(subjects=False)
+    bare = full.clone()
+    for field in ("y", "train_mask", "val_mask", "test_mask"):
+        del bare["paper"][field]
+    config = quick_config(epochs=1)
+    trained = Trainer(config, graph=full, model=to_hetero())
+    trained.fit()
+    graph = Graph.from_pyg(bare, target="paper")
+    again = Trainer(config, graph=graph, model=trained.model)
+    assert torch.equal(again.predict(), trained.predict())

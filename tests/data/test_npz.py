@@ -93,7 +93,7 @@ def test_npz_refused(tmp_path, without, changes, message):
 )
 def test_npz_num_classes_is_one_whole_number(tmp_path, count):
     path = save(tmp_path / "toy.npz", num_classes=count)
-    refused(r"num_classes = .* is not one whole number in 1..1000000; try the largest", path)
+    refused(r"num_classes = .* is not one whole number in 1..1000000; try: the largest", path)
 
 
 def test_npz_num_classes_has_room_for_the_labels(tmp_path):

@@ -157,6 +157,14 @@ def test_splits_refused(arguments, message):
         Graph.from_pyg(data(), **arguments)
 
 
+@pytest.mark.parametrize("count", [10**12, 10**30, "5", 0, -1, 2.5, True, [2, 2], float("nan")])
+def test_num_classes_is_one_whole_number(count):
+    for graph in (data(), data(y=None)):
+        with pytest.raises(InputError, match=r"dataset 'pyg': num_classes = .* is not one whole"):
+            Graph.from_pyg(graph, num_classes=count)
+    assert Graph.from_pyg(data(), num_classes=np.int64(5)).num_classes == 5
+
+
 def test_the_trainer_takes_a_dataset():
     rng = np.random.default_rng(0)
     graph = data(
