@@ -115,15 +115,14 @@ def clean(
     features = clean_features(raw.x, raw.name, n, counted)
     masks = _masks(raw, has_label, split, seed, is_for_training)
     data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
+    if symmetrize and raw.types is not None:
+        hint = "torch_geometric.transforms.ToUndirected()"
+        fail(raw.name, "symmetrize has no meaning for relations between types", hint)
     symmetrize |= raw.has_one_direction
     edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, data)
     # Last, so that data which is refused is not warned about as well.
-    notes = [_several_splits_warning(raw, n, seed) if split == "given" else ""]
-    notes.append(overlap_warning(masks))
-    if raw.is_own_data:
-        notes += [one_hot_warning(labels), *raw.notes]
-    for note in filter(None, notes):
-        warn(raw.name, note)
+    several_splits = _several_splits_warning(raw, n, seed) if split == "given" else ""
+    _warn(raw, labels, (several_splits, overlap_warning(masks)))
     return Graph(
         name=raw.name,
         indptr=edges.indptr,
@@ -138,6 +137,13 @@ def clean(
         adjacency=raw.adjacency,
         **edges.data,
     )
+
+
+def _warn(raw: RawGraph, labels: Labels, notes: Sequence[str]) -> None:
+    """Warn of each of ``notes`` that has text, and of the user's own data."""
+    own = (one_hot_warning(labels), *raw.notes) if raw.is_own_data else ()
+    for note in filter(None, (*notes, *own)):
+        warn(raw.name, note)
 
 
 def without_labels(raw: RawGraph) -> RawGraph:

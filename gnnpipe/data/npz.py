@@ -19,8 +19,9 @@ from gnnpipe.data.source import DataRequest, Source
 from gnnpipe.data.split import SPLIT_NAMES
 from gnnpipe.errors import InputError
 from gnnpipe.files import open_plain
-from gnnpipe.graph.graph import EDGE_DATA
-from gnnpipe.graph.npz_archive import UNREADABLE, read_arrays
+from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.npz_archive import UNREADABLE, opened, read_arrays
+from gnnpipe.graph.saved import FORMAT_KEY
 from gnnpipe.registry import nearest
 
 Arrays = dict[str, Any]
@@ -43,6 +44,7 @@ def _read(request: DataRequest) -> RawGraph:
     [E, D], ``edge_type`` [E] if the edges carry data; ``task`` = 'regression' if y holds numbers,
     [N] or [N, T], and not classes. Link prediction needs the edges and features only.
 
+    A file of ``Graph.save`` is recognised by its keys.
     ``InputError``: file missing or unreadable, key missing.
     """
     path = Path(os.path.expanduser(request.dataset))
@@ -52,6 +54,8 @@ def _read(request: DataRequest) -> RawGraph:
             f"is no .npz file; {_HOW_TO_WRITE}, or pass a PyG Data from Python: "
             "Graph.from_pyg(data)",
         )
+    if _is_saved(path):
+        return _saved_graph(path)
     arrays = _load(path)
     if not request.needs_labels:
         arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
@@ -80,6 +84,37 @@ _HOW_TO_WRITE = "write it with numpy.savez(path, edge_index=..., x=..., y=..., t
 
 def _fail(path: str | Path, wrong: str) -> NoReturn:
     raise InputError(f"--dataset {str(path)!r}: {wrong}") from None
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether ``Graph.save`` wrote the file."""
+    try:
+        with open_plain(path) as file, opened(file) as entries:
+            return FORMAT_KEY in entries.names
+    except UNREADABLE:
+        return False
+
+
+def _saved_graph(path: Path) -> RawGraph:
+    """The arrays of a file of ``Graph.save``, the features memory-mapped."""
+    graph = Graph.load(path)
+    if graph.pairs is not None:
+        _fail(path, "holds pairs of vertices; try Trainer(config, graph=Graph.load(path))")
+    masks = [graph.train_mask, graph.val_mask, graph.test_mask]
+    return RawGraph(
+        name=graph.name,
+        edge_index=graph.edge_index,
+        x=graph.x,
+        y=graph.y if graph.num_classes else None,
+        masks=masks if any(mask.any() for mask in masks) else None,
+        num_vertices=graph.num_vertices,
+        num_classes=graph.num_classes or None,
+        edge_data=graph.edge_data,
+        adjacency=graph.adjacency,
+        task="regression" if graph.is_regression else "classification",
+        types=graph.types,
+        is_own_data=True,
+    )
 
 
 def _count(arrays: Arrays) -> int:
@@ -140,5 +175,8 @@ def _features(arrays: Arrays, path: Path) -> Any:
 SOURCE = Source(
     handles=lambda name: os.sep in name or name.endswith((".npz", *OTHER_FILES)),
     read=_read,
-    listing=(("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),),
+    listing=(
+        ("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),
+        ("<path>.npz", "or a graph that Graph.save wrote"),
+    ),
 )

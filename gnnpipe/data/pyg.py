@@ -54,9 +54,6 @@ def from_pyg(
     if isinstance(data, list | tuple):
         hint = "give one, or task='links' for the three of RandomLinkSplit"
         fail(name, f"{len(data)} graphs", hint)
-    if has_types and symmetrize:
-        hint = "torch_geometric.transforms.ToUndirected()"
-        fail(name, "symmetrize has no meaning for relations between types", hint)
     if has_types:
         raw = raw_hetero_graph(data, name, target, seed, task, split_idx)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ import scipy.sparse as sp
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS, Pairs
+from gnnpipe.graph.saved import read_saved, save_graph
 from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes
 
 if TYPE_CHECKING:
@@ -303,6 +305,21 @@ class Graph:
         """[2, E] as in PyG: row 0 the sources, row 1 the targets (computed on each call)."""
         target = np.repeat(np.arange(self.num_vertices, dtype=np.int64), self.degrees)
         return np.stack([self.indices.astype(np.int64), target])
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph to one file that ends in .npz, which ``load`` and ``--dataset`` read.
+
+        Raises ``InputError`` if the file cannot be written.
+        """
+        save_graph(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Graph:
+        """The graph in a file that ``save`` wrote, with its arrays memory-mapped.
+
+        Raises ``InputError`` for any other file.
+        """
+        return cls(**read_saved(path))
 
     @classmethod
     def from_pyg(

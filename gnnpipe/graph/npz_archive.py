@@ -40,6 +40,9 @@ UNREADABLE = (
 )
 """Errors of reading a file that is missing, truncated, pickled, locked or of another kind."""
 
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+"""The fixed part of an entry's header, which ends in the lengths of its name and extra field."""
+
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -79,6 +82,25 @@ class Entries:
             )
         return {name: self._array(name) for name in names}
 
+    def mapped(self, name: str, file: IO[bytes]) -> Any:
+        """An array, memory-mapped from the open ``file`` of the archive; read if it is packed.
+
+        Changes in memory do not reach the file.
+        """
+        info = self._infos[name]
+        with self._entry(name) as entry:
+            shape, is_fortran, dtype = _header(entry, name)
+            header_bytes = entry.tell()
+        file.seek(info.header_offset)
+        local = file.read(_LOCAL_HEADER.size)
+        name_bytes, extra_bytes = _LOCAL_HEADER.unpack(local)[-2:]
+        offset = info.header_offset + len(local) + name_bytes + extra_bytes + header_bytes
+        is_packed = info.compress_type != zipfile.ZIP_STORED
+        if is_packed or not shape or 0 in shape or offset % dtype.alignment:
+            return self._array(name)
+        order: Any = "F" if is_fortran else "C"
+        return np.asarray(np.memmap(file, dtype, "c", offset, shape, order))
+
     def unpack(self, name: str, file: IO[bytes]) -> None:
         """Write an array that is too large for memory to ``file``, as .npy."""
         with self._entry(name) as entry:
@@ -105,18 +127,24 @@ class Entries:
 
 def _promised_bytes(entry: IO[bytes], name: str) -> int:
     """Size of an array according to its header; reads ``entry`` to the end of the header."""
-    version = np.lib.format.read_magic(entry)
-    if version not in _READ_HEADER:
-        raise ValueError(f"{name} is in format {version} of .npy, which is not known")
-    shape, _, dtype = _READ_HEADER[version](entry)
-    if dtype.hasobject:
-        raise ValueError(f"{name} holds Python objects, which could run code (allow_pickle=False)")
+    shape, _, dtype = _header(entry, name)
     size_bytes = dtype.itemsize
     for length in shape:
         if length < 0:
             raise ValueError(f"{name} has shape {shape}")
         size_bytes *= length
     return size_bytes
+
+
+def _header(entry: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and type of an array; reads the header of ``entry``."""
+    version = np.lib.format.read_magic(entry)
+    if version not in _READ_HEADER:
+        raise ValueError(f"{name} is in format {version} of .npy, which is not known")
+    shape, is_fortran, dtype = _READ_HEADER[version](entry)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which could run code (allow_pickle=False)")
+    return shape, is_fortran, dtype
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def test_the_target_can_be_chosen():
     with pytest.raises(InputError, match="target 'c' has no y"):
         Graph.from_pyg(found, target="c")
     with pytest.raises(InputError, match="ToUndirected"):
-        Graph.from_pyg(found, symmetrize=True)
+        Graph.from_pyg(found, target="a", split="50/0/50", symmetrize=True)
     with pytest.raises(InputError, match="target 'a' has no meaning for one type"):
         Graph.from_pyg(found.to_homogeneous(), target="a")
 
