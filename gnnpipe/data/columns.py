@@ -88,6 +88,8 @@ def read_table(path: Path, as_text: Collection[str] = ()) -> Table:
                 return _read_parquet(path, file, as_text)
             unpacked: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             return _read_csv(path, unpacked, as_text)
+    except InputError:  # a ``ValueError``, like many of the others below
+        raise
     except FileNotFoundError:
         Table(path, {}).fail("no such file", "the path of a table, or of a folder with edges.csv")
     except UnicodeDecodeError as error:

@@ -39,11 +39,18 @@ def _read(request: DataRequest) -> RawGraph:
     path = _path_of(request.dataset)
     is_processed = path.parts[-2:] == PROCESSED.parts
     name = path.absolute().parents[1].name if is_processed else path.stem
-    data = _data_of(path, _load(path))
-    if hasattr(data, "edge_types"):
-        raw = raw_hetero_graph(data, name, "", request.seed, "classification")
-    else:
-        raw = raw_graph(data, name)
+    content = _load(path)
+    try:
+        data = _data_of(path, content)
+        if hasattr(data, "edge_types"):
+            raw = raw_hetero_graph(data, name, "", request.seed, "classification")
+        else:
+            raw = raw_graph(data, name)
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file can give a ``Data`` any attributes
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        _fail(path, f"its attributes cannot be read ({why})", "torch.save(data, path) anew")
     return replace(raw, is_own_data=True)
 
 

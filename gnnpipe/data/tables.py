@@ -266,7 +266,7 @@ def _matrix(table: Table, used: set[str], notes: list[str]) -> npt.NDArray[np.fl
     if texts:
         some = f"{', '.join(map(repr, texts[:5]))}{', ...' if len(texts) > 5 else ''}"
         notes.append(f"{table.path.name}: {some} not read, because not all cells are numbers")
-    blocks = [v.reshape(len(v), -1) for v in given.values() if v is not None]
+    blocks = [v.reshape(len(v), *v.shape[1:] or (1,)) for v in given.values() if v is not None]
     if not blocks:
         return None
     with np.errstate(over="ignore"):  # ``clean`` reports the infinity

@@ -158,7 +158,8 @@ E, V = EDGES, VERTICES
 )
 def test_faults_are_named_with_their_place(tmp_path, edges, vertices, message):
     split = "given" if "split" in vertices else "60/20/20"
-    refused(message, tables(tmp_path / "mine", edges, vertices), split=split)
+    text = refused(message, tables(tmp_path / "mine", edges, vertices), split=split)
+    assert text.count("; try: ") == 1
 
 
 def test_a_table_of_vertices_is_needed(tmp_path):
