@@ -34,10 +34,7 @@ from gnnpipe.tasks.scoring import hits_k, is_ranking
 
 
 def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Graph | None:
-    """The graph, if one is given; ``InputError`` for a wrong argument, before any file is read.
-
-    A ``Dataset``, ``Data`` or ``HeteroData`` of PyG is read by ``Graph.from_pyg``.
-    """
+    """The given graph; ``InputError`` for a wrong argument, before any file is read."""
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
@@ -62,12 +59,9 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
             f"model: is a {type(model).__name__}, not a torch.nn.Module; or try --model with one "
             f"of {', '.join(MODELS)}"
         )
-    if graph is None:
+    found = passed_graph(graph)
+    if found is None:
         return None
-    if not isinstance(graph, Graph) and not is_dataset(graph) and not hasattr(graph, "stores"):
-        raise InputError(
-            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
-        )
     fields_of_data = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
     given = [flag(n) for n in fields_of_data if _is_given(config, n)]
     if given:
@@ -75,7 +69,21 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
             f"{', '.join(given)}: no effect on a graph that is passed in; leave it out here, and "
             "give it to Graph.from_pyg"
         )
-    return graph if isinstance(graph, Graph) else Graph.from_pyg(graph)
+    return found
+
+
+def passed_graph(graph: Any) -> Graph | None:
+    """A given graph as it is, and a ``Dataset``, ``Data`` or ``HeteroData`` by ``Graph.from_pyg``.
+
+    Raises ``InputError`` for anything else but ``None``.
+    """
+    if graph is None or isinstance(graph, Graph):
+        return graph
+    if not is_dataset(graph) and not hasattr(graph, "stores"):
+        raise InputError(
+            f"graph: is a {type(graph).__name__}, not a gnnpipe.Graph; try Graph.from_pyg(data)"
+        )
+    return Graph.from_pyg(graph)
 
 
 def check_labels(graph: Graph, call: str, needs_split: bool) -> None:

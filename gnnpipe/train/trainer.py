@@ -52,6 +52,7 @@ from gnnpipe.setup.inputs import (
     check_labels,
     check_parts,
     last_epoch_of,
+    passed_graph,
     warn_of_vain_rounding,
 )
 from gnnpipe.setup.layer_output import without_labels
@@ -165,6 +166,7 @@ class Trainer:
         Raises:
             InputError: The run has no weights, or they are damaged or do not fit.
         """
+        graph = passed_graph(graph)
         trained = read_trained(run, launched_world_size(), settings)
         trained.check_parts(graph, model)
         config, world = trained.config, None

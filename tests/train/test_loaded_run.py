@@ -40,6 +40,10 @@ def test_own_parts_are_passed_again_and_other_graphs_fit(tmp_path):
     with torch.no_grad():
         truth = model.eval()(data.x, data.edge_index)
     assert torch.allclose(found, truth, 1e-5, 1e-6)
+    as_given = Trainer.load(tmp_path / "run", graph=data, model=again).predict()
+    assert torch.equal(as_given, found)
+    with pytest.raises(InputError, match="graph: is a dict"):
+        Trainer.load(tmp_path / "run", graph={}, model=again)
     with pytest.raises(InputError, match="pass it again"):
         Trainer.load(tmp_path / "run", graph=small_graph())
     with pytest.raises(InputError, match="pass it again"):
