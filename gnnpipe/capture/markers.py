@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import is_input
 from gnnpipe.graph.operators import EVERYONE, SUM, WEIGHTED
+
+PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
+"""Functions and methods that multiply matrices."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

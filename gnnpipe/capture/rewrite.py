@@ -23,7 +23,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, by_mode, drop, of_vertices, with_items
+from gnnpipe.capture.markers import PRODUCTS, aggregate, by_mode, drop, of_vertices, with_items
 from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 
@@ -137,7 +137,6 @@ def _inputs(call: fx.Node) -> list[fx.Node]:
     return found
 
 
-_PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
 _REDUCTIONS = {"sum": "sum", "mean": "mean"}
 
 
@@ -148,7 +147,7 @@ def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
     """
     for call in list(recording.graph.nodes):
         edges = call.args[0] if call.args else None
-        if call.target not in _PRODUCTS or not isinstance(edges, fx.Node):
+        if call.target not in PRODUCTS or not isinstance(edges, fx.Node):
             continue
         given = [*call.args[1:], *call.kwargs.values()]
         reduction = given[1] if len(given) > 1 else "sum"
@@ -265,7 +264,7 @@ def _is_right_factor(weight: fx.Node) -> bool:
     """
     for user in weight.users:
         first = user.args[0] if user.args else None
-        if user.target in (*_PRODUCTS, F.linear, torch.addmm):
+        if user.target in (*PRODUCTS, F.linear, torch.addmm):
             is_sum = isinstance(first, fx.Node) and name_of(first) in _TRANSPOSES
             if first is not weight and not is_sum:
                 return True

@@ -44,6 +44,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import drop
+from gnnpipe.capture.preserve import unchanged
 from gnnpipe.capture.rewrite import (
     check_vertex_weights,
     join_modes,
@@ -134,12 +135,17 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 
 
 class _Value(fx.Proxy):
-    """A recorded value, to which items can be assigned; forward takes it for a tensor."""
+    """A recorded value, to which items can be assigned.
+
+    The forward of an opened convolution takes a value for a tensor. Other code does not: a function
+    of torch that cannot record its call would read the memory of a tensor.
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """``Tensor``, for ``isinstance``."""
-        return torch.Tensor
+        """``Tensor`` in an opened convolution, for ``isinstance``."""
+        is_opened = getattr(self.__dict__.get("tracer"), "is_in_opened", False)
+        return torch.Tensor if is_opened else _Value
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Record the assignment; ``make_out_of_place`` gives later readers the new value."""
@@ -151,6 +157,8 @@ class _Tracer(fx.Tracer):
     relation = ""
     """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
+    is_in_opened = False
+    """The forward of a convolution runs whose calls are recorded one by one."""
     derived_edges: fx.Proxy | None = None
     """While a rule runs: the edges of its convolution, if forward made them."""
 
@@ -304,9 +312,11 @@ class _Tracer(fx.Tracer):
             return call
 
         m.__dict__.update(propagate=recorder(Propagate), edge_updater=recorder(EdgeUpdate))
+        was_in_opened, self.is_in_opened = self.is_in_opened, True
         try:
             yield
         finally:
+            self.is_in_opened = was_in_opened
             del m.__dict__["propagate"], m.__dict__["edge_updater"]
 
     def _make(
@@ -392,7 +402,8 @@ def _record(
     name = type(model).__name__
     before = _random_state()
     try:
-        with _patched_libraries(opened):
+        # Forward may keep traced values in its module, which later calls would read.
+        with unchanged(model), _patched_libraries(opened):
             recording = fx.GraphModule(root, tracer.trace(root))
             _check_buffers(model)
             _choose_target(recording, graph.target)
@@ -497,8 +508,11 @@ def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "rand", "randn")
-"""Functions of torch that make tensors from numbers."""
+_FACTORIES = (
+    *("zeros", "ones", "full", "empty", "arange", "rand", "randn", "tensor", "as_tensor"),
+    *("sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_compressed_tensor"),
+)
+"""Functions of torch that make tensors from numbers, or that record no call by themselves."""
 
 
 _QUESTIONS = (torch_geometric.utils.is_torch_sparse_tensor, torch_geometric.utils.is_sparse)

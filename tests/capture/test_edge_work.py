@@ -14,6 +14,7 @@ from helpers import (
 )
 from torch import nn
 from torch_geometric import nn as pyg
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import (
     add_remaining_self_loops,
     add_self_loops,
@@ -29,6 +30,7 @@ from gnnpipe import Trainer
 from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.runtime.comm.mesh import Mesh
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 IN, HIDDEN, OUT = 7, 8, 3
 
 
@@ -158,7 +160,85 @@ class AttentionByHand(nn.Module):
         return self.out(scatter(alpha * x[source], target, dim_size=x.size(0), reduce="sum").relu())
 
 
+class EdgeStates(nn.Module):
+    """After MeshGraphNet: every edge has a state, which each layer updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.vertices, self.edges = nn.Linear(IN, HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.of_edges = nn.ModuleList(nn.Linear(3 * HIDDEN, HIDDEN) for _ in range(3))
+        self.of_rows = nn.ModuleList(nn.Linear(2 * HIDDEN, HIDDEN) for _ in range(3))
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index):
+        x, (row, col) = self.vertices(x).relu(), edge_index
+        e = self.edges(torch.cat([x[row], x[col]], dim=1)).relu()
+        for of_edges, of_rows in zip(self.of_edges, self.of_rows, strict=True):
+            e = e + of_edges(torch.cat([e, x[row], x[col]], dim=1)).relu()
+            total = scatter(e, col, dim=0, dim_size=x.size(0), reduce="sum")
+            x = x + of_rows(torch.cat([x, total], dim=1)).relu()
+        return self.out(x)
+
+
+class Matrices(TwoLayers):
+    """Products with matrices made of the edges; a square of one has edges of its own."""
+
+    conv = nn.Linear
+
+    def forward(self, x, edge_index):
+        n, ones = x.size(0), torch.ones(edge_index.size(1), dtype=x.dtype)
+        matrix = torch.sparse_coo_tensor(
+            edge_index.flip(0), ones, (n, n), check_invariants=False
+        ).coalesce()
+        x = torch.sparse.mm(matrix, self.first(x)).relu()
+        return (matrix @ matrix) @ self.second(x)
+
+
+class KeptNorm(TwoLayers):
+    """Keeps the weights of the first call."""
+
+    kept = None
+
+    @staticmethod
+    def conv(width_in, width_out):
+        return pyg.GCNConv(width_in, width_out, normalize=False)
+
+    def edges(self, x, edge_index):
+        if self.kept is None:
+            self.kept = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
+        edges, weight = self.kept
+        return edges, weight
+
+
+class AttentionInConv(pyg.MessagePassing):
+    """Makes scores of edges before it propagates, and gives a size."""
+
+    def __init__(self, width_in, width_out):
+        super().__init__(aggr="add", node_dim=0)
+        self.query, self.key = nn.Linear(width_in, width_out), nn.Linear(width_in, width_out)
+
+    def forward(self, x, edge_index):
+        query, key = self.query(x), self.key(x)
+        edges, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        score = softmax((query[edges[1]] * key[edges[0]]).sum(-1), edges[1], num_nodes=x.size(0))
+        return self.propagate(edges, x=key, score=score, size=(x.size(0), x.size(0)))
+
+    def message(self, x_j, score):
+        return x_j * score.view(-1, 1)
+
+
+class AttentionInConvs(TwoLayers):
+    conv = AttentionInConv
+
+    def edges(self, x, edge_index):
+        return (edge_index,)
+
+
 MODELS = [
+    EdgeStates,
+    Matrices,
+    KeptNorm,
+    AttentionInConvs,
     Loops,
     LoopsOfAttention,
     Undirected,

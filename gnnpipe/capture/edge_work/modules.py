@@ -49,4 +49,6 @@ class EdgeFragment(EdgeModule):
 
     def forward(self, edge_index: Tensor, *values: Tensor) -> Any:
         """Result [n, ...] from rows [n, ...] and values of the edges [E, ...]."""
+        if not isinstance(values[0], Tensor):
+            raise TypeError("it is called with a pair of rows")
         return self.calls(edge_index, len(values[0]), values[0], *values)

@@ -67,6 +67,13 @@ class ProgramWriter:
         """The sources (0) or targets (1) of a copied [2, E] value."""
         return self._add("call_function", operator.getitem, (edges, index), {})
 
+    def matrix(self, call: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The edges [2, E] and the values [E] of a sparse matrix [N, N] made of the edges."""
+        made = self.copy(call)
+        parts = _ends_of_matrix, _values_of_matrix
+        ends, values = (self._add("call_function", part, (made,), {}) for part in parts)
+        return ends, values
+
     def number(self, made: fx.Node) -> fx.Node:
         """A copied number as a tensor without dimensions."""
         return self._add("call_function", torch.tensor, (made,), {})
@@ -119,6 +126,14 @@ class ProgramWriter:
 
 def _choose(is_training: bool, training: Any, evaluation: Any) -> Any:
     return training if is_training else evaluation
+
+
+def _ends_of_matrix(matrix: Tensor) -> Tensor:
+    return matrix.to_sparse(layout=torch.sparse_coo).coalesce().indices().flip(0)
+
+
+def _values_of_matrix(matrix: Tensor) -> Tensor:
+    return matrix.to_sparse(layout=torch.sparse_coo).coalesce().values()
 
 
 @contextmanager

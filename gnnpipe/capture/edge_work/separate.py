@@ -30,7 +30,7 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, drop, of_vertices
+from gnnpipe.capture.markers import PRODUCTS, aggregate, drop, of_vertices
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, RELATION, WEIGHTED
 
 _SHAPING = ("view", "reshape", "unsqueeze", "expand", "expand_as", "long", "to", "contiguous")
@@ -108,6 +108,8 @@ class _Separator:
         on_edges = [s for s in call.all_input_nodes if s in self.messages or self._is_long(s)]
         if call.target is aggregate:
             self._change_aggregation(call)
+        elif self._multiplies_by_matrix(call):
+            self._change_product(call)
         elif self._runs_on_blocks(call) and edges is not None:
             if self._is_update(call):
                 self.messages.add(call)
@@ -182,7 +184,7 @@ class _Separator:
         value, copied = self.values[source], self.program.copy(source)
         if isinstance(value, int | float):
             value, copied = torch.tensor(value), self.program.number(copied)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
             refuse(f"{name_of(call)} reads {type(value).__name__} of the edges", call=call)
         if copied not in self._vertex_values:
             name = f"vertex_value_{len(self._vertex_values)}"
@@ -214,6 +216,28 @@ class _Separator:
         number, _ = self._set(ends, values)
         settings["structure"] = f"{structure}{RELATION}{number}"
         call.kwargs = settings
+
+    def _multiplies_by_matrix(self, call: fx.Node) -> bool:
+        """Whether a call is ``A @ x`` for a sparse matrix A [N, N] made of the edges."""
+        matrix = call.args[0] if call.args else None
+        if call.target not in PRODUCTS or len(call.args) != 2 or call.kwargs:
+            return False
+        value = self.values[matrix] if isinstance(matrix, fx.Node) else None
+        return isinstance(value, Tensor) and value.layout is not torch.strided
+
+    def _change_product(self, call: fx.Node) -> None:
+        matrix, rows = call.args
+        assert isinstance(matrix, fx.Node)
+        number, _ = self._set(*self.program.matrix(matrix))
+        settings: dict[str, Any] = {
+            "structure": f"sum{WEIGHTED}{RELATION}{number}",
+            "observed_by": "",
+        }
+        with self.recording.graph.inserting_before(call):
+            new = self.recording.graph.call_function(aggregate, (rows,), settings)
+        new.stack_trace = call.stack_trace
+        call.replace_all_uses_with(new)
+        self._take_place(call, new)
 
     def _change_convolution(self, call: fx.Node, edges: fx.Node) -> None:
         number, made = self._set(self.program.copy(edges))
@@ -284,9 +308,9 @@ class _FragmentWriter:
         """The fragment's calls, of the arguments of ``EdgeFragment``."""
         result = self._copy(self._end)
         before = self._like
-        for source in (*self.rows, *self.data):
+        for number, source in enumerate((*self.rows, *self.data)):
             with self._graph.inserting_after(before):
-                before = self._graph.placeholder(source.name)
+                before = self._graph.placeholder(f"value_{number}")
             self._inputs[source].replace_all_uses_with(before)
             self._graph.erase_node(self._inputs[source])
         source, target = self._pair()
