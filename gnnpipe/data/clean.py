@@ -64,6 +64,8 @@ class RawGraph:
     """If not the largest label + 1; T if ``y`` is [N, T]."""
     edge_data: Mapping[str, Any] = field(default_factory=dict)
     """Any of 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E]."""
+    relation_data: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Data of single relations' edges by the names of ``Graph.derived``, already checked."""
     adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
     """The form in which a model of PyG's gets the edges."""
     task: str = "classification"
@@ -114,7 +116,7 @@ def clean(
     counted = "" if raw.num_vertices else " (y has one entry for each)"
     features = clean_features(raw.x, raw.name, n, counted)
     masks = _masks(raw, has_label, split, seed, is_for_training)
-    data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index)
+    data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index) | dict(raw.relation_data)
     if symmetrize and raw.types is not None:
         hint = "torch_geometric.transforms.ToUndirected()"
         fail(raw.name, "symmetrize has no meaning for relations between types", hint)
@@ -135,8 +137,7 @@ def clean(
         num_classes=_num_classes(labels, raw.num_classes),
         types=raw.types,
         adjacency=raw.adjacency,
-        **edges.data,
-    )
+    ).with_edge_data(edges.data)
 
 
 def _warn(raw: RawGraph, labels: Labels, notes: Sequence[str]) -> None:

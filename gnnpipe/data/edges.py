@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gnnpipe.data.arrays import float32_array
 from gnnpipe.data.messages import fail
-from gnnpipe.graph.graph import EDGE_DATA, IntArray
+from gnnpipe.graph.graph import EDGE_DATA, IntArray, chosen_edge_data
 
 MAX_VERTICES = 1 << 31
 """Two vertex numbers share one int64 sort key."""
@@ -131,7 +131,7 @@ def _sorted_with_data(
         keys, number = np.concatenate([keys, back[is_new]]), np.append(number, number[is_new])
     # Parallel edges stay in the order in which they were given.
     order = np.argsort(keys, kind="stable")
-    return Edges(*_rows(keys[order], n), {k: v[number[order]] for k, v in data.items()})
+    return Edges(*_rows(keys[order], n), chosen_edge_data(data, number[order]))
 
 
 def _rows(keys: npt.NDArray[np.int64], n: int) -> tuple[npt.NDArray[np.int64], IntArray]:

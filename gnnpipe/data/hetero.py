@@ -13,11 +13,15 @@ import scipy.sparse as sp
 
 from gnnpipe.data.arrays import array_of, edges_of
 from gnnpipe.data.clean import RawGraph, clean_features
+from gnnpipe.data.edges import clean_edge_data
 from gnnpipe.data.labels import Labels, clean_labels, clean_targets
 from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES, given_mask, parts_of_split_idx, split_in
-from gnnpipe.graph.graph import EDGE_DATA, Features
+from gnnpipe.graph.graph import EDGE_DATA, Features, numbered_name
 from gnnpipe.graph.types import VertexTypes
+
+_READ = ("edge_weight", "edge_attr")
+"""Edge data that is read for single relations."""
 
 
 def raw_hetero_graph(
@@ -27,8 +31,9 @@ def raw_hetero_graph(
 
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
-            features, and ``y`` and the masks for one type (not for a graph to predict for). Edge
-            weights and attributes are not used.
+            features, and ``y`` and the masks for one type (not for a graph to predict for);
+            optionally ``edge_weight`` [E_r] and ``edge_attr`` [E_r] or [E_r, D] for single
+            relations r.
         name: for messages and for the graph.
         target: the type whose vertices are classified, if several types have ``y``; else ''.
         seed: number of the split, if the masks hold several.
@@ -49,9 +54,7 @@ def raw_hetero_graph(
     parts = given if split_idx is None else parts_of_split_idx(split_idx, name, target)
     y = data[target].get("y")
     own = slice(first[target], first[target] + counts[target])
-    note = (
-        f"{', '.join(unused)} not read: of several types of vertices only the edges themselves are"
-    )
+    note = f"{', '.join(unused)} not read: put numbers of the edges into edge_weight or edge_attr"
     return RawGraph(
         name=name,
         edge_index=edge_index,
@@ -60,6 +63,7 @@ def raw_hetero_graph(
         masks=None if parts is None else _masks(parts, name, own, n, seed),
         num_vertices=n,
         edge_data={"edge_type": edge_type},
+        relation_data=_relation_data(data, name),
         task=task,
         types=_vertex_types(data, name, counts, target),
         notes=[note] if unused else [],
@@ -107,10 +111,30 @@ def _edges(
         found = _checked(given.edge_index, place, counts[source], counts[target])
         edges.append(found + np.array([[first[source]], [first[target]]]))
         kinds.append(np.full(found.shape[1], number))
-        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store]
+        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store and k not in _READ]
         if given.weights is not None:
             unused.append(f"the values of {relation}.adj_t")
     return np.concatenate(edges, axis=1), np.concatenate(kinds), unused
+
+
+def _relation_data(data: Any, name: str) -> dict[str, Any]:
+    """Weights and attributes of single relations' edges, by the names of ``Graph.derived``."""
+    found = {}
+    for number, relation in enumerate(data.edge_types):
+        store, place = data[relation], f"{name}: {', '.join(relation)}"
+        for field in _READ:
+            if store.get(field) is None:
+                continue
+            if store.get("edge_index") is None:
+                wrong = f"{field} beside adj_t, whose edges may be in another order"
+                fail(place, wrong, "edge_index = ...")
+            given = array_of(store[field])
+            edges = array_of(store.edge_index)
+            values = clean_edge_data({field: given}, place, edges)[field]
+            # A convolution may read [E] and [E, 1] in different ways.
+            is_flat = np.ndim(given) == 1
+            found[numbered_name(field, number)] = values.reshape(-1) if is_flat else values
+    return found
 
 
 def _checked(given: Any, place: str, num_sources: int, num_targets: int) -> Any:

@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
-from gnnpipe.graph.graph import Features, Graph, keep_order_of_parallel
+from gnnpipe.graph.graph import Features, Graph, chosen_edge_data, keep_order_of_parallel
 from gnnpipe.graph.order import locality_rank, parts_of_order, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
@@ -128,7 +128,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
     a.sort_indices()
     if not bare:
         keep_order_of_parallel(a)
-    edge_data = {k: values[a.data] for k, values in graph.edge_data.items()}
+    edge_data = chosen_edge_data(graph.edge_data, a.data)
     carried: dict[str, Any] = {}
     if graph.types is not None:
         carried["types"] = graph.types.renumbered(perm)

@@ -37,6 +37,33 @@ EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
 
 
+def numbered_name(name: str, number: int) -> str:
+    """Name of what belongs to one of several vertex types or relations: 'edge_attr__0'."""
+    return f"{name}__{number}"
+
+
+def relation_of(field: str) -> int | None:
+    """The relation whose edges alone have this edge data; None if all edges have it."""
+    base, _, number = field.partition("__")
+    return int(number) if number and base in EDGE_DATA else None
+
+
+def chosen_edge_data(
+    edge_data: Mapping[str, npt.NDArray[Any]], edges: npt.NDArray[Any]
+) -> dict[str, npt.NDArray[Any]]:
+    """The data of some edges, given as their numbers [E'] or as a mask [E]."""
+    found = {}
+    for name, values in edge_data.items():
+        number = relation_of(name)
+        if number is None:
+            found[name] = values[edges]
+            continue
+        is_own = edge_data["edge_type"] == number
+        places = np.cumsum(is_own) - 1
+        found[name] = values[places[edges][is_own[edges]]]
+    return found
+
+
 def bare(graph: Graph) -> Graph:
     """The graph without features."""
     return replace(graph, x=np.zeros((graph.num_vertices, 0), dtype=np.float32))
@@ -108,7 +135,9 @@ class Graph:
     """The form in which the edges were given, and in which a model of PyG's gets them."""
     derived: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """By name [E, ...]: values of edges that a model's forward made (``capture.edge_work``);
-    ``edge_type`` then numbers the sets of edges that it made."""
+    ``edge_type`` then numbers the sets of edges that it made. Or the data of relation r in a
+    heterogeneous graph, 'edge_weight__r' [E_r] and 'edge_attr__r' [E_r, ...], in the order of
+    ``indices``: it takes no memory for edges of other relations."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -184,9 +213,8 @@ class Graph:
     def with_edges(self, is_kept: BoolArray) -> Graph:
         """The graph with only some of its edges, ``is_kept`` [E]."""
         before = np.concatenate([[0], np.cumsum(is_kept)])
-        data = {name: values[is_kept] for name, values in self.edge_data.items()}
         kept = replace(self, indptr=before[self.indptr], indices=self.indices[is_kept])
-        return kept.with_edge_data(data)
+        return kept.with_edge_data(chosen_edge_data(self.edge_data, is_kept))
 
     @cached_property
     def row_types(self) -> dict[str, BoolArray]:

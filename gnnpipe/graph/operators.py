@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.graph import Graph, have_same_pattern
+from gnnpipe.graph.graph import Graph, have_same_pattern, relation_of
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.types import Relation
@@ -135,7 +135,10 @@ def relation_ends(relations: Sequence[Relation], kind: str) -> tuple[str, str]:
 
 
 def of_relation(graph: Graph, kind: str) -> Graph:
-    """The graph of the edges that a structure has: those of its relation, or all."""
+    """The graph of the edges that a structure has: those of its relation, or all.
+
+    Edge data of a relation has its plain name there: 'edge_attr' for 'edge_attr__0'.
+    """
     number = kind.partition(RELATION)[2]
     return _of_relation(graph, int(number)) if number else graph
 
@@ -143,7 +146,15 @@ def of_relation(graph: Graph, kind: str) -> Graph:
 def _of_relation(graph: Graph, number: int) -> Graph:
     """The edges of one type."""
     assert graph.edge_type is not None, "the model was recorded with relations"
-    return replace(graph.with_edges(graph.edge_type == number), types=None)
+    found = graph.with_edges(graph.edge_type == number)
+    if graph.types is None:
+        return found
+    data = {
+        field.partition("__")[0]: values
+        for field, values in found.derived.items()
+        if relation_of(field) == number
+    }
+    return replace(found, types=None).with_edge_data(data)
 
 
 def _with_loops(

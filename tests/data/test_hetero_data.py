@@ -11,6 +11,7 @@ from gnnpipe import Graph, Trainer
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking, renumber
 from gnnpipe.graph.layout import restrict, shard_layout
+from gnnpipe.graph.operators import of_relation
 
 
 def data():
@@ -95,6 +96,59 @@ def no_edges(found):
     del found["c", "of", "a"].edge_index
 
 
+def with_edge_data():
+    """Weights of one relation, attributes of two."""
+    found = data()
+    found["a", "to", "b"].edge_weight = torch.tensor([0.5, 1.5, 2.5, 3.5])
+    found["a", "to", "b"].edge_attr = torch.arange(8.0).view(4, 2)
+    found["b", "near", "b"].edge_attr = torch.tensor([7.0, 8.0, 9.0])
+    return found
+
+
+def values_by_edge(g):
+    """The relations' data by name, as sets of (source, target, value)."""
+    found = {}
+    for name, values in g.derived.items():
+        ends = g.edge_index[:, g.edge_type == int(name[-1])]
+        if g.types is not None:
+            ends = g.types.number[ends]
+        found[name] = sorted(zip(*ends.tolist(), values.tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_edge_data_goes_along_with_its_edges(moves):
+    g = Graph.from_pyg(with_edge_data())
+    if moves:
+        settings = {"partitioner": "random", "seed": 1, "cache_dir": "off"}
+        g = renumber(g, make_chunking(g, chunks=3, shards=1, **settings))
+    assert values_by_edge(g) == {
+        "edge_weight__0": [(0, 0, 0.5), (1, 0, 1.5), (5, 3, 2.5), (5, 3, 3.5)],
+        "edge_attr__0": [(0, 0, [0, 1]), (1, 0, [2, 3]), (5, 3, [4, 5]), (5, 3, [6, 7])],
+        "edge_attr__1": [(0, 1, 7), (1, 1, 8), (2, 0, 9)],
+    }
+    one = of_relation(g, "edges@0")
+    assert set(one.edge_data) == {"edge_weight", "edge_attr"}
+    assert sorted(one.edge_weight.tolist()) == [0.5, 1.5, 2.5, 3.5]
+    assert set(g.without_self_loops().derived["edge_attr__1"].tolist()) == {7, 9}
+    assert set(g.reduced_to({"edge_attr__1"}).edge_data) == {"edge_attr__1", "edge_type"}
+
+
+def short_attributes(found):
+    found["a", "to", "b"].edge_attr = torch.zeros(3, 2)
+
+
+def endless_weights(found):
+    found["b", "near", "b"].edge_weight = torch.tensor([1.0, torch.inf, 0.0])
+
+
+def attributes_beside_adj_t(found):
+    store = found["b", "near", "b"]
+    store.edge_attr = torch.zeros(3)
+    store.adj_t = torch.sparse_coo_tensor(store.edge_index.flip(0), torch.ones(3), (4, 4))
+    del store.edge_index
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("fault", "message"),
@@ -105,6 +159,9 @@ def no_edges(found):
         (no_count, "the number of 'c' vertices is not known"),
         (few_labels, r"b\.y has 2 labels for 4 vertices"),
         (no_edges, "c, of, a.: neither edge_index nor adj_t"),
+        (short_attributes, r"a, to, b.: edge_attr has shape \[3, 2\] for 4 edges"),
+        (endless_weights, r"b, near, b.: edge_weight\[1\] = inf"),
+        (attributes_beside_adj_t, "b, near, b.: edge_attr beside adj_t"),
     ],
 )
 def test_what_is_missing_is_named(fault, message):
