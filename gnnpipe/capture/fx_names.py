@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,10 @@ import torch_geometric
 from torch import fx, nn
 
 from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph, numbered_name
+from gnnpipe.graph.types import Relation
+
+T = TypeVar("T")
 
 FEATURES, EDGES = "x", "edge_index"
 """Names of a recording's inputs, whatever the model calls them; further ones: ``EDGE_DATA``."""
@@ -41,7 +45,32 @@ def called(model: nn.Module, method: str) -> Callable[..., Any]:
 
 def input_name(kind: str, number: int) -> str:
     """Name of the input for one of several vertex or edge types: 'x__0'."""
-    return f"{kind}__{number}"
+    return numbered_name(kind, number)
+
+
+def fields_of(names: Collection[str], graph: Graph) -> set[str]:
+    """The edge data of a graph that is passed to arguments of these names."""
+    if graph.types is None:
+        return set(names)
+    kinds = {name.removesuffix("_dict") for name in names}
+    return {field for field in graph.derived if field.partition("__")[0] in kinds}
+
+
+def by_argument(
+    names: Collection[str], graph: Graph, values: Mapping[str, T]
+) -> dict[str, T | dict[Relation, T]]:
+    """Edge data by argument; of several vertex types, a dict by relation for each argument.
+
+    ``values``: by field of edge data.
+    """
+    if graph.types is None:
+        return {name: values[name] for name in names}
+    found: dict[str, T | dict[Relation, T]] = {}
+    for name in names:
+        kind = name.removesuffix("_dict")
+        fields = {r: numbered_name(kind, i) for i, r in enumerate(graph.relations)}
+        found[name] = {r: values[field] for r, field in fields.items() if field in values}
+    return found
 
 
 def input_number(call: fx.Node) -> int | None:

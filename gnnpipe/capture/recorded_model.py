@@ -102,7 +102,8 @@ class RecordedModel(Model):
 def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:
     """Record a PyG model whose forward takes (x, edge_index).
 
-    Edge data of ``graph`` is passed to forward's parameters of the same name. For link prediction,
+    Edge data of ``graph`` is passed to forward's parameters of the same name, and of single
+    relations as 'edge_attr_dict' and 'edge_weight_dict'. For link prediction,
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
     initialised. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
@@ -110,8 +111,7 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     """
     method = method_of(model, graph)
     names = edge_inputs(model, method, graph)
-    read = [*names, "edge_weight"] if graph.has_weighted_adjacency else names
-    sample = make_sample(model, graph.reduced_to(read))
+    sample = make_sample(model, graph, names)
     initialise_lazy(model, method, sample)
     with unchanged(model):
         recording, facts, sample, work = _record(model, method, names, graph, sample)

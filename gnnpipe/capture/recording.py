@@ -21,7 +21,7 @@ from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.capture.trial.facts import Facts
-from gnnpipe.graph.graph import EDGE_DATA
+from gnnpipe.graph.graph import EDGE_DATA, numbered_name
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation
 
@@ -96,10 +96,14 @@ class Recording:
             return self.edge_work.edge_inputs
         calls = self.graph_module.graph.nodes
         read = {str(c.target) for c in calls if is_input(c, *EDGE_DATA)}
-        names = "".join(str(call.kwargs.get("structure", "")) for call in calls)
-        for sign, field in ((WEIGHTED, "edge_weight"), (RELATION, "edge_type")):
-            if sign in names:
-                read.add(field)
+        for call in calls:
+            kind, _, number = str(call.kwargs.get("structure", "")).partition(RELATION)
+            if number:
+                read.add("edge_type")
+            if kind.endswith(WEIGHTED):
+                is_of_relation = bool(number and self.relations)
+                of_relation = numbered_name("edge_weight", int(number or 0))
+                read.add(of_relation if is_of_relation else "edge_weight")
         return frozenset(read)
 
     @property

@@ -1,4 +1,4 @@
-"""Which arguments a user's model gets: features, edges, and edge data of the graph by name."""
+"""Finds the arguments that a user's model gets: features, edges, and edge data by name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def method_of(model: nn.Module, graph: Graph) -> str:
 
 
 def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
-    """Fields of the graph's edge data that are parameters of a method of the model.
+    """Parameters of a method of the model that get the graph's edge data of the same name.
 
-    A parameter with a default is left out, with a warning, if the model fails with it on a sample
-    and works without it (PyG's PNA takes ``edge_attr``, and uses it only with ``edge_dim``).
+    With several vertex types, 'edge_attr_dict' or 'edge_attr' gets a dict by relation. A parameter
+    with a default is left out, with a warning, if the model fails with it on a sample and works
+    without it (PyG's PNA takes ``edge_attr``, and uses it only with ``edge_dim``).
 
     Raises:
         InputError: Unless the method takes features, then edges, and has defaults for all other
@@ -52,7 +53,10 @@ def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
             "wrap it in a module that does",
         )
     named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    known = [] if graph.types is not None else list(graph.edge_data)
+    known = list(graph.edge_data)
+    if graph.types is not None:
+        kinds = {field.partition("__")[0] for field in graph.derived}
+        known = [name for kind in kinds for name in (f"{kind}_dict", kind)]
     if graph.has_weighted_adjacency:
         known.remove("edge_weight")  # passed as the values of the matrix
     for p in named:
@@ -82,12 +86,11 @@ def _that_work(
 
 def _fault(model: nn.Module, method: str, graph: Graph, names: list[str]) -> InputError | None:
     """The error of a copy of the model on a sample with these fields of edge data."""
-    read = [*names, "edge_weight"] if graph.has_weighted_adjacency else names
     try:
         tried = copy.deepcopy(model).eval()
         dtype = next((p.dtype for p in tried.parameters()), torch.float32)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            make_sample(model, graph.reduced_to(read)).call(tried, method, dtype)
+            make_sample(model, graph, names).call(tried, method, dtype)
     except InputError as error:
         return error
     return None

@@ -35,7 +35,9 @@ from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGES,
     FEATURES,
+    by_argument,
     called,
+    fields_of,
     first_line,
     input_name,
     input_number,
@@ -58,7 +60,7 @@ from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, perfo
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA, Graph
+from gnnpipe.graph.graph import EDGE_DATA, Graph, relation_of
 from gnnpipe.graph.operators import RELATION
 from gnnpipe.graph.types import AdjacencyForm
 from gnnpipe.output import report_progress, warn
@@ -89,7 +91,7 @@ def trace(
 ) -> fx.GraphModule:
     """Record a method of the model; the model's modules have the prefix ``model.``.
 
-    ``names``: fields of edge data that the method takes. If ``graph`` has several vertex
+    ``names``: arguments of the method that get edge data. If ``graph`` has several vertex
     types, the method is called with dicts of features and edges. Inputs that no call reads are
     removed. ``opened``: classes of convolutions whose calls are recorded one by one.
     """
@@ -173,7 +175,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.frozen, self._opened = frozen, opened
         self._takes_edge_work = graph.types is None and not graph.has_matrix_form
-        self._names, self._types, self._made = names, graph.types, 0
+        self._names, self._graph, self._types, self._made = names, graph, graph.types, 0
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
         self._weight: fx.Proxy | None = None
         """The values of ``adj_t``, if it has any."""
@@ -205,7 +207,7 @@ class _Tracer(fx.Tracer):
 
         types = self._types
         if types is None:
-            arguments = [make(FEATURES), make(EDGES), {name: make(name) for name in self._names}]
+            arguments = [make(FEATURES), make(EDGES)]
             if self._adjacency is not None:
                 self._weight = make("edge_weight")
         else:
@@ -213,8 +215,9 @@ class _Tracer(fx.Tracer):
             arguments = [
                 {name: make(input_name(FEATURES, i)) for name, i in places.items()},
                 {r: make(input_name(EDGES, i)) for i, r in enumerate(types.relations)},
-                {},
             ]
+        fields = sorted(fields_of(self._names, self._graph))
+        arguments.append(by_argument(self._names, self._graph, {f: make(f) for f in fields}))
         return root_fn, [self.root, *arguments]
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
@@ -357,7 +360,7 @@ class _Tracer(fx.Tracer):
         takes = inspect.signature(_RULES[type(m)]).parameters
         carried = {k: v for k, v in others.items() if k in EDGE_DATA}
         # A rule with ``make`` hands edge values on to another convolution.
-        if "make" not in takes and not all(map(self._is_fixed, carried, carried.values())):
+        if "make" not in takes and not all(self._is_fixed(k, v, edges) for k, v in carried.items()):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
@@ -378,10 +381,12 @@ class _Tracer(fx.Tracer):
         finally:
             self.relation, self.derived_edges = "", None
 
-    def _is_fixed(self, field: str, value: fx.Proxy) -> bool:
-        """Whether a value of edges is the graph's, or made of the edges alone."""
+    def _is_fixed(self, field: str, value: fx.Proxy, edges: fx.Proxy) -> bool:
+        """Whether a value of the edges is the graph's, or made of the edges alone."""
         if is_input(value.node, field):
-            return True
+            # A relation's value may be given with the edges of another relation.
+            is_one_type = self._types is None
+            return is_one_type or input_number(value.node) == input_number(edges.node)
         return self._takes_edge_work and field == "edge_weight" and is_of_edges_alone(value.node)
 
     def _reads_values(self, m: nn.Module) -> bool:
@@ -416,11 +421,7 @@ def _record(
         if frames:
             where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
         if isinstance(error, KeyError) and graph.types is not None:
-            refuse(
-                f"{name} reads {error} ({where}), which the graph lacks: its types with "
-                f"features are {', '.join(graph.types.features) or 'none'}, its relations "
-                f"{', '.join(map(str, graph.relations))}"
-            )
+            refuse(f"{name} reads {error} ({where}), which the graph lacks: {_given(graph)}")
         refuse(
             f"{name} cannot be traced: {first_line(error)} ({where}). Make that line independent "
             f"of the data, {BY_HAND}"
@@ -431,6 +432,18 @@ def _record(
             "the recording would repeat one decision in every epoch",
         )
     return recording
+
+
+def _given(graph: Graph) -> str:
+    """The types, relations and edge data of a graph with several vertex types, for a message."""
+    assert graph.types is not None
+    found = (
+        f"its types with features are {', '.join(graph.types.features) or 'none'}, its relations "
+        f"{', '.join(map(str, graph.relations))}"
+    )
+    for field in graph.derived:
+        found += f", its {field.partition('__')[0]} of {graph.relations[relation_of(field) or 0]}"
+    return found
 
 
 def _check_buffers(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.capture.fx_names import called
+from gnnpipe.capture.fx_names import by_argument, called, fields_of
 from gnnpipe.capture.preserve import unchanged
 from gnnpipe.capture.signature import edge_inputs, method_of
 from gnnpipe.capture.trial.sample_graph import make_sample
@@ -52,9 +52,8 @@ class WholeModel(Model):
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph`` with edge data that the model gets."""
-        return frozenset(self.names) | (
-            {"edge_weight"} if self.graph.has_weighted_adjacency else set()
-        )
+        weight = {"edge_weight"} if self.graph.has_weighted_adjacency else set()
+        return frozenset(fields_of(self.names, self.graph) | weight)
 
     @property
     def size_text(self) -> str:
@@ -79,7 +78,7 @@ class WholeStageModule(StageModule):
         self._model, self._module = model, model.module
         self._device = torch.device("cpu")
         self._edges: Any = None
-        self._carried: dict[str, Tensor] = {}
+        self._carried: dict[str, Any] = {}
         self._x: dict[str, Tensor] = {}
         self._find_buffers()
 
@@ -133,16 +132,17 @@ class WholeStageModule(StageModule):
         self._find_buffers()
 
 
-def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """The edges as forward takes them, and edge data by the name of the argument."""
     graph, dtype = model.graph, model.dtype
     edge_index = torch.from_numpy(graph.edge_index).to(device)
     found = {name: torch.from_numpy(graph.edge_data[name]) for name in model.edge_inputs}
     data = {k: (v.to(dtype) if v.is_floating_point() else v).to(device) for k, v in found.items()}
+    carried = by_argument(model.names, graph, data)
     if graph.types is None:
-        weight = data.pop("edge_weight") if graph.has_weighted_adjacency else None
+        weight = data["edge_weight"] if graph.has_weighted_adjacency else None
         size = graph.num_vertices, graph.num_vertices
-        return adjacency_tensor(graph.adjacency, edge_index, weight, size, dtype), data
+        return adjacency_tensor(graph.adjacency, edge_index, weight, size, dtype), carried
     counts = graph.vertex_counts
     number = torch.from_numpy(graph.types.number).to(device)
     kind = torch.from_numpy(graph.edge_type).to(device)
@@ -151,7 +151,7 @@ def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, T
         ends = number[edge_index[:, kind == place]]
         size = counts[relation[0]], counts[relation[2]]
         edges[relation] = adjacency_tensor(graph.adjacency, ends, None, size, dtype)
-    return edges, data
+    return edges, carried
 
 
 def _checked(found: Any, model: WholeModel) -> Tensor:
@@ -178,7 +178,7 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
     Found on a small sample. A model that runs on the real graph alone counts as keeping nothing.
     """
     graph = model.graph
-    sample = make_sample(model.module, graph.reduced_to(model.edge_inputs))
+    sample = make_sample(model.module, graph, model.names)
     tried = copy.deepcopy(model.module).float().train()
     known = {storage_address(t) for t in (*tried.parameters(), *tried.buffers())}
     try:

@@ -146,14 +146,11 @@ def of_relation(graph: Graph, kind: str) -> Graph:
 def _of_relation(graph: Graph, number: int) -> Graph:
     """The edges of one type."""
     assert graph.edge_type is not None, "the model was recorded with relations"
-    found = graph.with_edges(graph.edge_type == number)
     if graph.types is None:
-        return found
-    data = {
-        field.partition("__")[0]: values
-        for field, values in found.derived.items()
-        if relation_of(field) == number
-    }
+        return graph.with_edges(graph.edge_type == number)
+    own = [field for field in graph.derived if relation_of(field) == number]
+    found = graph.reduced_to(own).with_edges(graph.edge_type == number)
+    data = {field.partition("__")[0]: found.derived[field] for field in own}
     return replace(found, types=None).with_edge_data(data)
 
 

@@ -449,7 +449,7 @@ class _RankBuilder:
         data: EdgeData = {}  # for 'loops'
         if kind == PAIRS:
             data = data_of_pairs(graph)
-        elif kind.partition(RELATION)[0] == "edges" and graph.types is None:
+        elif kind.partition(RELATION)[0] == "edges":
             data = edge_data_of(of_relation(graph, kind), prepared.dtype)
         vertices = torch.from_numpy(prepared.chunking.perm)
         keys = (

@@ -318,10 +318,15 @@ def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
 
 def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     """Returns the graph without edge data that the model does not read; warns on rank 0."""
-    relations = {"edge_type"} if graph.types is not None else set()
-    unread = [field for field in graph.edge_data if field not in model.edge_inputs | relations]
+    read = {field.partition("__")[0] for field in model.edge_inputs}
+    if graph.types is not None:
+        read.add("edge_type")
+    given = dict.fromkeys(field.partition("__")[0] for field in graph.edge_data)
+    unread = [field for field in given if field not in read]
     if unread and world.rank == 0:
-        how = f"forward(x, edge_index, {', '.join(f'{field}=None' for field in unread)})"
+        ending = "" if graph.types is None else "_dict"
+        arguments = ", ".join(f"{field}{ending}=None" for field in unread)
+        how = f"forward(x{ending}, edge_index{ending}, {arguments})"
         if graph.has_weighted_adjacency:
             how = "convolutions that multiply by adj_t"
         warn(

@@ -26,7 +26,9 @@ class WholeGraph:
     """Sources and targets [2, E] by relation (('', '', '') for a graph with one type), numbered
     within their types."""
     edge_data: dict[str, Tensor]
-    """[E, ...] by field of ``Graph``; only for a graph with one vertex type."""
+    """[E, ...] by field of ``Graph``."""
+    relation_data: dict[str, dict[tuple[str, str, str], Tensor]]
+    """Edge data [E_r, ...] by relation, for the fields of a graph with several vertex types."""
     adjacency: str
     """Form in which a user's model gets the edges (``AdjacencyForm``)."""
     pairs: Tensor | None
@@ -43,11 +45,12 @@ class WholeGraph:
         if graph.types is None:
             x = {"": _dense(graph.x, dtype)}
             edges, data = _read_edges(graph, edge_fields, dtype)
-            relations = {("", "", ""): edges}
+            relations, of_relations = {("", "", ""): edges}, {}
             is_target = np.ones(graph.num_vertices, dtype=bool)
         else:
             x = {name: _dense(found, dtype) for name, found in graph.types.features.items()}
             relations, data = _read_relations(graph), {}
+            of_relations = _read_relation_data(graph, edge_fields, dtype)
             is_target = graph.types.of_vertex == graph.types.names.index(graph.types.target)
         if graph.pairs is None:
             pairs, y = None, torch.from_numpy(graph.y[is_target])
@@ -59,7 +62,7 @@ class WholeGraph:
             is_train = torch.from_numpy(graph.pairs.part) == 0
         y = y.to(dtype) if y.is_floating_point() else y
         form = str(graph.adjacency)
-        return cls(graph.num_vertices, x, relations, data, form, pairs, y, is_train)
+        return cls(graph.num_vertices, x, relations, data, of_relations, form, pairs, y, is_train)
 
     @property
     def features(self) -> Tensor:
@@ -101,3 +104,16 @@ def _read_relations(graph: Graph) -> dict[tuple[str, str, str], Tensor]:
         relation: torch.from_numpy(ends[:, graph.edge_type == place])
         for place, relation in enumerate(graph.types.relations)
     }
+
+
+def _read_relation_data(
+    graph: Graph, fields: Collection[str], dtype: torch.dtype
+) -> dict[str, dict[tuple[str, str, str], Tensor]]:
+    """Returns the data of the relations' edges by the kind of the data."""
+    assert graph.types is not None
+    found: dict[str, dict[tuple[str, str, str], Tensor]] = {}
+    for name in sorted(set(fields) & set(graph.derived)):
+        kind, _, number = name.partition("__")
+        values = torch.from_numpy(graph.derived[name]).to(dtype)
+        found.setdefault(kind, {})[graph.types.relations[int(number)]] = values
+    return found

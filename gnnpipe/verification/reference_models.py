@@ -338,7 +338,12 @@ class UserModel(WholeModel):
         if "" in graph.x:
             rows = call(graph.features, self._edges(data), **data)
         else:
-            rows = call(dict(graph.x), dict(graph.edges))
+            by_relation = {
+                name: dict(graph.relation_data.get(name.removesuffix("_dict"), {}))
+                for name in named.parameters
+                if name.removesuffix("_dict") in graph.relation_data
+            }
+            rows = call(dict(graph.x), dict(graph.edges), **by_relation)
             rows = rows[self._target] if isinstance(rows, Mapping) else rows
         found: Tensor = rows
         if graph.pairs is None:

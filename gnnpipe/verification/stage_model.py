@@ -93,7 +93,7 @@ class StageModel(WholeModel):
         )
 
     def _edge_data_of(self, structure: str) -> EdgeData:
-        has_data = structure.partition(RELATION)[0] == "edges" and self._graph.types is None
+        has_data = structure.partition(RELATION)[0] == "edges"
         return edge_data_of(of_relation(self._graph, structure), self._dtype) if has_data else {}
 
     def _received(self, a: Aggregation, pushed: Tensor, now: Pass) -> Received:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import attribute
+from gnnpipe.capture.fx_names import attribute, is_input
 from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
@@ -33,6 +33,7 @@ from gnnpipe.capture.stage.step_calls import (
     shaped,
     squares,
 )
+from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Received, StageModule
 
@@ -294,7 +295,10 @@ class _Writer:
         """An edge value of an op's block; ``made``: edge values already added for this op."""
         if call not in made:
             if call.op == "placeholder":
-                made[call] = self._call(edge_data_of, block, str(call.target))
+                name = str(call.target)
+                # A block has edges of one relation alone.
+                name = name.partition("__")[0] if is_input(call, *EDGE_DATA) else name
+                made[call] = self._call(edge_data_of, block, name)
                 return made[call]
             sources = {}
             for source in call.all_input_nodes:

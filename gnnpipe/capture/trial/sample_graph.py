@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.capture.edge_work.program import EdgeSets, graph_of_sets
-from gnnpipe.capture.fx_names import EDGES, FEATURES, called, first_line, input_name, refuse
+from gnnpipe.capture.fx_names import (
+    EDGES,
+    FEATURES,
+    by_argument,
+    called,
+    fields_of,
+    first_line,
+    input_name,
+    refuse,
+)
 from gnnpipe.graph.adjacency import adjacency_tensor
-from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.graph import Features, Graph, relation_of
 from gnnpipe.graph.types import VertexTypes
 
 
@@ -37,10 +46,12 @@ class Sample:
     """The same edges as one graph, given in the same form as the graph of the run."""
     edge_data: Mapping[str, Tensor]
     """Edge data [E, ...] by field of ``Graph``, float64 or int64."""
+    names: Sequence[str]
+    """Arguments of the model that get edge data."""
     edge_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Values [E, ...] of edges that forward makes, by input."""
     edges_of_value: Mapping[str, str] = field(default_factory=dict)
-    """The input of edges to which each of the ``edge_values`` belongs."""
+    """The input of edges to which each of the ``edge_values`` belongs, and data of relations."""
     vertex_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Values [n, ...] of vertices, or values [...], that forward makes of the edges."""
 
@@ -60,15 +71,12 @@ class Sample:
     def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:
         """The result of the method in plain PyG, in ``dtype``; ``InputError`` if it fails."""
         x = {t: rows.to(dtype) for t, rows in self.x.items()}
-        carried = {
-            k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()
-        }
+        data = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()}
+        carried = by_argument(self.names, self.graph, data)
         names = {r: input_name(EDGES, i) for i, r in enumerate(self.graph.relations)}
         given: Any = (x, {relation: self._form(name, dtype) for relation, name in names.items()})
         if self.graph.types is None:
             given = (x[""], self._form(EDGES, dtype))
-            if self.graph.has_weighted_adjacency:
-                carried.pop("edge_weight")
         try:
             return called(model, method)(*given, **carried)
         except Exception as error:
@@ -88,7 +96,7 @@ class Sample:
         if types is None:
             return {FEATURES: self.x[""], **self.edges, **self.edge_data, **self.edge_values}
         names = {t: input_name(FEATURES, i) for i, t in enumerate(types.names)}
-        return {names[t]: x for t, x in self.x.items()} | dict(self.edges)
+        return {names[t]: x for t, x in self.x.items()} | {**self.edges, **self.edge_data}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -105,19 +113,23 @@ class Sample:
         return slice(0, n // 2), slice(n // 2, n)
 
     def edge_halves(self, name: str = EDGES) -> tuple[slice, slice]:
-        """Edges of an input into each half of the vertices, for graphs with one vertex type."""
-        split = int((self.edges[name][1] < self.counts[""] // 2).sum())
+        """Edges of an input into each half of the target vertices."""
+        split = int((self.edges[name][1] < self.counts[self.ends[name][1]] // 2).sum())
         return slice(0, split), slice(split, self.num_edges(name))
 
 
-def make_sample(model: nn.Module, of: Graph) -> Sample:
-    """A sample with the same types, numbers of features and kinds of edge data as the graph ``of``.
+def make_sample(model: nn.Module, of: Graph, names: Sequence[str] = ()) -> Sample:
+    """A sample with the same types and numbers of features as the graph ``of``.
 
+    ``names``: arguments of the model that get edge data; the sample has such data, and a weight of
+    every edge if the matrix of ``of`` has values.
     Directed; in every relation vertex 1 has nearly all others as neighbours, and vertex 2 is a
     neighbour of nearly all others. There are self-loops and parallel edges if ``of`` has any.
     Vertex 0 is isolated, unless every vertex of ``of`` has neighbours.
     """
     rng = np.random.default_rng(0)
+    read = fields_of(names, of)
+    of = of.reduced_to({*read, "edge_weight"} if of.has_weighted_adjacency else read)
     types = of.types
     features = {"": of.x} if types is None else types.features
     counts = _counts(model, tuple(of.row_types), {int(x.shape[1]) for x in features.values()})
@@ -130,17 +142,20 @@ def make_sample(model: nn.Module, of: Graph) -> Sample:
     }
     rows = {t: torch.from_numpy(_features(x, counts[t], rng)) for t, x in features.items()}
     graph = _joined(counts, ends, edges)
-    carried: dict[str, Tensor] = {}
+    edges_of_value: dict[str, str] = {}
     if types is None:
-        data: dict[str, Any] = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
-        graph = replace(graph, **({"edge_type": None} | data), adjacency=of.adjacency)
-        found = {k: torch.from_numpy(v) for k, v in data.items()}
-        carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
+        data = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
+        graph = replace(graph.with_edge_data(data), adjacency=of.adjacency)
     else:
+        edges_of_value = {k: input_name(EDGES, relation_of(k) or 0) for k in of.derived}
+        counted = {k: edges[name].shape[1] for k, name in edges_of_value.items()}
+        data = {k: _like(of.derived[k], count, rng) for k, count in counted.items()}
         sampled = VertexTypes.in_order(counts, {}, types.relations, types.target)
-        graph = replace(graph, types=sampled)
+        graph = replace(graph, types=sampled, derived=data)
+    found = {k: torch.from_numpy(v) for k, v in data.items()}
+    carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     tensors = {name: torch.from_numpy(v) for name, v in edges.items()}
-    return Sample(rows, tensors, ends, graph, carried)
+    return Sample(rows, tensors, ends, graph, carried, names, edges_of_value=edges_of_value)
 
 
 def _counts(model: nn.Module, types: tuple[str, ...], widths: set[int]) -> dict[str, int]:
