@@ -14,8 +14,8 @@ import torch_geometric
 from torch import fx, nn
 
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph, numbered_name
-from gnnpipe.graph.types import Relation
+from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.types import Relation, numbered_name
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from gnnpipe.capture.markers import aggregate
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.capture.trial.facts import Facts
-from gnnpipe.graph.graph import EDGE_DATA, numbered_name
+from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
-from gnnpipe.graph.types import Relation
+from gnnpipe.graph.types import Relation, numbered_name
 
 
 class Recording:

@@ -60,9 +60,9 @@ from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, perfo
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import EDGE_DATA, Graph, relation_of
+from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
-from gnnpipe.graph.types import AdjacencyForm
+from gnnpipe.graph.types import AdjacencyForm, relation_of
 from gnnpipe.output import report_progress, warn
 
 _RULES = {**RULES, **EDGE_RULES, **ATTENTION_RULES}

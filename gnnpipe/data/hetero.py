@@ -17,11 +17,8 @@ from gnnpipe.data.edges import clean_edge_data
 from gnnpipe.data.labels import Labels, clean_labels, clean_targets
 from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES, given_mask, parts_of_split_idx, split_in
-from gnnpipe.graph.graph import EDGE_DATA, Features, numbered_name
-from gnnpipe.graph.types import VertexTypes
-
-_READ = ("edge_weight", "edge_attr")
-"""Edge data that is read for single relations."""
+from gnnpipe.graph.graph import EDGE_DATA, Features
+from gnnpipe.graph.types import RELATION_DATA, VertexTypes, numbered_name
 
 
 def raw_hetero_graph(
@@ -111,7 +108,7 @@ def _edges(
         found = _checked(given.edge_index, place, counts[source], counts[target])
         edges.append(found + np.array([[first[source]], [first[target]]]))
         kinds.append(np.full(found.shape[1], number))
-        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store and k not in _READ]
+        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store and k not in RELATION_DATA]
         if given.weights is not None:
             unused.append(f"the values of {relation}.adj_t")
     return np.concatenate(edges, axis=1), np.concatenate(kinds), unused
@@ -122,7 +119,7 @@ def _relation_data(data: Any, name: str) -> dict[str, Any]:
     found = {}
     for number, relation in enumerate(data.edge_types):
         store, place = data[relation], f"{name}: {', '.join(relation)}"
-        for field in _READ:
+        for field in RELATION_DATA:
             if store.get(field) is None:
                 continue
             if store.get("edge_index") is None:

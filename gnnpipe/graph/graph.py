@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.saved import read_saved, save_graph
-from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes
+from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes, relation_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data, Dataset, HeteroData
@@ -35,17 +35,6 @@ _BLOCK_EDGES = 1 << 20
 
 EDGE_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Fields of ``Graph`` with data of every edge, named as in PyG's ``Data``."""
-
-
-def numbered_name(name: str, number: int) -> str:
-    """Name of what belongs to one of several vertex types or relations: 'edge_attr__0'."""
-    return f"{name}__{number}"
-
-
-def relation_of(field: str) -> int | None:
-    """The relation whose edges alone have this edge data; None if all edges have it."""
-    base, _, number = field.partition("__")
-    return int(number) if number and base in EDGE_DATA else None
 
 
 def chosen_edge_data(

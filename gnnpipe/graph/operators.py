@@ -20,10 +20,10 @@ from torch import Tensor
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.csr import RowCSR
-from gnnpipe.graph.graph import Graph, have_same_pattern, relation_of
+from gnnpipe.graph.graph import Graph, have_same_pattern
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.graph.types import Relation
+from gnnpipe.graph.types import Relation, relation_of
 from gnnpipe.ops.spmm import Kernel, embedding_bag
 
 Int64 = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.files import how_to_write, open_plain
 from gnnpipe.graph.npz_archive import UNREADABLE, opened
 from gnnpipe.graph.pairs import Pairs
-from gnnpipe.graph.types import AdjacencyForm, VertexTypes
+from gnnpipe.graph.types import AdjacencyForm, VertexTypes, relation_of
 
 FORMAT_KEY = "gnnpipe_graph"
 """The array that marks the file; it holds the version of the format."""
@@ -159,10 +159,22 @@ def _fields_of(arrays: Arrays) -> Arrays:
         **{key: arrays[key] for key in ("train_mask", "val_mask", "test_mask")},
         "num_classes": num_classes,
         **{key: arrays.get(key) for key in ("edge_weight", "edge_attr", "edge_type")},
+        "derived": _relation_data(arrays),
         "types": types,
         "pairs": _pairs(arrays, n) if "pairs_indptr" in arrays else None,
         "adjacency": AdjacencyForm(str(arrays["adjacency"].item())),
     }
+
+
+def _relation_data(arrays: Arrays) -> Arrays:
+    """The data of single relations' edges."""
+    found = {key: arrays[key] for key in arrays if relation_of(key) is not None}
+    counts = np.bincount(arrays["edge_type"]) if found else np.zeros(0)
+    for key, array in found.items():
+        number = relation_of(key) or 0
+        count = counts[number] if number < len(counts) else 0
+        _check(array.dtype == np.float32 and array.ndim in (1, 2) and len(array) == count, key)
+    return found
 
 
 def _check(is_sound: bool | np.bool_, key: str) -> None:

@@ -19,6 +19,20 @@ import scipy.sparse as sp
 Relation: TypeAlias = tuple[str, str, str]
 """(source type, name, target type), as in PyG."""
 
+RELATION_DATA = ("edge_weight", "edge_attr")
+"""Kinds of data that single relations' edges may have."""
+
+
+def numbered_name(name: str, number: int) -> str:
+    """Name of what belongs to one of several vertex types or relations: 'edge_attr__0'."""
+    return f"{name}__{number}"
+
+
+def relation_of(field: str) -> int | None:
+    """The number of the relation whose edges alone have this data; None if all edges have it."""
+    kind, _, number = field.partition("__")
+    return int(number) if kind in RELATION_DATA and number.isdigit() else None
+
 
 class AdjacencyForm(StrEnum):
     """The forms in which PyG's models take the edges."""

@@ -58,6 +58,14 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
+def with_relation_data():
+    data = hetero_data()
+    count = data["author", "writes", "paper"].num_edges
+    data["author", "writes", "paper"].edge_attr = torch.rand(count, 3)
+    data["author", "writes", "paper"].edge_weight = torch.rand(count)
+    return data
+
+
 def csr_data():
     return homogeneous(x=torch.eye(40).to_sparse_csr())
 
@@ -73,10 +81,22 @@ def csr_data():
         lambda: Graph.from_pyg(homogeneous(y=None), num_classes=7),
         lambda: Graph.from_pyg(homogeneous(y=None)),
         lambda: Graph.from_pyg(hetero_data()),
+        lambda: Graph.from_pyg(with_relation_data()),
         lambda: load_graph("karate", task="links"),
         lambda: replace(load_graph("karate"), adjacency=AdjacencyForm.CSR),
     ],
-    ids=["dense", "csr", "regression", "several", "no-labels", "bare", "hetero", "links", "adj_t"],
+    ids=[
+        "dense",
+        "csr",
+        "regression",
+        "several",
+        "no-labels",
+        "bare",
+        "hetero",
+        "relation-data",
+        "links",
+        "adj_t",
+    ],
 )
 def test_every_field_comes_back(tmp_path, make):
     graph = make()
@@ -121,7 +141,7 @@ def test_a_run_on_a_saved_graph(tmp_path):
 
 def test_as_a_dataset(tmp_path):
     path = tmp_path / "mine.npz"
-    for made in (homogeneous(), hetero_data(), homogeneous(y=torch.rand(40, 2))):
+    for made in (homogeneous(), with_relation_data(), homogeneous(y=torch.rand(40, 2))):
         task = "regression" if made.get("y", torch.ones(1)).is_floating_point() else ""
         graph = Graph.from_pyg(made, task=task or "classification", name="mine")
         graph.save(path)

@@ -25,8 +25,8 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.graph.adjacency import adjacency_tensor
-from gnnpipe.graph.graph import Features, Graph, relation_of
-from gnnpipe.graph.types import VertexTypes
+from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.types import VertexTypes, relation_of
 
 
 @dataclass(frozen=True, eq=False)
