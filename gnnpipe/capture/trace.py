@@ -410,6 +410,7 @@ def _record(
         # Forward may keep traced values in its module, which later calls would read.
         with unchanged(model), _patched_libraries(opened):
             recording = fx.GraphModule(root, tracer.trace(root))
+            has_drawn = _random_state() != before  # ``unchanged`` takes random numbers back
             _check_buffers(model)
             _choose_target(recording, graph.target)
     except InputError:
@@ -426,7 +427,7 @@ def _record(
             f"{name} cannot be traced: {first_line(error)} ({where}). Make that line independent "
             f"of the data, {BY_HAND}"
         )
-    if _random_state() != before:
+    if has_drawn:
         refuse(
             f"{name}.forward decides by random numbers what it calls (stochastic depth?)",
             "the recording would repeat one decision in every epoch",
