@@ -55,9 +55,10 @@ class RecordedModel(Model):
 
     @property
     def size_text(self) -> str:
-        """Numbers of ops and of aggregations."""
+        """Numbers of ops and of aggregations, and whether edges are random."""
         ops = self.recording.ops
-        return f"{len(ops)} ops, {sum(map(self.recording.aggregates, ops))} aggregations"
+        random = ", random edges in every epoch" if self.edges_are_random else ""
+        return f"{len(ops)} ops, {sum(map(self.recording.aggregates, ops))} aggregations{random}"
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Whether bf16 products apply to some linear map (see ``Model``)."""
