@@ -7,6 +7,7 @@ compute differently from the model is refused with the user's source line.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import operator
 import random
@@ -99,10 +100,12 @@ def trace(
     try:
         model.train()
         frozen = {module for module in model.modules() if not module.training}
-        training = _record(model, method, names, graph, frozen, opened)
+        with unchanged(model):
+            training = _record(model, method, names, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING / 2)
         model.eval()
-        evaluation = _record(model, method, names, graph, frozen, opened)
+        with unchanged(model):
+            evaluation = _record(model, method, names, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING)
     finally:
         for name, module in model.named_modules():
@@ -139,15 +142,10 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 class _Value(fx.Proxy):
     """A recorded value, to which items can be assigned.
 
-    The forward of an opened convolution takes a value for a tensor. Other code does not: a function
-    of torch that cannot record its call would read the memory of a tensor.
+    ``isinstance`` takes it for a tensor in the forward of an opened convolution.
     """
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """``Tensor`` in an opened convolution, for ``isinstance``."""
-        is_opened = getattr(self.__dict__.get("tracer"), "is_in_opened", False)
-        return torch.Tensor if is_opened else _Value
+    _is_param = _is_buffer = False  # read by ``isinstance(value, nn.Parameter)``
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Record the assignment; ``make_out_of_place`` gives later readers the new value."""
@@ -188,7 +186,7 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """An argument of a call; ``fx.Tracer`` would take a recorded value for a constant."""
-        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Records a call as ``fx.Tracer`` does; a recording would lose the model's own autocast."""
@@ -483,11 +481,11 @@ def _random_state() -> tuple[bytes, str, str]:
 def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
     """Context in which aggregations, HeteroConv and checkpointed calls can be traced.
 
-    ``Aggregation`` overrides ``__call__``, which hides it from the tracer; HeteroConv takes the
-    first of a result that is a tuple, which a traced value does not know. A call checkpointed by
-    torch is recorded as the call itself: ``--recompute`` saves the same memory. Functions such as
-    ``torch.zeros`` do not take traced sizes by themselves. ``opened``: classes of convolutions that
-    are recorded call by call.
+    ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides ``__call__``, which
+    hides it from the tracer; HeteroConv takes the first of a result that is a tuple, which a traced
+    value does not know. A call checkpointed by torch is recorded as the call itself:
+    ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take traced
+    sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
     """
     original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
 
@@ -513,13 +511,28 @@ def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
     replaced += _edge_functions(opened)
     for owner, name, function in replaced:
         setattr(owner, name, _recorded_function(function))
+    check = builtins.isinstance
+    builtins.isinstance = partial(_is_instance, check)
     try:
         yield
     finally:
+        builtins.isinstance = check
         pyg.Aggregation.__call__, hetero_conv.group = original, grouping
         CheckpointFunction.apply = checkpointed  # type: ignore[method-assign]
         for owner, name, function in replaced:
             setattr(owner, name, function)
+
+
+def _is_instance(check: Callable[..., bool], value: Any, kinds: Any) -> bool:
+    """``isinstance`` of Python code, to which values in an opened convolution are tensors.
+
+    ``_Value.__class__`` would also deceive torch's C++ code, which then reads memory that is not
+    that of a tensor: ``torch.reshape(x, (x.size(0), -1))`` would end the process.
+    """
+    if check(value, kinds):
+        return True
+    is_opened = type(value) is _Value and getattr(value.tracer, "is_in_opened", False)
+    return is_opened and issubclass(torch.Tensor, kinds)
 
 
 _FACTORIES = (

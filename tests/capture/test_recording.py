@@ -107,3 +107,26 @@ def test_reference_drops_all():
     graph, mesh = small_graph(), Mesh.join(1, 1)
     prepared = prepare(quick_config(chunks=4), mesh, graph, DropsAll())
     assert max(c.largest for c in compare_epochs(graph, prepared, mesh, 3)) < 1e-10
+
+
+class Sizes(nn.Module):
+    """Passes sizes of recorded values to functions of torch that are written in C++."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last = pyg.GCNConv(7, 8), nn.Linear(8, 3)
+
+    def forward(self, x, edge_index):
+        x = torch.reshape(x, (x.size(0), -1))
+        x = torch.full_like(x, x.size(1)) / 7 + torch.narrow(x, 1, 0, x.size(1))
+        h = self.conv(x * torch.linspace(1, 2, x.size(1), dtype=x.dtype), edge_index)
+        return self.last(torch.roll(h, h.size(1) // 2, 1))
+
+
+def test_sizes_are_arguments_of_functions_written_in_cpp():
+    torch.manual_seed(0)
+    model, graph = Sizes(), small_graph()
+    truth = plain_losses(model, graph, 3)
+    run = quick_config(epochs=3, chunks=4, staleness="exact", require_capture=True)
+    found = Trainer(run, graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
