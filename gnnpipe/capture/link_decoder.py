@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.capture.fx_names import first_line, refuse
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutKinds, KeyedDropout
 from gnnpipe.capture.trial.sample_graph import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
@@ -202,7 +203,7 @@ def _try_out(module: nn.Module, width: int) -> _Tried:
     if len([p for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) > 2:
         refuse(f"{name} should take (z, edge_label_index) and nothing more")
     # In the copy all weights have gradients and none is zero.
-    tried = copy.deepcopy(module).double().train().requires_grad_(True)
+    tried = detached_copy(module).double().train().requires_grad_(True)
     perturb_weights(tried, names_of_weights(tried, tried))
     decode: Any = tried.decode
     generator = torch.Generator().manual_seed(0)

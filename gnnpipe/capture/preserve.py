@@ -1,30 +1,36 @@
-"""Leaves a user's module, and the random generators, as they were before it was tried out."""
+"""Leaves a user's module, and the random generators, as they were before a trial."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from gnnpipe.ops.saved_tensors import tensors_in
+
+M = TypeVar("M", bound=nn.Module | None)
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Context that restores attributes, submodules, weights and buffers by reference on exit.
 
-    Forward may assign anything to its module while it is traced or tried out: traced values, rows
-    of a sample, a cached graph. The values inside tensors are not restored.
+    Forward may assign anything to its module while it is traced or tried out, and add to its lists,
+    dicts and sets: traced values, rows of a sample, a cached graph. The values inside tensors are
+    not restored.
     """
-    kept = [
-        (
-            module,
-            dict(module.__dict__),
-            {name: dict(module.__dict__[name]) for name in _DICTS if name in module.__dict__},
-        )
-        for module in model.modules()
+    kept = [(module, dict(vars(module))) for module in model.modules()]
+    filled = [
+        (value, copy.copy(value))
+        for _, attributes in kept
+        for value in attributes.values()
+        if isinstance(value, list | dict | set)
     ]
     states = random.getstate(), np.random.get_state()
     try:
@@ -33,15 +39,25 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        for module, attributes, registered in kept:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, entries in registered.items():
-                module.__dict__[name].clear()
-                module.__dict__[name].update(entries)
+        for module, attributes in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for value, content in filled:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
 
 
-_DICTS = ("_parameters", "_buffers", "_modules")
+def detached_copy(model: M, memo: dict[int, Any] | None = None) -> M:
+    """A deep copy of a module (or ``None``), whose attributes may be results of an earlier forward.
+
+    ``copy.deepcopy`` refuses such tensors; their copies have no autograd graph. ``memo``: as there.
+    """
+    memo = {} if memo is None else memo
+    for module in () if model is None else model.modules():
+        for tensor in tensors_in(vars(module)):
+            if not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from gnnpipe.capture.edge_work.program import EdgeWork
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.capture.trial.facts import Facts
@@ -51,7 +52,7 @@ class Recording:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         """A copy with its own weights; the recorded calls are shared."""
-        twin = copy.deepcopy(self.model, memo)
+        twin = detached_copy(self.model, memo)
         root = nn.Module()
         root.add_module("model", twin)
         for call in self.graph_module.graph.nodes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 from gnnpipe.capture.fx_names import refuse
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -87,7 +87,7 @@ def _that_work(
 def _fault(model: nn.Module, method: str, graph: Graph, names: list[str]) -> InputError | None:
     """The error of a copy of the model on a sample with these fields of edge data."""
     try:
-        tried = copy.deepcopy(model).eval()
+        tried = detached_copy(model).eval()
         dtype = next((p.dtype for p in tried.parameters()), torch.float32)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             make_sample(model, graph, names).call(tried, method, dtype)

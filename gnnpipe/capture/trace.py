@@ -481,9 +481,9 @@ def _random_state() -> tuple[bytes, str, str]:
 def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
     """Context in which aggregations, HeteroConv and checkpointed calls can be traced.
 
-    ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides ``__call__``, which
-    hides it from the tracer; HeteroConv takes the first of a result that is a tuple, which a traced
-    value does not know. A call checkpointed by torch is recorded as the call itself:
+    ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides
+    ``__call__``, which hides it from the tracer; HeteroConv takes the first of a result that is a
+    tuple, which a traced value does not know. A call checkpointed by torch is recorded as the call itself:
     ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take traced
     sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
     """

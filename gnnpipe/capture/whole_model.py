@@ -6,7 +6,6 @@ chunks. Random numbers come from torch's own generator, whose state a checkpoint
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnpipe.capture.fx_names import by_argument, called, fields_of
-from gnnpipe.capture.preserve import unchanged
+from gnnpipe.capture.preserve import detached_copy, unchanged
 from gnnpipe.capture.signature import edge_inputs, method_of
 from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
@@ -179,7 +178,7 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
     """
     graph = model.graph
     sample = make_sample(model.module, graph, model.names)
-    tried = copy.deepcopy(model.module).float().train()
+    tried = detached_copy(model.module).float().train()
     known = {storage_address(t) for t in (*tried.parameters(), *tried.buffers())}
     try:
         with recorded_saved_tensors() as saved:

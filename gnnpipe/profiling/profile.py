@@ -9,7 +9,6 @@ two before the first epoch. It cannot tell apart ops that lie in one step.
 
 from __future__ import annotations
 
-import copy
 import math
 import platform
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -105,7 +105,7 @@ def profile(
         with mesh.on_own_cores(), Step("measuring the model", config.quiet, mesh.rank == 0):
             found = take_profile(config, mesh, graph, model)
     else:
-        prepared = prepare(config, mesh, graph, copy.deepcopy(model))
+        prepared = prepare(config, mesh, graph, detached_copy(model))
         found = hardware_profile(hardware, prepared.model_graph, config)
         found = replace(found, note=f"dataset {prepared.graph.name}; {found.note}")
     if world is None:
@@ -229,7 +229,7 @@ def _compute_times(
         if ranks > 1 or mesh.rank == 0:
             try:
                 alone = World(0, 1, mesh.device)
-                prepared = prepare(one, alone, graph, copy.deepcopy(model))
+                prepared = prepare(one, alone, graph, detached_copy(model))
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
                 samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)
             except InputError as fault:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import statistics
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -181,7 +181,7 @@ def simulate(
         profile = read_profile(config.profile)
 
     def scenario_with(one: TrainConfig) -> Scenario:
-        given = copy.deepcopy(model)
+        given = detached_copy(model)
         if shape is not None:
             return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
         return scenario_of(prepare(one, World.alone(), graph, given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.checkpoint.retention import newest_epoch, newest_whole
 from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
@@ -84,7 +84,7 @@ class TrainedRun:
             make = make_user_model if is_user_model(self.config.model) else built_in_model
             model = make(self.config, graph)
         self.load_into(model.to(number_dtype(self.config)))
-        return ends_at(copy.deepcopy(model), layer)
+        return ends_at(detached_copy(model), layer)
 
 
 def read_trained(run: str | Path, num_ranks: int, changes: Mapping[str, Any]) -> TrainedRun:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from torch import nn
 
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.data.load import configured_graph
@@ -90,7 +90,7 @@ def verify(
     check_verifiable(config)
     planner = None if plan is None else GivenPlan(plan)
     met = world or join_world(config, planner)
-    prepared = prepare(config, met, graph, copy.deepcopy(model), planner, loss_fn)
+    prepared = prepare(config, met, graph, detached_copy(model), planner, loss_fn)
     mesh = Mesh.of(met, prepared.plan.placement, prepared.plan.collectives)
     if graph is None and mesh.rank == 0:
         # Read a second time, so that the reference shares nothing with the run.

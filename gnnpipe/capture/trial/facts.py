@@ -9,7 +9,6 @@ the model itself, run by plain PyG, which reveals an error in a recording or a r
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +29,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import aggregate, by_mode, drop, of_all, of_vertices
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
 from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
@@ -89,7 +89,7 @@ def probe(
     was_in_inference = torch.is_inference_mode_enabled()
     # In inference mode autograd would save nothing that could be counted.
     with torch.inference_mode(False), torch.no_grad():
-        module = copy.deepcopy(recording).double().train()
+        module = detached_copy(recording).double().train()
         cut_vertex_weights(module, vertex_weights(recording), samples[0].counts)
         names = names_of_weights(model, recording)
         perturb_weights(module, names)
@@ -293,7 +293,7 @@ def check_equals_model(
 
 def _plain_copy(model: nn.Module, run: SampleRun) -> nn.Module:
     """A copy of the user's model with the weights of the sample run."""
-    plain = copy.deepcopy(model).double().train()
+    plain = detached_copy(model).double().train()
     paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
     cut_vertex_weights(plain, paths, run.sample.counts)
     perturb_weights(plain, names_of_weights(model, model))

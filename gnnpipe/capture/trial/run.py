@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +21,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import aggregate, by_mode, in_training, num_vertices, of_vertices
+from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, DropoutMode, Form
@@ -263,7 +263,7 @@ def values_on_sample(recording: fx.GraphModule, sample: Sample) -> Found | None:
 
     An aggregation over edges that forward makes has the value of its rows.
     """
-    module = copy.deepcopy(recording).double().train()
+    module = detached_copy(recording).double().train()
     cut_vertex_weights(module, vertex_weights(recording), sample.counts)
     run = SampleRun(recording.graph, module, sample)
     run.types = dict.fromkeys(recording.graph.nodes, "")
