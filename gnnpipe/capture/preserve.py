@@ -47,6 +47,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             value.extend(content) if isinstance(value, list) else value.update(content)
 
 
+def random_state() -> tuple[bytes, str, str]:
+    """The state of the random generators of torch, Python and numpy; equal if none was drawn."""
+    state = torch.random.get_rng_state().numpy().tobytes()
+    return state, str(random.getstate()), str(np.random.get_state())
+
+
 def detached_copy(model: M, memo: dict[int, Any] | None = None) -> M:
     """A deep copy of a module (or ``None``), whose attributes may be results of an earlier forward.
 

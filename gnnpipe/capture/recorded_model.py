@@ -69,14 +69,15 @@ class RecordedModel(Model):
         """Whether forward makes other edges in every epoch, or in evaluation."""
         return self.recording.edges_are_random
 
-    def graph_to_run(self, graph: Graph, dtype: torch.dtype) -> Graph:
+    def graph_to_run(self, graph: Graph, dtype: torch.dtype, seed: int) -> Graph:
         """The graph whose edges the recorded calls read in evaluation; in training unless random.
 
-        ``dtype``: number type of the run.
+        ``dtype``: number type of the run; ``seed``: of edges that are random in evaluation, too.
         """
         if self.recording.edge_work is None:
             return graph
-        sets = self._sets(graph, dtype, False)
+        with random_numbers_of(seed, -1):
+            sets = self._sets(graph, dtype, False)
         for name, value in sets.of_vertices.items():
             self.recording.graph_module.register_buffer(name, value)
         return graph_of_sets(graph, sets)
@@ -155,10 +156,11 @@ def _edge_work(
     is_other = sample.graph.types is not None or sample.graph.has_matrix_form
     if is_other or not works_on_edges(recording):
         return None, (sample, sample)
-    values = values_on_sample(recording, sample)
-    if values is None:
+    found_values = values_on_sample(recording, sample)
+    if found_values is None:
         return None, (sample, sample)
-    work = separate(recording, values, sample.counts[""])
+    values, random_calls = found_values
+    work = separate(recording, values, sample.counts[""], random_calls)
     given = sample.edges[EDGES], sample.edge_data, sample.counts[""], torch.float64
     found = []
     for is_training in (True, False):

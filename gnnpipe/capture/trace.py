@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import inspect
 import operator
-import random
 import sys
 import traceback
 import types
@@ -20,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch_geometric.utils
 from torch import fx, nn
@@ -47,7 +45,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import drop
-from gnnpipe.capture.preserve import unchanged
+from gnnpipe.capture.preserve import random_state, unchanged
 from gnnpipe.capture.rewrite import (
     check_vertex_weights,
     join_modes,
@@ -403,12 +401,12 @@ def _record(
 ) -> fx.GraphModule:
     root, tracer = _ModelCall(model, method), _Tracer(names, graph, frozen, opened)
     name = type(model).__name__
-    before = _random_state()
+    before = random_state()
     try:
         # Forward may keep traced values in its module, which later calls would read.
         with unchanged(model), _patched_libraries(opened):
             recording = fx.GraphModule(root, tracer.trace(root))
-            has_drawn = _random_state() != before  # ``unchanged`` takes random numbers back
+            has_drawn = random_state() != before  # ``unchanged`` takes random numbers back
             _check_buffers(model)
             _choose_target(recording, graph.target)
     except InputError:
@@ -470,11 +468,6 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
 
 def _autocast_state() -> tuple[bool, bool]:
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _random_state() -> tuple[bytes, str, str]:
-    state = torch.random.get_rng_state().numpy().tobytes()
-    return state, str(random.getstate()), str(np.random.get_state())
 
 
 @contextmanager

@@ -336,13 +336,13 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     return graph.reduced_to(model.edge_inputs)
 
 
-def with_edge_work(graph: Graph, model: Model, dtype: torch.dtype, world: World) -> Graph:
+def with_edge_work(graph: Graph, model: Model, config: TrainConfig, world: World) -> Graph:
     """Returns the graph with the edges that the model's forward makes, on every rank alike."""
     inner = model.inner if isinstance(model, PairModel) else model
     error: InputError | None = None
     try:
         if isinstance(inner, RecordedModel):
-            graph = inner.graph_to_run(graph, dtype)
+            graph = inner.graph_to_run(graph, number_dtype(config), config.seed)
     except InputError as fault:
         error = fault
     world.agree(error)

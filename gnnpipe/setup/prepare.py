@@ -95,7 +95,7 @@ def prepare(
     with Step("recording the model", config.quiet, world.rank == 0):
         chosen = choose_model(model, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
-    graph = with_edge_work(given, chosen, dtype, world)
+    graph = with_edge_work(given, chosen, config, world)
     model_graph = describe(chosen, graph)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)

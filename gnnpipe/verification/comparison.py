@@ -245,7 +245,7 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
                 f"--model {inner.name}: draws other edges in every epoch, which verify does not "
                 "follow; verify the model with the random part set to 0"
             )
-        read = inner.graph_to_run(read, dtype)
+        read = inner.graph_to_run(read, dtype, config.seed)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
     user = _user_model(staged, inner, whole, graph)
     return Reference(config, whole, ChunkWalk(staged, cut, config), user, prepared.loss_fn)

@@ -361,6 +361,16 @@ class DropWeights(TwoLayers):
         return super().forward(x / (1 + degree(kept[0], x.size(0))[:, None]), edge_index)
 
 
+class HalfOfTheEdges(TwoLayers):
+    """Draws edges by a function that nothing but its draws shows to be random."""
+
+    def edges(self, x, edge_index):
+        if self.training:
+            count = edge_index.size(1)
+            edge_index = edge_index[:, torch.multinomial(torch.ones(count), count // 2)]
+        return (edge_index,)
+
+
 class DropInTutorial(DropEdge):
     conv = TutorialConv
 
@@ -389,7 +399,7 @@ def plain_with_drawn_edges(kind, graph, epochs):
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("kind", RANDOM, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*RANDOM, HalfOfTheEdges], ids=lambda kind: kind.__name__)
 def test_random_edges_equal_plain_pyg(kind, chunks, graph):
     config = quick_config(epochs=4, chunks=chunks, staleness="exact", require_capture=True)
     trainer = Trainer(config, graph=graph, model=made(kind))
@@ -397,6 +407,26 @@ def test_random_edges_equal_plain_pyg(kind, chunks, graph):
     truth, logits = plain_with_drawn_edges(kind, graph, 4)
     assert losses == pytest.approx(truth, rel=1e-9)
     assert torch.allclose(trainer.predict(), logits, 1e-8, 1e-9)
+
+
+class DropInEvaluation(TwoLayers):
+    """Drops edges whatever the mode, as PyG's ``dropout_edge`` does by default."""
+
+    def edges(self, x, edge_index):
+        return (dropout_edge(edge_index, p=0.4)[0],)
+
+
+def test_random_edges_of_evaluation_follow_the_seed_alone(graph):
+    """Otherwise ranks, whose generators differ, would run on different graphs."""
+
+    def logits(state, seed):
+        model = made(DropInEvaluation)
+        torch.manual_seed(state)
+        run = quick_config(chunks=4, staleness="exact", seed=seed, require_capture=True)
+        return Trainer(run, graph=graph, model=model).predict()
+
+    assert torch.equal(logits(1, 0), logits(2, 0))
+    assert not torch.equal(logits(1, 0), logits(1, 1))
 
 
 def random_losses_on_ranks(shapes, staleness):

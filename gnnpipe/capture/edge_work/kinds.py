@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch_geometric import utils
 
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input
 from gnnpipe.capture.markers import by_mode, drop, with_items
@@ -90,19 +87,3 @@ def _is_plain(call: fx.Node) -> bool:
     module = getattr(call.target, "__module__", "") or ""
     is_marker = module.startswith("gnnpipe.") and call.target not in (with_items, by_mode, drop)
     return call.op == "call_function" and not is_marker
-
-
-def is_random(call: fx.Node) -> bool:
-    """Whether a call draws random numbers."""
-    if call.op == "call_method":
-        return str(call.target) in _RANDOM_METHODS
-    return call.target in _RANDOM
-
-
-_RANDOM: frozenset[Any] = frozenset(
-    {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.randint}
-    | {torch.randperm, drop}
-    | {utils.dropout_edge, utils.dropout_adj, utils.dropout_node, utils.dropout_path}
-    | {utils.add_random_edge, utils.negative_sampling, utils.shuffle_node, utils.mask_feature}
-)
-_RANDOM_METHODS = ("bernoulli", "uniform", "normal", "exponential", "random")

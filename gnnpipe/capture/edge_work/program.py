@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric import seed_everything
 
-from gnnpipe.capture.edge_work.kinds import Kind, is_random, reads_shape
+from gnnpipe.capture.edge_work.kinds import Kind, reads_shape
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input, refuse
 from gnnpipe.capture.markers import by_mode, drop
 from gnnpipe.errors import InputError
@@ -36,10 +36,15 @@ class ProgramWriter:
         kinds: Mapping[fx.Node, Kind],
         values: Mapping[fx.Node, Any],
         num_vertices: int,
+        random_calls: Collection[fx.Node],
     ) -> None:
-        """``values``: of all calls on a sample with ``num_vertices`` vertices."""
+        """``values``: of all calls on a sample with ``num_vertices`` vertices.
+
+        ``random_calls``: calls that draw random numbers there.
+        """
         self._recording, self._kinds, self._values = recording, kinds, values
-        self._n = num_vertices
+        self._n, self._random_calls = num_vertices, random_calls
+        self._random_copies: set[fx.Node] = set()
         self._graph = fx.Graph()
         self._inputs: dict[str, fx.Node] = {}
         self._made: dict[str, fx.Node] = {}
@@ -47,7 +52,7 @@ class ProgramWriter:
         self._constants = nn.Module()
         for call in recording.graph.nodes:
             # In the order of forward, so that random numbers are those of plain PyG.
-            if kinds[call] is Kind.EDGES and is_random(call):
+            if kinds[call] is Kind.EDGES and (call in random_calls or call.target is drop):
                 self.copy(call)
 
     def input(self, name: str) -> fx.Node:
@@ -84,6 +89,12 @@ class ProgramWriter:
         self._graph.eliminate_dead_code()
         return fx.GraphModule(self._constants, self._graph)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the finished program gives other edges each time, or in evaluation."""
+        copies = self._random_copies.intersection(self._graph.nodes)
+        return IS_TRAINING in self._inputs or bool(copies)
+
     def _copy(self, call: fx.Node) -> fx.Node:
         if is_input(call, EDGES, *EDGE_DATA):
             return self.input(str(call.target))
@@ -96,8 +107,10 @@ class ProgramWriter:
         if call.target is drop:
             kwargs = {"p": kwargs["probability"], "training": self.input(IS_TRAINING)}
             return self._graph.call_function(F.dropout, args, kwargs)
-        if is_random(call):
-            return self._graph.create_node(call.op, call.target, args, kwargs)
+        if call in self._random_calls:
+            made = self._graph.create_node(call.op, call.target, args, kwargs)
+            self._random_copies.add(made)
+            return made
         return self._add(call.op, call.target, args, kwargs)
 
     def _argument(self, source: fx.Node) -> Any:
@@ -138,7 +151,7 @@ def _values_of_matrix(matrix: Tensor) -> Tensor:
 
 @contextmanager
 def random_numbers_of(seed: int, epoch: int) -> Iterator[None]:
-    """Context with the random numbers that make the edges of an epoch (from 0)."""
+    """Context with the random numbers that make the edges of an epoch (from 0; -1: evaluation)."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -171,17 +184,13 @@ class EdgeWork:
     """Returns ends, weights, data and values of vertices as in ``EdgeSets``; ends may be pairs."""
     data_sets: Mapping[str, int]
     """The set of each value of edges, by its name."""
+    is_random: bool
+    """The edges differ between the epochs, or between training and evaluation."""
 
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph`` with edge data that the program reads."""
         return frozenset(self._names & set(EDGE_DATA))
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the edges differ between the epochs, or between training and evaluation."""
-        calls = self.program.graph.nodes
-        return IS_TRAINING in self._names or any(is_random(call) for call in calls)
 
     @property
     def _names(self) -> set[str]:

@@ -9,7 +9,7 @@ data, and buffers with values of vertices. Calls on messages, from ``x[source]``
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,16 +44,24 @@ def works_on_edges(recording: fx.GraphModule) -> bool:
     return any(kinds[user] is Kind.OTHER for call in works for user in call.users)
 
 
-def separate(recording: fx.GraphModule, values: Mapping[fx.Node, Any], n: int) -> EdgeWork:
+def separate(
+    recording: fx.GraphModule,
+    values: Mapping[fx.Node, Any],
+    n: int,
+    random_calls: Collection[fx.Node],
+) -> EdgeWork:
     """Take the work on edges out of a recording.
 
-    ``values``: of every call on a sample with ``n`` vertices of one type. The values of vertices
-    that the recording then has are those of the sample.
+    ``values``: of every call on a sample with ``n`` vertices of one type; ``random_calls``: calls
+    that draw random numbers there. The values of vertices that the recording then has are those of
+    the sample.
 
     Raises:
         InputError: Work that does not run chunk by chunk.
     """
-    return _Separator(recording, kinds_of(recording), values, n).run()
+    kinds = kinds_of(recording)
+    program = ProgramWriter(recording, kinds, values, n, random_calls)
+    return _Separator(recording, kinds, values, n, program).run()
 
 
 class _Separator:
@@ -63,9 +71,10 @@ class _Separator:
         kinds: Mapping[fx.Node, Kind],
         values: Mapping[fx.Node, Any],
         n: int,
+        program: ProgramWriter,
     ) -> None:
         self.recording, self.kinds, self.values, self.n = recording, dict(kinds), dict(values), n
-        self.program = ProgramWriter(recording, self.kinds, self.values, n)
+        self.program = program
         self.messages: set[fx.Node] = set()
         """Calls with features or weights whose values belong to edges."""
         self.of_rows: set[fx.Node] = set()
@@ -98,7 +107,8 @@ class _Separator:
             {str(m.target): value for value, m in self._vertex_values.items()},
         )
         sets = {str(made.target): number for (number, _), made in self._data.items()}
-        return EdgeWork(self.program.finish(outputs), sets)
+        program = self.program.finish(outputs)
+        return EdgeWork(program, sets, self.program.is_random)
 
     def _visit(self, call: fx.Node) -> None:
         """Change a call that depends on features or weights, if it works on edges."""

@@ -21,7 +21,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import aggregate, by_mode, in_training, num_vertices, of_vertices
-from gnnpipe.capture.preserve import detached_copy
+from gnnpipe.capture.preserve import detached_copy, random_state
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, DropoutMode, Form
@@ -258,25 +258,32 @@ class SampleRun:
         return torch.allclose(found, whole[own], 1e-9, 1e-12)
 
 
-def values_on_sample(recording: fx.GraphModule, sample: Sample) -> Found | None:
+def values_on_sample(
+    recording: fx.GraphModule, sample: Sample
+) -> tuple[Found, set[fx.Node]] | None:
     """The values of all calls on a sample, in training without dropout; None if a call fails.
 
-    An aggregation over edges that forward makes has the value of its rows.
+    Also returns the calls that draw random numbers. An aggregation over edges that forward makes
+    has the value of its rows.
     """
     module = detached_copy(recording).double().train()
     cut_vertex_weights(module, vertex_weights(recording), sample.counts)
     run = SampleRun(recording.graph, module, sample)
     run.types = dict.fromkeys(recording.graph.nodes, "")
+    random_calls = set()
     with torch.no_grad(), DropoutMode():
         for call in recording.graph.nodes:
             if call.op == "output":
                 break
             try:
+                before = random_state()
                 is_made = call.target is aggregate and len(call.all_input_nodes) > 1
                 run.whole[call] = run.whole[call.all_input_nodes[0]] if is_made else run.value(call)
             except InputError:
                 return None
-    return run.whole
+            if random_state() != before:
+                random_calls.add(call)
+    return run.whole, random_calls
 
 
 def _name_of_block_work(conv: nn.Module, call: fx.Node) -> str:
