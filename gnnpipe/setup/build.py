@@ -356,6 +356,7 @@ class _RankBuilder:
             mesh,
             prepared.dtype,
             {name for t in prepared.dag.sends(mesh.stage) for name in t.widths},
+            prepared.given_edges is not None,
         )
 
     def _history_specs(self) -> dict[str, HistorySpec]:

@@ -67,6 +67,7 @@ class Forecaster:
         mesh: Mesh,
         dtype: torch.dtype,
         leaving: Collection[str],
+        edges_are_random: bool = False,
     ) -> None:
         """Prepare the forecast of one stage.
 
@@ -78,6 +79,7 @@ class Forecaster:
             mesh: The ranks.
             dtype: Number type of values.
             leaving: Names of the values that go to other stages.
+            edges_are_random: An epoch reads rows that ``structures`` do not read.
         """
         self.stage_module, self.histories, self.mesh = stage_module, histories, mesh
         self.num_rows = {name: len(own) for name, own in probes.own.items()}
@@ -99,7 +101,7 @@ class Forecaster:
             self._neighbours[a.structure_key] = _Neighbours(
                 structure, probes.own[a.vertex_type], dtype
             )
-            if not isinstance(structure, Everyone):
+            if not isinstance(structure, Everyone) and not edges_are_random:
                 # Rows whose drift is measured count as stale: drift is the error of the forecast.
                 measured = None if history.drift is None else history.drift.rows
                 self._stale[a.structure_key] = StaleRows(structure, history.layout, measured)
