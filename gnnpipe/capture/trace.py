@@ -476,9 +476,9 @@ def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
 
     ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides
     ``__call__``, which hides it from the tracer; HeteroConv takes the first of a result that is a
-    tuple, which a traced value does not know. A call checkpointed by torch is recorded as the call itself:
-    ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take traced
-    sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
+    tuple, which a traced value does not know. A call checkpointed by torch is recorded as the call
+    itself: ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take
+    traced sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
     """
     original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
 
