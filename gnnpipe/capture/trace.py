@@ -98,12 +98,10 @@ def trace(
     try:
         model.train()
         frozen = {module for module in model.modules() if not module.training}
-        with unchanged(model):
-            training = _record(model, method, names, graph, frozen, opened)
+        training = _record(model, method, names, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING / 2)
         model.eval()
-        with unchanged(model):
-            evaluation = _record(model, method, names, graph, frozen, opened)
+        evaluation = _record(model, method, names, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING)
     finally:
         for name, module in model.named_modules():
