@@ -50,7 +50,7 @@ def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
         refuse(
             f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
             "edge_index (or adj_t)",
-            "wrap it in a module that does",
+            "wrap it in a module with forward(self, x, edge_index), which may ignore edge_index",
         )
     named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     known = list(graph.edge_data)
