@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import is_input
-from gnnpipe.graph.operators import EVERYONE, SUM, WEIGHTED
+from gnnpipe.graph.operators import BY_EDGES, EVERYONE, SUM, WEIGHTED
 
 PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
 """Functions and methods that multiply matrices."""
@@ -89,6 +89,12 @@ def in_training(now: Any, kept: Any) -> Any:
     """Batch statistics ``now`` [1, F] in training, running ones ``kept`` [F] in evaluation."""
     del kept
     return now
+
+
+def is_of_all(call: fx.Node) -> bool:
+    """Whether an aggregation is over all vertices, whatever the edges are."""
+    structure = str(call.kwargs["structure"])
+    return structure.startswith(EVERYONE) and not structure.startswith(BY_EDGES)
 
 
 def is_sum(call: fx.Node) -> bool:

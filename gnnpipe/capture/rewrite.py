@@ -23,7 +23,15 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import PRODUCTS, aggregate, by_mode, drop, of_vertices, with_items
+from gnnpipe.capture.markers import (
+    PRODUCTS,
+    aggregate,
+    by_mode,
+    drop,
+    is_of_all,
+    of_vertices,
+    with_items,
+)
 from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 
@@ -81,6 +89,10 @@ def join_modes(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
     Calls of the same functions with the same settings in the same order are one call. Where such a
     call reads another value in evaluation, it reads ``by_mode`` of both values.
     """
+    if any("edges" in call.kwargs for one in (training, evaluation) for call in one.graph.nodes):
+        # So that an aggregation over other edges in evaluation is the same call.
+        _name_given_edges(training)
+        _name_given_edges(evaluation)
     calls, others = list(training.graph.nodes), list(evaluation.graph.nodes)
     of_evaluation = {other: call for call, other in _common(calls, others)}
     place = next(iter(calls))
@@ -97,6 +109,17 @@ def join_modes(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
         place = call
 
 
+def _name_given_edges(recording: fx.GraphModule) -> None:
+    """Add the edges to aggregations over the graph's own edges, as those over others have them."""
+    inputs = {str(c.target): c for c in recording.graph.nodes if c.op == "placeholder"}
+    for call in recording.graph.nodes:
+        if call.target is not aggregate or "edges" in call.kwargs or is_of_all(call):
+            continue
+        is_weighted = str(call.kwargs["structure"]).endswith(WEIGHTED)
+        weight = inputs.get("edge_weight") if is_weighted else None
+        call.kwargs = {**call.kwargs, "edges": inputs[EDGES], "edge_weight": weight}
+
+
 def _common(calls: list[fx.Node], others: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
     """Pairs of calls of the same functions with the same settings in the same order."""
     tokens = [_token(call) for call in calls], [_token(call) for call in others]
@@ -110,7 +133,7 @@ def _token(call: fx.Node) -> str:
     """The function of a call and its settings; equal for a dropout that is on or off."""
     if call.target in (drop, operator.pos):
         return "dropout"
-    settings = fx.node.map_arg((call.args, dict(call.kwargs)), lambda _: "value")
+    settings = fx.node.map_arg((call.args, dict(sorted(call.kwargs.items()))), lambda _: "value")
     return f"{call.op} {call.target} {settings}"
 
 
@@ -133,7 +156,7 @@ def _read_by_mode(call: fx.Node, other: fx.Node, of_evaluation: Mapping[fx.Node,
 def _inputs(call: fx.Node) -> list[fx.Node]:
     """The values that a call reads, in the order of its arguments."""
     found: list[fx.Node] = []
-    fx.node.map_arg((call.args, dict(call.kwargs)), found.append)
+    fx.node.map_arg((call.args, dict(sorted(call.kwargs.items()))), found.append)
     return found
 
 

@@ -27,6 +27,7 @@ from torch_geometric.utils import (
 )
 
 from gnnpipe import Trainer
+from gnnpipe.capture import capture
 from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.runtime.comm.mesh import Mesh
 
@@ -328,6 +329,15 @@ class DropEdge(TwoLayers):
         return (dropout_edge(edge_index, p=0.4, training=self.training)[0],)
 
 
+class DropInTraining(TwoLayers):
+    """Without an argument for the mode; the edges of evaluation are those given."""
+
+    def edges(self, x, edge_index):
+        if self.training:
+            edge_index = edge_index[:, torch.rand(edge_index.size(1)) > 0.5]
+        return (edge_index,)
+
+
 class DropEdgeByHand(TwoLayers):
     """Another mask in each layer; a maximum runs on blocks."""
 
@@ -380,7 +390,15 @@ class DropMessages(ByHand):
         return super().forward(x, dropout_edge(edge_index, p=0.4, training=self.training)[0])
 
 
-RANDOM = [DropEdge, DropEdgeByHand, HalfOfTheEdges, DropWeights, DropInTutorial, DropMessages]
+RANDOM = [
+    DropEdge,
+    DropInTraining,
+    DropEdgeByHand,
+    HalfOfTheEdges,
+    DropWeights,
+    DropInTutorial,
+    DropMessages,
+]
 
 
 def plain_with_drawn_edges(kind, graph, epochs):
@@ -427,6 +445,12 @@ def test_random_edges_of_evaluation_follow_the_seed_alone(graph):
 
     assert torch.equal(logits(1, 0), logits(2, 0))
     assert not torch.equal(logits(1, 0), logits(1, 1))
+
+
+@pytest.mark.parametrize("kind", [DropEdge, DropInTraining])
+def test_other_edges_in_evaluation_are_no_further_aggregation(kind, graph):
+    recording = capture(made(kind), graph).recording
+    assert sum(map(recording.aggregates, recording.ops)) == 2
 
 
 def random_losses_on_ranks(shapes, staleness):

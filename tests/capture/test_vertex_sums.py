@@ -172,8 +172,7 @@ def test_with_frozen_weights_stale_sums_become_exact(name, monkeypatch):
 
 def test_verify_refuses_stale_sums():
     graph, mesh = small_graph(), Mesh.alone()
-    with pytest.warns(UserWarning, match="sums over all vertices"):
-        prepared = prepare(quick_config(chunks=4), mesh, graph, VirtualNode())
+    prepared = prepare(quick_config(chunks=4), mesh, graph, VirtualNode())
     with pytest.raises(InputError, match="--staleness exact"):
         compare_epochs(graph, prepared, mesh, 1)
 

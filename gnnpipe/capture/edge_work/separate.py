@@ -30,8 +30,8 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import PRODUCTS, aggregate, drop, of_vertices
-from gnnpipe.graph.operators import BY_EDGES, EVERYONE, RELATION, WEIGHTED
+from gnnpipe.capture.markers import PRODUCTS, aggregate, drop, is_of_all, of_vertices
+from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 _SHAPING = ("view", "reshape", "unsqueeze", "expand", "expand_as", "long", "to", "contiguous")
 _SHAPING_FUNCTIONS = (torch.unsqueeze, torch.reshape, operator.getitem)
@@ -213,8 +213,7 @@ class _Separator:
     def _change_aggregation(self, call: fx.Node) -> None:
         settings: dict[str, Any] = dict(call.kwargs)
         structure = str(settings["structure"])
-        is_of_all = structure.startswith(EVERYONE) and not structure.startswith(BY_EDGES)
-        if is_of_all:
+        if is_of_all(call):
             return
         if RELATION in structure:
             refuse("RGCNConv together with work on edges in forward")
