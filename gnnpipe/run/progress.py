@@ -32,7 +32,7 @@ class Progress:
         self._live: RichProgress | None = None
         self._last = 0.0
         self._scores = ""
-        self._update: Callable[[str], None] = lambda text: None
+        self._update: Callable[[int, str], None] = lambda n, text: None
 
     def say(self, text: str) -> None:
         """Log a line, and print it."""
@@ -56,7 +56,8 @@ class Progress:
                 console=self.console,
             )
             task = live.add_task("", total=self.epochs, completed=self._done)
-            self._update = lambda text: live.update(task, advance=1, description=text)
+            # A restored run repeats epochs.
+            self._update = lambda n, text: live.update(task, completed=n, description=text)
             self._live = live
             live.start()
         return self
@@ -82,7 +83,7 @@ class Progress:
                 f"test {score(s.test_metric)}"
             )
         if self._live is not None:
-            self._update(text + self._scores)
+            self._update(row.epoch, text + self._scores)
         now = time.monotonic()
         if row.scores is not None or row.epoch in (1, self.epochs) or now - self._last > 10:
             self._last = now
