@@ -423,7 +423,7 @@ class GPS(nn.Module):
 
 
 class GPSConvs(nn.Module):
-    """PyG's GPSConv, which gathers all vertices for its attention: runs as a whole model."""
+    """PyG's GPSConv with the attention of Performer."""
 
     def __init__(self, num_features: int, num_outputs: int, args: Namespace) -> None:
         super().__init__()

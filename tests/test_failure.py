@@ -265,9 +265,9 @@ def test_restore_goes_back_with_half_the_learning_rate(poisoned, tmp_path):
     seen = []
 
     def bad(epoch, training):
-        """All six chunks of epoch 5, the first two times that it is trained."""
+        """All four chunks of epoch 5, the first two times that it is trained."""
         seen.append(epoch if training else -1)
-        return training and epoch == 5 and seen.count(5) <= 12
+        return training and epoch == 5 and seen.count(5) <= 8
 
     poisoned(bad)
     run = config(tmp_path / "run", on_nan="restore", checkpoint_every=2)

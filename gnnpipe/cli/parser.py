@@ -38,7 +38,9 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0]
         name = word.split("=")[0]
         others = [n for n, c in commands.items() if name in c._option_string_actions]
-        if others and word.startswith("--"):
+        # A word that begins a flag of this command, such as --layer for --layers, is a slip.
+        is_slip = any(flag.startswith(name) for flag in self._option_string_actions)
+        if others and word.startswith("--") and not is_slip:
             raise InputError(
                 f"{word}: not a flag of `{self.prog}` but of `gnnpipe {others[0]}`; leave it out"
             )
