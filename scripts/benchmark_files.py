@@ -1,13 +1,23 @@
-"""What the tables of a benchmark are kept in beside its page: a csv and a picture."""
+"""Writes generated pages, and the csv and the picture of a benchmark beside its page."""
 
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+
+
+def write_page(path: Path, text: str) -> int:
+    """Write a generated page; with --check only compare it. Returns the script's exit code."""
+    if "--check" in sys.argv[1:]:
+        return int(not path.exists() or path.read_text(encoding="utf-8") != text)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path.relative_to(FOLDER.parents[1])}")
+    return 0
 
 
 def write_csv(name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -25,6 +25,8 @@ from torch_geometric.nn import conv as convs
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmark_files import write_page  # noqa: E402
+
 from gnnpipe.capture import capture  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.graph.graph import Graph  # noqa: E402
@@ -246,12 +248,7 @@ def page() -> str:
 
 def main() -> int:
     warnings.simplefilter("ignore")
-    text = page()
-    if "--check" in sys.argv[1:]:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
+    return write_page(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch_geometric.data import Data
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import write_page  # noqa: E402
 from ogb_models import make_model  # noqa: E402
 from ogb_recipes import RECIPES, SOURCES, Recipe  # noqa: E402
 from ogb_run import prepared_graph  # noqa: E402
@@ -335,12 +336,7 @@ def _recipes(script: str) -> list[str]:
 
 def main() -> int:
     warnings.simplefilter("ignore")
-    text = page()
-    if "--check" in sys.argv[1:]:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
+    return write_page(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -79,6 +79,11 @@ class PairModel(Model):
         return PairStageModule(self, inner) if self.num_ops in ops else inner
 
 
+def without_pairs(model: Model) -> Model:
+    """The model that makes the rows, without the op that scores pairs."""
+    return model.inner if isinstance(model, PairModel) else model
+
+
 class PairStageModule(StageModule):
     """The last stage: ops of the inner model, then the scores.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gnnpipe.capture import RecordedModel, WholeModel, capture
-from gnnpipe.capture.link_decoder import PairModel
+from gnnpipe.capture.link_decoder import PairModel, without_pairs
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_stages
@@ -278,7 +278,7 @@ def _wrong_width(width: int, graph: Graph) -> str:
 
 def reason_not_recorded(model: Model) -> str:
     """Returns why a model runs as it is; '' if it can be cut into chunks and stages."""
-    inner = model.inner if isinstance(model, PairModel) else model
+    inner = without_pairs(model)
     return inner.reason if isinstance(inner, WholeModel) else ""
 
 
@@ -338,7 +338,7 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
 
 def with_edge_work(graph: Graph, model: Model, config: TrainConfig, world: World) -> Graph:
     """Returns the graph with the edges that the model's forward makes, on every rank alike."""
-    inner = model.inner if isinstance(model, PairModel) else model
+    inner = without_pairs(model)
     error: InputError | None = None
     try:
         if isinstance(inner, RecordedModel):
@@ -351,7 +351,7 @@ def with_edge_work(graph: Graph, model: Model, config: TrainConfig, world: World
 
 def edges_are_random(model: Model) -> bool:
     """Returns whether the model's forward makes other edges in every epoch, or in evaluation."""
-    inner = model.inner if isinstance(model, PairModel) else model
+    inner = without_pairs(model)
     return isinstance(inner, RecordedModel) and inner.edges_are_random
 
 

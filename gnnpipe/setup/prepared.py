@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.capture import RecordedModel
-from gnnpipe.capture.link_decoder import PairModel
+from gnnpipe.capture.link_decoder import without_pairs
 from gnnpipe.config import StalenessSettings, TrainConfig
 from gnnpipe.graph.chunking import Chunking, renumber
 from gnnpipe.graph.graph import Graph
@@ -79,7 +79,7 @@ class Prepared:
         values of vertices [N, ...] in the order given.
         """
         assert self.given_edges is not None
-        inner = self.model.inner if isinstance(self.model, PairModel) else self.model
+        inner = without_pairs(self.model)
         assert isinstance(inner, RecordedModel)
         graph, values = inner.graph_of_epoch(self.given_edges, self.dtype, self.config.seed, epoch)
         return renumber(graph, self.chunking), values

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnpipe.capture.link_decoder import PairModel
+from gnnpipe.capture.link_decoder import without_pairs
 from gnnpipe.capture.markers import drop
 from gnnpipe.capture.recorded_model import RecordedModel
 from gnnpipe.config.validation import check_verifiable
@@ -123,7 +123,7 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
 
 def reference_text(prepared: Prepared) -> str:
     """Returns the printed line about the model that the run is compared with."""
-    inner = _inner(prepared.model)
+    inner = without_pairs(prepared.model)
     if _has_twin(inner):
         return "reference: a second implementation of the layers, on one device"
     if isinstance(inner, RecordedModel):
@@ -231,7 +231,7 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     forward = [a for a in prepared.program.stages[0] if a.kind is ActionKind.FORWARD]
     positions = list(dict.fromkeys(a.position for a in forward))
     cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions)
-    inner = _inner(model)
+    inner = without_pairs(model)
     if _has_twin(inner):
         assert isinstance(inner, GNN)
         kinds = [_TWINS[type(layer)] for layer in inner.stack()]
@@ -253,11 +253,6 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
 
 _TWINS = {MODELS[name]: name for name in LAYERS}
 """Built-in layers that ``reference_models`` also has."""
-
-
-def _inner(model: Model) -> Model:
-    """Returns the model without the scores of pairs."""
-    return model.inner if isinstance(model, PairModel) else model
 
 
 def _has_twin(model: Model) -> bool:

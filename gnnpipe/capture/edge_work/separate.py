@@ -115,13 +115,13 @@ class _Separator:
         if any(source in self.of_rows for source in call.all_input_nodes):
             self.of_rows.add(call)
         edges = self._edges_of(call)
-        on_edges = [s for s in call.all_input_nodes if s in self.messages or self._is_long(s)]
+        on_edges = [s for s in call.all_input_nodes if s in self.messages or self.is_long(s)]
         if call.target is aggregate:
             self._change_aggregation(call)
         elif self._multiplies_by_matrix(call):
             self._change_product(call)
         elif self._runs_on_blocks(call) and edges is not None:
-            if self._is_update(call):
+            if isinstance(self.module_of(call), EdgeUpdate):
                 self.messages.add(call)
             elif any(s in self.messages and s in self.of_rows for s in on_edges):
                 self._make_fragment(call)
@@ -136,24 +136,23 @@ class _Separator:
         else:
             for source in call.all_input_nodes:
                 if self.kinds[source] is Kind.EDGES:
-                    call.replace_input_with(source, self._vertex_value(source, call))
+                    call.replace_input_with(source, self.vertex_value(source, call))
 
     def _runs_on_blocks(self, call: fx.Node) -> bool:
-        return isinstance(self._module(call), MessagePassing | EdgeModule)
+        return isinstance(self.module_of(call), MessagePassing | EdgeModule)
 
-    def _is_update(self, call: fx.Node) -> bool:
-        return isinstance(self._module(call), EdgeUpdate)
-
-    def _module(self, call: fx.Node) -> nn.Module | None:
+    def module_of(self, call: fx.Node) -> nn.Module | None:
+        """The module that is called."""
         if call.op != "call_module":
             return None
         return self.recording.get_submodule(str(call.target))
 
     def _edges_of(self, call: fx.Node) -> fx.Node | None:
         """The [2, E] value that a call reads."""
-        return next((s for s in call.all_input_nodes if self._are_ends(s)), None)
+        return next((s for s in call.all_input_nodes if self.are_ends(s)), None)
 
-    def _are_ends(self, call: fx.Node) -> bool:
+    def are_ends(self, call: fx.Node) -> bool:
+        """Whether a value made of the edges is [2, E]: sources and targets."""
         value = self.values.get(call)
         return (
             self.kinds[call] is Kind.EDGES
@@ -163,7 +162,7 @@ class _Separator:
             and not value.is_floating_point()
         )
 
-    def _is_long(self, call: fx.Node) -> bool:
+    def is_long(self, call: fx.Node) -> bool:
         """Whether a value made of edges or of their data has a row for each edge, or is [2, E]."""
         if self.kinds[call] not in (Kind.EDGES, Kind.EDGE_DATA):
             return False
@@ -189,7 +188,7 @@ class _Separator:
                 self._data[key] = self.recording.graph.placeholder(name)
         return self._data[key]
 
-    def _vertex_value(self, source: fx.Node, call: fx.Node) -> fx.Node:
+    def vertex_value(self, source: fx.Node, call: fx.Node) -> fx.Node:
         """A buffer of the recording with a value for each vertex, or with one value."""
         value, copied = self.values[source], self.program.copy(source)
         if isinstance(value, int | float):
@@ -253,12 +252,12 @@ class _Separator:
         for source in call.all_input_nodes:
             if source is edges:
                 call.replace_input_with(source, made)
-            elif self._is_long(source):
+            elif self.is_long(source):
                 call.replace_input_with(source, self._data_of(number, source))
             elif source in self.messages:
                 self._change_message(source, number, call)
             elif self.kinds[source] is Kind.EDGES:
-                call.replace_input_with(source, self._vertex_value(source, call))
+                call.replace_input_with(source, self.vertex_value(source, call))
 
     def _change_message(self, message: fx.Node, number: int, call: fx.Node) -> None:
         """Let a value of edges, made of their data and weights, read the data of a set."""
@@ -267,7 +266,7 @@ class _Separator:
         for source in message.all_input_nodes:
             if source in self.messages:
                 self._change_message(source, number, call)
-            elif self._is_long(source):
+            elif self.is_long(source):
                 message.replace_input_with(source, self._data_of(number, source))
 
     def _make_fragment(self, call: fx.Node) -> None:
@@ -277,7 +276,7 @@ class _Separator:
             refuse(f"{name_of(call)} adds up values of edges without rows of vertices", call=call)
         number, made = self._set(writer.ends())
         rows = [
-            self._vertex_value(row, call) if self.kinds[row] is Kind.EDGES else row
+            self.vertex_value(row, call) if self.kinds[row] is Kind.EDGES else row
             for row in writer.rows
         ]
         data = [self._data_of(number, value) for value in writer.data]
@@ -322,10 +321,9 @@ class _FragmentWriter:
                 before = self._graph.placeholder(f"value_{number}")
             self._inputs[source].replace_all_uses_with(before)
             self._graph.erase_node(self._inputs[source])
-        source, target = self._pair()
+        _, target = self._pair()
         for index, made in self._indices.items():
             made.args = (self._edges, 1 if index is target else 0)
-        del source
         self._graph.output(result)
         return fx.GraphModule(self._modules, self._graph)
 
@@ -376,7 +374,8 @@ class _FragmentWriter:
         """Whether a value [E] numbers vertices."""
         if self._of.kinds[call] is not Kind.EDGES or not self._is_whole_number(call):
             return False
-        is_part = call.target is operator.getitem and self._of._are_ends(call.args[0])  # type: ignore[arg-type]
+        whole = call.args[0] if call.target is operator.getitem else None
+        is_part = isinstance(whole, fx.Node) and self._of.are_ends(whole)
         return bool(self._of.values[call].dim() == 1 and (is_part or not _is_shaping(call)))
 
     def _copy(self, call: fx.Node) -> fx.Node:
@@ -386,7 +385,7 @@ class _FragmentWriter:
 
     def _make(self, call: fx.Node) -> fx.Node:
         of, kind = self._of, self._of.kinds[call]
-        if of._are_ends(call):
+        if of.are_ends(call):
             whole = of.program.copy(call)
             if self._whole not in (None, whole):
                 self._refuse("reads several sets of edges")
@@ -401,7 +400,7 @@ class _FragmentWriter:
         if call is not self._end and is_row and not reads_shape(call):
             return self._input(call, self.rows)
         is_shaped_index = self._is_whole_number(call) and _is_shaping(call)
-        if of._is_long(call) and not is_shaped_index:
+        if of.is_long(call) and not is_shaped_index:
             return self._input(call, self.data)
         if kind is Kind.EDGES and isinstance(of.values[call], Tensor) and not is_shaped_index:
             return self._input(call, self.rows)
@@ -413,7 +412,7 @@ class _FragmentWriter:
         return self._inputs[call]
 
     def _copy_call(self, call: fx.Node) -> fx.Node:
-        module = self._of._module(call)
+        module = self._of.module_of(call)
         if call.op == "get_attr":
             self._modules[str(call.target)] = attribute(self._of.recording, str(call.target))
             return self._graph.get_attr(str(call.target))
