@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from gnnpipe.version import __version__
 
 if TYPE_CHECKING:
+    from gnnpipe.callbacks.callback import Callback
+    from gnnpipe.callbacks.loggers import TensorBoardLogger, WandbLogger
     from gnnpipe.config import TrainConfig
     from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
+    from gnnpipe.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.perf.profile import Profile
     from gnnpipe.plan.cluster import Cluster
     from gnnpipe.profiling.profile import profile
@@ -21,9 +24,6 @@ if TYPE_CHECKING:
     from gnnpipe.run.info import Info, info
     from gnnpipe.run.result import RunResult
     from gnnpipe.run.resume import resumed_config
-    from gnnpipe.train.callbacks import Callback
-    from gnnpipe.train.loggers import TensorBoardLogger, WandbLogger
-    from gnnpipe.train.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.train.trainer import Trainer
     from gnnpipe.verification.comparison import Comparison
     from gnnpipe.verification.verify import Verification, verify
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "Callback": "gnnpipe.train.callbacks",
+    "Callback": "gnnpipe.callbacks.callback",
     "Cluster": "gnnpipe.plan.cluster",
     "Comparison": "gnnpipe.verification.comparison",
     "FailedError": "gnnpipe.errors",
@@ -69,15 +69,15 @@ _HOME = {
     "LostRankError": "gnnpipe.errors",
     "Profile": "gnnpipe.perf.profile",
     "RunResult": "gnnpipe.run.result",
-    "SeedsResult": "gnnpipe.train.multi_seed",
+    "SeedsResult": "gnnpipe.multi_seed",
     "Simulation": "gnnpipe.profiling.simulate",
     "StoppedError": "gnnpipe.errors",
-    "TensorBoardLogger": "gnnpipe.train.loggers",
+    "TensorBoardLogger": "gnnpipe.callbacks.loggers",
     "TrainConfig": "gnnpipe.config",
     "Trainer": "gnnpipe.train.trainer",
     "Verification": "gnnpipe.verification.verify",
-    "WandbLogger": "gnnpipe.train.loggers",
-    "fit_seeds": "gnnpipe.train.multi_seed",
+    "WandbLogger": "gnnpipe.callbacks.loggers",
+    "fit_seeds": "gnnpipe.multi_seed",
     "info": "gnnpipe.run.info",
     "profile": "gnnpipe.profiling.profile",
     "resumed_config": "gnnpipe.run.resume",

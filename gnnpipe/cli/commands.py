@@ -99,8 +99,8 @@ def _train(options: argparse.Namespace) -> int:
             print("\n".join(result_lines(result)), flush=True)
         trainer.close()
         return ExitCode.DONE
+    from gnnpipe.multi_seed import fit_seeds
     from gnnpipe.setup.prepare import join_world
-    from gnnpipe.train.multi_seed import fit_seeds
 
     world = join_world(config)
     found = fit_seeds(config, options.seeds, world=world)

@@ -1,1 +1,1 @@
-"""Compose, loop, record: from a config to a trained model and the folder of its run."""
+"""The trainer, its loop over epochs, and evaluation."""

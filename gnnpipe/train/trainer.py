@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.callbacks.callback import Callback, Callbacks
+from gnnpipe.callbacks.loggers import with_loggers
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
 from gnnpipe.data.load import configured_graph, unlabelled_graph
@@ -33,6 +35,7 @@ from gnnpipe.planner import GivenPlan
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
+from gnnpipe.run.predictions import Part, check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
@@ -61,11 +64,8 @@ from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
-from gnnpipe.train.callbacks import Callback, Callbacks
 from gnnpipe.train.evaluate import evaluate, results_by_chunk
-from gnnpipe.train.loggers import with_loggers
 from gnnpipe.train.loop import Loop
-from gnnpipe.train.shared_file import Part, check_new_file, write_shared
 
 if TYPE_CHECKING:
     from torch_geometric.data import Dataset
@@ -488,7 +488,7 @@ class Trainer:
             mesh, prepared, rank_runtime = self._ready()
             count = prepared.graph.vertex_counts[prepared.graph.target]
             compute = partial(_predicted, prepared, rank_runtime)
-            width = write_shared(Path(path), mesh, count, compute)
+            width = write_predictions(Path(path), mesh, count, compute)
         if mesh.rank == 0:
             say(f"{path}: {count:,} rows of {width}", self.config.quiet)
 

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gnnpipe.callbacks.callback import Callback, RunningTrainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.result import RunResult
-from gnnpipe.train.callbacks import Callback, RunningTrainer
 
 FLUSH_EVERY_S = 5.0
 

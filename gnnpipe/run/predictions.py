@@ -1,4 +1,4 @@
-"""Writes one .npy file of rows from all ranks, without gathering the rows on any rank."""
+"""Writes the predictions of all ranks to one .npy file, without gathering them on any rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_new_file(path: str | Path, world: World) -> None:
     world.agree(error)
 
 
-def write_shared(
+def write_predictions(
     path: Path, world: World, num_rows: int, compute: Callable[[], Iterable[Part]]
 ) -> int:
     """Write the rows that ``compute`` returns on each rank to a new file [num_rows, C].

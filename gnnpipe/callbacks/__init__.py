@@ -1,0 +1,1 @@
+"""Callbacks and loggers: code of the user that runs during training."""
