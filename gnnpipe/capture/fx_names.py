@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,12 +35,6 @@ def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:
     """
     place = "" if call is None else _line_of(call)
     raise InputError(f"model: {wrong}{place}" + (f"; {hint}" if hint else "")) from None
-
-
-def called(model: nn.Module, method: str) -> Callable[..., Any]:
-    """The model for 'forward' (so that hooks run), else its bound method."""
-    found: Callable[..., Any] = model if method == "forward" else getattr(model, method)
-    return found
 
 
 def input_name(kind: str, number: int) -> str:

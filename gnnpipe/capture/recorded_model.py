@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from gnnpipe.capture.call import method_of
 from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
 from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.signature import edge_inputs, method_of
+from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace

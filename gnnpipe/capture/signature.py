@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import nn
-from torch_geometric import nn as pyg
 
+from gnnpipe.capture.call import Arguments, arguments_of, method_of, parameters_of
 from gnnpipe.capture.fx_names import refuse
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.trial.sample_graph import make_sample
@@ -15,43 +13,21 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import warn
 
-_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
-
-
-def method_of(model: nn.Module, graph: Graph) -> str:
-    """'encode' for link prediction if the model has it, as PyG's models do; else 'forward'."""
-    encodes = inspect.ismethod(getattr(model, "encode", None))  # False for a layer named encode.
-    return "encode" if graph.pairs is not None and encodes else "forward"
-
 
 def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
     """Parameters of a method of the model that get the graph's edge data of the same name.
 
-    With several vertex types, 'edge_attr_dict' or 'edge_attr' gets a dict by relation. A parameter
+    A method that takes one PyG ``Data`` gets all edge data in it. With several vertex types,
+    'edge_attr_dict' or 'edge_attr' gets a dict by relation. A parameter
     with a default is left out, with a warning, if the model fails with it on a sample and works
     without it (PyG's PNA takes ``edge_attr``, and uses it only with ``edge_dim``).
 
     Raises:
-        InputError: Unless the method takes features, then edges, and has defaults for all other
-            parameters that the graph lacks.
+        InputError: Unless the method takes what ``Arguments`` lists, and has defaults for all
+            other parameters that the graph lacks.
     """
-    owner = model
-    if method == "encode" and isinstance(model, pyg.GAE):
-        owner, method = model.encoder, "forward"  # GAE.encode passes its arguments on.
-    parameters = list(inspect.signature(getattr(owner, method)).parameters.values())
-    name = f"{type(owner).__name__}.{method}"
-    # A second argument without a default takes the edges, whatever its name.
-    second = parameters[1] if len(parameters) > 1 else None
-    if (
-        second is None
-        or parameters[0].name in _EDGE_NAMES
-        or (second.name not in _EDGE_NAMES and second.default is not second.empty)
-    ):
-        refuse(
-            f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
-            "edge_index (or adj_t)",
-            "wrap it in a module with forward(self, x, edge_index), which may ignore edge_index",
-        )
+    kind = arguments_of(model, method)
+    name, parameters = parameters_of(model, method)
     named = [p for p in parameters[2:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     known = list(graph.edge_data)
     if graph.types is not None:
@@ -59,6 +35,10 @@ def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
         known = [name for kind in kinds for name in (f"{kind}_dict", kind)]
     if graph.has_weighted_adjacency:
         known.remove("edge_weight")  # passed as the values of the matrix
+    if kind is Arguments.DATA:
+        return [field for field in known if graph.types is None or field.endswith("_dict")]
+    if kind is Arguments.FEATURES:
+        return []
     for p in named:
         if p.default is p.empty and p.name not in known:
             refuse(

@@ -28,6 +28,7 @@ from torch_geometric.nn.attention import PerformerAttention
 from torch_geometric.nn.conv import hetero_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from gnnpipe.capture.call import called
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
 from gnnpipe.capture.edge_work.modules import EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
@@ -35,7 +36,6 @@ from gnnpipe.capture.fx_names import (
     EDGES,
     FEATURES,
     by_argument,
-    called,
     fields_of,
     first_line,
     input_name,
@@ -73,12 +73,12 @@ _SHARE_OF_RECORDING = 0.5
 class _ModelCall(nn.Module):
     """Calls the model with features, edges and edge data; other parameters keep their defaults."""
 
-    def __init__(self, model: nn.Module, method: str) -> None:
+    def __init__(self, model: nn.Module, method: str, form: AdjacencyForm) -> None:
         super().__init__()
-        self.model, self._method = model, method
+        self.model, self._method, self._form = model, method, form
 
     def forward(self, x: Any, edges: Any, carried: Any) -> Any:
-        return called(self.model, self._method)(x, edges, **carried)
+        return called(self.model, self._method, self._form)(x, edges, **carried)
 
 
 def trace(
@@ -397,7 +397,7 @@ def _record(
     frozen: Collection[nn.Module],
     opened: Collection[type],
 ) -> fx.GraphModule:
-    root, tracer = _ModelCall(model, method), _Tracer(names, graph, frozen, opened)
+    root, tracer = _ModelCall(model, method, graph.adjacency), _Tracer(names, graph, frozen, opened)
     name = type(model).__name__
     before = random_state()
     try:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnnpipe.capture.fx_names import by_argument, called, fields_of
+from gnnpipe.capture.call import called, method_of
+from gnnpipe.capture.fx_names import by_argument, fields_of
 from gnnpipe.capture.preserve import detached_copy, unchanged
-from gnnpipe.capture.signature import edge_inputs, method_of
+from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.adjacency import adjacency_tensor
@@ -75,6 +76,7 @@ class WholeStageModule(StageModule):
 
     def __init__(self, model: WholeModel) -> None:
         self._model, self._module = model, model.module
+        self._called = called(model.module, model.method, model.graph.adjacency)
         self._device = torch.device("cpu")
         self._edges: Any = None
         self._carried: dict[str, Any] = {}
@@ -99,7 +101,7 @@ class WholeStageModule(StageModule):
         if self._module.training != rows.training:
             self._module.train(rows.training)
         x = self._x[""] if "" in self._x else dict(self._x)
-        found = called(self._module, self._model.method)(x, self._edges, **self._carried)
+        found = self._called(x, self._edges, **self._carried)
         if isinstance(found, Mapping):
             found = found.get(self._model.graph.target)
         return {}, {"x": _checked(found, self._model)}

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GAE, GATConv
 
 from gnnpipe.verification.reference_dropout import drop
@@ -334,8 +335,16 @@ class UserModel(WholeModel):
         # PyG's GAE passes all arguments on to its encoder.
         named: Any = module.encoder if isinstance(module, GAE) else call
         named = inspect.signature(named.forward if isinstance(named, nn.Module) else named)
+        first, *others = named.parameters.values()
         data = {name: v for name, v in graph.edge_data.items() if name in named.parameters}
-        if "" in graph.x:
+        has_edges = first.kind is first.VAR_POSITIONAL or any(
+            p.default is p.empty or "edge" in p.name or "adj" in p.name for p in others[:1]
+        )
+        if not has_edges:
+            is_data = first.name in ("data", "batch", "graph", "g", "inputs")
+            is_data = is_data or first.annotation in (Data, HeteroData, "Data")
+            rows = call(self._data() if is_data else graph.features)
+        elif "" in graph.x:
             rows = call(graph.features, self._edges(data), **data)
         else:
             by_relation = {
@@ -344,7 +353,7 @@ class UserModel(WholeModel):
                 if name.removesuffix("_dict") in graph.relation_data
             }
             rows = call(dict(graph.x), dict(graph.edges), **by_relation)
-            rows = rows[self._target] if isinstance(rows, Mapping) else rows
+        rows = rows[self._target] if isinstance(rows, Mapping) else rows
         found: Tensor = rows
         if graph.pairs is None:
             return found
@@ -352,6 +361,24 @@ class UserModel(WholeModel):
             scores: Tensor = decode(found, graph.pairs)
             return scores.reshape(-1, 1)
         return score_pairs(graph.pairs, found, found)
+
+    def _data(self) -> Data | HeteroData:
+        """Returns the graph as one PyG object."""
+        graph = self._graph
+        if "" in graph.x:
+            fields = dict(graph.edge_data)
+            edges = self._edges(fields)
+            name = "edge_index" if graph.adjacency == "edge_index" else "adj_t"
+            return Data(x=graph.features, num_nodes=len(graph.features), **{name: edges}, **fields)
+        data = HeteroData()
+        for kind, rows in graph.x.items():
+            data[kind].x = rows
+        for relation, ends in graph.edges.items():
+            data[relation].edge_index = ends
+        for kind, by_relation in graph.relation_data.items():
+            for relation, values in by_relation.items():
+                data[relation][kind] = values
+        return data
 
     def _edges(self, data: dict[str, Tensor]) -> Any:
         """Returns the edges in the form in which they were given; takes the weights of a matrix."""

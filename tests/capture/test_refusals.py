@@ -167,15 +167,15 @@ class Needs(nn.Module):
         return x
 
 
-class NoEdges(nn.Module):
-    def forward(self, x):
+class EdgesFirst(nn.Module):
+    def forward(self, edge_index, x):
         return x
 
 
 def test_forward_must_take_features_and_edges():
     wrong = (
         (Needs(), "needs 'batch'"),
-        (NoEdges(), "then edge_index"),
+        (EdgesFirst(), "then edge_index"),
         (Needs, "is the class Needs"),
     )
     for model, message in wrong:

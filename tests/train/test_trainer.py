@@ -237,10 +237,15 @@ def test_a_run_with_a_passed_graph_does_not_pretend_to_be_another(tmp_path):
         Trainer(TrainConfig.from_dict(values | {"out": "off"})).fit()
 
 
+class Identity(torch.nn.Module):
+    def forward(self, edge_index):
+        return edge_index
+
+
 def test_parts_of_the_wrong_kind_are_refused():
     config = TrainConfig(layers=3, hidden=8, out="off", quiet=True)
-    with pytest.raises(InputError, match=r"Linear\.forward\(input\) should take features"):
-        Trainer(config, model=torch.nn.Linear(2, 2)).fit()
+    with pytest.raises(InputError, match=r"Identity\.forward\(edge_index\) should take features"):
+        Trainer(config, model=Identity()).fit()
     with pytest.raises(InputError, match=r"Graph\.from_pyg"):
         Trainer(config, graph=object()).fit()
     with pytest.raises(InputError, match="--split"):

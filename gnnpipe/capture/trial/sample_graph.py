@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gnnpipe.capture.call import called
 from gnnpipe.capture.edge_work.program import EdgeSets, graph_of_sets
 from gnnpipe.capture.fx_names import (
     EDGES,
     FEATURES,
     by_argument,
-    called,
     fields_of,
     first_line,
     input_name,
@@ -78,7 +78,7 @@ class Sample:
         if self.graph.types is None:
             given = (x[""], self._form(EDGES, dtype))
         try:
-            return called(model, method)(*given, **carried)
+            return called(model, method, self.graph.adjacency)(*given, **carried)
         except Exception as error:
             refuse(f"fails on a sample in plain PyG: {first_line(error)}")
 

@@ -1,0 +1,175 @@
+"""Models whose forward takes one PyG Data, or features alone, equal plain PyG."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import plain_pyg_losses, pyg_data, small_graph
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import MLP, GATConv, GCNConv, HeteroConv, SAGEConv
+from torch_geometric.transforms import ToSparseTensor
+
+from gnnpipe import Graph, InputError, TrainConfig, Trainer, verify
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There exist node types"),
+]
+
+
+class OfData(torch.nn.Module):
+    """As in PyG's introduction: forward takes the whole object."""
+
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.first, self.second = GCNConv(inputs, 8), GATConv(8, classes, edge_dim=2)
+
+    def forward(self, data):
+        x = self.first(data.x, data.edge_index).relu() / data.num_nodes
+        return self.second(x, data.edge_index, data.edge_attr)
+
+
+class OfMatrix(torch.nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.conv = SAGEConv(inputs, classes)
+
+    def forward(self, data):
+        return self.conv(data.x, data.adj_t)
+
+
+class OfTypes(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.first = HeteroConv(
+            {
+                ("paper", "to", "paper"): SAGEConv((-1, -1), 8),
+                ("author", "writes", "paper"): SAGEConv((-1, -1), 8),
+            }
+        )
+        self.last = torch.nn.Linear(8, classes)
+
+    def forward(self, data):
+        rows = self.first(data.x_dict, data.edge_index_dict)
+        return self.last(rows["paper"].relu())
+
+
+class AsItIs(OfData):
+    def forward(self, data):
+        if float(data.x.detach().sum()) > 1e9:
+            return self.second(data.x, data.edge_index)
+        return super().forward(data)
+
+
+def data_with_attributes():
+    torch.manual_seed(0)
+    data = pyg_data(small_graph())
+    data.edge_attr = torch.rand(data.num_edges, 2)
+    return data
+
+
+def hetero_data():
+    torch.manual_seed(0)
+    data = HeteroData()
+    data["paper"].x, data["author"].x = torch.randn(40, 5), torch.randn(20, 3)
+    data["paper"].y = torch.arange(40) % 3
+    data["paper"].train_mask = torch.arange(40) < 25
+    data["paper"].val_mask = torch.arange(40) // 5 == 5
+    data["paper"].test_mask = torch.arange(40) >= 30
+    data["paper", "to", "paper"].edge_index = torch.randint(0, 40, (2, 120))
+    both = torch.stack([torch.randint(0, 20, (80,)), torch.randint(0, 40, (80,))])
+    data["author", "writes", "paper"].edge_index = both
+    return data
+
+
+def losses(data, model, chunks=1, **settings):
+    config = TrainConfig(
+        epochs=3, lr=0.01, out="off", quiet=True, chunks=chunks, dtype="float64", **settings
+    )
+    if chunks > 1:
+        config = replace(config, staleness="exact")
+    trainer = Trainer(config, graph=Graph.from_pyg(data), model=model)
+    return [row.loss for row in trainer.fit().history]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("kind", [OfData, OfMatrix])
+def test_one_data(kind, chunks):
+    data = data_with_attributes()
+    if kind is OfMatrix:
+        data.edge_attr = None
+        data = ToSparseTensor(layout=torch.sparse_csr)(data)
+    torch.manual_seed(1)
+    model = kind(data.num_features, int(data.y.max()) + 1).double()
+    plain = kind(data.num_features, int(data.y.max()) + 1).double()
+    plain.load_state_dict(model.state_dict())
+    given = data.clone()
+    given.x = given.x.double()
+    if kind is OfData:
+        given.edge_attr = given.edge_attr.double()
+    else:
+        given.adj_t = given.adj_t.to(torch.float64)
+    expected = plain_pyg_losses(plain, given, (given,), 3)
+    assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_several_types(chunks):
+    data, model = hetero_data(), OfTypes(3).double()
+    given = data.clone()
+    for name in ("paper", "author"):
+        given[name].x = given[name].x.double()
+    with torch.no_grad():
+        model(given)
+    plain = OfTypes(3).double()
+    plain.load_state_dict(model.state_dict())
+    expected = plain_pyg_losses(plain, data["paper"], (given,), 3)
+    assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_model_that_runs_as_it_is():
+    data = data_with_attributes()
+    model, plain = (AsItIs(data.num_features, 3).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    given = data.clone()
+    given.x, given.edge_attr = given.x.double(), given.edge_attr.double()
+    expected = plain_pyg_losses(plain, given, (given,), 3)
+    assert losses(data, model) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_features_alone(chunks):
+    data = data_with_attributes()
+    data.edge_attr = None
+    torch.manual_seed(1)
+    model = MLP([data.num_features, 8, 3], norm=None).double()
+    plain = MLP([data.num_features, 8, 3], norm=None).double()
+    plain.load_state_dict(model.state_dict())
+    expected = plain_pyg_losses(plain, data, (data.x.double(),), 3)
+    assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
+
+
+def test_verify_calls_them_too():
+    config = TrainConfig(
+        chunks=3, staleness="exact", quiet=True, out="off", epochs=2, dtype="float64"
+    )
+    for model in (OfData(7, 3), MLP([7, 8, 3], norm=None)):
+        data = data_with_attributes()
+        if isinstance(model, MLP):
+            data.edge_attr = None
+        assert verify(config, graph=Graph.from_pyg(data), model=model).is_equal
+
+
+def test_what_a_data_lacks_is_named():
+    class Needs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = GCNConv(7, 3)
+
+        def forward(self, data):
+            return self.conv(data.x, data.edge_index) + data.offsets
+
+    data = data_with_attributes()
+    data.edge_attr = None
+    with pytest.raises(InputError, match="offsets"):
+        losses(data, Needs())
