@@ -22,7 +22,7 @@ _DATA_NAMES = ("data", "batch", "graph", "g", "inputs")
 
 
 class Arguments(Enum):
-    """What forward takes."""
+    """Kinds of arguments that a forward takes."""
 
     FEATURES_AND_EDGES = auto()
     """``forward(x, edge_index, ...)``."""
@@ -48,7 +48,7 @@ def parameters_of(model: nn.Module, method: str) -> tuple[str, list[inspect.Para
 
 
 def arguments_of(model: nn.Module, method: str) -> Arguments:
-    """What the method takes; ``InputError`` if features and edges have no place in it."""
+    """Kind of the method's arguments; ``InputError`` if it takes no features."""
     name, parameters = parameters_of(model, method)
     first, second = (*parameters[:2], None, None)[:2]
     if first is None or first.name in EDGE_NAMES or first.kind is first.KEYWORD_ONLY:
