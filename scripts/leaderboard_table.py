@@ -240,9 +240,9 @@ PREFACE = """# Recipes of OGB's leaderboards
 This page lists commands that train the models of OGB's vertex leaderboards on whole graphs, the
 published scores, and memory and time by estimate. `scripts/leaderboard_table.py` writes the page.
 
-The scripts take the flags of OGB's own examples (`--num_layers`, `--hidden_channels`, `--lr`,
-`--runs`, ...) and those of gnnpipe's shapes (`--stages`, `--shards`, `--chunks`, `--staleness`);
-`--help` lists all. They train ten seeds (papers100M: three) and print, as OGB's logger does, mean
+The scripts take the flags of OGB's own examples (layers, hidden channels, learning rate, runs and
+so on) and those of gnnpipe's shapes (`--stages`, `--shards`, `--chunks`, `--staleness`); `--help`
+lists all. They train ten seeds (papers100M: three) and print, as OGB's logger does, mean
 and standard deviation of the test score at the best validation score. OGB's files are downloaded,
 or [put where the scripts find them](how-to/read-your-graph.md#ogbs-datasets-from-disk).
 
@@ -277,7 +277,8 @@ training vertices. With the data, `gnnpipe info` is more exact:
 
 Models of more than 32 layers are extrapolated from 8 and 16 layers. The time of models with sums
 over all vertices (SGFormer, Polynormer, GPS) is estimated too high. On papers100M, BatchNorm needs
-the rows of all vertices, also where only 1 % of them are trained on; try `--norm layer`.
+the rows of all vertices, also where only 1 % of them are trained on; try LayerNorm
+(`ogbn_papers100m.py --norm layer`).
 
 | recipe | 1 x 80 GB | 4 x 24 GB |
 |---|---|---|
