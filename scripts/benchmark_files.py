@@ -1,14 +1,27 @@
-"""Writes generated pages, and the csv and the picture of a benchmark beside its page."""
+"""Reads the rows of a benchmark; writes its page, and the csv and the picture beside the page."""
 
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+
+
+def read_rows(data: Path) -> list[dict[str, Any]]:
+    """The rows of a file with one JSON object in each line; empty if there is no file yet."""
+    if not data.exists():
+        return []
+    return [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+
+
+def read_cells(data: Path) -> dict[str, dict[str, Any]]:
+    """The rows by cell; of several rows of a cell the last one."""
+    return {row["cell"]: row for row in read_rows(data)}
 
 
 def write_page(path: Path, text: str) -> int:

@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import read_rows  # noqa: E402
 from fidelity import commit  # noqa: E402
 from fidelity_cells import SHARED  # noqa: E402
 
@@ -44,12 +45,6 @@ KINDS = {"float32": [], "rows": ["--comm-dtype", "bf16"], "products": ["--matmul
 Row = dict[str, Any]
 
 
-def rows() -> list[Row]:
-    if not DATA.exists():
-        return []
-    return [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-
-
 def run(graphs: list[str], seeds: int) -> None:
     for seed in range(seeds):
         for graph in graphs:
@@ -60,7 +55,7 @@ def run(graphs: list[str], seeds: int) -> None:
 
 def one(graph: str, model: str, kind: str, seed: int) -> None:
     row: Row = {"graph": graph, "model": model, "kind": kind, "seed": seed}
-    if any(row.items() <= old.items() for old in rows()):
+    if any(row.items() <= old.items() for old in read_rows(DATA)):
         return
     with tempfile.TemporaryDirectory() as place:
         command = [
@@ -119,7 +114,7 @@ def one(graph: str, model: str, kind: str, seed: int) -> None:
 
 
 def report() -> None:
-    found = rows()
+    found = read_rows(DATA)
     if not found:
         raise SystemExit(f"{DATA}: no runs yet; first `run`")
     days, made = sorted({r["date"][:10] for r in found}), sorted({r["commit"] for r in found})

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import peers  # noqa: E402
-from benchmark_files import bars, write_csv  # noqa: E402
+from benchmark_files import bars, read_rows, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "gpu_speed.md"
@@ -197,12 +197,8 @@ def write(row: dict[str, Any]) -> None:
     print(row["cell"], short or row["results"], flush=True)
 
 
-def rows_of() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in DATA.read_text().splitlines()]
-
-
 def report(args: argparse.Namespace) -> None:
-    rows = rows_of()
+    rows = read_rows(DATA)
     last = rows[-1]
     epochs = [row for row in rows if row["cell"].split("|")[1] != "product"]
     names = list(dict.fromkeys(name for row in epochs for name in row["results"]))

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from kill_ranks import ranks
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_GROWTH = 0.01
 
@@ -64,7 +66,7 @@ def main() -> int:
     step = options.epochs // 50
     while process.poll() is None:
         done = epochs(folder / "run")
-        for pid in children(process.pid) if done >= options.epochs // 10 else []:
+        for pid in ranks(process.pid) if done >= options.epochs // 10 else []:
             seen = looks.setdefault(pid, [])
             if not seen or done >= seen[-1][0] + step:
                 with contextlib.suppress(OSError):  # it has just ended
@@ -81,14 +83,6 @@ def main() -> int:
         wrong |= growth > MOST_GROWTH or left > opened
     shutil.rmtree(folder)
     return int(wrong)
-
-
-def children(pid: int) -> list[int]:
-    """Of torchrun: the ranks."""
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def held(pid: int) -> tuple[int, int]:

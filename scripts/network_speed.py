@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_files import bars, write_csv  # noqa: E402
+from benchmark_files import bars, read_cells, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 from namespaces import Hosts  # noqa: E402
 
@@ -103,12 +103,6 @@ class Contender:
             process.kill()
 
 
-def done() -> dict[str, dict[str, Any]]:
-    if not DATA.exists():
-        return {}
-    return {row["cell"]: row for row in map(json.loads, DATA.read_text().splitlines())}
-
-
 def measure(cell: dict[str, Any], repeats: int, names: Sequence[str]) -> dict[str, Any]:
     every = contenders(cell["hosts"], cell["chunks"], cell["model"])
     # All ranks of all contenders are in memory at the same time.
@@ -156,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
                         "chunks": args.chunks,
                     }
                     key = "|".join(str(v) for v in cell.values()) + ("|best" if args.best else "")
-                    if key in done():
+                    if key in read_cells(DATA):
                         continue
                     results = measure(cell, args.repeats, BEST if args.best else args.contenders)
                     row = {
@@ -196,7 +190,7 @@ def geometric(values: list[float]) -> float:
 
 
 def report(args: argparse.Namespace) -> None:
-    every = sorted(done().values(), key=lambda row: (row["graph"], row["model"]))
+    every = sorted(read_cells(DATA).values(), key=lambda row: (row["graph"], row["model"]))
     best = [row for row in every if "graph best" in row["results"]]
     rows = [row for row in every if row not in best]
     commits = sorted({row["commit"] for row in rows})

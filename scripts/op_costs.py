@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import read_rows  # noqa: E402
 from fidelity import commit  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "op_costs.md"
@@ -32,10 +33,6 @@ DATA = Path(os.environ.get("OP_DATA", ROOT / "docs" / "benchmarks" / "data" / "o
 PLACES = {0: "first", 1: "middle", 3: "last"}
 
 Row = dict[str, Any]
-
-
-def done() -> list[Row]:
-    return [json.loads(line) for line in DATA.read_text().splitlines()] if DATA.exists() else []
 
 
 def cell(row: Row) -> tuple[str, str, int]:
@@ -53,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         graph = load(name)
         for model in args.models:
             for width in args.widths:
-                if (name, model, width) in {cell(row) for row in done()}:
+                if (name, model, width) in {cell(row) for row in read_rows(DATA)}:
                     continue
                 rows = measure(graph, name, model, width)
                 with DATA.open("a") as file:
@@ -126,7 +123,7 @@ def by_planner(row: Row) -> float:
 
 def report(args: argparse.Namespace) -> None:
     del args
-    rows = done()
+    rows = read_rows(DATA)
     says: dict[str, Callable[[Row], float]] = {
         "measured": lambda row: float(row["c"]),
         "planner": by_planner,

@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import read_rows  # noqa: E402
 from fidelity import commit  # noqa: E402
 from namespaces import Hosts  # noqa: E402
 from predicted_speed import GRAPHS  # noqa: E402
@@ -53,12 +54,6 @@ HALF, SHORTER, SAME = 0.5, 0.25, 0.1
 PORT = 29617
 
 Row = dict[str, Any]
-
-
-def rows() -> list[Row]:
-    if not DATA.exists():
-        return []
-    return [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
 
 
 def wires_share(trace: dict[str, Any]) -> float:
@@ -153,7 +148,7 @@ def measure(hosts: Hosts, place: Path) -> None:
     """All shapes at one rate; what is done is not made again."""
     where = {"hosts": hosts.count, "mbit": hosts.mbit}
     cells = [where | {"shape": list(shape)} for shape in SHAPES[hosts.count]]
-    done = rows()
+    done = read_rows(DATA)
     left = [cell for cell in cells if not any(cell.items() <= row.items() for row in done)]
     if not left:
         return
@@ -181,7 +176,7 @@ def truth(row: Row, faster: Row | None) -> str:
 
 
 def report() -> None:
-    found = {(row["hosts"], tuple(row["shape"]), row["mbit"]): row for row in rows()}
+    found = {(row["hosts"], tuple(row["shape"]), row["mbit"]): row for row in read_rows(DATA)}
     if not found:
         raise SystemExit(f"{DATA}: nothing yet; python scripts/predicted_network.py run")
     dates = sorted(row["date"] for row in found.values())

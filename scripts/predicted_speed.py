@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_files import read_rows  # noqa: E402
 from fidelity import commit  # noqa: E402
 from fidelity_cells import SHARED  # noqa: E402
 
@@ -45,12 +46,6 @@ APART = 0.15
 """Shapes nearer to each other than this need not be ordered rightly."""
 
 Row = dict[str, Any]
-
-
-def rows() -> list[Row]:
-    if not DATA.exists():
-        return []
-    return [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
 
 
 def keep(row: Row) -> None:
@@ -84,7 +79,7 @@ def words_of(graph: str, model: str) -> list[str]:
 def profile_of(graph: str, model: str, folder: Path) -> Path:
     """The one that was taken, or is now."""
     path = folder / f"{graph}-{model}.json"
-    for row in rows():
+    for row in read_rows(DATA):
         if row["kind"] == "profile" and (row["graph"], row["model"]) == (graph, model):
             path.write_text(json.dumps(row["profile"]), encoding="utf-8")
             return path
@@ -124,7 +119,7 @@ def one(
         "source": source,
         "repeat": repeat,
     }
-    if any(row.items() <= old.items() for old in rows()):
+    if any(row.items() <= old.items() for old in read_rows(DATA)):
         return
     stages, shards, chunks = shape
     out = place / "-".join([graph, model, *map(str, shape), source, str(repeat)])
@@ -161,7 +156,7 @@ def one(
 def medians() -> dict[tuple[str, str, tuple[int, ...]], dict[str, float]]:
     """By cell the measured epoch and the predicted one by profile, seconds."""
     found: dict[tuple[str, str, tuple[int, ...]], dict[str, list[float]]] = {}
-    for row in rows():
+    for row in read_rows(DATA):
         if row["kind"] == "run":
             cell = found.setdefault((row["graph"], row["model"], tuple(row["shape"])), {})
             cell.setdefault("measured", []).append(row["epoch_time_s"])
@@ -187,8 +182,8 @@ def report() -> None:
     cells = medians()
     if not cells:
         raise SystemExit(f"{DATA}: nothing measured yet; python scripts/predicted_speed.py run")
-    dates = sorted(row["date"] for row in rows())
-    versions = sorted({row["commit"] for row in rows()})
+    dates = sorted(row["date"] for row in read_rows(DATA))
+    versions = sorted({row["commit"] for row in read_rows(DATA)})
     lines = [
         "# Predicted beside measured",
         "",

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_files import bars, write_csv  # noqa: E402
+from benchmark_files import bars, read_cells, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "single_speed.md"
@@ -105,12 +105,6 @@ class Contender:
         return {"seconds": counted, "peak_mib": peak}
 
 
-def done() -> dict[str, dict[str, Any]]:
-    if not DATA.exists():
-        return {}
-    return {row["cell"]: row for row in map(json.loads, DATA.read_text().splitlines())}
-
-
 def measure(cell: list[str], contenders: list[str], args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     # The largest do not fit into memory together, and go one after the other.
@@ -141,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
                 for width in args.widths:
                     key = f"{graph}|{model}|{layers}|{width}" + ("|held" if args.held else "")
                     key += "|even" if args.even else ""
-                    if key in done():
+                    if key in read_cells(DATA):
                         continue
                     contenders = [
                         name
@@ -186,7 +180,7 @@ def ratio(mine: float, other: float, digits: int = 2) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    every = list(done().values())
+    every = list(read_cells(DATA).values())
     even = [row for row in every if row["cell"].endswith("|even")]
     every = [row for row in every if row not in even]
     rows = [row for row in every if not row["cell"].endswith("|held")]

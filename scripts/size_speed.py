@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_files import curves, write_csv  # noqa: E402
+from benchmark_files import curves, read_cells, write_csv  # noqa: E402
 from fidelity import commit  # noqa: E402
 from single_speed import Contender, brief, median  # noqa: E402
 
@@ -39,12 +39,6 @@ WIDTH, LAYERS, DEGREE = 64, 3, 10
 WARM_UP = 3
 
 
-def done() -> dict[str, dict[str, Any]]:
-    if not DATA.exists():
-        return {}
-    return {row["cell"]: row for row in map(json.loads, DATA.read_text().splitlines())}
-
-
 def keep(cell: str, found: dict[str, Any]) -> None:
     row = {"cell": cell, "commit": commit(), "date": time.strftime("%Y-%m-%d"), **found}
     with DATA.open("a") as file:
@@ -55,7 +49,7 @@ def keep(cell: str, found: dict[str, Any]) -> None:
 def chunks(args: argparse.Namespace) -> None:
     for graph in args.graphs:
         cell = f"chunks|{graph}"
-        if cell in done():
+        if cell in read_cells(DATA):
             continue
         names = list(SHAPES.values())
         running = {n: Contender(sys.executable, n, [graph, "gcn", "3", "128"]) for n in names}
@@ -72,7 +66,7 @@ def chunks(args: argparse.Namespace) -> None:
 def size(args: argparse.Namespace) -> None:
     for n in SIZES:
         cell = f"size|{n}"
-        if cell in done():
+        if cell in read_cells(DATA):
             continue
         dataset = f"synthetic:planted:n={n},degree={DEGREE},classes=16,features=64"
         start = time.perf_counter()
@@ -87,7 +81,8 @@ def size(args: argparse.Namespace) -> None:
 def start(args: argparse.Namespace) -> None:
     for graph in args.graphs:
         cell = f"start|{graph}"
-        if cell in done() or graph == "ego_twitter":  # which the command finds no features in
+        # The command finds no features in ego_twitter.
+        if cell in read_cells(DATA) or graph == "ego_twitter":
             continue
         path = str(ROOT.parent / "shared" / "data" / f"{graph}.npz")
         dataset = graph if graph == "debian" or ":" in graph else path
@@ -157,7 +152,7 @@ def growth(table: list[dict[str, Any]]) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    rows = list(done().values())
+    rows = list(read_cells(DATA).values())
     commits = sorted({row["commit"] for row in rows})
     text = [
         "# Chunks, size and start",
