@@ -8,17 +8,20 @@
 # so one more than a small machine has cores.
 JOBS = 3
 
+# Workers share compiled files, also where the environment forbids to write these.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n $(JOBS)
+
 run: setup
 	.venv/bin/gnnpipe train $(ARGS)
 
 test: setup-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+	$(PYTEST) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: setup-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) --dist worksteal $(ARGS)
 
 test-gpu: setup-dev
-	GNNPIPE_TEST_DEVICE=cuda OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) \
+	GNNPIPE_TEST_DEVICE=cuda $(PYTEST) \
 		tests/test_cuda.py tests/ops/test_triton.py tests/tools/test_doctor.py $(ARGS)
 
 check: setup-dev

@@ -6,6 +6,7 @@ Without a GPU, kernels in Triton are run by its interpreter.
 import functools
 import inspect
 import os
+from types import CodeType
 
 import pytest
 
@@ -28,7 +29,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+STARTERS = {"run_ranks", "torchrun", "launch"}
+"""Functions of the tests that start several processes."""
+
+
 @functools.cache
 def starts_ranks(function):
-    source = inspect.getsource(function) if inspect.isfunction(function) else ""
-    return "run_ranks(" in source or "torchrun" in source
+    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
+    return code is not None and not STARTERS.isdisjoint(names_in(code))
+
+
+def names_in(code):
+    """Names that a function and the functions inside it use."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))

@@ -102,6 +102,7 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
         assert "pair.cc" not in said.replace((out / "logs" / "rank-0.txt").read_text(), "")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_wakes_up_ends_itself(tmp_path):
     """Without torchrun, nobody else ends the stopped rank."""
     out = tmp_path / "run"

@@ -103,6 +103,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_ranks_may_meet_again(tmp_path):
     """torchrun's store still knows the first group."""
     script = tmp_path / "twice.py"
