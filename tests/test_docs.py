@@ -139,8 +139,14 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
+@cache
+def parser():
+    return make_parser()
+
+
+@cache
 def flags_of(command):
-    actions = make_parser()[0]._actions
+    actions = parser()[0]._actions
     choices = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
     return {s for a in choices[command]._actions for s in a.option_strings}
 
@@ -148,7 +154,7 @@ def flags_of(command):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_have_only_flags_that_exist(page):
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    names = "|".join(make_parser()[1])
+    names = "|".join(parser()[1])
     for command, rest in re.findall(rf"gnnpipe ({names})\b([^\n`]*)", text):
         unknown = set(re.findall(r"(?<!\S)--[a-z-]+", rest)) - flags_of(command)
         assert not unknown, f"gnnpipe {command}{rest}"
@@ -157,7 +163,7 @@ def test_commands_have_only_flags_that_exist(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name_of)
 def test_flags_in_backticks_exist(page):
     """A flag on its own, such as `--chunks 8`, is one of gnnpipe's, or of the scripts for OGB."""
-    known = set().union(*map(flags_of, make_parser()[1])) | {"--no-..."}
+    known = set().union(*map(flags_of, parser()[1])) | {"--no-..."}
     text = (ROOT / "scripts" / "ogb_run.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'"(--[a-z_]+)"', text))
     for span in code_spans(page.read_text(encoding="utf-8")):
@@ -217,7 +223,7 @@ def test_every_page_is_in_the_index_of_its_folder(folder):
 def commands_in(page):
     """The gnnpipe commands of a page's code blocks, as lists of words."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    names = "|".join(make_parser()[1])
+    names = "|".join(parser()[1])
     for line in re.findall(r"^    (.+)$", text, flags=re.M):
         found = re.search(rf"\bgnnpipe ((?:{names})\b.*)", line)
         if found:
@@ -231,7 +237,7 @@ HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 def test_commands_parse(page):
     """Flags exist, and values have the right type."""
     for words in commands_in(page):
-        make_parser()[0].parse_args(words)
+        parser()[0].parse_args(words)
 
 
 def test_the_tutorial_has_commands():
