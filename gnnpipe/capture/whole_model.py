@@ -96,8 +96,9 @@ class WholeStageModule(StageModule):
             self._edges, self._carried = _edges_of(self._model, self._device)
         features = {"": rows} if not rows.parts else rows.parts
         for name, part in features.items():
-            if name not in self._x and part.features is not None:
-                self._x[name] = part.features.dense()
+            table = None if part.features is None else part.features.table
+            if table is not None and (name not in self._x or table.label_columns is not None):
+                self._x[name] = table.dense(0, table.num_rows)
         if self._module.training != rows.training:
             self._module.train(rows.training)
         x = self._x[""] if "" in self._x else dict(self._x)

@@ -124,6 +124,22 @@ class Settings:
         0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)", above=0
     )
 
+    label_inputs: float = _model(
+        0.0,
+        "give the model the labels of training vertices as C more features: in every epoch each "
+        "training vertex is drawn with this probability; its label is then an input and not "
+        "trained on (0: off). In evaluation all training labels are inputs",
+        low=0,
+        below=1,
+    )
+    label_iterations: int = _model(
+        0,
+        "with --label-inputs: further passes before each training or evaluation pass; after each, "
+        "the predicted probabilities are the label inputs of all vertices without one",
+        low=0,
+        high=100,
+    )
+
     epochs: int = _training(200, "number of epochs", low=1)
     optimizer: str = _training(
         "Adam",

@@ -30,6 +30,7 @@ def check_combinations(config: Settings) -> None:
     _check_checkpoints(config)
     check_staleness(config, config.chunks)
     _check_plan(config)
+    _check_labels(config)
     unknown = [name for name in config.loggers if name not in LOGGERS]
     if unknown:
         also = " (metrics.csv in the run folder is always written)" if "csv" in unknown else ""
@@ -44,13 +45,27 @@ def check_combinations(config: Settings) -> None:
 
 
 def check_verifiable(config: Settings) -> None:
-    """Raise ``InputError`` if the run rounds to bf16, which the float64 reference does not."""
+    """Raise ``InputError`` if the reference cannot follow the run: bf16, or labels as inputs."""
+    if config.label_inputs:
+        raise InputError(
+            f"--label-inputs {config.label_inputs:g}: not followed by the reference; verify the "
+            "model without it"
+        )
     for name in ("comm_dtype", "matmul_dtype"):
         if getattr(config, name) != "same":
             raise InputError(
                 f"{flag(name)} {getattr(config, name)}: rounds, which the reference does not; "
                 "verify without it"
             )
+
+
+def check_timed(config: Settings) -> None:
+    """Raise ``InputError`` for label iterations, whose passes a predicted epoch does not have."""
+    if config.label_iterations:
+        raise InputError(
+            f"--label-iterations {config.label_iterations}: a predicted epoch has no such passes; "
+            "leave it out"
+        )
 
 
 def check_stages(config: Settings) -> None:
@@ -157,6 +172,22 @@ def check_staleness(config: Settings, chunks: int) -> None:
             f"{flag(name)} {getattr(config, name)}: a forecast starts from the embeddings of the "
             f"previous epoch, not from a snapshot; leave it out, or try {hint}"
         )
+
+
+def _check_labels(config: Settings) -> None:
+    """Check the settings of labels that are inputs against the others."""
+    if config.label_iterations and not config.label_inputs:
+        raise InputError(
+            f"--label-iterations {config.label_iterations}: has no effect without --label-inputs; "
+            "try --label-inputs 0.5"
+        )
+    if config.label_inputs and config.task == "links":
+        raise InputError(
+            f"--label-inputs {config.label_inputs:g}: links have no labels of vertices; leave it "
+            "out with --task links"
+        )
+    if config.profile:
+        check_timed(config)
 
 
 def _check_plan(config: Settings) -> None:

@@ -29,12 +29,24 @@ class FeatureTable:
     here, and the last chunk of backward computes the weight's gradient in one product.
     """
 
-    def __init__(self, x: Features, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, x: Features, dtype: torch.dtype, device: torch.device, num_labels: int = 0
+    ) -> None:
+        """``num_labels``: number C of last columns that hold labels (``label_columns``)."""
         self._transposed: RowCSR | None = None
         self._x: Tensor | RowCSR
+        self.label_columns: Tensor | None = None
+        """[n, C], written between two passes; of dense features a view, else kept dense."""
+        num_features = x.shape[1] - num_labels
         if isinstance(x, np.ndarray):
             self._x = torch.from_numpy(np.ascontiguousarray(x)).to(device=device, dtype=dtype)
+            if num_labels:
+                self.label_columns = self._x[:, num_features:]
         else:
+            if num_labels:
+                labels = torch.from_numpy(x[:, num_features:].toarray())
+                self.label_columns = labels.to(device=device, dtype=dtype)
+                x = x[:, :num_features]
             turned = sp.csr_array(x.T.tocsr())
             turned.sort_indices()
             kernel = default_kernel(device)
@@ -51,13 +63,20 @@ class FeatureTable:
         """Computes ``x[start:stop] @ weight.T``, [stop - start, out]; dense x may round to bf16."""
         if isinstance(self._x, Tensor):
             return product(self._x[start:stop], weight.t(), is_rounded)
-        return self._x.matmul(weight.t().contiguous(), start, stop)
+        if self.label_columns is None:
+            return self._x.matmul(weight.t().contiguous(), start, stop)
+        of_x, of_labels = weight.tensor_split([self._x.num_columns], dim=1)
+        found = self._x.matmul(of_x.t().contiguous(), start, stop)
+        return found.addmm_(self.label_columns[start:stop], of_labels.t())
 
     def dense(self, start: int, stop: int) -> Tensor:
         """Returns the rows start:stop as a dense tensor."""
         if isinstance(self._x, Tensor):
             return self._x[start:stop]
-        return self._x.dense(start, stop)
+        found = self._x.dense(start, stop)
+        if self.label_columns is None:
+            return found
+        return torch.cat([found, self.label_columns[start:stop]], dim=1)
 
     def leave(
         self, weight: int | None, grad: Tensor, start: int, stop: int, is_rounded: bool
@@ -113,11 +132,14 @@ class FeatureTable:
         if isinstance(self._x, Tensor):
             return product(grad.t(), self._x[start:stop], is_rounded)
         assert self._transposed is not None
+        whole = grad
         if stop - start < self.num_rows:
             whole = grad.new_zeros(self.num_rows, grad.shape[1])
             whole[start:stop] = grad
-            grad = whole
-        return self._transposed.matmul(grad.contiguous()).t()
+        found = self._transposed.matmul(whole.contiguous()).t()
+        if self.label_columns is None:
+            return found
+        return torch.cat([found, grad.t() @ self.label_columns[start:stop]], dim=1)
 
 
 @dataclass(eq=False)

@@ -253,6 +253,25 @@ def keyed_mask(
     return Mask(mask, 1.0 / share if share else 0.0)
 
 
+_LABEL_SITE = -1
+"""Site of ``drawn_labels``; dropouts have sites from 0."""
+
+
+def drawn_labels(keys: Tensor, share: float, seed: int, epoch: int) -> Tensor:
+    """Draw the vertices whose labels are inputs in an epoch (``--label-inputs``), [C] bool.
+
+    Each vertex is drawn with probability ``share``, up to 1 / 65,536, by its row key alone.
+
+    Args:
+        keys: Row keys [C] from ``row_keys``.
+        share: Probability, above 0 and below 1.
+        seed: Of the run.
+        epoch: Number of the epoch, from 0.
+    """
+    mask, _ = _keep_mask(keys, 1, 1.0 - share, _scalar_key(seed, epoch, _LABEL_SITE))
+    return mask[:, 0].bool()
+
+
 def keyed_dropout(x: Tensor, mask: Mask | None) -> Tensor:
     """Return ``x`` [C, F] with entries dropped and the rest scaled; ``x`` itself without mask."""
     if mask is None:

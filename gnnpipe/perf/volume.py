@@ -41,6 +41,7 @@ def closed_form_volume(
     number_bytes: int,
     row_bytes: int,
     probes: Mapping[str, int],
+    label_iterations: int = 0,
 ) -> CommVolume:
     """Return the bytes that all ranks together send in the forward and backward of an epoch.
 
@@ -52,7 +53,9 @@ def closed_form_volume(
       all vertices 2 K sums of its width, in float64;
     - gradient: one sum over the shards of all weight gradients;
     - control, with probes: 2 P x the total width of all transfers (once with the old and once with
-      the new weights), and a sum of ``fit_numbers`` for every forecast aggregation, in float64.
+      the new weights), and a sum of ``fit_numbers`` for every forecast aggregation, in float64;
+    - each label iteration: half the bytes of pipeline and graph, because it only goes forward, and
+      N C predictions from the last stage to each other one that reads features (pipeline).
 
     The plan's collectives determine the bytes of a sum and of a push (``plan.collectives``).
 
@@ -64,6 +67,7 @@ def closed_form_volume(
         number_bytes: Bytes of a number of a weight.
         row_bytes: Bytes of a number of a row.
         probes: P by vertex type, the number of probe vertices.
+        label_iterations: Number of passes that predict label inputs.
     """
     plan, sent = dag.plan, _widths_sent(dag)
     pushed = sum(
@@ -72,10 +76,17 @@ def closed_form_volume(
     means = sum(op.push_width for op in model.ops if op.is_mean)
     fit = sum(fit_numbers(op) for op in model.aggregations if op.is_forecast)
     rows, sums = plan.collectives.rows, plan.collectives.sum
+    # Training goes forward and backward.
+    passes = 2 + label_iterations
+    predicted = 0
+    if label_iterations:
+        readers = len(set(dag.feature_stages) - {plan.num_stages - 1})
+        predicted = num_vertices[model.ops[-1].vertex_type] * model.num_classes * readers
     return CommVolume(
-        pipeline=2 * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes,
-        graph=2 * rows.sent_bytes(plan.shards, pushed * row_bytes)
-        + 2 * plan.chunks * sums.sent_bytes(plan.shards, means * 8),
+        pipeline=passes * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes
+        + label_iterations * predicted * row_bytes,
+        graph=passes * rows.sent_bytes(plan.shards, pushed * row_bytes)
+        + passes * plan.chunks * sums.sent_bytes(plan.shards, means * 8),
         gradient=sums.sent_bytes(plan.shards, model.num_parameters * number_bytes),
         control=2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
         + sums.sent_bytes(plan.shards, fit * 8 * any(probes.values())),

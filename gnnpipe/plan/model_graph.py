@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gnnpipe.plan.plan import Plan
@@ -210,6 +210,10 @@ class ModelGraph:
                     change[i + 1] += width
                     change[last[value] + 1] -= width
         return list(accumulate(change[:-1]))
+
+    def with_changing_features(self) -> ModelGraph:
+        """Return the model for features that differ between epochs: nothing is precomputed."""
+        return replace(self, ops=tuple(replace(op, of_features=False) for op in self.ops))
 
     def select(self, ops: Sequence[int]) -> list[Op]:
         """Return the ops with these indices."""

@@ -34,6 +34,8 @@ class StageDag:
     """Steps of every stage."""
     transfers: tuple[Transfer, ...]
     """Each value goes once to every other stage that reads the value."""
+    feature_stages: tuple[int, ...] = (0,)
+    """The stages that read input features."""
 
     @classmethod
     def of(cls, plan: Plan, model: ModelGraph) -> StageDag:
@@ -64,7 +66,12 @@ class StageDag:
             for ends, widths in sorted(sent.items())
         )
         steps = (model.num_steps(stage.ops) for stage in plan.stages)
-        return cls(plan, tuple(steps), tuple(transfers))
+        reading = (
+            i
+            for i, stage in enumerate(plan.stages)
+            if any(op.reads_features for op in model.select(stage.ops))
+        )
+        return cls(plan, tuple(steps), tuple(transfers), tuple(reading))
 
     def sends(self, stage: int) -> list[Transfer]:
         """The transfers that ``stage`` sends forward."""

@@ -59,11 +59,11 @@ class Predictor:
         """Take a short profile, or read the config's profile; call it on every rank.
 
         ``epochs``: how many the run has left. None if the config disables predictions, if a profile
-        would take too long or too few epochs are left, and on GPUs, whose epochs have no recorded
-        steps.
+        would take too long or too few epochs are left, with label iterations, and on GPUs, whose
+        epochs have no recorded steps.
         """
         config = prepared.config
-        if not config.predict:
+        if not config.predict or config.label_iterations:
             return None
         has_file = config.profile != ""
         if not has_file and (epochs < MIN_EPOCHS or mesh.device.type != "cpu"):

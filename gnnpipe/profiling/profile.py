@@ -22,6 +22,7 @@ from torch import nn
 
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import Step, report_progress
@@ -99,6 +100,7 @@ def profile(
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
+    check_timed(config)
     met = world or World.meet(launched_world_size(), config.device, config.timeout_s)
     mesh = Mesh.of(met, Placement.grid(1, met.world_size))
     if hardware is None:
@@ -246,8 +248,7 @@ def _compute_times(
 
 def _without_precomputed(prepared: Prepared) -> Prepared:
     """The same run without precomputed aggregations, which other shapes may not have."""
-    ops = tuple(replace(op, of_features=False) for op in prepared.model_graph.ops)
-    return replace(prepared, model_graph=replace(prepared.model_graph, ops=ops))
+    return replace(prepared, model_graph=prepared.model_graph.with_changing_features())
 
 
 def _fitted_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:

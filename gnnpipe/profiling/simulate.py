@@ -12,6 +12,7 @@ from torch import nn
 
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import Profile, TimeShares, time_shares
@@ -177,6 +178,12 @@ def simulate(
         )
     if graph is not None and shape is not None:
         raise InputError("simulate: graph and shape: each stands for the graph; leave one out")
+    check_timed(config)
+    if shape is not None and config.label_inputs:
+        raise InputError(
+            f"--label-inputs {config.label_inputs:g}: with --shape the labels are features; leave "
+            f"it out, and give features={shape.features + shape.classes}"
+        )
     if profile is None and hardware is None:
         profile = read_profile(config.profile)
 

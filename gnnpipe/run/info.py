@@ -14,7 +14,7 @@ from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
-from gnnpipe.setup.prepare import prepare, warn_of_norms
+from gnnpipe.setup.prepare import prepare, warn_of_stale_rows
 from gnnpipe.tasks.loss import LossFn
 
 
@@ -45,7 +45,7 @@ def info(
     """
     world = World.alone()
     prepared = prepare(config, world, graph, model, GivenPlan(plan) if plan else None, loss_fn)
-    warn_of_norms(prepared, world)
+    warn_of_stale_rows(prepared, world)
     memory = memory_by_rank(prepared)
     text = "\n".join(info_lines(prepared, memory))
     return Info(memory, prepared.volume.total, text)

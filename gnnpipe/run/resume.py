@@ -194,6 +194,8 @@ _FIRST_CHOICES = {
     "remove_self_loops": False,
     "coalesce": False,
     "require_capture": False,
+    "label_inputs": 0.0,
+    "label_iterations": 0,
 }
 """Parts of the identity that checkpoints from before there was a choice do not have."""
 

@@ -64,6 +64,12 @@ def head_lines(prepared: Prepared) -> list[str]:
             f"last layer computed for {prepared.loss_rows.rows:,} of {graph.num_vertices:,} "
             "vertices (those with a training label)"
         )
+    if config.label_inputs:
+        lines.append(
+            f"labels as inputs: the last {graph.num_classes:,} features, in each epoch of "
+            f"{config.label_inputs:.0%} of the training vertices, "
+            f"{_count(config.label_iterations, 'label iteration')}"
+        )
     lines += rounding_lines(config, prepared.model, graph)
     if prepared.quality.chunks * plan.shards > 1:
         lines += prepared.quality.lines()

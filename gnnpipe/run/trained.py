@@ -80,6 +80,11 @@ class TrainedRun:
                 f"--layer {layer!r}: run {str(self.path)!r} predicts links, and its predictions "
                 "are hidden rows; leave it out"
             )
+        if self.config.label_iterations:
+            raise InputError(
+                f"--layer {layer!r}: run {str(self.path)!r} has label iterations, which need the "
+                "logits of each pass; leave it out"
+            )
         if model is None:
             make = make_user_model if is_user_model(self.config.model) else built_in_model
             model = make(self.config, graph)

@@ -22,6 +22,7 @@ from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint
 from gnnpipe.runtime.grad_clip import GradClip
+from gnnpipe.runtime.label_inputs import LabelInputs, LabelIterations
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster
 from gnnpipe.runtime.weight_hooks import WeightHooks
@@ -80,6 +81,7 @@ class Executor:
         update: WeightUpdate,
         dtypes: tuple[torch.dtype, torch.dtype],
         forecaster: Forecaster | None = None,
+        label_inputs: LabelInputs | None = None,
     ) -> None:
         """Set up the interpreter.
 
@@ -92,6 +94,7 @@ class Executor:
             update: Parts of the optimizer step.
             dtypes: Type of values on this rank, and type of values in messages.
             forecaster: Forecast of stale rows; ``None`` without a forecast.
+            label_inputs: Labels that are inputs; ``None`` without.
         """
         self.num_chunks = dag.plan.chunks
         self.mesh = mesh
@@ -101,6 +104,7 @@ class Executor:
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
         self.forecaster = forecaster
+        self.label_inputs = label_inputs
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
         self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())
@@ -130,6 +134,8 @@ class Executor:
     ) -> dict[int, dict[str, Tensor]]:
         """Execute one pass; ``order[position]`` is the chunk at a position.
 
+        Label iterations, if there are any, run before the pass.
+
         Returns:
             Results of the last stage by chunk: {"loss": scalar} in training, {"x": logits
             [C, classes]} in evaluation; empty on other stages.
@@ -137,25 +143,65 @@ class Executor:
         Raises:
             Exception: An action failed; notes name its rank, stage, chunk and place in the program.
         """
-        self._order, self._program = order, program
-        self._results = {}
         before = self._sent_bytes()
         recorder = self.mesh.recorder
         recorder.discard_epoch()
+        if self.label_inputs is not None:
+            self._prepare_labels(self.label_inputs, epoch, training)
         if training:
             recorder.begin_epoch(order, program.is_exact)
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact)
-        with self._weight_hooks.held_back():
-            self._walk(program.stages[self.mesh.stage], epoch)
-        recorder.end_actions()
-        self.p2p.drain()
-        self._leaving.clear()
+        self._pass(program, order, epoch)
         self.stage.end(self.has_stepped)
         if training:
             after = self._sent_bytes()
             self.epoch_bytes = CommVolume(*(b - a for a, b in zip(before, after, strict=True)))
         return self._results
+
+    def _pass(self, program: CheckedProgram, order: Sequence[int], epoch: int) -> None:
+        """Execute the actions of one pass that has begun."""
+        self._order, self._program = order, program
+        self._results = {}
+        with self._weight_hooks.held_back():
+            self._walk(program.stages[self.mesh.stage], epoch)
+        self.mesh.recorder.end_actions()
+        self.p2p.drain()
+        self._leaving.clear()
+
+    def _prepare_labels(self, labels: LabelInputs, epoch: int, training: bool) -> None:
+        """Write the label inputs of a pass; predict those of vertices without one, if asked."""
+        labels.begin(epoch if training else None)
+        iterations = labels.iterations
+        if iterations is None:
+            return
+        with torch.no_grad():
+            for number in range(iterations.count):
+                if training:
+                    self.stage.begin_label_iteration(iterations.dropout_epoch(epoch, number))
+                else:
+                    self.stage.begin(epoch, False)
+                self._pass(iterations.program, range(self.num_chunks), epoch)
+                self.stage.end()
+                labels.write(self._predicted(iterations))
+
+    def _predicted(self, iterations: LabelIterations) -> Tensor:
+        """Return the predicted probabilities of own rows, on every stage that reads features."""
+        own, last = self.mesh.stage, self.mesh.stages - 1
+        way, position = Direction.FORWARD, SpecialPosition.NO_CHUNK
+        if own == last:
+            logits = [self._results[chunk]["x"] for chunk in range(self.num_chunks)]
+            found = iterations.probabilities(torch.cat(logits))
+            for stage in iterations.readers:
+                if stage != last:
+                    self.p2p.send(way, stage, position, {"labels": found})
+            self.p2p.drain()
+            return found
+        rows = self.layouts[iterations.vertex_type].num_own
+        if own not in iterations.readers:
+            return torch.empty(0)
+        self.p2p.post(way, last, position, {"labels": (rows, iterations.width)})
+        return self.p2p.take(way, last, position)["labels"]
 
     def _walk(self, actions: Sequence[Action], epoch: int) -> None:
         for index, action in enumerate(actions):

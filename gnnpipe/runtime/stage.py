@@ -10,7 +10,7 @@ Shapes: C rows of a chunk, R loss rows of a chunk, F columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -112,11 +112,12 @@ class Stage:
         self._loss_rows = loss_rows
         self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
-        self._training = self._is_exact = False
+        self._training = self._is_exact = self._is_trial = False
 
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
         """Start a pass over all chunks; ``is_exact``: no read is stale."""
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
+        self._is_trial = False
         self._rows_now = _in_pass(self.rows, epoch, training)
         self._chunks.clear()
         if self.draw_edges is not None:
@@ -126,11 +127,26 @@ class Stage:
             self._loss_rows_now = _in_pass(loss_rows, epoch, training)
             for table in self._feature_tables():
                 table.begin()
-            for rows in self._parts([*self.rows[:1], *loss_rows[:1]]):
-                if rows.masks is not None:
-                    rows.masks.begin(rows.seed, epoch)
+            self._begin_masks(self.rows, epoch)
+            self._begin_masks(loss_rows, epoch)
             for history in self.histories.values():
                 history.begin_epoch(is_exact)
+
+    def begin_label_iteration(self, dropout_epoch: int) -> None:
+        """Start a forward pass of the model in training mode, which keeps nothing for backward.
+
+        ``dropout_epoch``: number that keys the dropout masks.
+        """
+        self.begin(dropout_epoch, False)
+        self._is_trial = True
+        self._rows_now = _in_pass(self.rows, dropout_epoch, True)
+        self._begin_masks(self.rows, dropout_epoch)
+
+    def _begin_masks(self, chunks: Sequence[Rows], epoch: int) -> None:
+        """Draw the dropout masks of all rows of the shard."""
+        for rows in self._parts(chunks[:1]):
+            if rows.masks is not None:
+                rows.masks.begin(rows.seed, epoch)
 
     def end(self, has_stepped: bool = True) -> None:
         """End the pass; running statistics are updated only if the optimizer ``has_stepped``."""
@@ -139,10 +155,15 @@ class Stage:
                 table.end()
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch, self._is_exact)
-                if has_stepped and isinstance(history, MeanHistory) and history.count:
-                    self.stage_module.observe(name, history.mean, history.count)
-        self._scratch.clear()
+                if has_stepped:
+                    self._observe(name, history)
+        self._free_scratch(frozenset())
         self._chunks.clear()
+
+    def _observe(self, name: str, history: History) -> None:
+        """Update running statistics from a mean over all vertices."""
+        if isinstance(history, MeanHistory) and history.count:
+            self.stage_module.observe(name, history.mean, history.count)
 
     def _feature_tables(self) -> set[FeatureTable]:
         parts = self._parts(self.rows)
@@ -166,7 +187,8 @@ class Stage:
     def _forward_step(self, chunk: int, step: int, state: _ChunkState) -> Values:
         leaves = {name: _leaf(value, self._training) for name, value in state.values.items()}
         if not self._training:
-            self._free_scratch(step)
+            rounds = self.stage_module.rounds[max(step - 1, 0) : step + 1]
+            self._free_scratch({aggregation.name for one in rounds for aggregation in one})
         received = self._received(chunk, step)
         output_buffer = self._output_buffer(chunk, step)
         with torch.set_grad_enabled(is_tracked := self._training and not self.recompute):
@@ -184,11 +206,12 @@ class Stage:
             state.tape.append(_StepRecord(leaves, received, edges, output_buffer))
         return values
 
-    def _free_scratch(self, step: int) -> None:
-        """Free the tables that this and later steps of an evaluation do not use."""
-        rounds = self.stage_module.rounds[max(step - 1, 0) : step + 1]
-        needed = {aggregation.name for one in rounds for aggregation in one}
-        self._scratch = {k: h for k, h in self._scratch.items() if k in needed}
+    def _free_scratch(self, needed: Collection[str]) -> None:
+        """Free the tables of an evaluation, except those of the ``needed`` aggregations."""
+        for name in self._scratch.keys() - set(needed):
+            history = self._scratch.pop(name)
+            if self._is_trial:
+                self._observe(name, history)
 
     def _received(self, chunk: int, step: int) -> dict[str, Received]:
         """Aggregate the rows that the previous step pushed."""

@@ -45,13 +45,22 @@ from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.runtime.history.mean import MeanHistory
+from gnnpipe.runtime.label_inputs import LabelInputs, LabelIterations, LabelTable
 from gnnpipe.runtime.memory_use import held_bytes
 from gnnpipe.runtime.stage import ChunkLossRows, Stage
 from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.tasks.loss import Loss, Targets, data_of_pairs, num_targets, takes
+from gnnpipe.tasks.loss import (
+    Loss,
+    Targets,
+    TrainedLabels,
+    data_of_pairs,
+    known_labels,
+    num_targets,
+    takes,
+)
 
 Structure = LinearOperator | Blocks | Everyone
 Numbers = npt.NDArray[np.int64]
@@ -112,6 +121,7 @@ class _RankBuilder:
         self._is_last = mesh.stage == mesh.stages - 1
         self._kernel: Kernel = embedding_bag
         self._kernel = self._choose_kernel()
+        self._label_tables: list[LabelTable] = []
         self._structures: dict[tuple[str, str, str], Structure] = {}
         for a in self._stage_module.aggregations:
             if a.structure_key not in self._structures:
@@ -139,6 +149,7 @@ class _RankBuilder:
             num_targets(prepared.graph),
             None if loss_rows is None else loss_rows.places,
             self._vertices_of_loss(),
+            self._trained_labels() if self._is_last and config.label_inputs else None,
         )
         own = {name: self.layouts[name].own for name in prepared.graph.row_types}
         pointers = {name: self.layouts[name].own_ptr for name in own}
@@ -164,7 +175,43 @@ class _RankBuilder:
             self._make_weight_update(),
             (prepared.dtype, prepared.row_dtype),
             forecaster,
+            self._make_label_inputs(),
         )
+
+    def _trained_labels(self) -> TrainedLabels:
+        """Returns the training labels of the last stage, which are inputs in some epochs."""
+        prepared, device = self._prepared, self._mesh.device
+        graph, layout = prepared.graph, self.layouts[self._prepared.graph.target]
+        train = np.flatnonzero(graph.train_mask)
+
+        def keys_of(rows: Numbers) -> Tensor:
+            return row_keys(torch.from_numpy(prepared.chunking.perm[rows])).to(device)
+
+        chunks = (layout.own[start:stop] for start, stop in pairwise(layout.own_ptr.tolist()))
+        return TrainedLabels(
+            prepared.config.label_inputs,
+            prepared.config.seed,
+            [keys_of(own[graph.train_mask[own]]) for own in chunks],
+            keys_of(train),
+            torch.from_numpy(known_labels(graph.y[train])).to(device),
+        )
+
+    def _make_label_inputs(self) -> LabelInputs | None:
+        """Returns the label columns of this rank's features, if labels are inputs."""
+        prepared, config, graph = self._prepared, self._prepared.config, self._prepared.graph
+        if not config.label_inputs:
+            return None
+        iterations = None
+        if config.label_iterations:
+            iterations = LabelIterations(
+                config.label_iterations,
+                prepared.evaluation_program,
+                graph.target,
+                graph.num_classes,
+                graph.is_multi_label,
+                prepared.dag.feature_stages,
+            )
+        return LabelInputs(config.label_inputs, config.seed, self._label_tables, iterations)
 
     def _vertices_of_loss(self) -> list[Tensor]:
         """Returns the numbers of the labelled vertices by chunk, if the user's loss takes them."""
@@ -228,6 +275,7 @@ class _RankBuilder:
             and not mesh.recorder.is_on  # a profile times single steps
             and self._stage_module.is_cuda_graph_safe
             and prepared.given_edges is None
+            and not prepared.config.label_inputs
             and prepared.loss_fn is None
             and not draws_in_backward
         )
@@ -273,7 +321,11 @@ class _RankBuilder:
         if reads_features and (graph.types is None or vertex_type in graph.types.features):
             number = np.cumsum(graph.row_types[vertex_type]) - 1
             x = graph.features(vertex_type)[number[own]]
-            table = FeatureTable(x, prepared.dtype, device)
+            has_labels = prepared.config.label_inputs and vertex_type == graph.target
+            num_labels = graph.num_classes if has_labels else 0
+            table = FeatureTable(x, prepared.dtype, device, num_labels)
+            if table.label_columns is not None:
+                self._add_label_table(table.label_columns, own, keys)
         # Stored masks take a byte per number; recomputed masks are equal.
         is_stored = pointer is not None and not prepared.config.recompute
         masks = KeptMasks(keys) if is_stored else None
@@ -289,6 +341,18 @@ class _RankBuilder:
             )
             for start, stop in pairwise(ends)
         ]
+
+    def _add_label_table(self, columns: Tensor, own: Numbers, keys: Tensor) -> None:
+        """Notes the label columns of rows ``own``, all own rows or the probe vertices."""
+        prepared, device = self._prepared, self._mesh.device
+        every = self.layouts[prepared.graph.target].own
+        places = None
+        if len(own) < len(every):
+            places = torch.from_numpy(np.searchsorted(every, own)).to(device)
+        is_train = torch.from_numpy(prepared.graph.train_mask[own]).to(device)
+        self._label_tables.append(
+            LabelTable(columns, columns.to(torch.int8), is_train, keys, places)
+        )
 
     def _make_loss_rows(self) -> tuple[ChunkLossRows | None, dict[str, LinearOperator]]:
         """Returns the loss rows of every chunk, and the operators of those rows by aggregation.

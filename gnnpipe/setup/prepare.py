@@ -45,6 +45,7 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
+    check_label_inputs,
     check_parts,
     check_validation,
     choose_model,
@@ -55,6 +56,7 @@ from gnnpipe.setup.inputs import (
     with_edge_work,
     without_unread,
 )
+from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
@@ -90,13 +92,14 @@ def prepare(
     dtype = number_dtype(config)
     if loss_fn is not None:
         check_loss(loss_fn, graph, dtype)
+    graph = with_label_inputs(graph, config)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
     with Step("recording the model", config.quiet, world.rank == 0):
         chosen = choose_model(model, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, config, world)
-    model_graph = describe(chosen, graph)
+    model_graph = _describe(config, chosen, graph)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
@@ -224,6 +227,14 @@ def _graph_counts(model: ModelGraph, graph: Graph) -> GraphCounts:
     )
 
 
+def _describe(config: TrainConfig, model: Model, graph: Graph) -> ModelGraph:
+    """Returns the description of the model on features that are fixed, or change by epoch."""
+    if not config.label_inputs:
+        return describe(model, graph)
+    check_label_inputs(config, model)
+    return describe(model, graph).with_changing_features()
+
+
 def _plan(
     config: TrainConfig, planner: Planner, model_graph: ModelGraph, graph: Graph, model: Model
 ) -> Plan:
@@ -326,6 +337,7 @@ def _epoch_bytes(
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
         probes=num_probes,
+        label_iterations=config.label_iterations,
     )
 
 
@@ -340,10 +352,17 @@ def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int
     return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
-def warn_of_norms(prepared: Prepared, world: World) -> None:
-    """Warns on rank 0 if training normalises by statistics that include stale rows."""
-    model = prepared.model_graph
-    if prepared.program.is_exact or world.rank or not any(op.is_mean for op in model.ops):
+def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
+    """Warns on rank 0 if stale rows change statistics over all vertices, or carry label inputs."""
+    model, share = prepared.model_graph, prepared.config.label_inputs
+    if prepared.program.is_exact or world.rank:
+        return
+    if share:
+        warn(
+            f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "
+            "epoch, also those that are trained on now; exact with --chunks 1 or --staleness exact"
+        )
+    if not any(op.is_mean for op in model.ops):
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks, forecast "
     what += "by --staleness auto"

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Blocks, EdgeData
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout
+from gnnpipe.ops.hashed_dropout import drawn_labels
 from gnnpipe.tasks.scoring import is_ranking, ranks_links
 
 PARTS = 3
@@ -80,9 +82,41 @@ def data_of_pairs(graph: Graph) -> EdgeData:
     }
 
 
+@dataclass(eq=False)
+class TrainedLabels:
+    """Training labels that are no inputs in an epoch, so that they are trained on.
+
+    T training vertices of the whole graph; r own ones of a chunk, in the order of ``Targets``.
+    """
+
+    share: float
+    """Probability that a label is an input in an epoch."""
+    seed: int
+    keys: Sequence[Tensor]
+    """By chunk [r] int32, dropout keys of the own training vertices."""
+    all_keys: Tensor
+    """[T] int32"""
+    counts: Tensor
+    """[T], number of known labels of each vertex."""
+    _total: tuple[int, int] = (-1, 0)
+    """An epoch and its total."""
+
+    def rows(self, chunk: int, epoch: int) -> Tensor:
+        """Returns which of a chunk's training vertices are trained on, as indices [r']."""
+        is_input = drawn_labels(self.keys[chunk], self.share, self.seed, epoch)
+        return (~is_input).nonzero().squeeze(1)
+
+    def total(self, epoch: int) -> int:
+        """Returns the number of labels trained on by all chunks and shards, at least 1."""
+        if self._total[0] != epoch:
+            is_input = drawn_labels(self.all_keys, self.share, self.seed, epoch)
+            self._total = epoch, int(self.counts[~is_input].sum())
+        return max(self._total[1], 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A chunk's part of the loss: the sum over its training labels, divided by ``total``."""
+    """A chunk's part of the loss: the sum over its training labels, divided by their number."""
 
     targets: Targets
     loss_fn: LossFn | None
@@ -103,13 +137,19 @@ class Loss:
 
     vertices: Sequence[Tensor] = ()
     """Number of each own vertex in the graph as given, by chunk, if ``loss_fn`` takes them."""
+    trained: TrainedLabels | None = None
+    """The labels that are trained on in each epoch; ``None``: all training labels."""
 
     def __call__(self, logits: Tensor, chunk: int, epoch: int) -> Tensor:
         """Returns the loss of a chunk's logits [R, C] in an epoch (from 0), a scalar."""
         chosen, y = self._to_train[chunk]
+        total, some = self.total, None
+        if self.trained is not None:
+            total, some = self.trained.total(epoch), self.trained.rows(chunk, epoch)
+            chosen, y = chosen[some], y[some]
         found = logits.index_select(0, chosen)
         if self.loss_fn is None:
-            return loss_sum(found, y) / self.total
+            return loss_sum(found, y) / total
         if not len(chosen):
             # A user's loss may fail for an empty batch.
             return logits.sum() * 0.0
@@ -118,8 +158,9 @@ class Loss:
         vertices = None
         if self.vertices:
             vertices = self.vertices[chunk][self.targets.of_part(chunk, 0)[0]]
+            vertices = vertices if some is None else vertices[some]
         given = wanted_by(self.loss_fn, vertices, epoch)
-        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype), **given) / self.total
+        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype), **given) / total
         # A loss that ignores all rows is a constant; backward of the chunk still needs a graph.
         return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
 
@@ -303,4 +344,9 @@ def num_targets(graph: Graph) -> int:
     """Returns the number of known training labels, over which the loss is a mean."""
     if graph.pairs is not None:
         return graph.pairs.counts[0]
-    return int(is_known(graph.y[graph.train_mask]).sum())
+    return int(known_labels(graph.y[graph.train_mask]).sum())
+
+
+def known_labels(y: Labels) -> npt.NDArray[np.int64]:
+    """Returns the number of known labels of each vertex, [R], for y [R] or [R, T]."""
+    return np.asarray(is_known(y).reshape(len(y), -1).sum(axis=1))

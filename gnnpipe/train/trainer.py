@@ -58,8 +58,9 @@ from gnnpipe.setup.inputs import (
     passed_graph,
     warn_of_vain_rounding,
 )
+from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.layer_output import without_labels
-from gnnpipe.setup.prepare import join_world, prepare, warn_of_norms
+from gnnpipe.setup.prepare import join_world, prepare, warn_of_stale_rows
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
@@ -180,7 +181,9 @@ class Trainer:
             own = ("split", "symmetrize", "remove_self_loops", "coalesce", "task")
             config = replace(config, **{name: getattr(TrainConfig, name) for name in own})
         if layer and graph is not None:
+            graph = with_label_inputs(graph, config)
             model = trained.model_ending_at(layer, graph, model)
+            config = replace(config, label_inputs=0.0)  # the labels are features now
             trainer = cls(config, graph=without_labels(graph), model=model, world=world)
         else:
             trainer = cls(config, graph=graph, model=model, world=world)
@@ -330,7 +333,7 @@ class Trainer:
         check_profile_file(config, world)
         mesh, prepared = self._setup(start)
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
-        warn_of_norms(prepared, mesh)
+        warn_of_stale_rows(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
