@@ -36,6 +36,8 @@ class RunResult:
     hidden: int
     num_classes: int
     """Classes, labels or targets of a vertex; 0 for links."""
+    multi_label: bool
+    """Whether a vertex has several labels at once."""
     stages: int
     shards: int
     chunks: int
@@ -182,6 +184,7 @@ def gather_result(
         layers=len(prepared.model_graph.aggregations),
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
         num_classes=prepared.graph.num_classes,
+        multi_label=prepared.graph.is_multi_label,
         stages=prepared.plan.num_stages,
         shards=prepared.plan.shards,
         chunks=prepared.quality.chunks,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from gnnpipe.checkpoint.retention import newest_epoch, newest_whole
 from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.settings import PREDICTION_SETTINGS
+from gnnpipe.data.labels import is_known
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.graph.graph import Graph
@@ -39,6 +41,8 @@ class TrainedRun:
     weights: Mapping[str, Tensor]
     num_classes: int
     """C or T of the run's graph; 0: not known."""
+    is_multi_label: bool | None
+    """Whether a vertex of the run's graph has several labels; ``None``: not known."""
     note: str
     """Says where the weights are from if the run has not ended; else ''."""
 
@@ -57,10 +61,22 @@ class TrainedRun:
             )
 
     def with_classes(self, graph: Graph) -> Graph:
-        """Return a graph with as many classes as the run's, if some are not in its labels."""
-        if graph.pairs is not None or graph.y.ndim > 1 or graph.num_classes >= self.num_classes:
+        """Return a graph with as many classes as the run's, if some are not in its labels.
+
+        Raises ``InputError`` if label iterations need to know the kind of labels that are missing.
+        """
+        if graph.pairs is not None or graph.y.ndim > 1:
             return graph
-        return replace(graph, num_classes=self.num_classes)
+        if self.config.label_iterations and not is_known(graph.y).any():
+            if self.is_multi_label is None:
+                raise InputError(
+                    f"run {str(self.path)!r}: has not ended, so that label iterations on a graph "
+                    "without labels do not know the kind of labels; end it by --resume first"
+                )
+            if self.is_multi_label:
+                y = np.full((graph.num_vertices, self.num_classes), -1, dtype=np.int8)
+                return replace(graph, y=y, num_classes=self.num_classes)
+        return replace(graph, num_classes=max(graph.num_classes, self.num_classes))
 
     def load_into(self, module: nn.Module) -> None:
         """Copy the weights into the run's model; ``InputError`` if they do not fit."""
@@ -120,7 +136,8 @@ def read_trained(run: str | Path, num_ranks: int, changes: Mapping[str, Any]) ->
         )
     weights, note = _read_weights(path, own.kept_epoch == "best")
     config = _config(own, num_ranks, changes)
-    return TrainedRun(path, config, weights, _num_classes(path, own, weights), note)
+    classes = _num_classes(path, own, weights)
+    return TrainedRun(path, config, weights, classes, _is_multi_label(path), note)
 
 
 def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> TrainConfig:
@@ -150,13 +167,24 @@ def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor])
     return _from_result(path, "num_classes")
 
 
+def _is_multi_label(path: Path) -> bool | None:
+    """Return whether the run's graph has several labels at once; ``None`` if it is not known."""
+    found = _in_result(path, "multi_label")
+    return found if isinstance(found, bool) else None
+
+
 def _from_result(path: Path, name: str) -> int:
     """Return a whole number of result.json; 0 if there is none."""
-    try:
-        found = json.loads(read_text(path / "result.json"))[name]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return 0
+    found = _in_result(path, name)
     return found if type(found) is int and found > 0 else 0
+
+
+def _in_result(path: Path, name: str) -> Any:
+    """Return a value of result.json; ``None`` if there is none."""
+    try:
+        return json.loads(read_text(path / "result.json"))[name]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def _read_weights(path: Path, keeps_best: bool) -> tuple[dict[str, Tensor], str]:

@@ -349,4 +349,4 @@ def num_targets(graph: Graph) -> int:
 
 def known_labels(y: Labels) -> npt.NDArray[np.int64]:
     """Returns the number of known labels of each vertex, [R], for y [R] or [R, T]."""
-    return np.asarray(is_known(y).reshape(len(y), -1).sum(axis=1))
+    return np.asarray(is_known(y).reshape(len(y), math.prod(y.shape[1:])).sum(axis=1))

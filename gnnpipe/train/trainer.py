@@ -532,7 +532,7 @@ def _read_for(trained: TrainedRun, has_labels: bool) -> Graph:
     """Returns the graph that the run names, or another one without labels to predict for."""
     if has_labels:
         return configured_graph(trained.config)
-    return unlabelled_graph(trained.config, trained.num_classes)
+    return trained.with_classes(unlabelled_graph(trained.config, trained.num_classes))
 
 
 def _read_together(world: World, read: Callable[[], Graph]) -> Graph:
