@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmark_files import write_page  # noqa: E402
-from ogb_models import make_model  # noqa: E402
 from ogb_recipes import RECIPES, SOURCES, Recipe  # noqa: E402
-from ogb_run import prepared_graph  # noqa: E402
+from ogb_run import prepared_graph, prepared_model  # noqa: E402
 
 from gnnpipe import Graph, TrainConfig, Trainer  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
+from gnnpipe.ops.hashed_dropout import drawn_labels, row_keys  # noqa: E402
 from gnnpipe.perf import simulate  # noqa: E402
 from gnnpipe.perf.hardware import hardware_profile  # noqa: E402
 from gnnpipe.perf.unroll import program_tasks  # noqa: E402
@@ -44,6 +44,7 @@ from gnnpipe.profiling.predict import costs_of  # noqa: E402
 from gnnpipe.profiling.scenario import GraphShape, scenario_of_shape  # noqa: E402
 from gnnpipe.runtime.comm.world import World  # noqa: E402
 from gnnpipe.setup.inputs import choose_model, number_dtype  # noqa: E402
+from gnnpipe.setup.label_inputs import with_label_inputs  # noqa: E402
 from gnnpipe.setup.model_graph import describe  # noqa: E402
 
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -105,20 +106,30 @@ def small_args(recipe: Recipe) -> Namespace:
     return recipe.args(*more.split())
 
 
-def plain_losses(model: nn.Module, graph: Graph) -> list[float]:
+def plain_losses(model: nn.Module, graph: Graph, args: Namespace) -> list[float]:
     """Losses of a loop of plain PyG."""
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     more = [] if graph.edge_attr is None else [torch.from_numpy(graph.edge_attr).double()]
     y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    keys = row_keys(torch.arange(graph.num_vertices))
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     losses = []
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         optimizer.zero_grad()
-        logits = model(x, edges, *more)[train]
+        rest, found = train, x
+        if args.label_rate:
+            given = train & drawn_labels(keys, args.label_rate, 0, epoch)
+            rest, labels = train & ~given, F.one_hot(y, graph.num_classes) * given[:, None]
+            for _ in range(args.label_iters):
+                with torch.no_grad():
+                    soft = model(torch.cat([x, labels], dim=-1), edges, *more).softmax(-1)
+                labels = torch.where(given[:, None], labels, soft)
+            found = torch.cat([x, labels], dim=-1)
+        logits = model(found, edges, *more)[rest]
         if y.dim() == 1:
-            loss = F.cross_entropy(logits, y[train])
+            loss = F.cross_entropy(logits, y[rest])
         else:
-            loss = F.binary_cross_entropy_with_logits(logits, y[train].double())
+            loss = F.binary_cross_entropy_with_logits(logits, y[rest].double())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -133,9 +144,10 @@ def difference(recipe: Recipe, chunks: int) -> tuple[float, str]:
     args = small_args(recipe)
     graph = prepared_graph(args, random_graph(SIZES[recipe.script]))
     torch.manual_seed(0)
-    model = make_model(graph, args)
-    truth = plain_losses(copy.deepcopy(model).double(), graph)
+    model = prepared_model(args, graph)
+    truth = plain_losses(copy.deepcopy(model).double(), graph, args)
     each = {"lr": LR, "epochs": EPOCHS, "eval_every": 0, "out": "off", "cache_dir": "off"}
+    each |= {"label_inputs": args.label_rate, "label_iterations": args.label_iters}
     config = TrainConfig(
         **each, dtype="float64", quiet=True, chunks=chunks, staleness="exact", require_capture=True
     )
@@ -208,8 +220,9 @@ def _described(recipe: Recipe, layers: int) -> tuple[ModelGraph, int]:
     args = recipe.args("--num_layers", str(layers))
     graph = prepared_graph(args, random_graph(SIZES[recipe.script]))
     torch.manual_seed(0)
-    model = make_model(graph, args)
-    config = TrainConfig(out="off")
+    model = prepared_model(args, graph)
+    config = TrainConfig(out="off", label_inputs=args.label_rate)
+    graph = with_label_inputs(graph, config)
     chosen = choose_model(model, config, graph, World.alone(), number_dtype(config), True)
     return describe(chosen, graph), graph.num_features
 
@@ -279,6 +292,8 @@ Models of more than 32 layers are extrapolated from 8 and 16 layers. The time of
 over all vertices (SGFormer, Polynormer, GPS) is estimated too high. On papers100M, BatchNorm needs
 the rows of all vertices, also where only 1 % of them are trained on; try LayerNorm
 (`ogbn_papers100m.py --norm layer`).
+Label iterations (`--label_iters`) are not in the time. A recipe with `--label_rate R` takes
+`gnnpipe info --label-inputs R`.
 
 | recipe | 1 x 80 GB | 4 x 24 GB |
 |---|---|---|

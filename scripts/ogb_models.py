@@ -451,8 +451,8 @@ MODELS = {
 """Models by the value of ``--model``."""
 
 
-def make_model(graph: Graph, args: Namespace) -> nn.Module:
-    """The model that ``args.model`` names, for a graph."""
+def make_model(graph: Graph, args: Namespace, num_labels: int = 0) -> nn.Module:
+    """The model that ``args.model`` names, for a graph with ``num_labels`` more features."""
     edge_dim = graph.edge_attr.shape[1] if args.edge_features else None
     more = Namespace(**vars(args), edge_dim=edge_dim)
-    return MODELS[args.model](graph.num_features, graph.num_classes, more)
+    return MODELS[args.model](graph.num_features + num_labels, graph.num_classes, more)

@@ -9,7 +9,6 @@ import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from ogb_models import MODELS, NORMS, make_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import CorrectAndSmooth
 
 from gnnpipe import Graph, InputError, SeedsResult, TrainConfig, Trainer, fit_seeds
@@ -64,7 +63,10 @@ def _ogb_flags(parser: ArgumentParser) -> None:
     ogb.add_argument(
         "--correct_and_smooth", action="store_true", help="also score after Correct and Smooth"
     )
-    ogb.add_argument("--label_rate", type=float, default=0.0, help="share of labels as inputs")
+    ogb.add_argument(
+        "--label_rate", type=float, default=0.0, help="share of labels as inputs in an epoch"
+    )
+    ogb.add_argument("--label_iters", type=int, default=0, help="passes that predict label inputs")
 
 
 def _model_flags(parser: ArgumentParser) -> None:
@@ -102,6 +104,8 @@ def config_of(args: Namespace) -> TrainConfig:
         eval_every=args.log_steps,
         predict=False,
         keep_weights="best",
+        label_inputs=args.label_rate,
+        label_iterations=args.label_iters,
         **{name: getattr(args, name) for name in SHARED},
     )
 
@@ -113,23 +117,12 @@ SHARED += ("stages", "shards", "chunks", "staleness", "recompute", "data_dir", "
 
 def prepared_graph(args: Namespace, graph: Graph) -> Graph:
     """The graph that the model of ``args`` reads."""
-    if not args.edge_features:
-        graph = graph.reduced_to(())
-    return with_label_inputs(graph, args.label_rate) if args.label_rate else graph
+    return graph if args.edge_features else graph.reduced_to(())
 
 
-def with_label_inputs(graph: Graph, share: float) -> Graph:
-    """The graph with a share of the training labels as features, and not to be trained on."""
-    train = np.flatnonzero(graph.train_mask)
-    chosen = np.random.default_rng(0).permutation(train)[: int(share * len(train))]
-    labels = np.zeros((graph.num_vertices, graph.num_classes), np.float32)
-    if graph.is_multi_label:
-        labels[chosen] = np.maximum(graph.y[chosen], 0)
-    else:
-        labels[chosen, graph.y[chosen]] = 1
-    mask = graph.train_mask.copy()
-    mask[chosen] = False
-    return replace(graph, x=np.concatenate([graph.x, labels], axis=1), train_mask=mask)
+def prepared_model(args: Namespace, graph: Graph) -> nn.Module:
+    """The model of ``args`` for a graph, whose labels may be further features."""
+    return make_model(graph, args, graph.num_classes if args.label_rate else 0)
 
 
 def log_loss(eps: float, logits: Tensor, y: Tensor) -> Tensor:
@@ -144,7 +137,7 @@ def smoothed_scores(args: Namespace, graph: Graph, run: Path) -> tuple[float, fl
     As in PyG's example: 50 steps each, the errors spread with weight 1 and scaled by 20, the labels
     with weight 0.8; both over the symmetrically normalised adjacency.
     """
-    logits = Trainer.load(run, graph=graph, model=make_model(graph, args)).predict().cpu()
+    logits = Trainer.load(run, graph=graph, model=prepared_model(args, graph)).predict().cpu()
     edges, y = torch.from_numpy(graph.edge_index), torch.from_numpy(graph.y)
     train = torch.from_numpy(np.flatnonzero(graph.train_mask))
     post = CorrectAndSmooth(50, 1.0, 50, 0.8, autoscale=False, scale=20.0)
@@ -175,7 +168,7 @@ def train(args: Namespace) -> SeedsResult:
         config,
         args.runs,
         graph=graph,
-        make_model=lambda: make_model(graph, args),
+        make_model=lambda: prepared_model(args, graph),
         loss_fn=partial(log_loss, args.log_loss) if args.log_loss else None,
     )
     if os.environ.get("RANK", "0") == "0":
