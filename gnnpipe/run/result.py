@@ -175,7 +175,6 @@ def gather_result(
     config, rows, best = prepared.config, record.rows, record.best_scores
     # The peak first: the estimate allocates memory.
     peaks = mesh.gather(peak_bytes(mesh.device))
-    estimate = memory_of_rank(prepared, mesh.stage, mesh.shard)
     spans, links = gather_epoch(mesh, record.counted_epochs), mesh.gather(link_bytes_per_s)
     predicted = predictor and predictor.epoch(spans[0].order if spans else None)
     return RunResult(
@@ -215,7 +214,7 @@ def gather_result(
         link_bytes_per_s=links,
         peak_memory_bytes=peaks,
         memory_before_bytes=mesh.gather(rank_runtime.memory_before_bytes + code_bytes(mesh.device)),
-        memory_estimate_bytes=mesh.gather(estimate),
+        memory_estimate_bytes=mesh.gather(memory_of_rank(prepared, mesh.stage, mesh.shard)),
         cut=prepared.quality,
         versions=versions(),
         history=list(rows),

@@ -81,7 +81,6 @@ class Executor:
         update: WeightUpdate,
         dtypes: tuple[torch.dtype, torch.dtype],
         forecaster: Forecaster | None = None,
-        label_inputs: LabelInputs | None = None,
     ) -> None:
         """Set up the interpreter.
 
@@ -94,7 +93,6 @@ class Executor:
             update: Parts of the optimizer step.
             dtypes: Type of values on this rank, and type of values in messages.
             forecaster: Forecast of stale rows; ``None`` without a forecast.
-            label_inputs: Labels that are inputs; ``None`` without.
         """
         self.num_chunks = dag.plan.chunks
         self.mesh = mesh
@@ -104,7 +102,8 @@ class Executor:
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
         self.forecaster = forecaster
-        self.label_inputs = label_inputs
+        self.label_inputs: LabelInputs | None = None
+        """Labels that are inputs, if there are any."""
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
         self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())

@@ -165,8 +165,8 @@ class _RankBuilder:
         if prepared.given_edges is not None:
             stage.draw_edges = lambda epoch: self._draw_edges(epoch, stage)
         forecaster = self._make_forecaster(stage) if len(prepared.probes) else None
-        executor = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
-        return executor(
+        kind = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
+        executor = kind(
             prepared.dag,
             mesh,
             stage,
@@ -175,8 +175,9 @@ class _RankBuilder:
             self._make_weight_update(),
             (prepared.dtype, prepared.row_dtype),
             forecaster,
-            self._make_label_inputs(),
         )
+        executor.label_inputs = self._make_label_inputs()
+        return executor
 
     def _trained_labels(self) -> TrainedLabels:
         """Returns the training labels of the last stage, which are inputs in some epochs."""
