@@ -76,6 +76,8 @@ class ShardSizes:
     """Probe vertices; None: no forecast."""
     probe_edges: int = 0
     probe_feature_entries: int = 0
+    label_numbers: int = 0
+    """Numbers in label columns of the own and probe rows' features."""
 
     @property
     def table_rows(self) -> dict[str, int]:
@@ -242,11 +244,15 @@ class RankMemory:
         return found
 
     def features(self) -> int:
-        """Input features; sparse features with their transpose, both as (index, value)."""
+        """Input features; sparse features with their transpose, both as (index, value).
+
+        Label columns are copied in a byte a number; beside sparse features they are dense.
+        """
         number, sizes, found = self.settings.number_bytes, self.sizes, 0
         if any(op.reads_features for op in self.ops):
             each = 2 * (_INDEX_BYTES + number) if self.settings.sparse_features else number
             found = (sizes.feature_entries + sizes.probe_feature_entries) * each
+            found += sizes.label_numbers * (1 + number * self.settings.sparse_features)
         once = [op for op in self.ops if op.name in self.precomputed]
         return found + number * sum(
             op.features_kept * sizes.own_rows[op.vertex_type] for op in once

@@ -112,12 +112,12 @@ class Stage:
         self._loss_rows = loss_rows
         self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
-        self._training = self._is_exact = self._is_trial = False
+        self._training = self._is_exact = self._is_label_iteration = False
 
     def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
         """Start a pass over all chunks; ``is_exact``: no read is stale."""
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
-        self._is_trial = False
+        self._is_label_iteration = False
         self._rows_now = _in_pass(self.rows, epoch, training)
         self._chunks.clear()
         if self.draw_edges is not None:
@@ -138,7 +138,7 @@ class Stage:
         ``dropout_epoch``: number that keys the dropout masks.
         """
         self.begin(dropout_epoch, False)
-        self._is_trial = True
+        self._is_label_iteration = True
         self._rows_now = _in_pass(self.rows, dropout_epoch, True)
         self._begin_masks(self.rows, dropout_epoch)
 
@@ -210,7 +210,7 @@ class Stage:
         """Free the tables of an evaluation, except those of the ``needed`` aggregations."""
         for name in self._scratch.keys() - set(needed):
             history = self._scratch.pop(name)
-            if self._is_trial:
+            if self._is_label_iteration:
                 self._observe(name, history)
 
     def _received(self, chunk: int, step: int) -> dict[str, Received]:

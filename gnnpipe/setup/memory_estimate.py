@@ -157,6 +157,9 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
     entries = sum(feature_entries(graph, t) for t in graph.row_types)
     assert isinstance(entries, np.ndarray)
     is_linear = all(op.is_linear or op.is_mean for op in prepared.model_graph.aggregations)
+    probe_rows = {t: int(np.isin(each.own, probes).sum()) for t, each in layouts.items()}
+    labelled = layouts[graph.target].num_own + probe_rows[graph.target]
+    has_labels = prepared.config.label_inputs > 0
     return ShardSizes(
         own_rows={t: each.num_own for t, each in layouts.items()},
         halo_rows={t: len(each.halo) for t, each in layouts.items()},
@@ -170,9 +173,10 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
         copied_share=(
             0.0 if is_linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
         ),
-        probe_rows={t: int(np.isin(each.own, probes).sum()) for t, each in layouts.items()},
+        probe_rows=probe_rows,
         probe_edges=int(graph.degrees[probes].sum()),
         probe_feature_entries=int(entries[probes].sum()),
+        label_numbers=labelled * graph.num_classes if has_labels else 0,
     )
 
 

@@ -21,7 +21,9 @@ from gnnpipe.data.links import split_links
 from gnnpipe.ops.hashed_dropout import drawn_labels, row_keys
 from gnnpipe.profiling.scenario import GraphShape
 from gnnpipe.run.resume import resumed_config
+from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.memory_estimate import memory_of_rank
 from gnnpipe.setup.prepare import prepare
 
 SHARE, EPOCHS, FEATURES, CLASSES = 0.4, 5, 7, 3
@@ -365,6 +367,21 @@ def test_a_graph_without_features_has_the_labels_alone():
     bare = replace(graph, x=np.zeros((graph.num_vertices, 0), np.float32))
     prepared = prepare(quick_config(label_inputs=SHARE, hidden=8), Mesh.alone(), bare)
     assert prepared.model_graph.num_features == CLASSES
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_estimate_counts_the_label_columns(sparse):
+    graph, mesh = small_graph(sparse=sparse), Mesh.alone()
+    run = quick_config(label_inputs=SHARE, hidden=8)
+    prepared = prepare(run, mesh, graph)
+    found = memory_of_rank(prepared, 0, 0).features
+    n, labels = graph.num_vertices, int((graph.train_mask & (graph.y >= 0)).sum())
+    if sparse:
+        assert found == (graph.x.nnz + labels) * 2 * (4 + 8) + n * CLASSES * (8 + 1)
+    else:
+        assert found == n * (FEATURES + CLASSES) * 8 + n * CLASSES
+    assert any("the last 3 features" in line for line in head_lines(prepared))
+    assert not prepared.precomputed
 
 
 class RandomEdges(Net):
