@@ -76,7 +76,9 @@ class TrainedRun:
             if self.is_multi_label:
                 y = np.full((graph.num_vertices, self.num_classes), -1, dtype=np.int8)
                 return replace(graph, y=y, num_classes=self.num_classes)
-        return replace(graph, num_classes=max(graph.num_classes, self.num_classes))
+        if graph.num_classes >= self.num_classes:
+            return graph
+        return replace(graph, num_classes=self.num_classes)
 
     def load_into(self, module: nn.Module) -> None:
         """Copy the weights into the run's model; ``InputError`` if they do not fit."""

@@ -35,29 +35,38 @@ def with_label_inputs(graph: Graph, config: TrainConfig) -> Graph:
             f"--label-inputs {config.label_inputs:g}: needs classes or labels of 0 and 1, but "
             f"{graph.name} has {graph.label_text}; leave it out"
         )
-    labels = _label_columns(graph)
     if graph.types is None:
-        return replace(graph, x=_widened(graph.x, labels))
+        return replace(graph, x=_widened(graph.x, graph))
     features: dict[str, Any] = dict(graph.types.features)
-    x = features.get(graph.target, labels[:, :0])
-    features[graph.target] = _widened(x, labels)
+    count = graph.vertex_counts[graph.target]
+    x = features.get(graph.target, np.zeros((count, 0), dtype=np.float32))
+    features[graph.target] = _widened(x, graph)
     return replace(graph, types=replace(graph.types, features=features))
 
 
-def _label_columns(graph: Graph) -> npt.NDArray[np.float32]:
-    """Returns the labels [n, C] of the vertices of the labelled type; 0 without training label."""
+def _widened(x: Features, graph: Graph) -> Features:
+    """Returns features [n, F] of the labelled type with the label columns, [n, F + C]."""
+    rows, labels = _training_labels(graph)
+    n, num_features = x.shape
+    if isinstance(x, np.ndarray):
+        wide = np.zeros((n, num_features + graph.num_classes), dtype=np.float32)
+        wide[:, :num_features] = x
+        wide[rows, num_features + labels] = 1
+        return wide
+    ones = np.ones(len(rows), dtype=np.float32)
+    columns = sp.csr_array((ones, (rows, labels)), shape=(n, graph.num_classes))
+    return sp.csr_array(sp.hstack([x, columns], format="csr"))
+
+
+def _training_labels(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns vertex and label of every label that a training vertex has.
+
+    Vertices are numbered within the labelled type.
+    """
     is_own = graph.row_types[graph.target]
     y, train = graph.y[is_own], np.flatnonzero(graph.train_mask[is_own])
-    labels = np.zeros((len(y), graph.num_classes), dtype=np.float32)
     if graph.is_multi_label:
-        labels[train] = np.maximum(y[train], 0)
-    else:
-        train = train[y[train] >= 0]
-        labels[train, y[train]] = 1
-    return labels
-
-
-def _widened(x: Features, labels: npt.NDArray[np.float32]) -> Features:
-    if isinstance(x, np.ndarray):
-        return np.concatenate([x, labels], axis=1)
-    return sp.csr_array(sp.hstack([x, sp.csr_array(labels)], format="csr"))
+        places, labels = np.nonzero(y[train] == 1)
+        return train[places], labels
+    train = train[y[train] >= 0]
+    return train, y[train].astype(np.int64)

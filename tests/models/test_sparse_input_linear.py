@@ -102,3 +102,22 @@ def test_a_weight_that_was_frozen():
 def test_dense_rows(is_sparse):
     made, x = table(is_sparse)
     assert torch.equal(made.rows(5, 11).dense(), x[5:11])
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_label_columns_count_as_features(is_sparse):
+    _, x = table(False)
+    given = x.numpy().copy()
+    kind = sp.csr_array(given) if is_sparse else given
+    made = FeatureTable(kind, torch.float64, torch.device("cpu"), num_labels=3)
+    assert torch.equal(made.label_columns, x[:, -3:])
+    now = torch.randn(ROWS, 3, dtype=torch.float64)
+    made.label_columns.copy_(now)
+    whole = torch.cat([x[:, :-3], now], dim=1)
+    assert torch.equal(made.rows(2, 9).dense(), whole[2:9])
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    plain = (whole @ weight.T).square().sum()
+    (expected,) = torch.autograd.grad(plain, [weight])
+    found = loss_by_chunk(made, weight, None)
+    assert torch.allclose(found, plain.detach())
+    assert torch.allclose(weight.grad, expected)

@@ -196,12 +196,13 @@ def test_several_labels_at_once_equal_plain_pyg(chunks, iterations):
     assert_is_plain(*trained(graph, model, iterations, chunks=chunks, **EXACT), truth)
 
 
+ANEW = EXACT | {"recompute": True}
 # (S, G, K), settings: what must agree; the first of each on one rank.
-ALIKE = [
-    [((1, 1, 4), EXACT), ((2, 1, 4), EXACT), ((1, 2, 1), {}), ((1, 2, 3), EXACT)],
-    [((1, 1, 4), {}), ((2, 1, 4), {}), ((1, 2, 4), {})],
-    [((1, 1, 4), {"staleness": "paper"}), ((2, 1, 4), {"staleness": "paper"})],
-]
+ALIKE = {
+    "exact": [((1, 1, 4), EXACT), ((2, 1, 4), EXACT), ((1, 2, 1), {}), ((1, 2, 3), ANEW)],
+    "auto": [((1, 1, 4), {}), ((2, 1, 4), {}), ((1, 2, 4), {})],
+    "paper": [((1, 1, 4), {"staleness": "paper"}), ((2, 1, 4), {"staleness": "paper"})],
+}
 
 
 def on_shapes(shapes, kinds):
@@ -225,7 +226,13 @@ def on_shapes(shapes, kinds):
 
 @pytest.mark.filterwarnings("ignore:model. .* over all vertices")
 @pytest.mark.filterwarnings("ignore:--label-inputs .*. stale rows")
-@pytest.mark.parametrize("shapes", ALIKE, ids=["exact", "auto", "paper"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(shapes, id=name, marks=[] if name == "exact" else [pytest.mark.slow])
+        for name, shapes in ALIKE.items()
+    ],
+)
 def test_shapes_agree_with_dropout_and_count_every_byte(shapes):
     # Other chunks read the statistics of a BatchNorm stale.
     kinds = [None, Net] if shapes[0][1] == EXACT else [None]
@@ -245,6 +252,13 @@ def test_predictions_count_as_bytes_of_the_pipeline():
     (with_labels,) = run_ranks(on_shapes, 2, [((2, 1, 4), EXACT)], [None])[0]
     n, width = small_graph().num_vertices, 8
     assert with_labels[2]["pipeline"] == (2 + 2) * n * width * 8 + 2 * n * CLASSES * 8
+
+
+def test_an_epoch_time_is_predicted_without_label_iterations_alone():
+    for iterations, is_predicted in ((0, True), (1, False)):
+        given = {"label_inputs": SHARE, "label_iterations": iterations, "epochs": 10}
+        result = Trainer(quick_config(**given, hidden=8), graph=small_graph()).fit()
+        assert (result.predicted_epoch_time_s is not None) == is_predicted
 
 
 def test_stale_rows_carry_labels_of_the_last_epoch():
