@@ -53,8 +53,11 @@ class LabelIterations:
     """Stages that read features."""
 
     def dropout_epoch(self, epoch: int, number: int) -> int:
-        """Returns the number that keys the dropout of a pass; epochs have numbers from 0."""
-        return -1 - (epoch * self.count + number)
+        """Returns the number that keys dropout and random edges of a pass in training.
+
+        Epochs have numbers from 0, and the edges of evaluation have -1.
+        """
+        return -2 - (epoch * self.count + number)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the probabilities [n, C] of logits [n, C]."""

@@ -96,9 +96,9 @@ class Stage:
         self.criterion = criterion
         self.watch: Callable[[int, int, Values], None] | None = None
         """Called with chunk, step and the step's results, to look for faults."""
-        self.draw_edges: Callable[[int | None], None] | None = None
+        self.draw_edges: Callable[[int | None, bool], None] | None = None
         """Called before every pass, if forward draws random edges, with the number of the training
-        epoch; ``None`` for evaluation."""
+        epoch (``None``: evaluation) and whether the pass is a label iteration."""
         self._open = open_history
         self.histories = {
             a.name: open_history(a, True)
@@ -121,7 +121,7 @@ class Stage:
         self._rows_now = _in_pass(self.rows, epoch, training)
         self._chunks.clear()
         if self.draw_edges is not None:
-            self.draw_edges(epoch if training else None)
+            self.draw_edges(epoch if training else None, False)
         if training:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
             self._loss_rows_now = _in_pass(loss_rows, epoch, training)
@@ -135,10 +135,12 @@ class Stage:
     def begin_label_iteration(self, dropout_epoch: int) -> None:
         """Start a forward pass of the model in training mode, which keeps nothing for backward.
 
-        ``dropout_epoch``: number that keys the dropout masks.
+        ``dropout_epoch``: number that keys the dropout masks and random edges.
         """
         self.begin(dropout_epoch, False)
         self._is_label_iteration = True
+        if self.draw_edges is not None:
+            self.draw_edges(dropout_epoch, True)
         self._rows_now = _in_pass(self.rows, dropout_epoch, True)
         self._begin_masks(self.rows, dropout_epoch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -122,6 +123,8 @@ class _RankBuilder:
         self._kernel: Kernel = embedding_bag
         self._kernel = self._choose_kernel()
         self._label_tables: list[LabelTable] = []
+        self._drawn: dict[str, Structure] = {}
+        """Random edges of a label iteration, by aggregation."""
         self._structures: dict[tuple[str, str, str], Structure] = {}
         for a in self._stage_module.aggregations:
             if a.structure_key not in self._structures:
@@ -163,7 +166,7 @@ class _RankBuilder:
             loss_rows,
         )
         if prepared.given_edges is not None:
-            stage.draw_edges = lambda epoch: self._draw_edges(epoch, stage)
+            stage.draw_edges = partial(self._draw_edges, stage)
         forecaster = self._make_forecaster(stage) if len(prepared.probes) else None
         kind = CudaGraphExecutor if self._can_use_cuda_graph() else Executor
         executor = kind(
@@ -224,11 +227,12 @@ class _RankBuilder:
         own = torch.from_numpy(number[layout.own]).to(self._mesh.device)
         return [own[start:stop] for start, stop in pairwise(layout.own_ptr.tolist())]
 
-    def _draw_edges(self, epoch: int | None, stage: Stage) -> None:
-        """Gives the histories the random edges of a training epoch.
+    def _draw_edges(self, stage: Stage, epoch: int | None, is_label_iteration: bool) -> None:
+        """Gives the histories the random edges of a training epoch, or of a label iteration.
 
         ``None``: of evaluation, whose histories have its edges already.
         """
+        self._drawn.clear()
         if epoch is None:
             self._stage_module.set_vertex_values(None)
             return
@@ -238,13 +242,16 @@ class _RankBuilder:
         for a in self._stage_module.aggregations:
             if a.is_mean or a.structure == PAIRS:
                 continue
-            is_of_loss_rows = a.name in self._prepared.loss_rows.ops
+            is_of_loss_rows = a.name in self._prepared.loss_rows.ops and not is_label_iteration
             key = a.structure_key, is_of_loss_rows
             if key not in made:
                 made[key] = self._make_structure(a, graph)
                 if is_of_loss_rows:
                     made[key] = self._of_loss_rows(made[key])
-            stage.histories[a.name].take(made[key])
+            if is_label_iteration:
+                self._drawn[a.name] = made[key]
+            else:
+                stage.histories[a.name].take(made[key])
 
     def _of_loss_rows(self, structure: Structure) -> LinearOperator:
         """Returns the operator of the loss rows alone."""
@@ -460,6 +467,7 @@ class _RankBuilder:
         if is_training:
             structure = loss_row_operators.get(aggregation.name, structure)
         else:
+            structure = self._drawn.get(aggregation.name, structure)
             spec = replace(spec, snapshot_every=1, sample=None)
         if isinstance(structure, Everyone):
             return MeanHistory(spec, aggregation.width, structure)

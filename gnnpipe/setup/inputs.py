@@ -355,19 +355,6 @@ def edges_are_random(model: Model) -> bool:
     return isinstance(inner, RecordedModel) and inner.edges_are_random
 
 
-def check_label_inputs(config: TrainConfig, model: Model) -> None:
-    """``InputError`` for label iterations of a model whose edges are random.
-
-    The edges of an epoch are those of its pass of training alone.
-    """
-    if config.label_iterations and edges_are_random(model):
-        raise InputError(
-            f"--label-iterations {config.label_iterations}: forward of {model.name} draws other "
-            "edges in every epoch, and label iterations need the same in each pass; leave one of "
-            "the two out"
-        )
-
-
 def rounding_lines(config: TrainConfig, model: Model, graph: Graph) -> list[str]:
     """Returns a line for each kind of number that is rounded to bf16."""
     kinds = {"rows in the tables and on the wire": config.comm_dtype}

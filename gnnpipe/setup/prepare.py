@@ -45,7 +45,6 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
-    check_label_inputs,
     check_parts,
     check_validation,
     choose_model,
@@ -99,7 +98,8 @@ def prepare(
         chosen = choose_model(model, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, config, world)
-    model_graph = _describe(config, chosen, graph)
+    described = describe(chosen, graph)
+    model_graph = described.with_changing_features() if config.label_inputs else described
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
@@ -225,14 +225,6 @@ def _graph_counts(model: ModelGraph, graph: Graph) -> GraphCounts:
         {t: int(feature_entries(graph, t).sum()) for t in graph.vertex_counts},
         find_loss_rows(model, graph, graph.train_mask, range(model.num_ops)),
     )
-
-
-def _describe(config: TrainConfig, model: Model, graph: Graph) -> ModelGraph:
-    """Returns the description of the model on features that are fixed, or change by epoch."""
-    if not config.label_inputs:
-        return describe(model, graph)
-    check_label_inputs(config, model)
-    return describe(model, graph).with_changing_features()
 
 
 def _plan(
