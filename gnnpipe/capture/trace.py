@@ -7,12 +7,8 @@ compute differently from the model is refused with the user's source line.
 
 from __future__ import annotations
 
-import builtins
 import inspect
-import operator
-import sys
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,13 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch_geometric.utils
 from torch import fx, nn
-from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric import nn as pyg
 from torch_geometric.nn.attention import PerformerAttention
-from torch_geometric.nn.conv import hetero_conv
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from gnnpipe.capture.call import called
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
@@ -45,6 +37,7 @@ from gnnpipe.capture.fx_names import (
     refuse,
 )
 from gnnpipe.capture.markers import drop
+from gnnpipe.capture.patched_libraries import RecordedValue, patched_libraries
 from gnnpipe.capture.preserve import random_state, unchanged
 from gnnpipe.capture.rewrite import (
     check_vertex_weights,
@@ -135,19 +128,6 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
     return Counter(mark.partition(":")[0] for mark in marks if mark)
 
 
-class _Value(fx.Proxy):
-    """A recorded value, to which items can be assigned.
-
-    ``isinstance`` takes it for a tensor in the forward of an opened convolution.
-    """
-
-    _is_param = _is_buffer = False  # read by ``isinstance(value, nn.Parameter)``
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Record the assignment; ``make_out_of_place`` gives later readers the new value."""
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-
 class _Tracer(fx.Tracer):
     record_stack_traces = True
     relation = ""
@@ -178,7 +158,7 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The value of a call."""
-        return _Value(node, self)
+        return RecordedValue(node, self)
 
     def create_arg(self, a: Any) -> Any:
         """An argument of a call; ``fx.Tracer`` would take a recorded value for a constant."""
@@ -402,7 +382,7 @@ def _record(
     before = random_state()
     try:
         # Forward may keep traced values in its module, which later calls would read.
-        with unchanged(model), _patched_libraries(opened):
+        with unchanged(model), patched_libraries(opened):
             recording = fx.GraphModule(root, tracer.trace(root))
             has_drawn = random_state() != before  # ``unchanged`` takes random numbers back
             _check_buffers(model)
@@ -466,109 +446,3 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
 
 def _autocast_state() -> tuple[bool, bool]:
     return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-@contextmanager
-def _patched_libraries(opened: Collection[type]) -> Iterator[None]:
-    """Context in which aggregations, HeteroConv and checkpointed calls can be traced.
-
-    ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides
-    ``__call__``, which hides it from the tracer; HeteroConv takes the first of a result that is a
-    tuple, which a traced value does not know. A call checkpointed by torch is recorded as the call
-    itself: ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take
-    traced sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
-    """
-    original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
-
-    def traced_call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, fx.Proxy):
-            tracer: Any = x.tracer
-            return tracer.call_module(self, self.forward, (x, *args), kwargs)
-        return original(self, x, *args, **kwargs)
-
-    grouping = hetero_conv.group
-
-    def traced_group(values: list[Any], how: str | None) -> Any:
-        found = grouping(values, how)
-        is_pair = how in ("min", "max") and len(values) > 1 and isinstance(found, fx.Proxy)
-        return found[0] if is_pair else found
-
-    def call(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-    pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
-    CheckpointFunction.apply = call  # type: ignore[method-assign]
-    replaced = [(torch, name, getattr(torch, name)) for name in _FACTORIES]
-    replaced += _edge_functions(opened)
-    for owner, name, function in replaced:
-        setattr(owner, name, _recorded_function(function))
-    check = builtins.isinstance
-    builtins.isinstance = partial(_is_instance, check)
-    try:
-        yield
-    finally:
-        builtins.isinstance = check
-        pyg.Aggregation.__call__, hetero_conv.group = original, grouping
-        CheckpointFunction.apply = checkpointed  # type: ignore[method-assign]
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-
-
-def _is_instance(check: Callable[..., bool], value: Any, kinds: Any) -> bool:
-    """``isinstance`` of Python code, to which values in an opened convolution are tensors.
-
-    ``_Value.__class__`` would also deceive torch's C++ code, which then reads memory that is not
-    that of a tensor: ``torch.reshape(x, (x.size(0), -1))`` would end the process.
-    """
-    if check(value, kinds):
-        return True
-    is_opened = type(value) is _Value and getattr(value.tracer, "is_in_opened", False)
-    return is_opened and issubclass(torch.Tensor, kinds)
-
-
-_FACTORIES = (
-    *("zeros", "ones", "full", "empty", "arange", "rand", "randn", "tensor", "as_tensor"),
-    *("sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_compressed_tensor"),
-)
-"""Functions of torch that make tensors from numbers, or that record no call by themselves."""
-
-
-_QUESTIONS = (torch_geometric.utils.is_torch_sparse_tensor, torch_geometric.utils.is_sparse)
-"""Functions that a recorded value answers with False; a matrix is found out by the trial."""
-
-
-def _edge_functions(opened: Collection[type]) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Modules and names under which users' code finds functions of ``torch_geometric.utils``.
-
-    And under which convolutions of the classes ``opened`` find them.
-    """
-    known = {id(f): f for f in vars(torch_geometric.utils).values() if inspect.isfunction(f)}
-    known[id(gcn_norm)] = gcn_norm
-    owners = [torch_geometric.utils, *(sys.modules[kind.__module__] for kind in opened)]
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None) or ""
-        if isinstance(module, types.ModuleType) and is_own(path) and "site-packages" not in path:
-            owners.append(module)
-    return [
-        (owner, name, known[id(value)])
-        for owner in owners
-        for name, value in list(vars(owner).items())
-        if id(value) in known
-    ]
-
-
-def _recorded_function(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that records a call with traced arguments, and makes other calls at once."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-        fx.node.map_aggregate(
-            (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
-        )
-        if not found:
-            return factory(*args, **kwargs)
-        if factory in _QUESTIONS:
-            return False
-        return found[0].tracer.create_proxy("call_function", factory, args, kwargs)
-
-    return call
