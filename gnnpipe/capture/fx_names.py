@@ -37,6 +37,23 @@ def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:
     raise InputError(f"model: {wrong}{place}" + (f"; {hint}" if hint else "")) from None
 
 
+class OpaqueConvError(InputError):
+    """A convolution does not run on blocks as a whole; perhaps its calls do, one by one."""
+
+    def __init__(self, message: str, kind: type) -> None:
+        """``kind``: class of the convolution."""
+        super().__init__(message)
+        self.kind = kind
+
+
+def refuse_conv(wrong: str, hint: str, call: fx.Node, kind: type) -> NoReturn:
+    """Raise ``OpaqueConvError`` about the call of a convolution of the class ``kind``."""
+    try:
+        refuse(wrong, hint, call)
+    except InputError as fault:
+        raise OpaqueConvError(str(fault), kind) from None
+
+
 def input_name(kind: str, number: int) -> str:
     """Name of the input for one of several vertex or edge types: 'x__0'."""
     return numbered_name(kind, number)

@@ -42,9 +42,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for module, attributes in kept:
             vars(module).clear()
             vars(module).update(attributes)
-        for value, content in filled:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
+        _refill(filled)
 
 
 def random_state() -> tuple[bytes, str, str]:
@@ -70,8 +68,16 @@ def detached_copy(model: M, memo: dict[int, Any] | None = None) -> M:
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Context that empties attributes that were ``None`` before and hold tensors on exit.
 
-    For the first call of a lazy module, which sets sizes that must stay (PyG's ``cached=True``).
+    Lists, dicts and sets of the user's get back their content. For the first call of a lazy
+    module, which sets sizes that must stay (PyG's ``cached=True``).
     """
+    known = vars(nn.Module())
+    filled = [
+        (value, copy.copy(value))
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, list | dict | set) and name not in known
+    ]
     empty = [
         (module, name)
         for module in model.modules()
@@ -83,3 +89,11 @@ def without_caches(model: nn.Module) -> Iterator[None]:
         value = vars(module)[name]
         if isinstance(value, Tensor | tuple) or type(value).__name__ == "SparseTensor":
             setattr(module, name, None)
+    _refill(filled)
+
+
+def _refill(filled: list[tuple[Any, Any]]) -> None:
+    """Gives lists, dicts and sets the content of their copies."""
+    for value, content in filled:
+        value.clear()
+        value.extend(content) if isinstance(value, list) else value.update(content)

@@ -11,7 +11,7 @@ from gnnpipe.capture.call import method_of
 from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
 from gnnpipe.capture.edge_work.separate import separate, works_on_edges
-from gnnpipe.capture.fx_names import EDGES
+from gnnpipe.capture.fx_names import EDGES, OpaqueConvError
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.signature import edge_inputs
@@ -19,7 +19,7 @@ from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
 from gnnpipe.capture.trial.facts import Facts, probe
-from gnnpipe.capture.trial.run import OpaqueConvError, values_on_sample
+from gnnpipe.capture.trial.run import values_on_sample
 from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import edge_data_of

@@ -29,6 +29,7 @@ from gnnpipe.capture.fx_names import (
     is_input,
     name_of,
     refuse,
+    refuse_conv,
 )
 from gnnpipe.capture.markers import PRODUCTS, aggregate, drop, is_of_all, of_vertices
 from gnnpipe.graph.operators import RELATION, WEIGHTED
@@ -248,6 +249,13 @@ class _Separator:
         self._take_place(call, new)
 
     def _change_convolution(self, call: fx.Node, edges: fx.Node) -> None:
+        if sum(map(self.are_ends, call.all_input_nodes)) > 1:
+            refuse_conv(
+                f"{name_of(call)} reads several sets of edges",
+                "propagate over each set by itself",
+                call,
+                type(self.module_of(call)),
+            )
         number, made = self._set(self.program.copy(edges))
         for source in call.all_input_nodes:
             if source is edges:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnnpipe.capture.fx_names import EDGES, dropout_arguments, is_input
 from gnnpipe.capture.rules.attention import is_mapped
+from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.layer import Rows
@@ -78,8 +79,7 @@ class KeyedDropout(DropoutMode):
         if not self._rows.training:
             return x
         rows = replace(self._rows, keys=self._keys(kind, len(x)), masks=None)
-        flat = x.flatten(1) if x.dim() > 1 else x[:, None]
-        return rows.dropout(flat, probability, site).reshape(x.shape)
+        return rows.dropout(flat(x), probability, site).reshape(x.shape)
 
     def _keys(self, kind: DropoutKind, count: int) -> Tensor:
         keys = self._block.keys

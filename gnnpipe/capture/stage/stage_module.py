@@ -25,6 +25,7 @@ from gnnpipe.capture.stage.step_calls import (
     LinearBy,
     dense_features,
     edge_data_of,
+    flat,
     for_all,
     is_linear,
     linear_of_features,
@@ -274,7 +275,7 @@ class _Writer:
         return self._graph.call_function(function, args, kwargs)
 
     def _flat(self, rows: fx.Node) -> fx.Node:
-        return self._graph.call_method("flatten", (rows, 1))
+        return self._call(flat, rows)
 
     def _shaped(self, held: fx.Node, value: fx.Node) -> fx.Node:
         shape = self._facts[value].shape

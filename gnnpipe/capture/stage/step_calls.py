@@ -34,7 +34,7 @@ def dense_features(rows: Rows) -> Tensor:
 
 
 def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:
-    return rows.dropout(x.flatten(1), probability, site).reshape(x.shape)
+    return rows.dropout(flat(x), probability, site).reshape(x.shape)
 
 
 def _in_training(rows: Rows, now: Tensor, kept: Tensor) -> Tensor:
@@ -74,6 +74,11 @@ OF_ROWS = {by_mode: _by_mode, drop: _drop, in_training: _in_training, of_vertice
 def for_all(mean: Tensor, rows: Rows) -> Tensor:
     """A single row [1, ...] expanded to all rows [C, ...]."""
     return mean.expand(len(rows.keys), *mean.shape[1:])
+
+
+def flat(x: Tensor) -> Tensor:
+    """Rows [C, ...] or [C] as rows [C, F]."""
+    return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
 def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -19,12 +19,14 @@ from gnnpipe.capture.fx_names import (
     is_input,
     name_of,
     refuse,
+    refuse_conv,
 )
 from gnnpipe.capture.markers import aggregate, by_mode, in_training, num_vertices, of_vertices
 from gnnpipe.capture.preserve import detached_copy, random_state
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, DropoutMode, Form
+from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
@@ -39,16 +41,6 @@ from gnnpipe.graph.operators import (
 from gnnpipe.models.layer import Rows
 from gnnpipe.models.layer_probe import are_parts
 from gnnpipe.ops.saved_tensors import tensors_in
-
-
-class OpaqueConvError(InputError):
-    """A convolution does not run on blocks as a whole; perhaps its calls do, one by one."""
-
-    def __init__(self, message: str, kind: type) -> None:
-        """``kind``: class of the convolution."""
-        super().__init__(message)
-        self.kind = kind
-
 
 Found = dict[fx.Node, Any]
 """Values by the call that made them."""
@@ -160,7 +152,7 @@ class SampleRun:
             found = self.types.get(call.all_input_nodes[0], "") or "another type"
             edges = f"the edges lead from {source} to {target}"
             refuse(f"{name_of(call)} is given rows of {found}, but {edges}", call=call)
-        return (matrix @ x.flatten(1)).reshape(len(matrix), *x.shape[1:])
+        return (matrix @ flat(x)).reshape(len(matrix), *x.shape[1:])
 
     def call(self, call: fx.Node, values: Found) -> Any:
         """A call's value, given the values that it reads."""
@@ -218,15 +210,13 @@ class SampleRun:
             except Exception as error:
                 reason = reason or str(error)
         else:
-            try:
-                refuse(
-                    f"{_name_of_block_work(conv, call)} does not give the same rows from a chunk "
-                    f"and its neighbours as from the whole graph: {reason}",
-                    _advice(conv),
-                    call,
-                )
-            except InputError as fault:
-                raise OpaqueConvError(str(fault), type(conv)) from None
+            refuse_conv(
+                f"{_name_of_block_work(conv, call)} does not give the same rows from a chunk and "
+                f"its neighbours as from the whole graph: {reason}",
+                _advice(conv),
+                call,
+                type(conv),
+            )
         return whole, form, tuple(kinds.found)
 
     def _agrees(
@@ -251,7 +241,7 @@ class SampleRun:
         nothing = torch.empty(0, dtype=torch.int64)
         size = len(order), len(own)
         block = Block(edges, nothing, nothing.bool()[:, None], size, is_fused=True)
-        received = torch.cat([rows[k][order].flatten(1) for k in block_conv.pushed], dim=1)
+        received = torch.cat([flat(rows[k][order]) for k in block_conv.pushed], dim=1)
         mine = rows[block_conv.own][own] if block_conv.own is not None else None
         carried = tuple(self.whole[value][into] for value in block_conv.carried)
         found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)

@@ -226,6 +226,13 @@ def _features(x: Features, count: int, rng: np.random.Generator) -> npt.NDArray[
     rows = np.asarray(some if isinstance(some, np.ndarray) else some.toarray(), dtype=np.float64)
     if not len(rows):
         return rng.standard_normal((count, x.shape[1]))
+    return _within_range(rows, count, rng)
+
+
+def _within_range(
+    rows: npt.NDArray[np.float64], count: int, rng: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    """Random rows [count, F] within the range of each column of ``rows``."""
     low, high = rows.min(axis=0), rows.max(axis=0)
     is_whole = (rows == np.floor(rows)).all(axis=0) & (np.abs(rows).max(axis=0) < 2**53)
     is_category = is_whole & (high - low > 1)
@@ -242,10 +249,17 @@ _LOOKED_AT = 128
 
 
 def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """Random edge data of the same kind: types of the same range, or positive numbers."""
+    """Random edge data of the same kind: types or attributes of the same range, positive weights.
+
+    A norm takes the root of a sum of weights.
+    """
     if values.dtype.kind in "iu":
         return rng.integers(0, int(values.max(initial=0)) + 1, count)
-    return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
+    if not len(values) or values.ndim == 1:
+        return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
+    rows = values[:_LOOKED_AT].reshape(min(len(values), _LOOKED_AT), -1).astype(np.float64)
+    found = _within_range(rows, count, rng).reshape(count, *values.shape[1:])
+    return found.astype(np.float32)
 
 
 _BY = 0.1

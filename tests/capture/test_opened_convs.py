@@ -1,0 +1,133 @@
+"""Convolutions that run on blocks only call by call give the losses of plain PyG on any shape."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_all_within, differences_of_shapes, quick_config, run_ranks, small_graph
+from torch import nn
+from torch_geometric import nn as pyg
+from torch_geometric.utils import scatter
+
+from gnnpipe import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:graph .* does not read its edge_attr")
+IN, HIDDEN, OUT, DIM = 7, 8, 3, 2
+
+
+class Signed(pyg.MessagePassing):
+    """A mean over one list of edges, and another one over a second list."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+        self.liked, self.disliked = nn.Linear(IN, HIDDEN), nn.Linear(IN, HIDDEN)
+
+    def forward(self, x, liked, disliked):
+        out = self.liked(self.propagate(liked, x=x))
+        return out - self.disliked(self.propagate(disliked, x=x))
+
+
+class BySign(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = Signed(), nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        is_liked = edge_attr[:, 0] > 0
+        return self.out(self.conv(x, edge_index[:, is_liked], edge_index[:, ~is_liked]).relu())
+
+
+class Hyper(pyg.MessagePassing):
+    """From vertices to hyperedges and back, divided by the numbers of members."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        self.lin = nn.Linear(IN, HIDDEN)
+
+    def forward(self, x, edge_index):
+        ones = x.new_ones(edge_index.size(1))
+        members = scatter(ones, edge_index[1], dim_size=x.size(0)).clamp(min=1)
+        memberships = scatter(ones, edge_index[0], dim_size=x.size(0)).clamp(min=1)
+        rows = self.propagate(edge_index, x=self.lin(x), share=1 / members)
+        return self.propagate(edge_index.flip(0), x=rows.relu(), share=1 / memberships)
+
+    def message(self, x_j, share_i):
+        return x_j * share_i.view(-1, 1)
+
+
+class OfHyperedges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = Hyper(), nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.out(self.conv(x, edge_index))
+
+
+class OneNumberPerRow(nn.Module):
+    """Rows without columns, [N], are dropped, sent and read over the edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(IN, HIDDEN), pyg.GraphConv(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.first(x)
+        size = x.norm(dim=1).tanh()
+        source, target = edge_index
+        near = scatter(size[source] - size[target], target, dim_size=x.size(0))
+        return self.second(x * near.unsqueeze(1), edge_index) + size[:, None]
+
+
+MODELS = [BySign, OfHyperedges, OneNumberPerRow]
+
+
+def graph_with_attributes(n=60):
+    graph = small_graph(seed=3, n=n, directed=True)
+    attributes = np.random.default_rng(1).uniform(-1, 1, (graph.num_edges, DIM))
+    return replace(graph, edge_attr=attributes.astype(np.float32))
+
+
+def made(kind, seed=0):
+    torch.manual_seed(seed)
+    return kind().double()
+
+
+def plain_losses(kind, graph, epochs):
+    x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
+    given = x, edges, torch.from_numpy(graph.edge_attr).double()
+    y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
+    model, losses = made(kind), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(*given)[train], y[train])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_equals_plain_pyg(kind, chunks):
+    graph = graph_with_attributes()
+    config = quick_config(epochs=4, chunks=chunks, staleness="exact", require_capture=True)
+    history = Trainer(config, graph=graph, model=made(kind)).fit().history
+    assert [row.loss for row in history] == pytest.approx(plain_losses(kind, graph, 4), rel=1e-9)
+
+
+def on_ranks(shapes, staleness):
+    def parts(kind, rank, chunks):
+        return graph_with_attributes(), made(kind, rank), {"staleness": staleness}
+
+    return differences_of_shapes(shapes, MODELS, 3, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["exact", "auto"])
+def test_every_shape_equals_one_autograd_graph(staleness):
+    for found in run_ranks(on_ranks, 2, ((2, 1, 4), (1, 2, 1), (1, 2, 4)), staleness):
+        assert_all_within(found)
