@@ -117,14 +117,14 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     sample = make_sample(model, graph, names)
     initialise_lazy(model, method, sample)
     with unchanged(model):
-        recording, facts, sample, work = _record(model, method, names, graph, sample)
+        recording, facts, sample, work = _record(model, method, graph, sample)
     return RecordedModel(
         Recording(model, recording, facts, sample.ends, graph.relations, is_rounded, work)
     )
 
 
 def _record(
-    model: nn.Module, method: str, names: list[str], graph: Graph, sample: Sample
+    model: nn.Module, method: str, graph: Graph, sample: Sample
 ) -> tuple[fx.GraphModule, dict[fx.Node, Facts], Sample, EdgeWork | None]:
     """The recording, the facts of its calls, and its work on edges with the edges in the sample.
 
@@ -134,7 +134,7 @@ def _record(
     first: InputError | None = None
     while True:
         try:
-            recording = trace(model, method, names, graph, opened)
+            recording = trace(model, method, sample, graph, opened)
             work, samples = _edge_work(recording, sample)
             facts = probe(model, method, recording, samples, graph.vertex_counts)
             return recording, facts, samples[0], work

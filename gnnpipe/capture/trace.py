@@ -51,6 +51,8 @@ from gnnpipe.capture.rewrite import (
 from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, performer
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
+from gnnpipe.capture.trial.sample_graph import Sample
+from gnnpipe.capture.trial.shapes import answer_by_shapes
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA, Graph
 from gnnpipe.graph.operators import RELATION
@@ -75,26 +77,23 @@ class _ModelCall(nn.Module):
 
 
 def trace(
-    model: nn.Module,
-    method: str,
-    names: Collection[str],
-    graph: Graph,
-    opened: Collection[type] = (),
+    model: nn.Module, method: str, sample: Sample, graph: Graph, opened: Collection[type] = ()
 ) -> fx.GraphModule:
     """Record a method of the model; the model's modules have the prefix ``model.``.
 
-    ``names``: arguments of the method that get edge data. If ``graph`` has several vertex
-    types, the method is called with dicts of features and edges. Inputs that no call reads are
-    removed. ``opened``: classes of convolutions whose calls are recorded one by one.
+    ``sample``: answers what the method asks about shapes, and names the edge data it gets. If
+    ``graph`` has several vertex types, the method is called with dicts of features and edges.
+    Inputs that no call reads are removed. ``opened``: classes of convolutions whose calls are
+    recorded one by one.
     """
     was = {name: module.training for name, module in model.named_modules()}
     try:
         model.train()
         frozen = {module for module in model.modules() if not module.training}
-        training = _record(model, method, names, graph, frozen, opened)
+        training = _record(model, method, sample, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING / 2)
         model.eval()
-        evaluation = _record(model, method, names, graph, frozen, opened)
+        evaluation = _record(model, method, sample, graph, frozen, opened)
         report_progress(_SHARE_OF_RECORDING)
     finally:
         for name, module in model.named_modules():
@@ -139,17 +138,14 @@ class _Tracer(fx.Tracer):
     """While a rule runs: the edges of its convolution, if forward made them."""
 
     def __init__(
-        self,
-        names: Collection[str],
-        graph: Graph,
-        frozen: Collection[nn.Module],
-        opened: Collection[type],
+        self, sample: Sample, graph: Graph, frozen: Collection[nn.Module], opened: Collection[type]
     ) -> None:
         """``frozen``: modules that stay in evaluation mode when the model trains."""
         super().__init__()
         self.frozen, self._opened = frozen, opened
         self._takes_edge_work = graph.types is None and not graph.has_matrix_form
-        self._names, self._graph, self._types, self._made = names, graph, graph.types, 0
+        self._sample, self._names, self._graph = sample, sample.names, graph
+        self._types, self._made, self._is_asking = graph.types, 0, False
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
         self._weight: fx.Proxy | None = None
         """The values of ``adj_t``, if it has any."""
@@ -203,7 +199,7 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """A weight or buffer as a recorded value; ``fx.Tracer`` would search all at each access."""
         path = self._tensor_paths.get(id(attr_val))
-        if path is None:
+        if path is None or self._is_asking:
             return attr_val
         if path not in parameter_proxy_cache:
             parameter_proxy_cache[path] = self.create_proxy("get_attr", path, (), {})
@@ -223,13 +219,31 @@ class _Tracer(fx.Tracer):
         )
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """True for ``requires_grad`` of a traced value, on which checkpointing depends."""
+        """The answer to a question about shapes; True for ``requires_grad`` of a traced value.
+
+        Checkpointing depends on the latter.
+        """
         if isinstance(obj, fx.proxy.Attribute) and obj.attr == "requires_grad":
             return True
-        return super().to_bool(obj)
+        answer = self._answer(obj.node)
+        return super().to_bool(obj) if answer is None else answer
+
+    def _answer(self, question: fx.Node) -> bool | None:
+        """The answer to a question about shapes, else None."""
+        was = {module: module.training for module in self.root.modules()}
+        self._is_asking = True
+        try:
+            self.root.eval()  # so that no running statistics change
+            return answer_by_shapes(question, self.root, self._sample)
+        finally:
+            self._is_asking = False
+            for module, is_training in was.items():
+                module.training = is_training
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record a module's call: by its rule, as dropout, or as ``fx.Tracer`` does."""
+        if self._is_asking:
+            return forward(*args, **kwargs)
         if m in self.frozen and isinstance(m, nn.Dropout):
             return args[0] if args else kwargs["input"]
         if m in self.frozen and type(m) in (nn.BatchNorm1d, pyg.BatchNorm):
@@ -372,12 +386,13 @@ class _Tracer(fx.Tracer):
 def _record(
     model: nn.Module,
     method: str,
-    names: Collection[str],
+    sample: Sample,
     graph: Graph,
     frozen: Collection[nn.Module],
     opened: Collection[type],
 ) -> fx.GraphModule:
-    root, tracer = _ModelCall(model, method, graph.adjacency), _Tracer(names, graph, frozen, opened)
+    root = _ModelCall(model, method, graph.adjacency)
+    tracer = _Tracer(sample, graph, frozen, opened)
     name = type(model).__name__
     before = random_state()
     try:
