@@ -91,6 +91,12 @@ def in_training(now: Any, kept: Any) -> Any:
     return now
 
 
+@recorded
+def filled(values: Any, is_new: Any, value: float) -> Any:
+    """Values [E, ...] of edges, and ``value`` for the edges that ``is_new`` [E] marks."""
+    return values.masked_fill(is_new.view(-1, *[1] * (values.dim() - 1)), value)
+
+
 def is_of_all(call: fx.Node) -> bool:
     """Whether an aggregation is over all vertices, whatever the edges are."""
     structure = str(call.kwargs["structure"])

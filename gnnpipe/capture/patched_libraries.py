@@ -20,6 +20,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import hetero_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
+from gnnpipe.capture.edge_work.learned_values import of_learned_values
 from gnnpipe.capture.fx_names import is_own
 
 
@@ -137,6 +138,9 @@ def _recorded_function(factory: Callable[..., Any]) -> Callable[..., Any]:
             return factory(*args, **kwargs)
         if factory in _QUESTIONS:
             return False
+        made = of_learned_values(factory, args, kwargs)
+        if made is not None:
+            return made
         return found[0].tracer.create_proxy("call_function", factory, args, kwargs)
 
     return call

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_all_within, differences_of_shapes, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
-from torch_geometric.utils import scatter
+from torch_geometric.utils import add_self_loops, degree, remove_self_loops, scatter
 
 from gnnpipe import Trainer
 
@@ -62,7 +62,7 @@ class OfHyperedges(nn.Module):
         super().__init__()
         self.conv, self.out = Hyper(), nn.Linear(HIDDEN, OUT)
 
-    def forward(self, x, edge_index, edge_attr):
+    def forward(self, x, edge_index, edge_attr=None):
         return self.out(self.conv(x, edge_index))
 
 
@@ -73,7 +73,7 @@ class OneNumberPerRow(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(IN, HIDDEN), pyg.GraphConv(HIDDEN, OUT)
 
-    def forward(self, x, edge_index, edge_attr):
+    def forward(self, x, edge_index, edge_attr=None):
         x = self.first(x)
         size = x.norm(dim=1).tanh()
         source, target = edge_index
@@ -81,13 +81,100 @@ class OneNumberPerRow(nn.Module):
         return self.second(x * near.unsqueeze(1), edge_index) + size[:, None]
 
 
-MODELS = [BySign, OfHyperedges, OneNumberPerRow]
+class OfLayers(pyg.MessagePassing):
+    """Attends over layers of a neighbour [N, L, F], weighed by degrees; checks shapes."""
+
+    def __init__(self):
+        super().__init__(aggr="add", node_dim=0)
+        self.query = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x, edge_index):
+        if x.dim() != 3 or x.shape[-1] != HIDDEN:
+            raise ValueError("rows have another shape")
+        assert x.size(-1) == self.query.in_features
+        found = degree(edge_index[1], x.size(0), dtype=x.dtype).clamp(min=1)
+        norm = found.pow(-0.5)[edge_index[0]]
+        return self.propagate(edge_index, x=x, norm=norm)
+
+    def message(self, x_i, x_j, norm):
+        score = (self.query(x_i[:, -1:]) * x_j).sum(-1, keepdim=True).softmax(1)
+        return (score * x_j).sum(1) * norm.view(-1, 1)
+
+
+class JumpingAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.out = nn.Linear(IN, HIDDEN), OfLayers(), nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr=None):
+        x = self.first(x).relu()
+        return self.out(self.conv(torch.stack([x, x.tanh()], dim=1), edge_index))
+
+
+class LearnedWeights(nn.Module):
+    """Weights of the edges are learned; convolutions normalise by their sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(DIM, 1)
+        self.first, self.second = pyg.GCNConv(IN, HIDDEN), pyg.TAGConv(HIDDEN, OUT, K=2)
+
+    def forward(self, x, edge_index, edge_attr):
+        weight = self.weight(edge_attr).sigmoid().squeeze(-1)
+        return self.second(self.first(x, edge_index, weight).relu(), edge_index, weight)
+
+
+class PathfinderDiscovery(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pyg.PDNConv(IN, HIDDEN, DIM, 4), pyg.PDNConv(HIDDEN, OUT, DIM, 4)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
+
+
+class LearnedStates(nn.Module):
+    """Learned states of edges [E, F] move with edges that forward removes, adds and chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.edges = nn.Linear(IN, HIDDEN), nn.Linear(DIM, HIDDEN)
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        x = self.rows(x).relu()
+        states = self.edges(edge_attr).tanh()
+        edges, states = remove_self_loops(edge_index, states)
+        is_kept = edges[0] % 3 > 0
+        edges, states = edges[:, is_kept], states[is_kept]
+        edges, states = add_self_loops(edges, states, fill_value=0.5, num_nodes=x.size(0))
+        messages = states * x[edges[0]]
+        return self.out(scatter(messages, edges[1], dim_size=x.size(0), reduce="mean"))
+
+
+MODELS = [
+    BySign,
+    OfHyperedges,
+    OneNumberPerRow,
+    JumpingAttention,
+    LearnedWeights,
+    PathfinderDiscovery,
+    LearnedStates,
+]
 
 
 def graph_with_attributes(n=60):
-    graph = small_graph(seed=3, n=n, directed=True)
-    attributes = np.random.default_rng(1).uniform(-1, 1, (graph.num_edges, DIM))
-    return replace(graph, edge_attr=attributes.astype(np.float32))
+    """Some vertices have a self-loop."""
+    rng, graph = np.random.default_rng(1), small_graph(seed=3, n=n, directed=True)
+    loops = np.stack([np.arange(0, n, 4)] * 2)
+    source, target = np.concatenate([graph.edge_index, loops], axis=1)
+    order = np.lexsort((source, target))
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(np.bincount(target, minlength=n))]),
+        indices=source[order].astype(np.int32),
+        edge_attr=rng.uniform(-1, 1, (len(source), DIM)).astype(np.float32),
+    )
 
 
 def made(kind, seed=0):

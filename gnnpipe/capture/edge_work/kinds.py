@@ -34,20 +34,28 @@ def kinds_of(recording: fx.GraphModule) -> dict[fx.Node, Kind]:
 
 def is_of_edges_alone(call: fx.Node) -> bool:
     """Whether a recorded value depends on the edges, and on no features or weights."""
-    if is_input(call, EDGES):
-        return True
-    seen, waiting, reads_edges = {call}, [call], False
+    read = _read_of_graph(call)
+    return read is not None and any(is_input(one, EDGES) for one in read)
+
+
+def is_of_graph_alone(call: fx.Node) -> bool:
+    """Whether a recorded value depends on the edges and their data alone, or is constant."""
+    return _read_of_graph(call) is not None
+
+
+def _read_of_graph(call: fx.Node) -> set[fx.Node] | None:
+    """The calls behind a value, itself among them; None if it reads features or weights."""
+    seen, waiting = {call}, [call]
     while waiting:
         one = waiting.pop()
-        reads_edges |= is_input(one, EDGES)
         if reads_shape(one):
             continue
         if not is_input(one, EDGES, *EDGE_DATA) and not _is_plain(one):
-            return False
+            return None
         new = set(one.all_input_nodes) - seen
         seen |= new
         waiting += new
-    return reads_edges
+    return seen
 
 
 def reads_shape(call: fx.Node) -> bool:

@@ -79,6 +79,12 @@ class ProgramWriter:
         ends, values = (self._add("call_function", part, (made,), {}) for part in parts)
         return ends, values
 
+    def zeros(self) -> fx.Node:
+        """A zero for each vertex [N, 1]."""
+        settings = {"dtype": self.input(DTYPE), "device": self.input(DEVICE)}
+        shape = self.input(NUM_VERTICES), 1
+        return self._add("call_function", torch.zeros, (shape,), settings)
+
     def number(self, made: fx.Node) -> fx.Node:
         """A copied number as a tensor without dimensions."""
         return self._add("call_function", torch.tensor, (made,), {})

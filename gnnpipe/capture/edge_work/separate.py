@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def separate(
     Raises:
         InputError: Work that does not run chunk by chunk.
     """
-    kinds = kinds_of(recording)
+    kinds, values = kinds_of(recording), dict(values)
     program = ProgramWriter(recording, kinds, values, n, random_calls)
     return _Separator(recording, kinds, values, n, program).run()
 
@@ -69,12 +69,13 @@ class _Separator:
     def __init__(
         self,
         recording: fx.GraphModule,
-        kinds: Mapping[fx.Node, Kind],
-        values: Mapping[fx.Node, Any],
+        kinds: dict[fx.Node, Kind],
+        values: dict[fx.Node, Any],
         n: int,
         program: ProgramWriter,
     ) -> None:
-        self.recording, self.kinds, self.values, self.n = recording, dict(kinds), dict(values), n
+        """``kinds`` and ``values`` are also those of ``program``, and get those of new calls."""
+        self.recording, self.kinds, self.values, self.n = recording, kinds, values, n
         self.program = program
         self.messages: set[fx.Node] = set()
         """Calls with features or weights whose values belong to edges."""
@@ -128,6 +129,9 @@ class _Separator:
                 self._make_fragment(call)
             else:
                 self._change_convolution(call, edges)
+        elif self._selects_edges(call):
+            value, index = cast(tuple[fx.Node, fx.Node], call.args)
+            call.replace_all_uses_with(self._selected(value, index, call, {}))
         elif on_edges:
             value = self.values[call]
             if isinstance(value, Tensor) and value.shape[:1] == (self.n,):
@@ -196,6 +200,10 @@ class _Separator:
             value, copied = torch.tensor(value), self.program.number(copied)
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             refuse(f"{name_of(call)} reads {type(value).__name__} of the edges", call=call)
+        return self._buffer(copied, value)
+
+    def _buffer(self, copied: fx.Node, value: Tensor) -> fx.Node:
+        """The rows of a buffer of the recording, or the buffer itself if it has no dimensions."""
         if copied not in self._vertex_values:
             name = f"vertex_value_{len(self._vertex_values)}"
             self.recording.register_buffer(name, value)
@@ -277,16 +285,54 @@ class _Separator:
             elif self.is_long(source):
                 message.replace_input_with(source, self._data_of(number, source))
 
+    def _selects_edges(self, call: fx.Node) -> bool:
+        """Whether a call selects values of edges by an index or a mask made of the edges."""
+        if call.target is not operator.getitem or call.args[0] not in self.messages:
+            return False
+        return isinstance(call.args[1], fx.Node) and self.is_long(call.args[1])
+
+    def _selected(
+        self, value: fx.Node, index: fx.Node, before: fx.Node, made: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """The value ``value[index]`` of edges, computed from selected edges and data of edges.
+
+        New calls are inserted before ``before``; ``made``: by the value that was selected from.
+        """
+        if value in made:
+            return made[value]
+        is_message, graph = value in self.messages, self.recording.graph
+        if not is_message and not self.is_long(value):
+            return value
+        sources = value.all_input_nodes if is_message else []
+        chosen = {source: self._selected(source, index, before, made) for source in sources}
+        are_ends, number = self.are_ends(value), self.values[index]
+        with graph.inserting_before(before):
+            if is_message:
+                new = graph.node_copy(value, chosen.__getitem__)
+            else:
+                key = (slice(None), index) if are_ends else index
+                new = graph.call_function(operator.getitem, (value, key))
+        numbers = (slice(None), number) if are_ends else number
+        self.values[new] = _at(self.values[value], numbers)
+        self.kinds[new] = Kind.OTHER if is_message else Kind.EDGES
+        if is_message:
+            self.messages.add(new)
+            if value in self.of_rows:
+                self.of_rows.add(new)
+        made[value] = new
+        return new
+
     def _make_fragment(self, call: fx.Node) -> None:
         writer = _FragmentWriter(self, call)
         calls = writer.write()
-        if not writer.rows:
-            refuse(f"{name_of(call)} adds up values of edges without rows of vertices", call=call)
         number, made = self._set(writer.ends())
         rows = [
             self.vertex_value(row, call) if self.kinds[row] is Kind.EDGES else row
             for row in writer.rows
         ]
+        if not rows:
+            zeros = torch.zeros(self.n, 1, dtype=torch.float64)
+            rows = [self._buffer(self.program.zeros(), zeros)]  # a block is made of rows
         data = [self._data_of(number, value) for value in writer.data]
         name = f"edge_work_{sum(1 for _ in self.recording.children())}"
         self.recording.add_module(name, EdgeFragment(calls))
@@ -324,6 +370,9 @@ class _FragmentWriter:
         """The fragment's calls, of the arguments of ``EdgeFragment``."""
         result = self._copy(self._end)
         before = self._like
+        if not self.rows:
+            with self._graph.inserting_after(before):
+                before = self._graph.placeholder("zeros")
         for number, source in enumerate((*self.rows, *self.data)):
             with self._graph.inserting_after(before):
                 before = self._graph.placeholder(f"value_{number}")
@@ -358,10 +407,19 @@ class _FragmentWriter:
         targets = [self._of.program.copy(index) for index in self._target_indices(self._end)]
         if len(set(targets)) != 1:
             self._refuse("makes rows of values of edges and names no vertices for them")
-        sources = [index for index in found if index is not targets[0]] or targets
+        sources = [index for index in found if index is not targets[0]]
+        sources = sources or [self._other_end(targets[0])]
         if len(sources) != 1:
             self._refuse("reads rows of more than two ends of an edge")
         return sources[0], targets[0]
+
+    def _other_end(self, target: fx.Node) -> fx.Node:
+        """The program's sources of edges with these targets, if they are part of a [2, E] value."""
+        is_part = target.target is operator.getitem
+        whole, part = cast(tuple[Any, Any], target.args) if is_part else (None, None)
+        if not isinstance(whole, fx.Node) or part not in (0, 1):
+            return target
+        return self._of.program.part(whole, 1 - part)
 
     def _refuse(self, what: str) -> None:
         refuse(f"{name_of(self._end)} {what}", "put this into a MessagePassing", self._end)
@@ -446,6 +504,13 @@ class _FragmentWriter:
         if isinstance(value, int):
             return self._count if value == self._of.n else value
         return self._copy(source)
+
+
+def _at(value: Any, index: Any) -> Any:
+    """The rows ``index`` of a tensor, or of each tensor in a tuple or list."""
+    if isinstance(value, tuple | list):
+        return type(value)(_at(one, index) for one in value)
+    return value[index] if isinstance(value, Tensor) else value
 
 
 def _is_shaping(call: fx.Node) -> bool:
