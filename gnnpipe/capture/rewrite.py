@@ -1,4 +1,4 @@
-"""Rewrites a recording: dropout, in-place calls, and weights with one row for each vertex."""
+"""Rewrites a recording: dropout, in-place calls, weights and buffers with a row for each vertex."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from gnnpipe.capture.edge_work.kinds import Kind, kinds_of
 from gnnpipe.capture.fx_names import (
@@ -254,7 +254,7 @@ def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
 def mark_vertex_weights(
     recording: fx.GraphModule, model: nn.Module, counts: Mapping[str, int]
 ) -> None:
-    """Insert ``of_vertices`` behind weights of the user or of ``nn.Embedding`` with N rows.
+    """Insert ``of_vertices`` behind the user's weights and buffers of N rows, and embeddings.
 
     Not behind W in ``x @ W``, whose rows are columns of x. ``counts``: N by vertex type. Rules
     insert the marker themselves.
@@ -265,7 +265,9 @@ def mark_vertex_weights(
         path = str(call.target)
         weight = attribute(recording, path)
         is_weight = isinstance(weight, nn.Parameter) and weight.dim() >= 2
-        if not is_weight or len(weight) not in counts.values() or _is_right_factor(call):
+        if not is_weight and not _is_buffer(path, weight):
+            continue
+        if len(weight) not in counts.values() or _is_right_factor(call):
             continue
         # In the recording's own module tree the owner may be a plain nn.Module.
         owner = model.get_submodule(path.removeprefix("model.").rpartition(".")[0])
@@ -278,6 +280,13 @@ def mark_vertex_weights(
             )
         rows.stack_trace = call.stack_trace
         call.replace_all_uses_with(rows, delete_user_cb=lambda user, rows=rows: user is not rows)
+
+
+def _is_buffer(path: str, value: Any) -> bool:
+    """Whether a value is a dense buffer of the model, not a constant that forward makes."""
+    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    is_own = is_tensor and path.startswith("model.")
+    return is_own and value.layout is torch.strided and value.dim() > 0
 
 
 def _is_right_factor(weight: fx.Node) -> bool:
@@ -322,20 +331,22 @@ def check_vertex_weights(recording: fx.GraphModule, counts: Mapping[str, int]) -
 
 
 def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
-    """Vertex types by the paths of all weights with one row for each vertex."""
+    """Vertex types by the paths of all the model's weights and buffers with a row for each vertex.
+
+    Not of values that forward makes of the edges.
+    """
     marks = (c for c in recording.graph.nodes if c.target is of_vertices)
     found = {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
-    is_weight = {path: isinstance(attribute(recording, path), nn.Parameter) for path in found}
-    return {path: name for path, name in found.items() if is_weight[path]}
+    return {path: name for path, name in found.items() if path.startswith("model.")}
 
 
 def cut_vertex_weights(
     module: nn.Module, paths: Mapping[str, str], counts: Mapping[str, int]
 ) -> None:
-    """Resize weights to ``counts`` vertices; rows repeat where the sample has more."""
+    """Resize weights and buffers to ``counts`` vertices; rows repeat where the sample has more."""
     for path, vertex_type in paths.items():
         owner_path, _, name = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        weight = owner.get_parameter(name)
-        chosen = torch.arange(counts[vertex_type]) % len(weight)
-        setattr(owner, name, nn.Parameter(weight.detach()[chosen]))
+        weight = getattr(owner, name)
+        rows = weight.detach()[torch.arange(counts[vertex_type]) % len(weight)]
+        setattr(owner, name, nn.Parameter(rows) if isinstance(weight, nn.Parameter) else rows)
