@@ -64,7 +64,7 @@ def row(name: str) -> tuple[str, str]:
     """How a convolution runs, and what there is to say of it."""
     if name in NOT_TRIED:
         return "not tried", NOT_TRIED[name]
-    more = [WITHOUT_PYG_LIB] if name in ("SplineConv", *FIND_NEIGHBOURS) else []
+    more = [NOTES[name]] if name in NOTES else []
     try:
         found = capture(*make_model(name)).recording
     except InputError as error:
@@ -73,12 +73,16 @@ def row(name: str) -> tuple[str, str]:
     if name in OF_RELATIONS:
         hops = note.split(",")[0]
         how, note = OF_RELATIONS[name], f"{hops} for {len(RELATIONS)} relations"
-    if name == "MessagePassing":
-        more = ["a subclass of the user's own"]
     return how, "; ".join([note, *more])
 
 
 FIND_NEIGHBOURS = ("DynamicEdgeConv", "GravNetConv", "XConv")
+NOTES = {
+    **dict.fromkeys(("SplineConv", *FIND_NEIGHBOURS), WITHOUT_PYG_LIB),
+    "MessagePassing": "a subclass of the user's own",
+    "HypergraphConv": "with `num_edges` given",
+}
+"""What else there is to say of a convolution."""
 REASONS = {
     **dict.fromkeys(FIND_NEIGHBOURS, "finds the neighbours of a vertex among all vertices"),
     "GPSConv": "every vertex attends to every other; recorded with `attn_type='performer'`",
