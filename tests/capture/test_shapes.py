@@ -32,7 +32,9 @@ class Asking(nn.Module):
         (lambda x, e: x.dim() != 2, False),
         (lambda x, e: x.size(-1) > 8, False),
         (lambda x, e: x.shape[1] == 8, True),
-        (lambda x, e: x.ndim + e.size(0) == 4, True),
+        (lambda x, e: 1 + x.ndim + e.dim() == 5, True),
+        (lambda x, e: x.size(dim=1) == x.shape[-1], True),
+        (lambda x, e: (x * 2)[e[0]].size(1) == 8, True),
     ],
 )
 def test_dimensions_and_columns_decide(question, answer):
@@ -50,6 +52,8 @@ def test_dimensions_and_columns_decide(question, answer):
     [
         lambda x, e: x.size(0) > 100,
         lambda x, e: e.shape[1] == 0,
+        lambda x, e: e[:, e[0] > 5].size(1) == 0,
+        lambda x, e: x[e[0, e[1] > 5]].size(0) > 5,
         lambda x, e: x.shape == (2708, 8),
         lambda x, e: x.mean() > 0,
         lambda x, e: x.numel() > 5,

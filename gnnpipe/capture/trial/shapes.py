@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gnnpipe.capture.edge_work.kinds import reads_shape
+from gnnpipe.capture.edge_work.kinds import is_of_edges_alone, reads_shape
 from gnnpipe.capture.markers import aggregate, is_of_all
 from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.trial.run import SampleRun
@@ -44,7 +44,7 @@ def answer_by_shapes(question: fx.Node, root: Any, sample: Sample) -> bool | Non
                     run.whole[call] = value.to(dtype) if is_input else value
     except InputError:
         return None
-    is_fixed = all(_is_fixed(call, asked, run.whole[call], sample) for call in asked)
+    is_fixed = all(_is_fixed(call, asked, run) for call in asked)
     return bool(run.whole[question]) if is_fixed else None
 
 
@@ -74,10 +74,26 @@ def _calls_on_shapes(question: fx.Node) -> set[fx.Node] | None:
     return found
 
 
-def _is_fixed(call: fx.Node, asked: set[fx.Node], value: Any, sample: Sample) -> bool:
+def _is_fixed(call: fx.Node, asked: set[fx.Node], run: SampleRun) -> bool:
     """Whether a value is the same for every number of vertices and edges."""
-    counts = {*sample.counts.values(), *(len(ends[0]) for ends in sample.edges.values())}
+    value, sample = run.whole[call], run.sample
     if isinstance(value, torch.Size):
-        is_split = all(user.target is operator.getitem for user in asked.intersection(call.users))
-        return is_split or not counts.intersection(value)
-    return isinstance(value, bool) or (isinstance(value, int) and value not in counts)
+        return all(user.target is operator.getitem for user in asked.intersection(call.users))
+    counts = {*sample.counts.values(), *(len(ends[0]) for ends in sample.edges.values())}
+    if not isinstance(value, int) or (value in counts and not isinstance(value, bool)):
+        return False
+    of = call.args[0]
+    if not isinstance(of, fx.Node):
+        return True  # arithmetic with a constant
+    if call.target == "size":
+        return _counts_columns(of, call.args[1] if len(call.args) > 1 else call.kwargs["dim"], run)
+    if isinstance(run.whole[of], torch.Size):
+        return _counts_columns(of.all_input_nodes[0], call.args[1], run)
+    return True
+
+
+def _counts_columns(of: fx.Node, dimension: Any, run: SampleRun) -> bool:
+    """Whether a dimension of a value is that of columns, not of vertices or edges."""
+    value = run.whole[of]
+    is_known = isinstance(value, Tensor) and isinstance(dimension, int)
+    return is_known and dimension % value.dim() != 0 and not is_of_edges_alone(of)
