@@ -10,7 +10,6 @@ be recorded is listed with the reason that a user would be given.
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 import warnings
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import torch_geometric
 from torch_geometric.nn import conv as convs
 
@@ -28,11 +28,13 @@ from benchmark_files import write_page  # noqa: E402
 from conv_models import RELATIONS, WITHOUT_PYG_LIB, inputs_of, make_data, make_model  # noqa: E402
 from parity import (  # noqa: E402
     ALONE,
+    EPOCHS,
+    LR,
     SHAPES,
+    Shape,
     difference,
     gnnpipe_losses,
     losses_on_two_ranks,
-    plain_losses,
     shown,
 )
 
@@ -41,6 +43,7 @@ from gnnpipe.capture.edge_work.modules import EdgeModule  # noqa: E402
 from gnnpipe.capture.recording import Recording  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.models.gat_attention import is_additive  # noqa: E402
+from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "convolutions.md"
 OF_RELATIONS = {
@@ -114,26 +117,42 @@ def described(found: Recording) -> tuple[str, str]:
     return "without messages" if is_known else "unchanged", f"{hops}, {words}"
 
 
+def truth_of(name: str) -> list[float]:
+    """Losses of the model around a convolution in a loop of plain PyG."""
+    (model, _), data = make_model(name), make_data(name)
+    model = model.double()
+    labelled, inputs = data["b"] if name in OF_RELATIONS else data, inputs_of(data, torch.float64)
+    y, train = labelled.y, labelled.train_mask
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(*inputs)[train], y[train])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(
+    name: str, shape: Shape, world: Mesh | None = None, must_be_recorded: bool = True
+) -> list[float]:
+    """Losses of the model around a convolution in gnnpipe."""
+    model, graph = make_model(name)
+    return gnnpipe_losses(model, graph, shape, world, must_be_recorded)
+
+
 def differences(hows: Mapping[str, str]) -> dict[str, list[str]]:
     """By convolution, the largest difference to plain PyG for each of ``SHAPES``."""
     tried = [name for name in hows if name not in NOT_TRIED]
     recorded = [name for name in tried if hows[name] != AS_IT_IS]
-    on_ranks = losses_on_two_ranks(make_model, recorded)
+    on_ranks = losses_on_two_ranks(trained, recorded)
     found = {name: ["—"] * len(SHAPES) for name in hows}
     for name in tried:
-        model, graph = make_model(name)
-        data = make_data(name)
-        target = data["b"] if name in OF_RELATIONS else data
-        truth = plain_losses(
-            copy.deepcopy(model).double(),
-            inputs_of(data, torch.float64),
-            target.y,
-            target.train_mask,
-        )
+        truth = truth_of(name)
         losses = {shape: on_ranks.get((name, shape), []) for shape in SHAPES}
         for shape in ALONE if name in recorded else ALONE[:1]:
-            model, graph = make_model(name)
-            losses[shape] = gnnpipe_losses(model, graph, shape, None, name in recorded)
+            losses[shape] = trained(name, shape, must_be_recorded=name in recorded)
         found[name] = [shown(difference(losses[shape], truth)) for shape in SHAPES]
     return found
 
@@ -194,7 +213,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def shape_text(shape: tuple[int, int, int]) -> str:
+def shape_text(shape: Shape) -> str:
     """'(2,1,4)'."""
     return str(shape).replace(" ", "")
 

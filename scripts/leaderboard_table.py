@@ -1,6 +1,6 @@
 """Writes docs/leaderboard.md: recipes, published scores, parity with plain PyG, memory and time.
 
-python scripts/leaderboard_table.py            # write the page (about five minutes)
+python scripts/leaderboard_table.py            # write the page (some minutes)
 python scripts/leaderboard_table.py --check    # exit code 1 if the page would change
 
 Each recipe is made narrow and shallow and trained for three epochs on a random graph with the
@@ -11,13 +11,11 @@ edges; no data set is read.
 
 from __future__ import annotations
 
-import copy
-import math
 import re
 import sys
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +30,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmark_files import write_page  # noqa: E402
 from ogb_recipes import RECIPES, SOURCES, Recipe  # noqa: E402
 from ogb_run import prepared_graph, prepared_model  # noqa: E402
+from parity import (  # noqa: E402
+    ALONE,
+    EPOCHS,
+    LR,
+    ON_TWO_RANKS,
+    Shape,
+    difference,
+    gnnpipe_losses,
+    losses_on_two_ranks,
+    shown,
+)
 
-from gnnpipe import Graph, TrainConfig, Trainer  # noqa: E402
+from gnnpipe import Graph, TrainConfig  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.ops.hashed_dropout import drawn_labels, row_keys  # noqa: E402
 from gnnpipe.perf import simulate  # noqa: E402
@@ -42,13 +51,14 @@ from gnnpipe.perf.unroll import program_tasks  # noqa: E402
 from gnnpipe.plan import ModelGraph  # noqa: E402
 from gnnpipe.profiling.predict import costs_of  # noqa: E402
 from gnnpipe.profiling.scenario import GraphShape, scenario_of_shape  # noqa: E402
+from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.runtime.comm.world import World  # noqa: E402
 from gnnpipe.setup.inputs import choose_model, number_dtype  # noqa: E402
 from gnnpipe.setup.label_inputs import with_label_inputs  # noqa: E402
 from gnnpipe.setup.model_graph import describe  # noqa: E402
 
 PAGE = ROOT / "docs" / "leaderboard.md"
-EPOCHS, LR, VERTICES = 3, 0.01, 60
+VERTICES = 60
 
 
 @dataclass(frozen=True)
@@ -106,8 +116,19 @@ def small_args(recipe: Recipe) -> Namespace:
     return recipe.args(*more.split())
 
 
-def plain_losses(model: nn.Module, graph: Graph, args: Namespace) -> list[float]:
-    """Losses of a loop of plain PyG."""
+def make_small(name: str) -> tuple[nn.Module, Graph, Namespace]:
+    """A recipe's model, narrow and shallow and always with the same weights; graph and flags."""
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    args = small_args(recipe)
+    graph = prepared_graph(args, random_graph(SIZES[recipe.script]))
+    torch.manual_seed(0)
+    return prepared_model(args, graph), graph, args
+
+
+def truth_of(name: str) -> list[float]:
+    """Losses of a recipe in a loop of plain PyG."""
+    model, graph, args = make_small(name)
+    model = model.double()
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     more = [] if graph.edge_attr is None else [torch.from_numpy(graph.edge_attr).double()]
     y, train = torch.from_numpy(graph.y), torch.from_numpy(graph.train_mask)
@@ -136,35 +157,30 @@ def plain_losses(model: nn.Module, graph: Graph, args: Namespace) -> list[float]
     return losses
 
 
-def difference(recipe: Recipe, chunks: int) -> tuple[float, str]:
-    """The largest relative difference of a loss to plain PyG, and why the model is not recorded.
+def trained(
+    name: str, shape: Shape, world: Mesh | None = None, must_be_recorded: bool = True
+) -> list[float]:
+    """Losses of a recipe in gnnpipe."""
+    model, graph, args = make_small(name)
+    labels = {"label_inputs": args.label_rate, "label_iterations": args.label_iters}
+    return gnnpipe_losses(model, graph, shape, world, must_be_recorded, **labels)
 
-    NaN if the model is not recorded and cannot run in ``chunks`` chunks.
+
+def losses_of(name: str, shape: Shape) -> tuple[list[float], str]:
+    """Losses of a recipe on one rank, and why its model is not recorded.
+
+    No losses if the model is not recorded and cannot run on the shape.
     """
-    args = small_args(recipe)
-    graph = prepared_graph(args, random_graph(SIZES[recipe.script]))
-    torch.manual_seed(0)
-    model = prepared_model(args, graph)
-    truth = plain_losses(copy.deepcopy(model).double(), graph, args)
-    each = {"lr": LR, "epochs": EPOCHS, "eval_every": 0, "out": "off", "cache_dir": "off"}
-    each |= {"label_inputs": args.label_rate, "label_iterations": args.label_iters}
-    config = TrainConfig(
-        **each, dtype="float64", quiet=True, chunks=chunks, staleness="exact", require_capture=True
-    )
-    why = ""
     try:
-        history = Trainer(config, graph=graph, model=model).fit().history
+        return trained(name, shape), ""
     except InputError as error:
         why = str(error)
-        if chunks > 1:
-            return float("nan"), why
-        history = Trainer(replace(config, require_capture=False), graph=graph, model=model)
-        history = history.fit().history
-    pairs = zip([row.loss for row in history], truth, strict=True)
-    return max(abs(found - true) / abs(true) for found, true in pairs), why
+    if shape != ALONE[0]:
+        return [], why
+    return trained(name, shape, must_be_recorded=False), why
 
 
-SHAPES = {
+DEVICES = {
     "1 x 80 GB": (80e9, ["", "--recompute"] + [f"--recompute --chunks {k}" for k in (8, 64)]),
     "4 x 24 GB": (
         24e9,
@@ -183,7 +199,7 @@ DEEP = 32
 
 
 def estimates(recipe: Recipe) -> list[str]:
-    """For each of ``SHAPES`` the flags that fit, the memory and the epoch time."""
+    """For each of ``DEVICES`` the flags that fit, the memory and the epoch time."""
     layers = recipe.args().num_layers
     depths = [8, 16] if layers > DEEP else [layers]
     try:
@@ -191,7 +207,7 @@ def estimates(recipe: Recipe) -> list[str]:
     except InputError:
         return ["runs whole", "cannot run"]
     found = []
-    for device_bytes, choices in SHAPES.values():
+    for device_bytes, choices in DEVICES.values():
         least = float("inf")
         for flags in choices:
             pairs = [_estimate(recipe, flags, n, model) for n, model in depth.items()]
@@ -270,11 +286,11 @@ PARITY = """
 Each recipe is made narrow (8 channels per head) and shallow (at most 3 layers and 3 hops) and
 trained for three epochs on a random graph of 60 vertices with the features and classes of the data
 set, in float64 and without dropout. The numbers are the largest relative difference of a loss to a
-loop of plain PyG, in one chunk, and in four chunks with `--staleness exact`. *Recorded*: runs on
+loop of plain PyG, for shapes (stages, shards, chunks) with `--staleness exact`. *Recorded*: runs on
 any shape. *Whole*: runs as it is, on one rank in one chunk.
 
-| recipe | runs | one chunk | four chunks |
-|---|---|---|---|
+| recipe | runs | (1,1,1) | (1,1,4) | (2,1,4) | (1,2,1) |
+|---|---|---|---|---|---|
 """
 
 ESTIMATES = """
@@ -307,23 +323,21 @@ def page() -> str:
         lines += [f"\n## ogbn-{script.replace('100m', '100M')}\n", *_recipes(script)]
     reasons = []
     rows = []
-    for recipe in RECIPES:
-        (one, why), (four, _) = difference(recipe, 1), difference(recipe, 4)
-        rows.append(
-            f"| {recipe.name} | {'whole' if why else 'recorded'} | {shown(one)} | {shown(four)} |"
-        )
-        reasons += [f"- {recipe.name}: {without_place(why)}"] if why else []
+    names = [recipe.name for recipe in RECIPES]
+    on_ranks = losses_on_two_ranks(trained, names)
+    for name in names:
+        truth, found = truth_of(name), [losses_of(name, shape) for shape in ALONE]
+        why = found[0][1]
+        every = [losses for losses, _ in found] + [on_ranks[name, s] for s in ON_TWO_RANKS]
+        cells = [name, "whole" if why else "recorded"]
+        cells += [shown(difference(losses, truth)) for losses in every]
+        rows.append(f"| {' | '.join(cells)} |")
+        reasons += [f"- {name}: {without_place(why)}"] if why else []
     lines += [PARITY.rstrip("\n"), *rows]
     lines += ["\nWhy a model is not recorded:\n", *reasons] if reasons else []
     lines.append(ESTIMATES.rstrip("\n"))
     lines += [f"| {r.name} | {' | '.join(estimates(r))} |" for r in RECIPES]
     return "\n".join(lines) + "\n"
-
-
-def shown(value: float) -> str:
-    if value == 0:
-        return "0"
-    return "—" if math.isnan(value) else f"{value:.0e}"
 
 
 def without_place(message: str) -> str:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -32,31 +30,15 @@ SLOW_S = 1200
 """Two ranks that train all models one after the other are given up after this time."""
 
 
-def plain_losses(model: nn.Module, inputs: Sequence[Any], y: Tensor, train: Tensor) -> list[float]:
-    """Losses of a loop of plain PyG with Adam; changes the model."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    losses = []
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        logits = model(*inputs)[train]
-        if y.dim() == 1:
-            loss = F.cross_entropy(logits, y[train])
-        else:
-            loss = F.binary_cross_entropy_with_logits(logits, y[train].to(logits.dtype))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def gnnpipe_losses(
     model: nn.Module,
     graph: Graph,
     shape: Shape,
     world: Mesh | None = None,
     must_be_recorded: bool = True,
+    **settings: Any,
 ) -> list[float]:
-    """Losses of the same loop in gnnpipe, in float64 and exact."""
+    """Losses in gnnpipe, in float64 and exact; ``settings``: more fields of ``TrainConfig``."""
     stages, shards, chunks = shape
     config = TrainConfig(
         lr=LR,
@@ -71,35 +53,32 @@ def gnnpipe_losses(
         chunks=chunks,
         staleness="exact",
         require_capture=must_be_recorded,
+        **settings,
     )
     history = Trainer(config, graph=graph, model=model, world=world).fit().history
     return [row.loss for row in history]
 
 
-def losses_on_two_ranks(
-    make: Callable[[str], tuple[nn.Module, Graph]], names: Sequence[str]
-) -> dict[tuple[str, Shape], list[float]]:
-    """Losses by model and shape; no losses for a model that cannot run on two ranks.
+Train = Callable[[str, Shape, Mesh], list[float]]
+"""Losses of a model, by name, on a shape; called in processes of their own."""
 
-    ``make``: gives a model and its graph by the model's name; it is called in processes of its own.
-    """
+
+def losses_on_two_ranks(train: Train, names: Sequence[str]) -> dict[tuple[str, Shape], list[float]]:
+    """Losses by model and shape; no losses for a model that cannot run on two ranks."""
     found: dict[tuple[str, Shape], list[float]] = run_ranks(
-        _losses_by_shape, 2, make, names, timeout_s=SLOW_S
+        _losses_by_shape, 2, train, names, timeout_s=SLOW_S
     )[0]
     return found
 
 
-def _losses_by_shape(
-    make: Callable[[str], tuple[nn.Module, Graph]], names: Sequence[str]
-) -> dict[tuple[str, Shape], list[float]]:
+def _losses_by_shape(train: Train, names: Sequence[str]) -> dict[tuple[str, Shape], list[float]]:
     warnings.simplefilter("ignore")
     found: dict[tuple[str, Shape], list[float]] = {}
     for shape in ON_TWO_RANKS:
         mesh = Mesh.join(*shape[:2])
         for name in names:
-            model, graph = make(name)
             try:
-                found[name, shape] = gnnpipe_losses(model, graph, shape, mesh)
+                found[name, shape] = train(name, shape, mesh)
             except InputError:
                 found[name, shape] = []
     return found
