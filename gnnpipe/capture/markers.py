@@ -97,6 +97,12 @@ def filled(values: Any, is_new: Any, value: float) -> Any:
     return values.masked_fill(is_new.view(-1, *[1] * (values.dim() - 1)), value)
 
 
+@recorded
+def mixed(first: Any, second: Any, is_second: Any) -> Any:
+    """Values [E, ...] of edges: ``second`` for the edges that ``is_second`` [E] marks."""
+    return torch.where(is_second.view(-1, *[1] * (first.dim() - 1)), second, first)
+
+
 def is_of_all(call: fx.Node) -> bool:
     """Whether an aggregation is over all vertices, whatever the edges are."""
     structure = str(call.kwargs["structure"])

@@ -152,7 +152,26 @@ class LearnedStates(nn.Module):
         return self.out(scatter(messages, edges[1], dim_size=x.size(0), reduce="mean"))
 
 
+class LearnedWeightsBothWays(nn.Module):
+    """Learned weights of given edges, of their reverses and of self-loops, put together by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.weight = nn.Linear(IN, HIDDEN), nn.Linear(DIM, 1)
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        n, loops = x.size(0), torch.arange(x.size(0))
+        weight = self.weight(edge_attr).sigmoid().squeeze(-1)
+        weight = torch.cat([weight, 0.5 * weight, weight.new_ones(n)])
+        source, target = torch.cat([edge_index, edge_index.flip(0), loops.repeat(2, 1)], dim=1)
+        total = scatter(weight, target, dim_size=n)
+        messages = (weight / total[target]).unsqueeze(-1) * self.rows(x)[source]
+        return self.out(scatter(messages, target, dim_size=n).relu())
+
+
 MODELS = [
+    LearnedWeightsBothWays,
     BySign,
     OfHyperedges,
     OneNumberPerRow,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
+from gnnpipe.capture.edge_work.edge_values import EdgeValues
 from gnnpipe.capture.edge_work.kinds import Kind, kinds_of, reads_shape
 from gnnpipe.capture.edge_work.modules import EdgeFragment, EdgeModule, EdgeUpdate
 from gnnpipe.capture.edge_work.program import EdgeWork, ProgramWriter
@@ -65,7 +66,7 @@ def separate(
     return _Separator(recording, kinds, values, n, program).run()
 
 
-class _Separator:
+class _Separator(EdgeValues):
     def __init__(
         self,
         recording: fx.GraphModule,
@@ -75,12 +76,8 @@ class _Separator:
         program: ProgramWriter,
     ) -> None:
         """``kinds`` and ``values`` are also those of ``program``, and get those of new calls."""
-        self.recording, self.kinds, self.values, self.n = recording, kinds, values, n
+        super().__init__(recording, kinds, values, n)
         self.program = program
-        self.messages: set[fx.Node] = set()
-        """Calls with features or weights whose values belong to edges."""
-        self.of_rows: set[fx.Node] = set()
-        """Calls that depend on rows of vertices."""
         self._start = next(c for c in recording.graph.nodes if c.op != "placeholder")
         self._sets: dict[tuple[Any, Any], tuple[int, fx.Node]] = {}
         self._data: dict[tuple[int, fx.Node], fx.Node] = {}
@@ -129,9 +126,10 @@ class _Separator:
                 self._make_fragment(call)
             else:
                 self._change_convolution(call, edges)
-        elif self._selects_edges(call):
-            value, index = cast(tuple[fx.Node, fx.Node], call.args)
-            call.replace_all_uses_with(self._selected(value, index, call, {}))
+        elif self.selects(call):
+            self.change_selection(call)
+        elif self.joins(call):
+            self.change_joining(call)
         elif on_edges:
             value = self.values[call]
             if isinstance(value, Tensor) and value.shape[:1] == (self.n,):
@@ -155,24 +153,6 @@ class _Separator:
     def _edges_of(self, call: fx.Node) -> fx.Node | None:
         """The [2, E] value that a call reads."""
         return next((s for s in call.all_input_nodes if self.are_ends(s)), None)
-
-    def are_ends(self, call: fx.Node) -> bool:
-        """Whether a value made of the edges is [2, E]: sources and targets."""
-        value = self.values.get(call)
-        return (
-            self.kinds[call] is Kind.EDGES
-            and isinstance(value, Tensor)
-            and value.dim() == 2
-            and len(value) == 2
-            and not value.is_floating_point()
-        )
-
-    def is_long(self, call: fx.Node) -> bool:
-        """Whether a value made of edges or of their data has a row for each edge, or is [2, E]."""
-        if self.kinds[call] not in (Kind.EDGES, Kind.EDGE_DATA):
-            return False
-        value = self.values[call]
-        return isinstance(value, Tensor) and value.dim() > 0 and len(value) != self.n
 
     def _set(self, edges: Any, weight: fx.Node | None = None) -> tuple[int, fx.Node]:
         """Number and input of a set; ``edges``: [2, E], or a pair, of the program."""
@@ -284,43 +264,6 @@ class _Separator:
                 self._change_message(source, number, call)
             elif self.is_long(source):
                 message.replace_input_with(source, self._data_of(number, source))
-
-    def _selects_edges(self, call: fx.Node) -> bool:
-        """Whether a call selects values of edges by an index or a mask made of the edges."""
-        if call.target is not operator.getitem or call.args[0] not in self.messages:
-            return False
-        return isinstance(call.args[1], fx.Node) and self.is_long(call.args[1])
-
-    def _selected(
-        self, value: fx.Node, index: fx.Node, before: fx.Node, made: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
-        """The value ``value[index]`` of edges, computed from selected edges and data of edges.
-
-        New calls are inserted before ``before``; ``made``: by the value that was selected from.
-        """
-        if value in made:
-            return made[value]
-        is_message, graph = value in self.messages, self.recording.graph
-        if not is_message and not self.is_long(value):
-            return value
-        sources = value.all_input_nodes if is_message else []
-        chosen = {source: self._selected(source, index, before, made) for source in sources}
-        are_ends, number = self.are_ends(value), self.values[index]
-        with graph.inserting_before(before):
-            if is_message:
-                new = graph.node_copy(value, chosen.__getitem__)
-            else:
-                key = (slice(None), index) if are_ends else index
-                new = graph.call_function(operator.getitem, (value, key))
-        numbers = (slice(None), number) if are_ends else number
-        self.values[new] = _at(self.values[value], numbers)
-        self.kinds[new] = Kind.OTHER if is_message else Kind.EDGES
-        if is_message:
-            self.messages.add(new)
-            if value in self.of_rows:
-                self.of_rows.add(new)
-        made[value] = new
-        return new
 
     def _make_fragment(self, call: fx.Node) -> None:
         writer = _FragmentWriter(self, call)
@@ -504,13 +447,6 @@ class _FragmentWriter:
         if isinstance(value, int):
             return self._count if value == self._of.n else value
         return self._copy(source)
-
-
-def _at(value: Any, index: Any) -> Any:
-    """The rows ``index`` of a tensor, or of each tensor in a tuple or list."""
-    if isinstance(value, tuple | list):
-        return type(value)(_at(one, index) for one in value)
-    return value[index] if isinstance(value, Tensor) else value
 
 
 def _is_shaping(call: fx.Node) -> bool:
