@@ -308,8 +308,8 @@ Models of more than 32 layers are extrapolated from 8 and 16 layers. The time of
 over all vertices (SGFormer, Polynormer, GPS) is estimated too high. On papers100M, BatchNorm needs
 the rows of all vertices, also where only 1 % of them are trained on; try LayerNorm
 (`ogbn_papers100m.py --norm layer`).
-Label iterations (`--label_iters`) are not in the time. A recipe with `--label_rate R` takes
-`gnnpipe info --label-inputs R`.
+Label iterations are not in the time. A recipe with label_rate R takes `gnnpipe info --label-inputs
+R`, too.
 
 | recipe | 1 x 80 GB | 4 x 24 GB |
 |---|---|---|
