@@ -22,7 +22,7 @@ from gnnpipe.capture.trial.sample_graph import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
+from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Model, Received, StageModule
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors
 
 PAIR_SCORES = "pair_scores"
@@ -158,9 +158,9 @@ class PairStageModule(StageModule):
         """Same as for the inner stage module."""
         return self._inner.needs_features
 
-    def observe(self, name: str, mean: Tensor, count: int) -> None:
+    def observe(self, means: Mapping[str, MeanOfRows]) -> None:
         """Same as for the inner stage module."""
-        self._inner.observe(name, mean, count)
+        self._inner.observe(means)
 
     def to(self, device: torch.device) -> None:
         """Move weights and buffers of the inner ops and of ``decode``."""

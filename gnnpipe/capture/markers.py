@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import has_side_effect
 
 from gnnpipe.capture.fx_names import is_input
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, SUM, WEIGHTED
@@ -101,6 +102,18 @@ def filled(values: Any, is_new: Any, value: float) -> Any:
 def mixed(first: Any, second: Any, is_second: Any) -> Any:
     """Values [E, ...] of edges: ``second`` for the edges that ``is_second`` [E] marks."""
     return torch.where(is_second.view(-1, *[1] * (first.dim() - 1)), second, first)
+
+
+@has_side_effect
+def assign(value: Any, *, buffer: str) -> Any:
+    """The value that forward assigns to a buffer of this name; nothing reads the call."""
+    del buffer
+    return value
+
+
+def without_gradient(value: Any) -> Any:
+    """A value without its gradient, if it is a tensor."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def is_of_all(call: fx.Node) -> bool:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from gnnpipe.capture.buffers import assigned, sources_of
 from gnnpipe.capture.edge_work.program import EdgeWork
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
-from gnnpipe.capture.markers import aggregate
+from gnnpipe.capture.markers import aggregate, is_sum
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import is_linear
@@ -25,6 +27,19 @@ from gnnpipe.capture.trial.facts import Facts
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation, numbered_name
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A value that forward assigns to a buffer in training."""
+
+    buffer: str
+    """Name of the buffer in the user's model."""
+    value: fx.Node
+    sums: tuple[fx.Node, ...]
+    """The sums over all vertices that the value is made of."""
+    buffers: Mapping[str, Tensor]
+    """The buffer and those that the value is made of, by name."""
 
 
 class Recording:
@@ -218,8 +233,35 @@ class Recording:
                 if isinstance(value, nn.Parameter):
                     yield first[id(value)], value
 
+    @cached_property
+    def assignments(self) -> dict[fx.Node, list[Assignment]]:
+        """What forward assigns to buffers, by an op of the stage that updates them.
+
+        The op is a sum that the value is made of, else one that reads a buffer, else the last one.
+        """
+        found: dict[fx.Node, list[Assignment]] = {}
+        for mark in assigned(self.graph_module.graph):
+            calls = sources_of(mark.all_input_nodes[0])
+            sums = tuple(call for call in calls if is_sum(call))
+            buffers = dict(self._buffers[f"model.{mark.kwargs['buffer']}"])
+            for call in calls:
+                buffers |= self._buffers.get(str(call.target), {})
+            one = Assignment(str(mark.kwargs["buffer"]), mark.all_input_nodes[0], sums, buffers)
+            readers = (op for op in self.ops if buffers.keys() & self._own_buffers(op).keys())
+            op = next((op for op in (*sums, *readers)), self.result)
+            found.setdefault(op, []).append(one)
+        return found
+
     def buffers(self, op: fx.Node) -> dict[str, Tensor]:
         """Buffers that an op reads or updates (running statistics), by the user's names."""
+        found = self._own_buffers(op)
+        for first, assignments in self.assignments.items():
+            for one in assignments:
+                if op is first or op in one.sums:
+                    found |= one.buffers
+        return found
+
+    def _own_buffers(self, op: fx.Node) -> dict[str, Tensor]:
         calls = (*self.helpers(op), op)
         paths = [str(c.target) for c in calls if c.op in ("call_module", "get_attr")]
         paths.append(str(op.kwargs.get("observed_by", "")).partition(":")[0])

@@ -208,7 +208,7 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
     place = {call: i for i, call in enumerate(recording.graph.nodes)}
     for call in place:
         name = name_of(call)
-        if not _replace_in_place(recording, call):
+        if not replace_in_place(recording, call):
             continue
         changed = call.args[0] if call.args else None
         if isinstance(changed, fx.Node):
@@ -219,12 +219,15 @@ def make_out_of_place(recording: fx.GraphModule) -> None:
                 reader.replace_input_with(changed, call)
 
 
-def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
+def replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
     """Replace the target of an in-place call; False if the call changes nothing in place."""
     if call.target is operator.setitem:
         call.target = with_items
         return True
     name = call.target if isinstance(call.target, str) else ""
+    if call.op == "call_method" and name in _OUT_OF_PLACE:
+        call.op, call.target = "call_function", _OUT_OF_PLACE[name]
+        return True
     function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
     if function.endswith("_") and not function.endswith("__"):
         refuse(f"{function} changes a value in place", f"use {function.rstrip('_')}", call)
@@ -249,6 +252,14 @@ def _replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
     call.target = f"{call.name}_out_of_place"
     recording.add_submodule(call.target, twin)
     return True
+
+
+_OUT_OF_PLACE: dict[str, Any] = {
+    "copy_": torch.ops.aten.copy,
+    "fill_": torch.fill,
+    "zero_": torch.zeros_like,
+}
+"""Functions that give the value which a method without a counterpart assigns."""
 
 
 def mark_vertex_weights(

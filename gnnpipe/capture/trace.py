@@ -20,6 +20,12 @@ from torch import fx, nn
 from torch_geometric import nn as pyg
 from torch_geometric.nn.attention import PerformerAttention
 
+from gnnpipe.capture.buffers import (
+    WITHOUT_GRADIENT,
+    hold_back_gradients,
+    keep_buffers,
+    mark_assigned,
+)
 from gnnpipe.capture.call import called
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
 from gnnpipe.capture.edge_work.modules import EdgeModule, EdgeUpdate, Propagate
@@ -99,6 +105,9 @@ def trace(
         for name, module in model.named_modules():
             module.training = was[name]
     replace_dropout(training, evaluation)
+    keep_buffers(training, evaluation, model)
+    for recording in (training, evaluation):
+        hold_back_gradients(recording)
     join_modes(training, evaluation)
     replace_products(training, graph.has_weighted_adjacency)
     make_out_of_place(training)
@@ -150,7 +159,7 @@ class _Tracer(fx.Tracer):
         self._weight: fx.Proxy | None = None
         """The values of ``adj_t``, if it has any."""
         self._tensor_paths: dict[int, str] = {}
-        self._autocast = _autocast_state()
+        self._autocast, self._has_gradients = _autocast_state(), torch.is_grad_enabled()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """The value of a call."""
@@ -165,6 +174,9 @@ class _Tracer(fx.Tracer):
         made = super().create_proxy(*args, **kwargs)
         if _autocast_state() != self._autocast:
             refuse("forward uses torch.autocast", "use --matmul-dtype bf16 instead", made.node)
+        is_call = made.node.op not in ("get_attr", "placeholder")
+        if is_call and self._has_gradients and not torch.is_grad_enabled():
+            made.node.meta[WITHOUT_GRADIENT] = True
         return made
 
     def create_args_for_root(
@@ -398,10 +410,11 @@ def _record(
     try:
         # Forward may keep traced values in its module, which later calls would read.
         with unchanged(model), patched_libraries(opened):
-            recording = fx.GraphModule(root, tracer.trace(root))
+            calls = tracer.trace(root)
             has_drawn = random_state() != before  # ``unchanged`` takes random numbers back
-            _check_buffers(model)
-            _choose_target(recording, graph.target)
+            mark_assigned(calls, model)
+        recording = fx.GraphModule(root, calls)
+        _choose_target(recording, graph.target)
     except InputError:
         raise
     except Exception as error:
@@ -434,17 +447,6 @@ def _given(graph: Graph) -> str:
     for field in graph.derived:
         found += f", its {field.partition('__')[0]} of {graph.relations[relation_of(field) or 0]}"
     return found
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Raises ``InputError`` if forward has assigned a traced value to a buffer."""
-    for path, module in model.named_modules():
-        for name, value in module._buffers.items():
-            if isinstance(value, fx.Proxy):
-                hint = "a recording keeps no state between epochs"
-                refuse(
-                    f"forward assigns the buffer {path}{'.' * bool(path)}{name}", hint, value.node
-                )
 
 
 def _choose_target(recording: fx.GraphModule, target: str) -> None:

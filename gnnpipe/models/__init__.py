@@ -6,7 +6,7 @@ Importing this package registers the built-in models by name.
 from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
 from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
 from gnnpipe.models.layer_stack import GNN
-from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
+from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Model, Received, StageModule
 
 __all__ = [
     "GNN",
@@ -14,6 +14,7 @@ __all__ = [
     "Aggregation",
     "Layer",
     "LayerSpec",
+    "MeanOfRows",
     "Model",
     "Received",
     "Rows",

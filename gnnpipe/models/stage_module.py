@@ -80,6 +80,16 @@ class Received:
     block: Block | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class MeanOfRows:
+    """The mean or the sum over all vertices or edges of the rows that an aggregation pushed."""
+
+    value: Tensor
+    """[F] float64."""
+    count: int
+    """Number of vertices or edges in the mean; 1 for a sum."""
+
+
 class StageModule(ABC):
     """The ops of one stage."""
 
@@ -152,12 +162,12 @@ class StageModule(ABC):
         del index
         return False
 
-    def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """Updates running statistics from the mean [F] of the rows that an aggregation pushed.
+    def observe(self, means: Mapping[str, MeanOfRows]) -> None:
+        """Updates running statistics and other buffers after a training pass and its step.
 
-        ``count``: number of vertices or edges in the mean. Called once an epoch.
+        ``means``: by aggregation over all vertices.
         """
-        del name, mean, count
+        del means
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields weights and buffers of these ops, as a checkpoint stores them."""

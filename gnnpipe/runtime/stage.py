@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gnnpipe.models import Aggregation, Received, Rows, StageModule, Values
+from gnnpipe.models import Aggregation, MeanOfRows, Received, Rows, StageModule, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.history.base import History
@@ -108,6 +108,8 @@ class Stage:
         """By aggregation, except precomputed ones."""
         self._scratch: dict[str, History] = {}
         """Histories of the current evaluation, by aggregation."""
+        self._means: dict[str, MeanOfRows] = {}
+        """Means and sums over all vertices in a pass that ends, by aggregation."""
         self._chunks: dict[int, _ChunkState] = {}
         self._loss_rows = loss_rows
         self._rows_now = self._loss_rows_now = self.rows
@@ -157,15 +159,17 @@ class Stage:
                 table.end()
             for name, history in self.histories.items():
                 history.end_epoch(self._epoch, self._is_exact)
-                if has_stepped:
-                    self._observe(name, history)
+                self._keep_mean(name, history)
         self._free_scratch(frozenset())
+        if (self._training and has_stepped) or self._is_label_iteration:
+            self.stage_module.observe(self._means)
+        self._means.clear()
         self._chunks.clear()
 
-    def _observe(self, name: str, history: History) -> None:
-        """Update running statistics from a mean over all vertices."""
+    def _keep_mean(self, name: str, history: History) -> None:
+        """Keep a mean or sum over all vertices, from which buffers are updated."""
         if isinstance(history, MeanHistory) and history.count:
-            self.stage_module.observe(name, history.mean, history.count)
+            self._means[name] = MeanOfRows(history.mean, history.count)
 
     def _feature_tables(self) -> set[FeatureTable]:
         parts = self._parts(self.rows)
@@ -213,7 +217,7 @@ class Stage:
         for name in self._scratch.keys() - set(needed):
             history = self._scratch.pop(name)
             if self._is_label_iteration:
-                self._observe(name, history)
+                self._keep_mean(name, history)
 
     def _received(self, chunk: int, step: int) -> dict[str, Received]:
         """Aggregate the rows that the previous step pushed."""

@@ -245,6 +245,12 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
                 f"--model {inner.name}: draws other edges in every epoch, which verify does not "
                 "follow; verify the model with the random part set to 0"
             )
+        kept = [one for found in inner.recording.assignments.values() for one in found]
+        if kept:
+            raise InputError(
+                f"--model {inner.name}: assigns the buffer {kept[0].buffer} in forward, which "
+                "verify does not follow; verify the model with the buffer left as it is"
+            )
         read = inner.graph_to_run(read, dtype, config.seed)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
     user = _user_model(staged, inner, whole, graph)

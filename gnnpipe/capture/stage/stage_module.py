@@ -36,7 +36,7 @@ from gnnpipe.capture.stage.step_calls import (
 )
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.layer import Rows, Values
-from gnnpipe.models.stage_module import Aggregation, Received, StageModule
+from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Received, StageModule
 
 
 class Cut:
@@ -374,6 +374,37 @@ class _Writer:
         return copied
 
 
+class BufferUpdate:
+    """The generated function of the values that forward assigns to buffers.
+
+    Called at the end of an epoch, when all parts of the sums over all vertices are known.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        found = cut.recording.assignments
+        assignments = [one for op in cut.ops for one in found.get(op, ())]
+        sums = list(dict.fromkeys(call for one in assignments for call in one.sums))
+        writer = _Writer(cut)
+        writer.arrive(sums)
+        for one in assignments:
+            writer.make(one.value)
+        values = [one.value for one in assignments]
+        self.function = writer.finish((), values, flat=False, has_means=False)
+        self._sums = [call.name for call in sums]
+        self._buffers = [(one.buffer, one.buffers[one.buffer]) for one in assignments]
+
+    @torch.no_grad()
+    def __call__(self, totals: Mapping[str, MeanOfRows], dtype: torch.dtype) -> None:
+        """Update the buffers; ``totals``: sums over all vertices, by aggregation."""
+        if not self._buffers:
+            return
+        rows = Rows(torch.empty(0), None, training=True)
+        given = [part for name in self._sums for part in (totals[name].value.to(dtype)[None], None)]
+        _, values = self.function(rows, *given)
+        for (_, buffer), value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)
+
+
 class RecordedStageModule(StageModule):
     """Some ops of a recorded model."""
 
@@ -390,6 +421,8 @@ class RecordedStageModule(StageModule):
         self._in_evaluation = {name: value.clone() for name, value in made.items()}
         """Values of vertices that forward makes of the edges."""
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
+        self._update = BufferUpdate(cut)
+        self._functions = [*(step.function for step in self._steps), self._update.function]
         self._observers = {
             op.name: (recording.model.get_submodule(path.removeprefix("model.")), what)
             for op in cut.ops
@@ -417,8 +450,8 @@ class RecordedStageModule(StageModule):
     def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
         """Set the values of vertices (see ``StageModule``)."""
         values = self._in_evaluation if values is None else values
-        for step in self._steps:
-            own = dict(step.function.named_buffers())
+        for function in self._functions:
+            own = dict(function.named_buffers())
             for name in own.keys() & values.keys():
                 own[name].copy_(values[name])
 
@@ -427,13 +460,16 @@ class RecordedStageModule(StageModule):
         for kept in self._buffers.values():
             # In place, because the user's module and the steps share the buffers.
             kept.data = kept.data.to(device)
-        for step in self._steps:
-            step.function.to(device)
+        for function in self._functions:
+            function.to(device)
 
-    def observe(self, name: str, mean: Tensor, count: int) -> None:
-        """Update the running statistics of a normalisation (see ``StageModule``)."""
-        if name in self._observers:
-            update_running_statistics(*self._observers[name], mean, count)
+    def observe(self, means: Mapping[str, MeanOfRows]) -> None:
+        """Update running statistics and the buffers that forward assigns (see ``StageModule``)."""
+        for name, observer in self._observers.items():
+            if name in means:
+                update_running_statistics(*observer, means[name].value, means[name].count)
+        kept = (*self._weights.values(), *self._buffers.values())
+        self._update(means, next((v.dtype for v in kept if v.is_floating_point()), torch.float32))
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and buffers, by the user's names."""

@@ -9,6 +9,7 @@ the model itself, run by plain PyG, which reveals an error in a recording or a r
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gnnpipe.capture.buffers import assigned, check_changed, check_weightless, own_buffers
 from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.capture.fx_names import (
     BY_HAND,
@@ -28,11 +30,11 @@ from gnnpipe.capture.fx_names import (
     name_of,
     refuse,
 )
-from gnnpipe.capture.markers import aggregate, by_mode, drop, of_all, of_vertices
+from gnnpipe.capture.markers import aggregate, assign, by_mode, drop, of_all, of_vertices
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
-from gnnpipe.capture.trial.run import SampleRun, refuse_edge_work
+from gnnpipe.capture.trial.run import Found, SampleRun, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
 from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
 from gnnpipe.capture.trial.vertex_sums import (
@@ -97,10 +99,13 @@ def probe(
         found: dict[fx.Node, Facts] = {}
         call = next(iter(recording.graph.nodes))
         while call.op != "output":
-            if call not in found:
+            if call.target is assign:
+                found[call] = _examine_assigned(call, found, run)
+            elif call not in found:
                 found[call] = _examine(call, found, run, num_vertices)
             call = call.next  # a call that was inserted, if any
         _check_output(call, run)
+        _put_result_last(call, found, run)
         with torch.inference_mode(was_in_inference):
             check_equals_model(model, method, call, run, names, samples[1])
         saved = saved_by_calls(run, {call for call in found if found[call].is_rows})
@@ -122,6 +127,28 @@ def _examine(
         if facts is None:
             raise
         return facts
+
+
+def _examine_assigned(mark: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> Facts:
+    """``Facts`` of the mark of an assigned buffer; ``InputError`` for a value with rows."""
+    if found[mark.all_input_nodes[0]].depends:
+        what = f"forward assigns the buffer {mark.kwargs['buffer']} a value for each vertex"
+        refuse(what, "only sums and means over all vertices can be kept", mark)
+    check_weightless(mark, run.module)
+    run.make(mark, False, False, "")
+    return Facts(False, (), False)
+
+
+def _put_result_last(output: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> None:
+    """Make the result the last op, if forward adds up rows behind it for a buffer."""
+    result: Any = output.args[0]
+    calls = list(output.graph.nodes)[:-1]
+    if not any(found[call].is_rows for call in calls[calls.index(result) + 1 :]):
+        return
+    with output.graph.inserting_before(output):
+        last = output.graph.call_function(operator.pos, (result,))
+    output.args = (last,)
+    found[last] = _facts_of(last, found, run)
 
 
 def _counting_all(
@@ -267,14 +294,19 @@ def check_equals_model(
     """
     result: Any = call.args[0]
     plain = _plain_copy(model, run)
+    buffers = {name: value.clone() for name, value in own_buffers(plain)}
     with torch.enable_grad():
         truth = _plain_result(plain, method, run.sample)
-        found = _recorded_result(result, run, run.sample, True)
+        values = _recorded_values(run, run.sample, True)
+        found: Tensor = values[result]
         towards = torch.linspace(-1.0, 1.0, truth.numel(), dtype=truth.dtype).view_as(truth)
         for out in (truth, found):
             if out.requires_grad:
                 (out * towards).sum().backward()  # type: ignore[no-untyped-call]
     _check_close(truth, found, "")
+    marks = assigned(run.graph)
+    new = {str(mark.kwargs["buffer"]): values[mark] for mark in marks}
+    check_changed(buffers, plain, new, "")
     every = run.module.named_parameters(remove_duplicate=False)
     recorded = {names[path]: p for path, p in every if path in names}
     grads = [p.grad for p in plain.parameters() if p.grad is not None]
@@ -284,10 +316,12 @@ def check_equals_model(
             hint = "forward holds gradients back or makes its own (no_grad, autograd.Function)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
     is_other = evaluation is not run.sample
-    if is_other or any(other.target is by_mode for other in run.graph.nodes):
-        truth = _plain_result(_plain_copy(model, run).eval(), method, run.sample)
+    if is_other or marks or any(other.target is by_mode for other in run.graph.nodes):
+        plain = _plain_copy(model, run).eval()
+        truth = _plain_result(plain, method, run.sample)
+        check_changed(buffers, plain, {}, " in evaluation")
         run.module.eval()
-        _check_close(truth, _recorded_result(result, run, evaluation, False), " in evaluation")
+        _check_close(truth, _recorded_values(run, evaluation, False)[result], " in evaluation")
         run.module.train()
 
 
@@ -308,16 +342,15 @@ def _plain_result(plain: nn.Module, method: str, sample: Sample) -> Tensor:
     return found
 
 
-def _recorded_result(result: fx.Node, run: SampleRun, sample: Sample, is_training: bool) -> Tensor:
-    """The recording's result on the sample, without dropout."""
+def _recorded_values(run: SampleRun, sample: Sample, is_training: bool) -> Found:
+    """The values of the recording's calls on the sample, without dropout."""
     again = SampleRun(run.graph, run.module, sample)
     again.types, again.is_training = run.types, is_training
     with DropoutMode():
         for call in run.graph.nodes:
             if call.op != "output":
                 again.whole[call] = again.value(call)
-    found: Tensor = again.whole[result]
-    return found
+    return again.whole
 
 
 def _check_close(truth: Tensor, found: Tensor, when: str) -> None:
