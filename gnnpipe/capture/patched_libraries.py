@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import hetero_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.nn.models.rev_gnn import InvertibleFunction
 
 from gnnpipe.capture.edge_work.learned_values import of_learned_values
 from gnnpipe.capture.fx_names import is_own
@@ -43,11 +44,13 @@ def patched_libraries(opened: Collection[type]) -> Iterator[None]:
 
     ``isinstance`` takes values in opened convolutions for tensors. ``Aggregation`` overrides
     ``__call__``, which hides it from the tracer; HeteroConv takes the first of a result that is a
-    tuple, which a traced value does not know. A call checkpointed by torch is recorded as the call
-    itself: ``--recompute`` saves the same memory. Functions such as ``torch.zeros`` do not take
-    traced sizes by themselves. ``opened``: classes of convolutions that are recorded call by call.
+    tuple, which a traced value does not know. A call checkpointed by torch, and a reversible block
+    of PyG, are recorded as the calls inside: ``--recompute`` saves memory in their place. Functions
+    such as ``torch.zeros`` do not take traced sizes by themselves. ``opened``: classes of
+    convolutions that are recorded call by call.
     """
     original, checkpointed = pyg.Aggregation.__call__, CheckpointFunction.apply
+    reversible_call = InvertibleFunction.apply
 
     def traced_call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, fx.Proxy):
@@ -65,7 +68,11 @@ def patched_libraries(opened: Collection[type]) -> Iterator[None]:
     def call(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         return function(*args)
 
+    def call_block(function: Any, inverse: Any, passes: int, count: int, *args: Any) -> Any:
+        return function(*args[:count])
+
     pyg.Aggregation.__call__, hetero_conv.group = traced_call, traced_group
+    InvertibleFunction.apply = call_block
     CheckpointFunction.apply = call  # type: ignore[method-assign]
     replaced = [(torch, name, getattr(torch, name)) for name in _FACTORIES]
     replaced += _edge_functions(opened)
@@ -79,6 +86,7 @@ def patched_libraries(opened: Collection[type]) -> Iterator[None]:
         builtins.isinstance = check
         pyg.Aggregation.__call__, hetero_conv.group = original, grouping
         CheckpointFunction.apply = checkpointed  # type: ignore[method-assign]
+        InvertibleFunction.apply = reversible_call
         for owner, name, function in replaced:
             setattr(owner, name, function)
 

@@ -235,7 +235,7 @@ class Recording:
 
     @cached_property
     def assignments(self) -> dict[fx.Node, list[Assignment]]:
-        """What forward assigns to buffers, by an op of the stage that updates them.
+        """The assignments to buffers, by an op of the stage that updates them.
 
         The op is a sum that the value is made of, else one that reads a buffer, else the last one.
         """

@@ -70,7 +70,8 @@ class Sample:
 
     def call(self, model: nn.Module, method: str, dtype: torch.dtype) -> Any:
         """The result of the method in plain PyG, in ``dtype``; ``InputError`` if it fails."""
-        x = {t: rows.to(dtype) for t, rows in self.x.items()}
+        # A copy, because PyG's reversible blocks free the memory of their input.
+        x = {t: rows.to(dtype, copy=True) for t, rows in self.x.items()}
         data = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()}
         carried = by_argument(self.names, self.graph, data)
         names = {r: input_name(EDGES, i) for i, r in enumerate(self.graph.relations)}
