@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -33,6 +33,7 @@ from gnnpipe.capture.markers import (
     with_items,
 )
 from gnnpipe.graph.operators import RELATION, WEIGHTED
+from gnnpipe.graph.types import numbered_name
 
 
 def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> None:
@@ -163,10 +164,10 @@ def _inputs(call: fx.Node) -> list[fx.Node]:
 _REDUCTIONS = {"sum": "sum", "mean": "mean"}
 
 
-def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
+def replace_products(recording: fx.GraphModule, weight_fields: Collection[str]) -> None:
     """Replace products of ``adj_t`` with rows, such as ``torch.sparse.mm(adj_t, x)``.
 
-    ``has_weights``: ``adj_t`` has values other than 1.
+    ``weight_fields``: of the graph, with the values of ``adj_t`` other than 1.
     """
     for call in list(recording.graph.nodes):
         edges = call.args[0] if call.args else None
@@ -177,7 +178,8 @@ def replace_products(recording: fx.GraphModule, has_weights: bool) -> None:
         if not is_input(edges, EDGES) or not given or reduction not in _REDUCTIONS:
             continue
         number = input_number(edges)
-        structure = _REDUCTIONS[str(reduction)] + (WEIGHTED if has_weights else "")
+        field = "edge_weight" if number is None else numbered_name("edge_weight", number)
+        structure = _REDUCTIONS[str(reduction)] + (WEIGHTED if field in weight_fields else "")
         structure += "" if number is None else f"{RELATION}{number}"
         settings: dict[str, Any] = {"structure": structure, "observed_by": ""}
         with recording.graph.inserting_after(call):

@@ -34,7 +34,8 @@ def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
         kinds = {field.partition("__")[0] for field in graph.derived}
         known = [name for kind in kinds for name in (f"{kind}_dict", kind)]
     if graph.has_weighted_adjacency:
-        known.remove("edge_weight")  # passed as the values of the matrix
+        # Passed as the values of the matrix.
+        known = [name for name in known if name.removesuffix("_dict") != "edge_weight"]
     if kind is Arguments.DATA:
         return [field for field in known if graph.types is None or field.endswith("_dict")]
     if kind is Arguments.FEATURES:

@@ -109,7 +109,7 @@ def trace(
     for recording in (training, evaluation):
         hold_back_gradients(recording)
     join_modes(training, evaluation)
-    replace_products(training, graph.has_weighted_adjacency)
+    replace_products(training, graph.weight_fields if graph.has_weighted_adjacency else ())
     make_out_of_place(training)
     replace_masks(training)
     mark_vertex_weights(training, model, graph.vertex_counts)
@@ -156,8 +156,8 @@ class _Tracer(fx.Tracer):
         self._sample, self._names, self._graph = sample, sample.names, graph
         self._types, self._made, self._is_asking = graph.types, 0, False
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
-        self._weight: fx.Proxy | None = None
-        """The values of ``adj_t``, if it has any."""
+        self._weights: dict[int | None, fx.Proxy] = {}
+        """The values of ``adj_t``, if it has any, by relation."""
         self._tensor_paths: dict[int, str] = {}
         self._autocast, self._has_gradients = _autocast_state(), torch.is_grad_enabled()
 
@@ -190,14 +190,15 @@ class _Tracer(fx.Tracer):
         types = self._types
         if types is None:
             arguments = [make(FEATURES), make(EDGES)]
-            if self._adjacency is not None:
-                self._weight = make("edge_weight")
         else:
             places = {name: i for i, name in enumerate(types.names) if name in types.features}
             arguments = [
                 {name: make(input_name(FEATURES, i)) for name, i in places.items()},
                 {r: make(input_name(EDGES, i)) for i, r in enumerate(types.relations)},
             ]
+        if self._adjacency is not None:
+            names = self._graph.weight_fields
+            self._weights = {None if types is None else relation_of(f): make(f) for f in names}
         fields = sorted(fields_of(self._names, self._graph))
         arguments.append(by_argument(self._names, self._graph, {f: make(f) for f in fields}))
         return root_fn, [self.root, *arguments]
@@ -364,14 +365,14 @@ class _Tracer(fx.Tracer):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        if self._weight is not None and "edge_weight" in takes and self._reads_values(m):
-            others["edge_weight"] = self._weight
+        number = input_number(edges.node)
+        if number in self._weights and "edge_weight" in takes and self._reads_values(m):
+            others["edge_weight"] = self._weights[number]
         needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
         if set(others) - set(takes) or needed - set(others):
             return None
         if "make" in takes:
             others["make"] = partial(self._make, m, edges=edges)
-        number = input_number(edges.node)
         self.relation = "" if number is None else f"{RELATION}{number}"
         self.derived_edges = None if is_given else edges
         try:

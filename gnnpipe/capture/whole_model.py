@@ -20,6 +20,7 @@ from gnnpipe.capture.trial.sample_graph import make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.types import numbered_name
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address
@@ -52,8 +53,8 @@ class WholeModel(Model):
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph`` with edge data that the model gets."""
-        weight = {"edge_weight"} if self.graph.has_weighted_adjacency else set()
-        return frozenset(fields_of(self.names, self.graph) | weight)
+        weights = self.graph.weight_fields if self.graph.has_weighted_adjacency else ()
+        return frozenset(fields_of(self.names, self.graph).union(weights))
 
     @property
     def size_text(self) -> str:
@@ -152,7 +153,9 @@ def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, A
     for place, relation in enumerate(graph.relations):
         ends = number[edge_index[:, kind == place]]
         size = counts[relation[0]], counts[relation[2]]
-        edges[relation] = adjacency_tensor(graph.adjacency, ends, None, size, dtype)
+        has_weights = graph.has_weighted_adjacency
+        weight = data.get(numbered_name("edge_weight", place)) if has_weights else None
+        edges[relation] = adjacency_tensor(graph.adjacency, ends, weight, size, dtype)
     return edges, carried
 
 

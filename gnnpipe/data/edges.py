@@ -45,9 +45,7 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
     is_flat = field != "edge_attr"
     if raw.ndim == 2 and raw.shape[1] == 1 and is_flat:
         raw = raw[:, 0]
-    if raw.ndim == 1 and not is_flat:
-        raw = raw[:, None]
-    if raw.ndim != (1 if is_flat else 2) or len(raw) != e:
+    if raw.ndim not in ((1,) if is_flat else (1, 2)) or len(raw) != e:
         shape = "[E]" if is_flat else "[E, D]"
         fail(
             name, f"{field} has shape {list(raw.shape)} for {e} edges", f"{shape}, one row an edge"
@@ -60,6 +58,8 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
         if e and int(raw.max()) >= MAX_RELATIONS:
             fail(name, f"{field} = {raw.max()}", f"relations 0..{MAX_RELATIONS - 1}, without gaps")
         return raw.astype(np.int64)
+    if not is_flat and raw.dtype.kind in "iu":
+        return raw.astype(np.int64)  # categories, such as types of bonds
     found = float32_array(raw, name, field)
     finite = np.isfinite(found if found.ndim == 2 else found[:, None]).all(axis=1)
     if not finite.all():

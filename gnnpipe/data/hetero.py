@@ -5,7 +5,7 @@ The vertices are numbered type after type; the properties of single types go to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from gnnpipe.data.edges import clean_edge_data
 from gnnpipe.data.labels import Labels, clean_labels, clean_targets
 from gnnpipe.data.messages import fail
 from gnnpipe.data.split import SPLIT_NAMES, given_mask, parts_of_split_idx, split_in
-from gnnpipe.graph.graph import EDGE_DATA, Features
-from gnnpipe.graph.types import RELATION_DATA, VertexTypes, numbered_name
+from gnnpipe.graph.graph import Features
+from gnnpipe.graph.types import RELATION_DATA, AdjacencyForm, VertexTypes, numbered_name
 
 
 def raw_hetero_graph(
@@ -29,8 +29,8 @@ def raw_hetero_graph(
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
             features, and ``y`` and the masks for one type (not for a graph to predict for);
-            optionally ``edge_weight`` [E_r] and ``edge_attr`` [E_r] or [E_r, D] for single
-            relations r.
+            optionally, for single relations r, ``edge_weight`` [E_r], ``edge_attr`` [E_r] or
+            [E_r, D] and ``edge_type`` [E_r].
         name: for messages and for the graph.
         target: the type whose vertices are classified, if several types have ``y``; else ''.
         seed: number of the split, if the masks hold several.
@@ -45,13 +45,16 @@ def raw_hetero_graph(
     target = _target(data, name, target)
     counts = {str(t): _count(data, t, name) for t in data.node_types}
     first = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
-    edge_index, edge_type, unused = _edges(data, name, counts, first)
+    edges, form, values = _edges(data, name)
+    edge_index, edge_type = _joined(edges, data.edge_types, name, counts, first)
     n = sum(counts.values())
     given = split_in(data[target])
     parts = given if split_idx is None else parts_of_split_idx(split_idx, name, target)
     y = data[target].get("y")
     own = slice(first[target], first[target] + counts[target])
-    note = f"{', '.join(unused)} not read: put numbers of the edges into edge_weight or edge_attr"
+    unused = [f"the values of {data.edge_types[number][1]}.adj_t" for number in values]
+    note = f"{', '.join(unused)} not read: give all relations as adj_t, or weights in edge_weight"
+    is_unused = bool(unused) and form is AdjacencyForm.EDGE_INDEX
     return RawGraph(
         name=name,
         edge_index=edge_index,
@@ -60,10 +63,11 @@ def raw_hetero_graph(
         masks=None if parts is None else _masks(parts, name, own, n, seed),
         num_vertices=n,
         edge_data={"edge_type": edge_type},
-        relation_data=_relation_data(data, name),
+        relation_data=_relation_data(data, name, {} if is_unused else values),
+        adjacency=form,
         task=task,
         types=_vertex_types(data, name, counts, target),
-        notes=[note] if unused else [],
+        notes=[note] if is_unused else [],
     )
 
 
@@ -93,30 +97,48 @@ def _count(data: Any, vertex_type: str, name: str) -> int:
     return int(count)
 
 
-def _edges(
-    data: Any, name: str, counts: dict[str, int], first: dict[str, int]
-) -> tuple[Any, Any, list[str]]:
-    """All edges [2, E], the relation of each [E], and the names of edge data that is not read.
+def _edges(data: Any, name: str) -> tuple[list[Any], AdjacencyForm, dict[int, Any]]:
+    """The edges [2, E_r] of each relation, their form, and the values of ``adj_t`` by relation.
+
+    Relations in several forms are given to a model as ``edge_index``.
+    """
+    given = [edges_of(data[one], f"{name}: {', '.join(map(str, one))}") for one in data.edge_types]
+    forms = {one.form for one in given}
+    form = forms.pop() if len(forms) == 1 else AdjacencyForm.EDGE_INDEX
+    values = {i: one.weights for i, one in enumerate(given) if one.weights is not None}
+    for i, weights in values.items():
+        place = f"{name}: {', '.join(map(str, data.edge_types[i]))}"
+        cleaned = clean_edge_data({"edge_weight": weights}, place, given[i].edge_index)
+        values[i] = cleaned["edge_weight"]
+    return [one.edge_index for one in given], form, values
+
+
+def _joined(
+    edges: Sequence[Any],
+    relations: Sequence[Any],
+    name: str,
+    counts: Mapping[str, int],
+    first: Mapping[str, int],
+) -> tuple[Any, Any]:
+    """All edges [2, E], and the relation of each [E].
 
     ``counts``, ``first``: number of vertices and first vertex by type.
     """
-    edges, kinds, unused = [], [], []
-    for number, (source, relation, target) in enumerate(data.edge_types):
-        store = data[source, relation, target]
+    found, kinds = [], []
+    for number, (source, relation, target) in enumerate(relations):
         place = f"{name}: {source}, {relation}, {target}"
-        given = edges_of(store, place)
-        found = _checked(given.edge_index, place, counts[source], counts[target])
-        edges.append(found + np.array([[first[source]], [first[target]]]))
-        kinds.append(np.full(found.shape[1], number))
-        unused += [f"{relation}.{k}" for k in EDGE_DATA if k in store and k not in RELATION_DATA]
-        if given.weights is not None:
-            unused.append(f"the values of {relation}.adj_t")
-    return np.concatenate(edges, axis=1), np.concatenate(kinds), unused
+        checked = _checked(edges[number], place, counts[source], counts[target])
+        found.append(checked + np.array([[first[source]], [first[target]]]))
+        kinds.append(np.full(checked.shape[1], number))
+    return np.concatenate(found, axis=1), np.concatenate(kinds)
 
 
-def _relation_data(data: Any, name: str) -> dict[str, Any]:
-    """Weights and attributes of single relations' edges, by the names of ``Graph.derived``."""
-    found = {}
+def _relation_data(data: Any, name: str, values: Mapping[int, Any]) -> dict[str, Any]:
+    """Data of single relations' edges, by the names of ``Graph.derived``.
+
+    ``values``: those of ``adj_t`` by relation.
+    """
+    found = {numbered_name("edge_weight", number): v for number, v in values.items()}
     for number, relation in enumerate(data.edge_types):
         store, place = data[relation], f"{name}: {', '.join(relation)}"
         for field in RELATION_DATA:
@@ -125,12 +147,9 @@ def _relation_data(data: Any, name: str) -> dict[str, Any]:
             if store.get("edge_index") is None:
                 wrong = f"{field} beside adj_t, whose edges may be in another order"
                 fail(place, wrong, "edge_index = ...")
-            given = array_of(store[field])
-            edges = array_of(store.edge_index)
-            values = clean_edge_data({field: given}, place, edges)[field]
-            # A convolution may read [E] and [E, 1] in different ways.
-            is_flat = np.ndim(given) == 1
-            found[numbered_name(field, number)] = values.reshape(-1) if is_flat else values
+            given = {field: array_of(store[field])}
+            cleaned = clean_edge_data(given, place, array_of(store.edge_index))
+            found[numbered_name(field, number)] = cleaned[field]
     return found
 
 

@@ -112,8 +112,8 @@ class Graph:
     edge_weight: npt.NDArray[np.float32] | None = None
     """[E], in the order of ``indices``: read by PyG models whose forward takes ``edge_weight``, or
     the values of ``adj_t`` (see ``adjacency``)."""
-    edge_attr: npt.NDArray[np.float32] | None = None
-    """[E, D], likewise."""
+    edge_attr: npt.NDArray[np.float32] | npt.NDArray[np.int64] | None = None
+    """[E] or [E, D] as given, int64 if it was given as whole numbers, likewise."""
     edge_type: npt.NDArray[np.int64] | None = None
     """[E] from 0, the relation of each edge, likewise."""
     types: VertexTypes | None = None
@@ -125,8 +125,8 @@ class Graph:
     derived: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """By name [E, ...]: values of edges that a model's forward made (``capture.edge_work``);
     ``edge_type`` then numbers the sets of edges that it made. Or the data of relation r in a
-    heterogeneous graph, 'edge_weight__r' [E_r] and 'edge_attr__r' [E_r, ...], in the order of
-    ``indices``: it takes no memory for edges of other relations."""
+    heterogeneous graph, 'edge_weight__r' [E_r], 'edge_attr__r' [E_r, ...] and 'edge_type__r' [E_r],
+    in the order of ``indices``: it takes no memory for edges of other relations."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -154,7 +154,12 @@ class Graph:
     @property
     def has_weighted_adjacency(self) -> bool:
         """Whether the edge weights are values of ``adj_t``, and no argument of their own."""
-        return self.has_matrix_form and self.edge_weight is not None
+        return self.has_matrix_form and bool(self.weight_fields)
+
+    @property
+    def weight_fields(self) -> list[str]:
+        """The fields with edge weights: 'edge_weight', or one for each relation that has them."""
+        return [field for field in self.edge_data if field.partition("__")[0] == "edge_weight"]
 
     @cached_property
     def self_loops(self) -> npt.NDArray[np.int64]:

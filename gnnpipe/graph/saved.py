@@ -138,14 +138,9 @@ def _fields_of(arrays: Arrays) -> Arrays:
     _check_labels(arrays["y"], n, num_classes)
     for key in ("train_mask", "val_mask", "test_mask"):
         _check(arrays[key].dtype == bool and arrays[key].shape == (n,), key)
-    for key, kind, ndim in (
-        ("edge_weight", "f4", 1),
-        ("edge_attr", "f4", 2),
-        ("edge_type", "i8", 1),
-    ):
+    for key in _EDGE_DATA:
         if key in arrays:
-            array = arrays[key]
-            _check(array.dtype == kind and array.ndim == ndim and len(array) == e, key)
+            _check_edge_data(key, arrays[key], e)
     if "edge_type" in arrays and e:
         most = np.inf if types is None else len(types.relations)
         _check(0 <= arrays["edge_type"].min() <= arrays["edge_type"].max() < most, "edge_type")
@@ -158,7 +153,7 @@ def _fields_of(arrays: Arrays) -> Arrays:
         "y": arrays["y"],
         **{key: arrays[key] for key in ("train_mask", "val_mask", "test_mask")},
         "num_classes": num_classes,
-        **{key: arrays.get(key) for key in ("edge_weight", "edge_attr", "edge_type")},
+        **{key: arrays.get(key) for key in _EDGE_DATA},
         "derived": _relation_data(arrays),
         "types": types,
         "pairs": _pairs(arrays, n) if "pairs_indptr" in arrays else None,
@@ -173,8 +168,21 @@ def _relation_data(arrays: Arrays) -> Arrays:
     for key, array in found.items():
         number = relation_of(key) or 0
         count = counts[number] if number < len(counts) else 0
-        _check(array.dtype == np.float32 and array.ndim in (1, 2) and len(array) == count, key)
+        _check_edge_data(key, array, count)
     return found
+
+
+_EDGE_DATA: dict[str, tuple[tuple[Any, ...], tuple[int, ...]]] = {
+    "edge_weight": ((np.float32,), (1,)),
+    "edge_attr": ((np.float32, np.int64), (1, 2)),
+    "edge_type": ((np.int64,), (1,)),
+}
+"""Number types and numbers of dimensions of edge data."""
+
+
+def _check_edge_data(key: str, array: npt.NDArray[Any], count: int) -> None:
+    kinds, dims = _EDGE_DATA[key.partition("__")[0]]
+    _check(array.dtype in kinds and array.ndim in dims and len(array) == count, key)
 
 
 def _check(is_sound: bool | np.bool_, key: str) -> None:

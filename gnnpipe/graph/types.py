@@ -19,7 +19,7 @@ import scipy.sparse as sp
 Relation: TypeAlias = tuple[str, str, str]
 """(source type, name, target type), as in PyG."""
 
-RELATION_DATA = ("edge_weight", "edge_attr")
+RELATION_DATA = ("edge_weight", "edge_attr", "edge_type")
 """Kinds of data that single relations' edges may have."""
 
 

@@ -318,10 +318,9 @@ def _scored(model: Model, num_ops: int, width: int, graph: Graph) -> Model:
 
 def without_unread(graph: Graph, model: Model, world: World) -> Graph:
     """Returns the graph without edge data that the model does not read; warns on rank 0."""
-    read = {field.partition("__")[0] for field in model.edge_inputs}
-    if graph.types is not None:
-        read.add("edge_type")
-    given = dict.fromkeys(field.partition("__")[0] for field in graph.edge_data)
+    fields = graph.edge_data if graph.types is None else graph.derived
+    read = {field.partition("__")[0] for field in model.edge_inputs if field in fields}
+    given = dict.fromkeys(field.partition("__")[0] for field in fields)
     unread = [field for field in given if field not in read]
     if unread and world.rank == 0:
         ending = "" if graph.types is None else "_dict"

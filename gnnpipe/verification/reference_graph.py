@@ -29,6 +29,8 @@ class WholeGraph:
     """[E, ...] by field of ``Graph``."""
     relation_data: dict[str, dict[tuple[str, str, str], Tensor]]
     """Edge data [E_r, ...] by relation, for the fields of a graph with several vertex types."""
+    counts: dict[str, int]
+    """Numbers of vertices by type."""
     adjacency: str
     """Form in which a user's model gets the edges (``AdjacencyForm``)."""
     pairs: Tensor | None
@@ -62,7 +64,9 @@ class WholeGraph:
             is_train = torch.from_numpy(graph.pairs.part) == 0
         y = y.to(dtype) if y.is_floating_point() else y
         form = str(graph.adjacency)
-        return cls(graph.num_vertices, x, relations, data, of_relations, form, pairs, y, is_train)
+        counts = {name: int(chosen.sum()) for name, chosen in graph.row_types.items()}
+        n = graph.num_vertices
+        return cls(n, x, relations, data, of_relations, counts, form, pairs, y, is_train)
 
     @property
     def features(self) -> Tensor:
@@ -114,6 +118,7 @@ def _read_relation_data(
     found: dict[str, dict[tuple[str, str, str], Tensor]] = {}
     for name in sorted(set(fields) & set(graph.derived)):
         kind, _, number = name.partition("__")
-        values = torch.from_numpy(graph.derived[name]).to(dtype)
+        values = torch.from_numpy(graph.derived[name])
+        values = values.to(dtype) if values.is_floating_point() else values
         found.setdefault(kind, {})[graph.types.relations[int(number)]] = values
     return found

@@ -352,7 +352,7 @@ class UserModel(WholeModel):
                 for name in named.parameters
                 if name.removesuffix("_dict") in graph.relation_data
             }
-            rows = call(dict(graph.x), dict(graph.edges), **by_relation)
+            rows = call(dict(graph.x), self._matrices(), **by_relation)
         rows = rows[self._target] if isinstance(rows, Mapping) else rows
         found: Tensor = rows
         if graph.pairs is None:
@@ -373,32 +373,49 @@ class UserModel(WholeModel):
         data = HeteroData()
         for kind, rows in graph.x.items():
             data[kind].x = rows
-        for relation, ends in graph.edges.items():
-            data[relation].edge_index = ends
+        name = "edge_index" if graph.adjacency == "edge_index" else "adj_t"
+        for relation, edges in self._matrices().items():
+            data[relation][name] = edges
         for kind, by_relation in graph.relation_data.items():
-            for relation, values in by_relation.items():
-                data[relation][kind] = values
+            if name == "edge_index" or kind != "edge_weight":
+                for relation, values in by_relation.items():
+                    data[relation][kind] = values
         return data
 
     def _edges(self, data: dict[str, Tensor]) -> Any:
         """Returns the edges in the form in which they were given; takes the weights of a matrix."""
         graph = self._graph
-        if graph.adjacency == "edge_index":
-            return graph.edge_index
-        source, target = graph.edge_index
-        data.pop("edge_weight", None)
-        weight = graph.edge_data.get("edge_weight")
-        shape = graph.num_vertices, graph.num_vertices
-        if graph.adjacency == "SparseTensor":
+        if graph.adjacency != "edge_index":
+            data.pop("edge_weight", None)
+        size = graph.num_vertices, graph.num_vertices
+        return self._form(graph.edge_index, graph.edge_data.get("edge_weight"), size)
+
+    def _matrices(self) -> dict[tuple[str, str, str], Any]:
+        """Returns the edges of each relation in the form in which they were given."""
+        graph = self._graph
+        weights = graph.relation_data.get("edge_weight", {})
+        found = {}
+        for relation, edges in graph.edges.items():
+            size = graph.counts[relation[2]], graph.counts[relation[0]]
+            found[relation] = self._form(edges, weights.get(relation), size)
+        return found
+
+    def _form(self, edges: Tensor, weight: Tensor | None, size: tuple[int, int]) -> Any:
+        """Returns edges [2, E] in the form in which they were given; ``size``: of the matrix."""
+        form = self._graph.adjacency
+        if form == "edge_index":
+            return edges
+        source, target = edges
+        if form == "SparseTensor":
             from torch_sparse import SparseTensor
 
-            return SparseTensor(row=target, col=source, value=weight, sparse_sizes=shape)
+            return SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
         values = torch.ones(len(source), dtype=self._dtype) if weight is None else weight
-        if graph.adjacency == "torch.sparse_csr":
-            ends = torch.bincount(target, minlength=shape[0]).cumsum(0)
-            return torch.sparse_csr_tensor(F.pad(ends, (1, 0)), source, values, shape)
-        matrix = torch.sparse_coo_tensor(torch.stack([target, source]), values, shape)
-        return matrix.to_sparse_csc() if graph.adjacency == "torch.sparse_csc" else matrix
+        if form == "torch.sparse_csr":
+            ends = torch.bincount(target, minlength=size[0]).cumsum(0)
+            return torch.sparse_csr_tensor(F.pad(ends, (1, 0)), source, values, size)
+        matrix = torch.sparse_coo_tensor(torch.stack([target, source]), values, size)
+        return matrix.to_sparse_csc() if form == "torch.sparse_csc" else matrix
 
 
 class _UserDropout(TorchFunctionMode):

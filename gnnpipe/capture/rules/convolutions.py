@@ -235,7 +235,8 @@ def rgcn(conv: Any, x: Any, edge_type: Any = None) -> Any:
     """``sum_r A_r (x W_r) + x W_root + b``, if all x W_r are at most twice as wide as x."""
     structure, count = _reduction_name(conv), conv.num_relations
     pushed = count * conv.out_channels
-    if edge_type is None or conv.num_blocks is not None or pushed > 2 * conv.in_channels_l:
+    is_other = x.tracer.relation or edge_type is None or conv.num_blocks is not None
+    if is_other or pushed > 2 * conv.in_channels_l:
         return None
     weight = conv.weight
     if conv.num_bases is not None:

@@ -87,7 +87,7 @@ class Sample:
         """Edges of an input, in the form in which the run's graph was given."""
         source, target = self.ends[name]
         size = self.counts[source], self.counts[target]
-        weight = self.edge_data.get("edge_weight")
+        weight = self.edge_data.get(name.replace(EDGES, "edge_weight"))
         return adjacency_tensor(self.graph.adjacency, self.edges[name], weight, size, dtype)
 
     @property
@@ -130,7 +130,7 @@ def make_sample(model: nn.Module, of: Graph, names: Sequence[str] = ()) -> Sampl
     """
     rng = np.random.default_rng(0)
     read = fields_of(names, of)
-    of = of.reduced_to({*read, "edge_weight"} if of.has_weighted_adjacency else read)
+    of = of.reduced_to({*read, *of.weight_fields} if of.has_weighted_adjacency else read)
     types = of.types
     features = {"": of.x} if types is None else types.features
     counts = _counts(model, tuple(of.row_types), {int(x.shape[1]) for x in features.values()})
@@ -146,13 +146,14 @@ def make_sample(model: nn.Module, of: Graph, names: Sequence[str] = ()) -> Sampl
     edges_of_value: dict[str, str] = {}
     if types is None:
         data = {k: _like(v, graph.num_edges, rng) for k, v in of.edge_data.items()}
-        graph = replace(graph.with_edge_data(data), adjacency=of.adjacency)
+        graph = graph.with_edge_data(data)
     else:
         edges_of_value = {k: input_name(EDGES, relation_of(k) or 0) for k in of.derived}
         counted = {k: edges[name].shape[1] for k, name in edges_of_value.items()}
         data = {k: _like(of.derived[k], count, rng) for k, count in counted.items()}
         sampled = VertexTypes.in_order(counts, {}, types.relations, types.target)
         graph = replace(graph, types=sampled, derived=data)
+    graph = replace(graph, adjacency=of.adjacency)
     found = {k: torch.from_numpy(v) for k, v in data.items()}
     carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     tensors = {name: torch.from_numpy(v) for name, v in edges.items()}
@@ -250,12 +251,13 @@ _LOOKED_AT = 128
 
 
 def _like(values: npt.NDArray[Any], count: int, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """Random edge data of the same kind: types or attributes of the same range, positive weights.
+    """Random edge data of the same kind: numbers of the same range, and positive weights.
 
     A norm takes the root of a sum of weights.
     """
     if values.dtype.kind in "iu":
-        return rng.integers(0, int(values.max(initial=0)) + 1, count)
+        low, high = values.min(axis=0, initial=0), values.max(axis=0, initial=0)
+        return rng.integers(low, high + 1, (count, *values.shape[1:]))
     if not len(values) or values.ndim == 1:
         return rng.uniform(0.5, 1.5, (count, *values.shape[1:])).astype(np.float32)
     rows = values[:_LOOKED_AT].reshape(min(len(values), _LOOKED_AT), -1).astype(np.float64)
