@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 from torch.fx.node import has_side_effect
+from torch_geometric.utils import spmm
 
 from gnnpipe.capture.fx_names import is_input
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, SUM, WEIGHTED
 
-PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul")
+PRODUCTS = (
+    *(torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, operator.matmul, "mm", "matmul"),
+    spmm,
+)
 """Functions and methods that multiply matrices."""
 
 F = TypeVar("F", bound=Callable[..., Any])

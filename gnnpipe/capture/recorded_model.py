@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +23,7 @@ from gnnpipe.capture.trial.facts import Facts, probe
 from gnnpipe.capture.trial.run import values_on_sample
 from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.errors import InputError
+from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.blocks import edge_data_of
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models.stage_module import Model
@@ -94,8 +96,10 @@ class RecordedModel(Model):
     def _sets(self, graph: Graph, dtype: torch.dtype, is_training: bool) -> EdgeSets:
         work = self.recording.edge_work
         assert work is not None
-        edges, data = torch.from_numpy(graph.edge_index), edge_data_of(graph, dtype)
-        return work.sets(edges, data, graph.num_vertices, dtype, is_training)
+        ends, data = torch.from_numpy(graph.edge_index), edge_data_of(graph, dtype)
+        n = graph.num_vertices
+        edges = adjacency_tensor(graph.adjacency, ends, data.get("edge_weight"), (n, n), dtype)
+        return work.sets(edges, data, n, dtype, is_training)
 
     def stage_module(self, ops: Sequence[int]) -> RecordedStageModule:
         """These ops as a stage runs them."""
@@ -154,15 +158,17 @@ def _edge_work(
 
     Returns the work, and the sample with the edges that it makes in training and in evaluation.
     """
-    is_other = sample.graph.types is not None or sample.graph.has_matrix_form
-    if is_other or not works_on_edges(recording):
+    if sample.graph.types is not None or not works_on_edges(recording):
         return None, (sample, sample)
-    found_values = values_on_sample(recording, sample)
+    edges = sample.form(EDGES, torch.float64)
+    found_values = values_on_sample(recording, replace(sample, edges={EDGES: edges}))
     if found_values is None:
         return None, (sample, sample)
     values, random_calls = found_values
     work = separate(recording, values, sample.counts[""], random_calls)
-    given = sample.edges[EDGES], sample.edge_data, sample.counts[""], torch.float64
+    if sample.graph.has_weighted_adjacency:
+        work = replace(work, values=sample.graph.weight_fields)
+    given = edges, sample.edge_data, sample.counts[""], torch.float64
     found = []
     for is_training in (True, False):
         with random_numbers_of(0, 0), DropoutMode():

@@ -161,7 +161,16 @@ def _inputs(call: fx.Node) -> list[fx.Node]:
     return found
 
 
-_REDUCTIONS = {"sum": "sum", "mean": "mean"}
+def product_of(call: fx.Node) -> tuple[fx.Node, Any, str] | None:
+    """Matrix, rows and reduction ('sum' or 'mean') of a product of two matrices; else None."""
+    matrix = call.args[0] if call.args else None
+    given = [*call.args[1:], *call.kwargs.values()]
+    reduction = str(given[1]) if len(given) > 1 else "sum"
+    is_product = call.target in PRODUCTS and isinstance(matrix, fx.Node)
+    if not (is_product and len(given) in (1, 2) and reduction in ("sum", "mean")):
+        return None
+    assert isinstance(matrix, fx.Node)
+    return matrix, given[0], reduction
 
 
 def replace_products(recording: fx.GraphModule, weight_fields: Collection[str]) -> None:
@@ -170,20 +179,17 @@ def replace_products(recording: fx.GraphModule, weight_fields: Collection[str]) 
     ``weight_fields``: of the graph, with the values of ``adj_t`` other than 1.
     """
     for call in list(recording.graph.nodes):
-        edges = call.args[0] if call.args else None
-        if call.target not in PRODUCTS or not isinstance(edges, fx.Node):
+        product = product_of(call)
+        if product is None or not is_input(product[0], EDGES):
             continue
-        given = [*call.args[1:], *call.kwargs.values()]
-        reduction = given[1] if len(given) > 1 else "sum"
-        if not is_input(edges, EDGES) or not given or reduction not in _REDUCTIONS:
-            continue
+        edges, rows, reduction = product
         number = input_number(edges)
         field = "edge_weight" if number is None else numbered_name("edge_weight", number)
-        structure = _REDUCTIONS[str(reduction)] + (WEIGHTED if field in weight_fields else "")
+        structure = reduction + (WEIGHTED if field in weight_fields else "")
         structure += "" if number is None else f"{RELATION}{number}"
         settings: dict[str, Any] = {"structure": structure, "observed_by": ""}
         with recording.graph.inserting_after(call):
-            new = recording.graph.call_function(aggregate, (given[0],), settings)
+            new = recording.graph.call_function(aggregate, (rows,), settings)
         new.stack_trace = call.stack_trace
         call.replace_all_uses_with(new)
         recording.graph.erase_node(call)

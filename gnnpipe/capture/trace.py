@@ -152,7 +152,7 @@ class _Tracer(fx.Tracer):
         """``frozen``: modules that stay in evaluation mode when the model trains."""
         super().__init__()
         self.frozen, self._opened = frozen, opened
-        self._takes_edge_work = graph.types is None and not graph.has_matrix_form
+        self._takes_edge_work = graph.types is None
         self._sample, self._names, self._graph = sample, sample.names, graph
         self._types, self._made, self._is_asking = graph.types, 0, False
         self._adjacency = graph.adjacency if graph.has_weighted_adjacency else None
@@ -365,8 +365,13 @@ class _Tracer(fx.Tracer):
             return None
         if getattr(m, "flow", "source_to_target") != "source_to_target":
             return None
-        number = input_number(edges.node)
-        if number in self._weights and "edge_weight" in takes and self._reads_values(m):
+        number = input_number(edges.node) if is_given else None
+        if (
+            is_given
+            and number in self._weights
+            and "edge_weight" in takes
+            and self._reads_values(m)
+        ):
             others["edge_weight"] = self._weights[number]
         needed = {k for k, p in takes.items() if p.default is p.empty} - {"conv", "make"}
         if set(others) - set(takes) or needed - set(others):

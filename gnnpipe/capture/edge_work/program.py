@@ -148,11 +148,18 @@ def _choose(is_training: bool, training: Any, evaluation: Any) -> Any:
 
 
 def _ends_of_matrix(matrix: Tensor) -> Tensor:
-    return matrix.to_sparse(layout=torch.sparse_coo).coalesce().indices().flip(0)
+    """Columns (sources) and rows (targets) of the entries; parallel edges stay apart."""
+    if matrix.layout is torch.sparse_coo:
+        return matrix._indices().flip(0)
+    is_csr = matrix.layout is torch.sparse_csr
+    offsets = matrix.crow_indices() if is_csr else matrix.ccol_indices()
+    inner = matrix.col_indices() if is_csr else matrix.row_indices()
+    outer = torch.repeat_interleave(offsets.diff())
+    return torch.stack([inner, outer] if is_csr else [outer, inner])
 
 
 def _values_of_matrix(matrix: Tensor) -> Tensor:
-    return matrix.to_sparse(layout=torch.sparse_coo).coalesce().values()
+    return matrix._values() if matrix.layout is torch.sparse_coo else matrix.values()
 
 
 @contextmanager
@@ -192,11 +199,13 @@ class EdgeWork:
     """The set of each value of edges, by its name."""
     is_random: bool
     """The edges differ between the epochs, or between training and evaluation."""
+    values: Collection[str] = ()
+    """Fields of ``Graph`` with the values of ``adj_t``, which the program reads as a matrix."""
 
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph`` with edge data that the program reads."""
-        return frozenset(self._names & set(EDGE_DATA))
+        return frozenset(self._names & set(EDGE_DATA)).union(self.values)
 
     @property
     def _names(self) -> set[str]:
@@ -204,7 +213,7 @@ class EdgeWork:
 
     def sets(
         self,
-        edge_index: Tensor,
+        edges: Tensor,
         edge_data: Mapping[str, Tensor],
         count: int,
         dtype: torch.dtype,
@@ -213,7 +222,7 @@ class EdgeWork:
         """Run the program on a graph, with the current random numbers.
 
         Args:
-            edge_index: [2, E] int64, ends of the graph's edges.
+            edges: Ends [2, E] int64 of the graph's edges, or the matrix ``adj_t`` [N, N].
             edge_data: Edge data by field of ``Graph``.
             count: Number N of vertices.
             dtype: Number type of features and weights.
@@ -222,9 +231,9 @@ class EdgeWork:
         Raises:
             InputError: The program fails, or makes edges to vertices that do not exist.
         """
-        device = edge_index.device
+        device = edges.device
         inputs = {
-            EDGES: edge_index,
+            EDGES: edges,
             **edge_data,
             NUM_VERTICES: count,
             DTYPE: dtype,

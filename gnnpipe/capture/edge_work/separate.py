@@ -32,7 +32,8 @@ from gnnpipe.capture.fx_names import (
     refuse,
     refuse_conv,
 )
-from gnnpipe.capture.markers import PRODUCTS, aggregate, drop, is_of_all, of_vertices
+from gnnpipe.capture.markers import aggregate, drop, is_of_all, of_vertices
+from gnnpipe.capture.rewrite import product_of
 from gnnpipe.graph.operators import RELATION, WEIGHTED
 
 _SHAPING = ("view", "reshape", "unsqueeze", "expand", "expand_as", "long", "to", "contiguous")
@@ -78,6 +79,7 @@ class _Separator(EdgeValues):
         """``kinds`` and ``values`` are also those of ``program``, and get those of new calls."""
         super().__init__(recording, kinds, values, n)
         self.program = program
+        self._given = next(c for c in recording.graph.nodes if is_input(c, EDGES))
         self._start = next(c for c in recording.graph.nodes if c.op != "placeholder")
         self._sets: dict[tuple[Any, Any], tuple[int, fx.Node]] = {}
         self._data: dict[tuple[int, fx.Node], fx.Node] = {}
@@ -151,8 +153,15 @@ class _Separator(EdgeValues):
         return self.recording.get_submodule(str(call.target))
 
     def _edges_of(self, call: fx.Node) -> fx.Node | None:
-        """The [2, E] value that a call reads."""
-        return next((s for s in call.all_input_nodes if self.are_ends(s)), None)
+        """The [2, E] value, or the matrix, that a call reads."""
+        sources = call.all_input_nodes
+        return next((s for s in sources if self.are_ends(s) or self._is_matrix(s)), None)
+
+    def _is_matrix(self, call: fx.Node) -> bool:
+        """Whether a value made of the edges is a sparse matrix."""
+        value = self.values.get(call)
+        is_sparse = isinstance(value, Tensor) and value.layout is not torch.strided
+        return is_sparse and self.kinds[call] is Kind.EDGES
 
     def _set(self, edges: Any, weight: fx.Node | None = None) -> tuple[int, fx.Node]:
         """Number and input of a set; ``edges``: [2, E], or a pair, of the program."""
@@ -180,6 +189,8 @@ class _Separator(EdgeValues):
             value, copied = torch.tensor(value), self.program.number(copied)
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             refuse(f"{name_of(call)} reads {type(value).__name__} of the edges", call=call)
+        if value.shape == (self.n, self.n):
+            refuse(f"{name_of(source)} makes a matrix of all pairs of vertices", call=source)
         return self._buffer(copied, value)
 
     def _buffer(self, copied: fx.Node, value: Tensor) -> fx.Node:
@@ -206,28 +217,30 @@ class _Separator(EdgeValues):
         if RELATION in structure:
             refuse("RGCNConv together with work on edges in forward")
         edges, weight = settings.pop("edges", None), settings.pop("edge_weight", None)
-        ends = self.program.input(EDGES) if edges is None else self.program.copy(edges)
-        values = None if weight is None else self.program.copy(weight)
-        if weight is None and structure.endswith(WEIGHTED):
-            values = self.program.input("edge_weight")
-        number, _ = self._set(ends, values)
+        edges = self._given if edges is None else edges
+        if self._is_matrix(edges):
+            structure = structure.removesuffix(WEIGHTED) + WEIGHTED
+            number, _ = self._set(*self.program.matrix(edges))
+        else:
+            values = None if weight is None else self.program.copy(weight)
+            if weight is None and structure.endswith(WEIGHTED):
+                values = self.program.input("edge_weight")
+            number, _ = self._set(self.program.copy(edges), values)
         settings["structure"] = f"{structure}{RELATION}{number}"
         call.kwargs = settings
 
     def _multiplies_by_matrix(self, call: fx.Node) -> bool:
         """Whether a call is ``A @ x`` for a sparse matrix A [N, N] made of the edges."""
-        matrix = call.args[0] if call.args else None
-        if call.target not in PRODUCTS or len(call.args) != 2 or call.kwargs:
-            return False
-        value = self.values[matrix] if isinstance(matrix, fx.Node) else None
-        return isinstance(value, Tensor) and value.layout is not torch.strided
+        product = product_of(call)
+        return product is not None and self._is_matrix(product[0])
 
     def _change_product(self, call: fx.Node) -> None:
-        matrix, rows = call.args
-        assert isinstance(matrix, fx.Node)
+        product = product_of(call)
+        assert product is not None
+        matrix, rows, reduction = product
         number, _ = self._set(*self.program.matrix(matrix))
         settings: dict[str, Any] = {
-            "structure": f"sum{WEIGHTED}{RELATION}{number}",
+            "structure": f"{reduction}{WEIGHTED}{RELATION}{number}",
             "observed_by": "",
         }
         with self.recording.graph.inserting_before(call):
@@ -244,7 +257,9 @@ class _Separator(EdgeValues):
                 call,
                 type(self.module_of(call)),
             )
-        number, made = self._set(self.program.copy(edges))
+        is_matrix = self._is_matrix(edges)
+        ends = self.program.matrix(edges)[0] if is_matrix else self.program.copy(edges)
+        number, made = self._set(ends)
         for source in call.all_input_nodes:
             if source is edges:
                 call.replace_input_with(source, made)

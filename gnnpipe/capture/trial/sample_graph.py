@@ -75,15 +75,15 @@ class Sample:
         data = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.edge_data.items()}
         carried = by_argument(self.names, self.graph, data)
         names = {r: input_name(EDGES, i) for i, r in enumerate(self.graph.relations)}
-        given: Any = (x, {relation: self._form(name, dtype) for relation, name in names.items()})
+        given: Any = (x, {relation: self.form(name, dtype) for relation, name in names.items()})
         if self.graph.types is None:
-            given = (x[""], self._form(EDGES, dtype))
+            given = (x[""], self.form(EDGES, dtype))
         try:
             return called(model, method, self.graph.adjacency)(*given, **carried)
         except Exception as error:
             refuse(f"fails on a sample in plain PyG: {first_line(error)}")
 
-    def _form(self, name: str, dtype: torch.dtype) -> Any:
+    def form(self, name: str, dtype: torch.dtype) -> Any:
         """Edges of an input, in the form in which the run's graph was given."""
         source, target = self.ends[name]
         size = self.counts[source], self.counts[target]
