@@ -86,7 +86,8 @@ def clean(
     split: str = "given",
     seed: int = 0,
     symmetrize: bool = False,
-    is_for_training: bool = True,
+    needs_labels: bool = True,
+    needs_split: bool = True,
 ) -> Graph:
     """A checked ``Graph`` with the edges as given: self-loops and parallel edges stay.
 
@@ -97,25 +98,25 @@ def clean(
         symmetrize: add the reverse of every edge and keep each edge once; where edges carry data,
             the reverse gets the same data, is added only if no edge leads back, and all given edges
             are kept.
-        is_for_training: refuse a graph without labels or without a split (else: no vertex is
-            labelled, or in the split).
+        needs_labels: refuse a graph without labels; else it trains on its train mask, or on all.
+        needs_split: refuse a graph with labels and without a split; else no vertex is in the split.
 
     Warns:
-        UserWarning: masks of several splits; masks that overlap; for the user's own data also the
-            ``notes``.
+        UserWarning: masks of several splits or that overlap; ``notes`` of the user's own data.
 
     Raises:
         InputError: one line with the data set, the field, the value and a remedy to try.
     """
-    if raw.y is None:
-        raw = _unlabelled(raw, is_for_training)
+    is_unlabelled = raw.y is None
+    if is_unlabelled:
+        raw = _unlabelled(raw, needs_labels)
     labels = _labels(raw)
     n = _num_vertices(raw, labels)
-    needs_labels = is_for_training or raw.masks is not None
-    has_label = _has_label(raw, labels) if needs_labels else _is_labelled(labels)
+    needs_one = needs_split or raw.masks is not None
+    usable = _target_vertices(raw) if is_unlabelled else _has_label(raw, labels, needs_one)
     counted = "" if raw.num_vertices else " (y has one entry for each)"
     features = clean_features(raw.x, raw.name, n, counted)
-    masks = _masks(raw, has_label, split, seed, is_for_training)
+    masks = _masks(raw, usable, split, seed, needs_split)
     data = clean_edge_data(raw.edge_data, raw.name, raw.edge_index) | dict(raw.relation_data)
     if symmetrize and raw.types is not None:
         hint = "torch_geometric.transforms.ToUndirected()"
@@ -176,43 +177,59 @@ def _num_vertices(raw: RawGraph, labels: Labels) -> int:
     return n
 
 
-def _unlabelled(raw: RawGraph, is_for_training: bool) -> RawGraph:
-    """The graph with no label for any vertex, as many as x has rows; refused for training."""
-    if is_for_training:
-        fail(raw.name, "no labels y", "y, a class for each vertex, or T labels of 0 and 1")
+def _unlabelled(raw: RawGraph, needs_labels: bool) -> RawGraph:
+    """The graph with no label for any vertex, as many as x has rows; refused if labels are needed.
+
+    Its training vertices are those of its train mask, or all.
+    """
+    if needs_labels:
+        fail(
+            raw.name,
+            "no labels y",
+            "y, a class for each vertex, or T labels of 0 and 1; or in Python Trainer(..., "
+            "loss_fn=...), to train without labels",
+        )
     if raw.num_vertices is None:
         fail(raw.name, "neither x nor y", "[N, F] features x")
+    none = np.zeros(raw.num_vertices, dtype=np.bool_)
+    train, val, test = raw.masks or (_target_vertices(raw), None, None)
     return replace(
-        raw, y=np.full(raw.num_vertices, -1), masks=None, num_classes=raw.num_classes or 0
+        raw,
+        y=np.full(raw.num_vertices, -1),
+        masks=(train, none if val is None else val, none if test is None else test),
+        num_classes=raw.num_classes or 0,
+        task="classification",
     )
 
 
-def _is_labelled(labels: Labels) -> BoolArray:
-    """Whether a vertex has any label, [N]."""
-    found: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
-    return found
+def _target_vertices(raw: RawGraph) -> BoolArray:
+    """Whether a vertex is of the type that is trained on, [N]."""
+    if raw.types is None:
+        return np.ones(raw.num_vertices or 0, dtype=np.bool_)
+    return raw.types.is_of(raw.types.target)
 
 
-def _has_label(raw: RawGraph, labels: Labels) -> BoolArray:
-    """Whether a vertex has any label, [N]; ``InputError`` if none has."""
-    has_label = _is_labelled(labels)
-    if not has_label.any():
+def _has_label(raw: RawGraph, labels: Labels, needs_one: bool) -> BoolArray:
+    """Whether a vertex has any label, [N]; ``InputError`` if none has and one is needed."""
+    has_label: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
+    if needs_one and not has_label.any():
         none, some = ("NaN", "numbers") if raw.task == "regression" else ("-1", "classes 0..C-1")
         fail(raw.name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
     return has_label
 
 
-def _masks(
-    raw: RawGraph, has_label: BoolArray, split: str, seed: int, is_for_training: bool
-) -> Masks:
-    """The train, val and test masks, each [N], of labelled vertices only."""
-    n = len(has_label)
+def _masks(raw: RawGraph, usable: BoolArray, split: str, seed: int, needs_split: bool) -> Masks:
+    """The train, val and test masks, each [N].
+
+    ``usable`` [N]: whether a vertex can be in the split, which needs a label if any vertex has one.
+    """
+    n = len(usable)
     fractions = parse_split(split)
     if fractions is not None:
-        masks = split_masks(has_label, fractions, seed)
+        masks = split_masks(usable, fractions, seed)
     elif raw.masks is None and raw.split_seed is not None:
-        masks = split_masks(has_label, STANDARD_SPLIT, raw.split_seed)
-    elif raw.masks is None and not is_for_training:
+        masks = split_masks(usable, STANDARD_SPLIT, raw.split_seed)
+    elif raw.masks is None and not needs_split:
         masks = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
     elif raw.masks is None:
         fail(
@@ -227,10 +244,10 @@ def _masks(
             given_mask(val, "val_mask", raw.name, n, seed),
             given_mask(test, "test_mask", raw.name, n, seed),
         )
-    if is_for_training and not masks[0].any():
+    if needs_split and not masks[0].any():
         fail(raw.name, "train_mask: no vertex to train on", "--split 60/20/20")
     for name, mask in zip(SPLIT_NAMES, masks, strict=True):
-        bad = np.flatnonzero(mask & ~has_label)
+        bad = np.flatnonzero(mask & ~usable)
         if len(bad):
             fail(
                 raw.name,

@@ -28,7 +28,7 @@ def raw_hetero_graph(
 
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
-            features, and ``y`` and the masks for one type (not for a graph to predict for);
+            features, and ``y`` and the masks for one type (not needed if labels are not);
             optionally, for single relations r, ``edge_weight`` [E_r], ``edge_attr`` [E_r] or
             [E_r, D] and ``edge_type`` [E_r].
         name: for messages and for the graph.
@@ -60,7 +60,7 @@ def raw_hetero_graph(
         edge_index=edge_index,
         x=sp.csr_array((n, 1), dtype=np.float32),
         y=None if y is None else _labels(y, name, target, task, own, n),
-        masks=None if parts is None else _masks(parts, name, own, n, seed),
+        masks=None if parts is None else _masks(parts, name, own, n, seed, y is not None),
         num_vertices=n,
         edge_data={"edge_type": edge_type},
         relation_data=_relation_data(data, name, {} if is_unused else values),
@@ -75,11 +75,12 @@ def _target(data: Any, name: str, wanted: str) -> str:
     """The type whose vertices are classified."""
     labelled = [t for t in data.node_types if data[t].get("y") is not None]
     if wanted and not labelled and wanted in data.node_types:
-        return wanted  # a graph to predict for
+        return wanted
     if wanted and wanted not in labelled:
         fail(name, f"target {wanted!r} has no y", f"one of {', '.join(labelled) or 'none'}")
     if not labelled:
-        hint = f"data['type'].y, classes from 0, or to predict target={str(data.node_types[0])!r}"
+        hint = f"data['type'].y, classes from 0, or target={str(data.node_types[0])!r}, to train "
+        hint += "without labels or to predict"
         fail(name, "no type of vertices has y", hint)
     if not wanted and len(labelled) > 1:
         fail(name, f"{', '.join(labelled)} have y", f"target={labelled[0]!r}, or another")
@@ -182,11 +183,14 @@ def _labels(given: Any, name: str, target: str, task: str, own: slice, n: int) -
     return labels
 
 
-def _masks(parts: Sequence[Any], name: str, own: slice, n: int, seed: int) -> list[Any]:
+def _masks(
+    parts: Sequence[Any], name: str, own: slice, n: int, seed: int, needs_all: bool
+) -> list[Any]:
     """The masks over all N vertices from those of the target type."""
     masks = [np.zeros(n, dtype=np.bool_) for _ in SPLIT_NAMES]
     for field, mask, given in zip(SPLIT_NAMES, masks, parts, strict=True):
-        mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
+        if given is not None or needs_all:
+            mask[own] = given_mask(given, field, name, own.stop - own.start, seed)
     return masks
 
 

@@ -52,29 +52,46 @@ def load_graph(
     >>> load_graph("karate").num_vertices
     34
     """
-    if dataset.startswith("passed-in:"):
-        raise InputError(
-            f"--dataset {dataset!r}: this run's graph was passed in from Python; pass it again: "
-            "Trainer(config, graph=graph)"
-        )
+    request = _request(dataset, data_dir, split, seed, task)
+    return _load(request, split, symmetrize, remove_self_loops, coalesce, task)
+
+
+def _request(dataset: str, data_dir: str, split: str, seed: int, task: str) -> DataRequest:
     is_for_links = task == "links"
-    request = DataRequest(
+    return DataRequest(
         dataset,
         data_dir,
         needs_split=split == "given" and not is_for_links,
         needs_labels=not is_for_links,
         seed=seed,
     )
-    raw = _source_of(dataset).read(request)
-    if is_for_links:
+
+
+def _load(
+    request: DataRequest,
+    split: str,
+    symmetrize: bool,
+    remove_self_loops: bool,
+    coalesce: bool,
+    task: str,
+) -> Graph:
+    """The requested graph, checked; the arguments are those of ``load_graph``."""
+    if request.dataset.startswith("passed-in:"):
+        raise InputError(
+            f"--dataset {request.dataset!r}: this run's graph was passed in from Python; pass it "
+            "again: Trainer(config, graph=graph)"
+        )
+    raw, seed = _source_of(request.dataset).read(request), request.seed
+    if task == "links":
         graph = clean(without_labels(raw), symmetrize=symmetrize)
     else:
-        graph = clean(raw, split=split, seed=seed, symmetrize=symmetrize)
+        needs_labels = request.needs_labels
+        graph = clean(raw, split=split, seed=seed, symmetrize=symmetrize, needs_labels=needs_labels)
     if remove_self_loops:
         graph = graph.without_self_loops()
     if coalesce:
         graph = graph.without_parallel_edges()
-    return split_links(graph, split, seed) if is_for_links else graph
+    return split_links(graph, split, seed) if task == "links" else graph
 
 
 def _source_of(dataset: str) -> Source:
@@ -105,18 +122,16 @@ def _hint(dataset: str) -> str:
     return "known: " + ", ".join(head for head in heads if not head.startswith("<"))
 
 
-def configured_graph(config: TrainConfig) -> Graph:
-    """The graph that a config names, as ``load_graph`` reads it."""
-    return load_graph(
-        config.dataset,
-        data_dir=config.data_dir,
-        split=config.split,
-        seed=config.seed,
-        symmetrize=config.symmetrize,
-        remove_self_loops=config.remove_self_loops,
-        coalesce=config.coalesce,
-        task=config.task,
-    )
+def configured_graph(config: TrainConfig, needs_labels: bool = True) -> Graph:
+    """The graph that a config names, as ``load_graph`` reads it.
+
+    ``needs_labels``: refuse a data set without labels.
+    """
+    split, task = config.split, config.task
+    request = _request(config.dataset, config.data_dir, split, config.seed, task)
+    request = replace(request, needs_labels=needs_labels and request.needs_labels)
+    rest = config.symmetrize, config.remove_self_loops, config.coalesce
+    return _load(request, split, *rest, task)
 
 
 def unlabelled_graph(config: TrainConfig, num_classes: int) -> Graph:
@@ -138,7 +153,7 @@ def unlabelled_graph(config: TrainConfig, num_classes: int) -> Graph:
         num_vertices=count,
         num_classes=num_classes,
     )
-    graph = clean(bare, symmetrize=config.symmetrize, is_for_training=False)
+    graph = clean(bare, symmetrize=config.symmetrize, needs_labels=False)
     if config.remove_self_loops:
         graph = graph.without_self_loops()
     return graph.without_parallel_edges() if config.coalesce else graph

@@ -57,9 +57,7 @@ def _read(request: DataRequest) -> RawGraph:
     if _is_saved(path):
         return _saved_graph(path)
     arrays = _load(path)
-    if not request.needs_labels:
-        arrays |= {"y": np.zeros(_count(arrays), dtype=np.int64), "task": "classification"}
-    for key in ("edge_index", "y"):
+    for key in ("edge_index", "y") if request.needs_labels else ("edge_index",):
         if key not in arrays:
             hint = nearest(key, arrays)
             end = "" if hint.endswith("?") else "."
@@ -70,8 +68,9 @@ def _read(request: DataRequest) -> RawGraph:
         name=path.stem,
         edge_index=arrays["edge_index"],
         x=_features(arrays, path),
-        y=arrays["y"],
+        y=arrays.get("y"),
         masks=None if all(m is None for m in masks) else masks,
+        num_vertices=None if request.needs_labels else _count(arrays),
         num_classes=clean_num_classes(arrays.get("num_classes"), path.stem),
         edge_data={k: arrays[k] for k in EDGE_DATA if k in arrays},
         task=str(arrays.get("task", "classification")),

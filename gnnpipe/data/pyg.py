@@ -62,7 +62,9 @@ def from_pyg(
             raw = replace(raw, masks=parts_of_split_idx(split_idx, name, ""))
     num_classes = clean_num_classes(num_classes, name)
     own = replace(raw, is_own_data=True, task=task, num_classes=num_classes)
-    return clean(own, split=split, seed=seed, symmetrize=symmetrize, is_for_training=False)
+    return clean(
+        own, split=split, seed=seed, symmetrize=symmetrize, needs_labels=False, needs_split=False
+    )
 
 
 def is_dataset(value: Any) -> bool:

@@ -19,7 +19,8 @@ class DataRequest:
     needs_split: bool = True
     """False if the data set's own masks will not be used."""
     needs_labels: bool = True
-    """False for link prediction: a data set without labels will do."""
+    """False if a data set without labels will do: for link prediction, for predictions, and with a
+    loss that takes no labels."""
     seed: int = 0
     """Chooses one of several splits."""
 

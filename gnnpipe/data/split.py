@@ -24,16 +24,16 @@ STANDARD_SPLIT = (0.6, 0.2, 0.2)
 SPLIT_NAMES = ("train_mask", "val_mask", "test_mask")
 
 
-def split_masks(has_label: BoolArray, fractions: tuple[float, float, float], seed: int) -> Masks:
-    """Train, val and test masks [N]: a seeded permutation of the labelled vertices in three parts.
+def split_masks(usable: BoolArray, fractions: tuple[float, float, float], seed: int) -> Masks:
+    """Train, val and test masks [N]: a seeded permutation of the usable vertices in three parts.
 
     >>> [int(m.sum()) for m in split_masks(np.ones(10, bool), (0.6, 0.2, 0.2), seed=0)]
     [6, 2, 2]
     """
-    order = np.random.default_rng(seed).permutation(np.flatnonzero(has_label))
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(usable))
     ends = [round(sum(fractions[:i]) * len(order)) for i in (1, 2)]
     train, val, test = np.split(order, ends)
-    n = len(has_label)
+    n = len(usable)
     return index_mask(train, n), index_mask(val, n), index_mask(test, n)
 
 

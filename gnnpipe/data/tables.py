@@ -66,7 +66,10 @@ def _read(request: DataRequest) -> RawGraph:
     label = vertices.column_named(LABEL_NAMES)
     if label is None and request.needs_labels:
         found = ", ".join(map(repr, list(vertices.columns)[:9]))
-        vertices.fail(f"no column of labels among {found}", "one named 'label'")
+        vertices.fail(
+            f"no column of labels among {found}",
+            "one named 'label'; or in Python Trainer(..., loss_fn=...)",
+        )
     masks, used = _masks(vertices, request.needs_split)
     x = _matrix(vertices, {id_column, *([label] if label else []), *used}, notes)
     return RawGraph(

@@ -107,8 +107,9 @@ class Graph:
     val_mask: BoolArray
     test_mask: BoolArray
     num_classes: int
-    """C; T for multi-label and regression: the width of the model's output. 0 if there are no
-    labels (``y`` is then -1): such a graph is for prediction alone."""
+    """C; T for multi-label and regression: the width of the model's output. 0 if it
+    is not known, because there are no labels (``y`` is then -1): such a graph can be predicted for,
+    and trained on by the user's own loss."""
     edge_weight: npt.NDArray[np.float32] | None = None
     """[E], in the order of ``indices``: read by PyG models whose forward takes ``edge_weight``, or
     the values of ``adj_t`` (see ``adjacency``)."""
@@ -366,8 +367,9 @@ class Graph:
         edges are those of ``data``, self-loops, parallel edges and values of ``adj_t`` included.
         ``num_classes``: the number of classes, if not the largest in ``y`` + 1. ``split_idx``: the
         indices of the vertices in 'train', 'valid' and 'test', as OGB's ``get_idx_split`` returns
-        them, in place of the masks. A graph without y, or without masks, can be predicted for, but
-        not trained on.
+        them, in place of the masks. A graph without y can be predicted for, and trained on by a
+        ``loss_fn`` without labels: on the vertices of ``train_mask``, or all. A graph with y and
+        without masks can only be predicted for.
         Raises ``InputError`` naming the attribute that is missing or wrong.
         """
         from gnnpipe.data.pyg import from_pyg  # the one import that goes up (.importlinter)

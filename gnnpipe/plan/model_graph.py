@@ -180,6 +180,11 @@ class ModelGraph:
         return len(self.ops)
 
     @property
+    def output_width(self) -> int:
+        """Numbers of a row that the last op returns."""
+        return sum(self.ops[-1].outputs.values())
+
+    @property
     def num_parameters(self) -> int:
         """Number of parameters of all ops."""
         return sum(op.num_parameters for op in self.ops)

@@ -357,7 +357,8 @@ class _RankBuilder:
         places = None
         if len(own) < len(every):
             places = torch.from_numpy(np.searchsorted(every, own)).to(device)
-        is_train = torch.from_numpy(prepared.graph.train_mask[own]).to(device)
+        has_label = known_labels(prepared.graph.y[own]) > 0
+        is_train = torch.from_numpy(prepared.graph.train_mask[own] & has_label).to(device)
         self._label_tables.append(
             LabelTable(columns, columns.to(torch.int8), is_train, keys, places)
         )

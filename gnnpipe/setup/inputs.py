@@ -14,7 +14,6 @@ from gnnpipe.capture.link_decoder import PairModel, without_pairs
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_stages
-from gnnpipe.data.labels import is_known
 from gnnpipe.data.pyg import is_dataset
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
@@ -29,7 +28,7 @@ from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model
-from gnnpipe.tasks.loss import has_both, validation_labels
+from gnnpipe.tasks.loss import LossFn, has_both, has_labels, validation_labels
 from gnnpipe.tasks.scoring import hits_k, is_ranking
 
 
@@ -86,26 +85,34 @@ def passed_graph(graph: Any) -> Graph | None:
     return Graph.from_pyg(graph)
 
 
-def check_labels(graph: Graph, call: str, needs_split: bool) -> None:
-    """Raise ``InputError`` if a graph that was read for prediction has no labels, or no split."""
-    if graph.pairs is not None:
-        return
-    if not is_known(graph.y).any():
+def check_labels(graph: Graph, call: str) -> None:
+    """Raise ``InputError`` if a graph has no labels, which ``call`` needs."""
+    if not has_labels(graph):
         raise InputError(
             f"graph {graph.name!r}: no y, which {call} needs; try data.y = a class for each "
-            "vertex, [N], or T labels of 0 and 1, [N, T] (predict() needs none)"
+            "vertex, [N], or T labels of 0 and 1, [N, T]"
         )
-    if needs_split and not graph.train_mask.any():
+
+
+def check_trainable(graph: Graph, call: str, loss_fn: LossFn | None) -> None:
+    """Raise ``InputError`` if a graph has no split, or no labels and the loss needs labels."""
+    if loss_fn is None and not has_labels(graph):
+        raise InputError(
+            f"graph {graph.name!r}: no y, which {call} needs; try data.y = a class for each "
+            "vertex, [N], or T labels of 0 and 1, [N, T]; or loss_fn=, a function of the model's "
+            "rows, to train without labels"
+        )
+    if graph.pairs is None and not graph.train_mask.any():
         raise InputError(
             f"graph {graph.name!r}: no split (train_mask, val_mask, test_mask), which {call} "
             "needs; try Graph.from_pyg(data, split='60/20/20')"
         )
 
 
-def check_can_fit(model: nn.Module | None, graph: Graph | None) -> None:
+def check_can_fit(model: nn.Module | None, graph: Graph | None, loss_fn: LossFn | None) -> None:
     """Raise ``InputError`` in inference mode, which has no gradients, and for missing labels."""
     if graph is not None:
-        check_labels(graph, "fit()", True)
+        check_trainable(graph, "fit()", loss_fn)
     if torch.is_inference_mode_enabled():
         raise InputError(
             "Trainer: fit() was called under torch.inference_mode(), where nothing is learned; "
@@ -171,6 +178,8 @@ def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
 
 def _why_not_validated(graph: Graph, metric: str) -> str:
     """Returns why the validation part has no usable metric, and what to try; '' if it has one."""
+    if not has_labels(graph):
+        return f"{graph.name} has no labels, and so no scores; leave it out"
     known = validation_labels(graph)
     what = "vertices" if graph.pairs is None else "pairs"
     if not len(known):

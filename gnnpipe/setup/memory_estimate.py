@@ -62,7 +62,7 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
         graph_edges=graph.num_edges,
         own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
         feature_entries=entries // shards,
-        loss_numbers=int(graph.train_mask.sum()) // shards * kept_by_loss(graph),
+        loss_numbers=int(graph.train_mask.sum()) // shards * _kept_by_loss(prepared),
         loss_rows=replace(
             loss_rows, rows=loss_rows.rows // shards, edges=loss_rows.edges // shards
         ),
@@ -167,7 +167,7 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
         graph_edges=graph.num_edges,
         feature_entries=int(entries[layout.own].sum()),
         loss_rows=loss_rows_of_shard(graph, prepared.loss_row_mask, prepared.loss_rows, layout.own),
-        loss_numbers=int(graph.train_mask[layout.own].sum()) * kept_by_loss(graph),
+        loss_numbers=int(graph.train_mask[layout.own].sum()) * _kept_by_loss(prepared),
         own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
         live_share=_live_share(graph, layout.own, crossing),
         copied_share=(
@@ -178,6 +178,10 @@ def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> Sha
         probe_feature_entries=int(entries[probes].sum()),
         label_numbers=labelled * graph.num_classes if has_labels else 0,
     )
+
+
+def _kept_by_loss(prepared: Prepared) -> int:
+    return kept_by_loss(prepared.graph, prepared.model_graph.output_width)
 
 
 def _crossing(prepared: Prepared) -> Counts | None:

@@ -85,12 +85,10 @@ def prepare(
     """
     graph = check_parts(config, graph, model)
     planner = planner or planner_named(config.plan)
-    graph, digest = _read_graph(config, world, graph)
+    graph, digest = _read_graph(config, world, graph, loss_fn is None)
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric)
     dtype = number_dtype(config)
-    if loss_fn is not None:
-        check_loss(loss_fn, graph, dtype)
     graph = with_label_inputs(graph, config)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
@@ -100,6 +98,8 @@ def prepare(
     graph = with_edge_work(given, chosen, config, world)
     described = describe(chosen, graph)
     model_graph = described.with_changing_features() if config.label_inputs else described
+    if loss_fn is not None:
+        check_loss(loss_fn, graph, described.output_width, dtype)
     plan = _plan(config, planner, model_graph, graph, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
@@ -166,7 +166,9 @@ def join_world(config: TrainConfig, planner: Planner | None = None, **settings: 
     return World.meet(num_ranks, config.device, config.timeout_s, shape, settings)
 
 
-def _read_graph(config: TrainConfig, world: World, graph: Graph | None) -> tuple[Graph, str]:
+def _read_graph(
+    config: TrainConfig, world: World, graph: Graph | None, needs_labels: bool
+) -> tuple[Graph, str]:
     """Returns the given or configured graph and its digest, equal on all ranks."""
     error: InputError | None = None
     # ``info`` may ask for CUDA on a machine without a GPU; the kernel is then not tried.
@@ -177,7 +179,7 @@ def _read_graph(config: TrainConfig, world: World, graph: Graph | None) -> tuple
         if graph is None:
             with Step(f"reading {config.dataset}", config.quiet, world.rank == 0):
                 report_progress(left_s=_reading_time_s(config.dataset))
-                graph = configured_graph(config)
+                graph = configured_graph(config, needs_labels)
     except InputError as fault:
         error = fault
     world.agree(error)

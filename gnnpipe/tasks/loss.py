@@ -40,6 +40,7 @@ class Targets:
     masks: list[Tensor]
     """[3, R] bool: train, val, test."""
     are_pairs: bool
+    has_labels: bool = True
 
     def of_part(self, chunk: int, part: int) -> tuple[Tensor, Tensor]:
         """Returns the rows [r] of a part of the split (0: train), as indices, and their labels."""
@@ -52,7 +53,7 @@ class Targets:
     ) -> Targets:
         """Returns the targets of a shard's vertices; empty without a layout."""
         if layout is None:
-            return cls([], [], False)
+            return cls([], [], False, has_labels(graph))
         pointer = zip(layout.own_ptr[:-1], layout.own_ptr[1:], strict=True)
         own = [layout.own[start:stop] for start, stop in pointer]
         split = np.stack([graph.train_mask, graph.val_mask, graph.test_mask])
@@ -60,6 +61,7 @@ class Targets:
             [labels_of(graph, part, dtype).to(device) for part in own],
             [torch.from_numpy(split[:, part]).to(device) for part in own],
             False,
+            has_labels(graph),
         )
 
     @classmethod
@@ -116,13 +118,16 @@ class TrainedLabels:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A chunk's part of the loss: the sum over its training labels, divided by their number."""
+    """A chunk's part of the loss: the sum over its training labels, divided by their number.
+
+    Without labels: the sum over the training vertices.
+    """
 
     targets: Targets
     loss_fn: LossFn | None
     """The user's own loss."""
     total: int
-    """Number of training labels of all chunks."""
+    """Number of training labels, or of training vertices without labels, of all chunks."""
     loss_rows: Sequence[Tensor] | None = None
     """Rows of each chunk that the logits belong to, ascending; ``None``: all rows."""
 
@@ -159,8 +164,8 @@ class Loss:
         if self.vertices:
             vertices = self.vertices[chunk][self.targets.of_part(chunk, 0)[0]]
             vertices = vertices if some is None else vertices[some]
-        given = wanted_by(self.loss_fn, vertices, epoch)
-        loss = self.loss_fn(found, _labels_for_user(y, logits.dtype), **given) / total
+        labels = [_labels_for_user(y, logits.dtype)] if self.targets.has_labels else []
+        loss = self.loss_fn(found, *labels, **wanted_by(self.loss_fn, vertices, epoch)) / total
         # A loss that ignores all rows is a constant; backward of the chunk still needs a graph.
         return loss if loss.requires_grad or not logits.requires_grad else loss + logits.sum() * 0.0
 
@@ -168,7 +173,7 @@ class Loss:
 LossFn = Callable[..., Tensor]
 """Maps logits [R, C] and classes [R] (int64) of training vertices to the sum of their losses.
 Several labels or numbers [R, T] have the type of the logits, NaN where missing; for pairs scores
-[R] and labels [R] (1 or 0) of the same number type.
+[R] and labels [R] (1 or 0) of the same number type. Without labels, maps the rows [R, d] alone.
 
 A function with parameters of these names also gets ``vertices`` [R] int64, the numbers of the
 vertices in the graph as given (within their type), and ``epoch``, the number of the epoch from 0.
@@ -216,7 +221,7 @@ def choose_metric(graph: Graph, wanted: str) -> str:
         return "rocauc" if wanted == "auto" else wanted
     if ranks_links(wanted):
         raise InputError(f"--metric {wanted}: ranks pairs of vertices; try --task links, or rocauc")
-    if not is_known(graph.y).any():
+    if not has_labels(graph):
         return "accuracy" if wanted == "auto" else wanted  # nothing can be evaluated
     if wanted != "auto" and graph.is_regression != (wanted in REGRESSION):
         fitting = ", ".join(REGRESSION) if graph.is_regression else "accuracy, f1-macro"
@@ -257,68 +262,91 @@ def loss_sum(logits: Tensor, y: Tensor) -> Tensor:
         known = ~y.isnan()
         return (logits[known] - y[known]).square().sum()
     if y.dim() == 1:
-        return nn.functional.cross_entropy(logits, y, reduction="sum")
+        return nn.functional.cross_entropy(logits, y, reduction="sum", ignore_index=-1)
     return nn.functional.binary_cross_entropy_with_logits(
         logits, y.clamp(min=0).to(logits.dtype), weight=(y >= 0).to(logits.dtype), reduction="sum"
     )
 
 
-def kept_by_loss(graph: Graph) -> int:
-    """Numbers per row that ``loss_sum`` keeps until backward; 0 for pairs."""
+def kept_by_loss(graph: Graph, width: int) -> int:
+    """Numbers per row of this width that ``loss_sum`` keeps until backward; 0 for pairs."""
     if graph.pairs is not None:
         return 0
     # For several labels: the logits, the labels and the mask of known labels.
-    return graph.num_classes * (3 if graph.is_multi_label else 1)
+    return width * (3 if graph.is_multi_label else 1)
 
 
-def check_loss(loss_fn: LossFn, graph: Graph, dtype: torch.dtype) -> None:
-    """``InputError`` unless the user's loss is a sum over rows, so that chunks can be added."""
+def check_loss(loss_fn: LossFn, graph: Graph, width: int, dtype: torch.dtype) -> None:
+    """``InputError`` unless the user's loss is a sum over rows, so that chunks can be added.
+
+    ``width``: numbers of a row that the model returns; 0: not known, and nothing is tried.
+    """
     if not callable(loss_fn):
         raise InputError(f"loss_fn: {loss_fn!r} is not a function of logits and labels")
-    generator = torch.Generator().manual_seed(0)
-    vertices: Tensor | None = None
-    if graph.pairs is not None:
-        if takes(loss_fn, "vertices"):
-            raise InputError("loss_fn: takes 'vertices', but scores are of pairs of vertices")
-        y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
-        shape = [len(y)]
-    else:
-        train = np.flatnonzero(graph.train_mask)
-        known = is_known(graph.y[train]).reshape(len(train), -1)
-        # Rows with missing labels first, for losses that do not mask them.
-        chosen = np.sort(np.argsort(known.all(axis=1), kind="stable")[:6])
-        y = _labels_for_user(labels_of(graph, train[chosen], dtype), dtype)
-        number = np.arange(graph.num_vertices) if graph.types is None else graph.types.number
-        vertices = torch.from_numpy(number[train[chosen]])
-        shape = [len(y), graph.num_classes]
-    logits = torch.randn(shape, dtype=dtype, generator=generator)
-    logits.requires_grad_(True)
+    if graph.pairs is not None and takes(loss_fn, "vertices"):
+        raise InputError("loss_fn: takes 'vertices', but scores are of pairs of vertices")
+    if not width:
+        return
+    rows, y, vertices = _tried_rows(graph, width, dtype)
 
-    def loss_of(rows: slice) -> Any:
-        some = None if vertices is None else vertices[rows]
-        return loss_fn(logits[rows], y[rows], **wanted_by(loss_fn, some, 0))
+    def loss_of(part: slice) -> Any:
+        some = None if vertices is None else vertices[part]
+        labels = [] if y is None else [y[part]]
+        return loss_fn(rows[part], *labels, **wanted_by(loss_fn, some, 0))
 
     try:
         whole = loss_of(slice(None))
     except Exception as error:
-        raise InputError(
-            f"loss_fn: fails on logits {list(logits.shape)}, a logit for each class: {error}"
-        ) from None
+        shape = list(rows.shape)
+        what = f"logits {shape}, a logit for each class: {error}"
+        if y is None:
+            what = f"rows {shape}; {graph.name!r} has no labels, so it is called as (rows): {error}"
+        raise InputError(f"loss_fn: fails on {what}") from None
     if not isinstance(whole, Tensor) or whole.numel() != 1 or not whole.requires_grad:
         raise InputError("loss_fn: must return one number with a gradient; try reduction='sum'")
-    if y.is_floating_point() and bool(y.isnan().any()) and not bool(whole.isfinite().all()):
+    is_any_missing = y is not None and y.is_floating_point() and bool(y.isnan().any())
+    if is_any_missing and not bool(whole.isfinite().all()):
         raise InputError(
             f"loss_fn: returns {float(whole.detach())} where labels are missing (NaN); "
             "leave them out: known = ~y.isnan()"
         )
-    if len(y) < 2:
+    if len(rows) < 2:
         return
     parts = float(loss_of(slice(1)).detach() + loss_of(slice(1, None)).detach())
     if abs(parts - float(whole.detach())) > 1e-4 * abs(parts):
         raise InputError(
-            f"loss_fn: returns {float(whole.detach()):.4f} for {len(y)} rows, but {parts:.4f} for "
-            "the same rows in two parts; it must be a sum over rows: try reduction='sum'"
+            f"loss_fn: returns {float(whole.detach()):.4f} for {len(rows)} rows, but {parts:.4f} "
+            "for the same rows in two parts; it must be a sum over rows: try reduction='sum'"
         )
+
+
+def _tried_rows(
+    graph: Graph, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns random rows for a user's loss, with labels and numbers of vertices of the graph.
+
+    Without labels the numbers are in 0..1, because the rows may be probabilities.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if graph.pairs is not None:
+        y = torch.tensor([1, 0, 0, 1, 0, 1], dtype=dtype)
+        rows = torch.randn(len(y), dtype=dtype, generator=generator)
+        return rows.requires_grad_(True), y, None
+    train = np.flatnonzero(graph.train_mask)
+    known = is_known(graph.y[train]).reshape(len(train), -1)
+    # Rows with missing labels first, for losses that do not mask them.
+    chosen = train[np.sort(np.argsort(known.all(axis=1), kind="stable")[:6])]
+    number = np.arange(graph.num_vertices) if graph.types is None else graph.types.number
+    vertices = torch.from_numpy(number[chosen])
+    if not has_labels(graph):
+        rows = torch.rand(len(chosen), width, dtype=dtype, generator=generator)
+        return rows.requires_grad_(True), None, vertices
+    rows = torch.randn(len(chosen), width, dtype=dtype, generator=generator)
+    return (
+        rows.requires_grad_(True),
+        _labels_for_user(labels_of(graph, chosen, dtype), dtype),
+        vertices,
+    )
 
 
 def _labels_for_user(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -340,10 +368,20 @@ def validation_labels(graph: Graph) -> Labels:
     return found
 
 
+def has_labels(graph: Graph) -> bool:
+    """Returns whether anything can be scored: some vertex has a label, or pairs are predicted."""
+    return graph.pairs is not None or bool(is_known(graph.y).any())
+
+
 def num_targets(graph: Graph) -> int:
-    """Returns the number of known training labels, over which the loss is a mean."""
+    """Returns the number over which the loss is a mean: of known training labels.
+
+    Of training vertices, if the graph has no labels.
+    """
     if graph.pairs is not None:
         return graph.pairs.counts[0]
+    if not has_labels(graph):
+        return int(graph.train_mask.sum())
     return int(known_labels(graph.y[graph.train_mask]).sum())
 
 

@@ -53,7 +53,9 @@ def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:
 
 
 def evaluate(rank_runtime: RankRuntime, mesh: Mesh) -> Scores:
-    """Returns exact scores with the current weights, on every rank."""
+    """Returns exact scores with the current weights, on every rank; NaN without labels."""
+    if not rank_runtime.targets.has_labels:
+        return Scores(*[math.nan] * (2 * PARTS))
     logits = {chunk: values["x"] for chunk, values in results_by_chunk(rank_runtime).items()}
     metric, is_multi_label = rank_runtime.metric, rank_runtime.is_multi_label
     if metric in REGRESSION:

@@ -108,7 +108,9 @@ class Trainer:
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
                 losses. The sum is divided by the number of training labels. Several labels [R, T]
                 are floats, NaN where missing. With parameters ``vertices`` or ``epoch`` the
-                function also gets the numbers [R] of the vertices and of the epoch, from 0.
+                function also gets the numbers [R] of the vertices and of the epoch, from 0. For a
+                graph without labels, maps the model's rows [R, d] alone; the sum is divided by the
+                number of training vertices, and there are no scores.
             optimizer: An optimizer class, which gets lr, weight_decay and momentum of ``config``;
                 or a function of the whole model that returns an optimizer, with any parameter
                 groups; or an optimizer of the model's parameters.
@@ -171,7 +173,9 @@ class Trainer:
         trained = read_trained(run, launched_world_size(), settings)
         trained.check_parts(graph, model)
         config, world = trained.config, None
-        if "dataset" in settings or (layer and graph is None):
+        # A run on a dataset without labels, which training alone may read, has no classes.
+        is_bare = not trained.num_classes and config.task != "links"
+        if "dataset" in settings or (graph is None and (layer or is_bare)):
             world = join_world(config)
             graph = _read_together(world, partial(_read_for, trained, "dataset" not in settings))
         elif graph is not None:
@@ -252,7 +256,7 @@ class Trainer:
             StoppedError: SIGTERM or the time limit has stopped the run.
             KeyboardInterrupt: Ctrl-C, after the epoch and a checkpoint; a second one: at once.
         """
-        check_can_fit(self._model, self._graph)
+        check_can_fit(self._model, self._graph, self._loss_fn)
         last_epoch = self._last_epoch(epochs)
         world = self._join()
         if len(set(world.gather(last_epoch))) > 1:
@@ -458,7 +462,7 @@ class Trainer:
         self._check_together("evaluate()")
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
-            check_labels(prepared.graph, "evaluate()", False)
+            check_labels(prepared.graph, "evaluate()")
             with held_memory(mesh.device):
                 return evaluate(rank_runtime, mesh)
 
@@ -531,7 +535,7 @@ class Trainer:
 def _read_for(trained: TrainedRun, has_labels: bool) -> Graph:
     """Returns the graph that the run names, or another one without labels to predict for."""
     if has_labels:
-        return configured_graph(trained.config)
+        return configured_graph(trained.config, needs_labels=False)
     return trained.with_classes(unlabelled_graph(trained.config, trained.num_classes))
 
 

@@ -94,6 +94,8 @@ class Reference:
     def _loss(self, outputs: Tensor, y: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Mean loss of outputs [R, C] over the known targets y [R] or [R, T]; for pairs [R, 1].
 
+        Without labels: the mean over the rows of the user's loss.
+
         ``given``: further arguments that the user's loss may take.
         """
         known = ~y.isnan() if y.is_floating_point() else y >= 0
@@ -104,6 +106,8 @@ class Reference:
                 y = torch.where(known, y.to(outputs.dtype), torch.nan)
             names = inspect.signature(self._loss_fn).parameters
             taken = {name: value for name, value in given.items() if name in names}
+            if not known.any():  # a graph without labels
+                return self._loss_fn(outputs, **taken) / len(y)
             return self._loss_fn(outputs, y, **taken) / int(known.sum())
         if y.is_floating_point():
             return F.mse_loss(outputs[known], y[known])

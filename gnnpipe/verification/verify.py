@@ -17,6 +17,7 @@ from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.inputs import check_trainable
 from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.verification.comparison import (
@@ -91,10 +92,11 @@ def verify(
     planner = None if plan is None else GivenPlan(plan)
     met = world or join_world(config, planner)
     prepared = prepare(config, met, graph, detached_copy(model), planner, loss_fn)
+    check_trainable(prepared.graph, "verify()", loss_fn)
     mesh = Mesh.of(met, prepared.plan.placement, prepared.plan.collectives)
     if graph is None and mesh.rank == 0:
         # Read a second time, so that the reference shares nothing with the run.
-        graph = configured_graph(config)
+        graph = configured_graph(config, loss_fn is None)
     epochs = compare_epochs(graph, prepared, mesh, config.epochs)
     tolerance = tolerance or TOLERANCE[config.dtype]
     lines = [*head_lines(prepared), *(epoch.text() for epoch in epochs)]

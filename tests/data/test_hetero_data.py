@@ -208,8 +208,8 @@ def test_a_graph_to_predict_for_needs_no_labels():
     g = Graph.from_pyg(found, target="b", num_classes=3)
     assert (g.target, g.num_classes, g.num_vertices) == ("b", 3, 12)
     assert (g.y == -1).all()
-    assert not g.train_mask.any()
-    with pytest.raises(InputError, match=r"no type of vertices has y; .* to predict target='a'"):
+    assert (g.train_mask == g.types.is_of("b")).all()
+    with pytest.raises(InputError, match=r"no type of vertices has y; .* or target='a', to train"):
         Graph.from_pyg(found)
     with pytest.raises(InputError, match="target 'z' has no y"):
         Graph.from_pyg(found, target="z")
