@@ -273,3 +273,38 @@ def test_several_types_without_labels():
     config = quick_config(epochs=1, chunks=2, staleness="exact", dtype="float32")
     found = Trainer(config, graph, model, loss_fn=lambda rows: rows.square().sum()).fit()
     assert found.loss == pytest.approx(truth, rel=1e-4)
+
+
+def corrupted(x, edge_index):
+    return x[torch.randperm(x.size(0))], edge_index
+
+
+def summary(z, *args, **kwargs):
+    return z.mean(dim=0).sigmoid()
+
+
+class Infomax(pyg.DeepGraphInfomax):
+    def forward(self, x, edge_index):
+        pos_z, neg_z, mean = super().forward(x, edge_index)
+        return torch.stack([self.discriminate(z, mean) for z in (pos_z, neg_z)], dim=1)
+
+
+def test_infomax_is_that_of_a_pyg_script():
+    def loss(rows):
+        return -(torch.log(rows[:, 0] + 1e-15) + torch.log(1 - rows[:, 1] + 1e-15)).sum()
+
+    data = without(*UNLABELLED)
+    torch.manual_seed(1)
+    model = Infomax(8, pyg.GCNConv(IN, 8), summary, corrupted)
+    plain = copy.deepcopy(model).double()
+    optimizer, truth = torch.optim.Adam(plain.parameters(), lr=0.01), []
+    torch.manual_seed(2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        found = plain.loss(*pyg.DeepGraphInfomax.forward(plain, data.x.double(), data.edge_index))
+        found.backward()
+        optimizer.step()
+        truth.append(found.item())
+    torch.manual_seed(2)
+    result = Trainer(quick_config(), Graph.from_pyg(data), model, loss_fn=loss).fit()
+    assert [row.loss for row in result.history] == pytest.approx(truth, rel=1e-9)
