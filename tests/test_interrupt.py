@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM, and disks that take no more: one line, the right code, advice to follow."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from gnnpipe.run.signals import INTERRUPTED, Stopping
 from gnnpipe.tools.collective_check import round_trip
 from gnnpipe.train import loop
 
+IN_PYTHON = "; in Python: Trainer(resumed_config(run), ..., resume=run)"
 LARGE = "synthetic:planted:n=20000,features=64,classes=4"
 
 
@@ -64,7 +66,7 @@ def test_an_interrupt_while_a_checkpoint_is_written(tmp_path, delay_s):
     assert process.returncode == 130, told
     newest = max(p.name for p in (run / "checkpoints").iterdir() if p.name.startswith("epoch-"))
     line = f"gnnpipe: interrupted; go on with --resume {run} (the newest checkpoint is {newest})"
-    assert told.splitlines() == [line]
+    assert told.splitlines() == [line + IN_PYTHON]
 
 
 @pytest.mark.slow
@@ -81,7 +83,7 @@ def test_an_interrupt_before_the_first_checkpoint(tmp_path):
     (newest,) = (run / "checkpoints").iterdir()
     assert newest.name == f"epoch-{len(table(run)):06d}"
     line = f"interrupted; go on with --resume {run} (the newest checkpoint is {newest.name})"
-    assert told.splitlines() == [f"gnnpipe: {line}"]
+    assert told.splitlines() == [f"gnnpipe: {line}{IN_PYTHON}"]
 
 
 LONG_EPOCH = """
@@ -156,7 +158,7 @@ def test_an_interrupt_of_torchrun_leaves_a_checkpoint(tmp_path, whole_group):
     (checkpoint,) = (out / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("epoch-")) == len(table(out))
     line = f"interrupted; go on with --resume {out} (the newest checkpoint is {checkpoint.name})"
-    assert told.count(f"gnnpipe: {line}") == 1
+    assert told.count(f"gnnpipe: {line}{IN_PYTHON}") == 1
 
 
 def interrupt_in(epoch, monkeypatch):
@@ -175,7 +177,7 @@ def test_an_interrupted_run_is_resumed_to_the_bit(tmp_path, monkeypatch, capsys)
     Trainer(config(whole), small_graph()).fit()
     with monkeypatch.context() as patched:
         interrupt_in(4, patched)
-        with pytest.raises(KeyboardInterrupt, match=f"go on with --resume {out}"):
+        with pytest.raises(KeyboardInterrupt, match=f"--resume {out}.*{re.escape(IN_PYTHON)}"):
             Trainer(config(out, quiet=False), small_graph()).fit()
     assert len(table(out)) == 4
     assert capsys.readouterr().out.count(INTERRUPTED) == 1

@@ -28,6 +28,10 @@ def unfinished_path(run: Path, epoch: int) -> Path:
     return path.with_name(_UNFINISHED + path.name)
 
 
+IN_PYTHON = "in Python: Trainer(resumed_config(run), ..., resume=run)"
+"""The flag --resume for users of ``Trainer``."""
+
+
 def resume_advice(run: Path) -> str:
     """Return how to go on with a run that has ended early.
 
@@ -35,7 +39,7 @@ def resume_advice(run: Path) -> str:
     'start again with another --out, or without nowhere (it holds no checkpoint)'
     """
     if found := _newest_first(run):
-        return f"go on with --resume {run} (the newest checkpoint is {found[0].name})"
+        return f"go on with --resume {run} (the newest checkpoint is {found[0].name}); {IN_PYTHON}"
     return f"start again with another --out, or without {run} (it holds no checkpoint)"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gnnpipe.checkpoint.retention import checkpoint_path, resume_advice
+from gnnpipe.checkpoint.retention import IN_PYTHON, checkpoint_path, resume_advice
 from gnnpipe.checkpoint.state import load_tensors, restore_generators, tensors_of
 from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.config import TrainConfig
@@ -227,7 +227,7 @@ class Loop:
             reason = next(filter(None, reasons), "told to stop")
             where = "nothing was written (--out off)"
             if self.path is not None:
-                where = f"go on with --resume {self.path}"
+                where = f"go on with --resume {self.path}; {IN_PYTHON}"
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
 
     def _evaluate_last(self) -> None:
