@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -119,6 +121,25 @@ def _line_of(call: fx.Node) -> str:
     return f" ({where}: {code})"
 
 
+def place_of(error: BaseException) -> str:
+    """The user's innermost line that led to an error, and the function of PyG that it calls.
+
+    Example: 'model.py, line 12: x = self.net(x, edge_index), in PyG's GraphUNet.forward
+    (graph_unet.py, line 98)'.
+    """
+    own, of_pyg = "", ""
+    trace = traceback.walk_tb(error.__traceback__)
+    for frame, line in trace:
+        code = frame.f_code
+        is_standard = code.co_filename.startswith(_STANDARD)
+        if is_own(code.co_filename) and (not is_standard or "-packages" in code.co_filename):
+            text = linecache.getline(code.co_filename, line).strip()
+            own, of_pyg = f"{code.co_filename}, line {line}: {text}", ""
+        elif code.co_filename.startswith(_PYG):
+            of_pyg = f"in PyG's {code.co_qualname} ({os.path.basename(code.co_filename)}, line {line})"
+    return ", ".join(filter(None, (own, of_pyg))) or "in PyG's own code"
+
+
 def attribute(module: nn.Module, path: str) -> Any:
     """The weight, buffer or constant at a dotted path."""
     found: Any = module
@@ -139,10 +160,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-_LIBRARIES = (
-    *(f"{Path(package.__path__[0])}{os.sep}" for package in (torch, torch_geometric)),
-    f"{Path(__file__).parents[1]}{os.sep}",
-)
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
+"""Folder of Python's own modules."""
+
+_PYG = f"{Path(torch_geometric.__path__[0])}{os.sep}"
+
+_LIBRARIES = (f"{Path(torch.__path__[0])}{os.sep}", _PYG, f"{Path(__file__).parents[1]}{os.sep}")
 """Folders of torch, PyG and gnnpipe."""
 
 

@@ -8,7 +8,6 @@ compute differently from the model is refused with the user's source line.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -40,6 +39,7 @@ from gnnpipe.capture.fx_names import (
     input_number,
     is_input,
     is_own,
+    place_of,
     refuse,
 )
 from gnnpipe.capture.markers import drop
@@ -424,11 +424,7 @@ def _record(
     except InputError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if is_own(f.filename)]
-        frames = [f for f in frames if "gnnpipe" not in f.filename] or frames
-        where = "in PyG's own code"
-        if frames:
-            where = f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
+        where = place_of(error)
         if isinstance(error, KeyError) and graph.types is not None:
             refuse(f"{name} reads {error} ({where}), which the graph lacks: {_given(graph)}")
         refuse(

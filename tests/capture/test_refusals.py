@@ -21,6 +21,7 @@ class Wrong(nn.Module):
         self.pool = pyg.MeanAggregation()
         self.register_buffer("scale", torch.ones(1))
         self.lstm = pyg.SAGEConv(3, 3, aggr="lstm")
+        self.net = pyg.GraphUNet(3, 3, 3, 1)
 
     def forward(self, x, edge_index):
         x = self.conv(x, edge_index)
@@ -28,6 +29,9 @@ class Wrong(nn.Module):
 
     def branch(self, x, edge_index):
         return x if x.sum() > 0 else -x
+
+    def library(self, x, edge_index):
+        return self.net(x, edge_index)
 
     def softmax(self, x, edge_index):
         return x * x.softmax(dim=0)
@@ -75,6 +79,10 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        (
+            "library",
+            r"refusals\.py, line \d+: return self\.net\(x, .*, in PyG's \w+\.\w+ \(\w+\.py, l",
+        ),
         ("branch", r"cannot be traced.*test_refusals\.py, line \d+: return x if x.sum"),
         ("softmax", r"softmax mixes vertices.*x\.softmax"),
         ("noise", "randn_like mixes vertices or draws random numbers"),
