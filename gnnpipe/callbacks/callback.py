@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
+from gnnpipe.output import warn
 from gnnpipe.plan import Plan
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.result import RunResult
@@ -71,6 +73,12 @@ class Callback:
     def on_fit_end(self, trainer: RunningTrainer, result: RunResult) -> None:
         """After training; ``trainer.model`` has the weights that are kept."""
 
+    def on_exception(self, trainer: RunningTrainer, error: BaseException) -> None:
+        """After ``fit`` was ended by an error or a signal, in place of ``on_fit_end``.
+
+        ``fit`` then raises ``error``. Other ranks may be lost, so nothing that needs them works.
+        """
+
 
 class Callbacks:
     """Runs the callbacks of one rank."""
@@ -89,9 +97,8 @@ class Callbacks:
         self.is_alone = False
         """Whether a callback runs that the other ranks do not run."""
 
-    def fit_start(self, trainer: RunningTrainer, rank: int) -> None:
-        """Keep the callbacks of this rank, and call their ``on_fit_start``."""
-        self._callbacks = [c for c in self._callbacks if rank == 0 or c.on_all_ranks]
+    def fit_start(self, trainer: RunningTrainer) -> None:
+        """Call ``on_fit_start``."""
         self._call(lambda callback: callback.on_fit_start(trainer))
 
     def epoch_end(self, trainer: RunningTrainer, row: EpochRow) -> bool:
@@ -107,6 +114,24 @@ class Callbacks:
     def fit_end(self, trainer: RunningTrainer, result: RunResult) -> None:
         """Call ``on_fit_end``."""
         self._call(lambda callback: callback.on_fit_end(trainer, result))
+
+    @contextmanager
+    def of_rank(self, trainer: RunningTrainer, rank: int) -> Iterator[None]:
+        """Keep the callbacks of this rank, and call ``on_exception`` if the block raises.
+
+        Warns if a callback itself fails there.
+        """
+        self._callbacks = [c for c in self._callbacks if rank == 0 or c.on_all_ranks]
+        try:
+            yield
+        except BaseException as error:
+            for callback in self._callbacks:
+                try:
+                    callback.on_exception(trainer, error)
+                except Exception as fault:
+                    name = type(callback).__name__
+                    warn(f"callbacks: {name}.on_exception fails ({type(fault).__name__}: {fault})")
+            raise
 
     def _call(self, call: Callable[[Callback], bool | None]) -> list[bool | None]:
         answers = []

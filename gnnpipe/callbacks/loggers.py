@@ -69,6 +69,12 @@ class Logger(Callback):
         self.close_log()
         self._row = None
 
+    def on_exception(self, trainer: RunningTrainer, error: BaseException) -> None:
+        """Closes the log."""
+        if self._row is not None:
+            self.close_log()
+            self._row = None
+
 
 class TensorBoardLogger(Logger):
     """Writes TensorBoard event files; ``tensorboard --logdir runs`` shows all runs.

@@ -136,7 +136,9 @@ def place_of(error: BaseException) -> str:
             text = linecache.getline(code.co_filename, line).strip()
             own, of_pyg = f"{code.co_filename}, line {line}: {text}", ""
         elif code.co_filename.startswith(_PYG):
-            of_pyg = f"in PyG's {code.co_qualname} ({os.path.basename(code.co_filename)}, line {line})"
+            of_pyg = (
+                f"in PyG's {code.co_qualname} ({os.path.basename(code.co_filename)}, line {line})"
+            )
     return ", ".join(filter(None, (own, of_pyg))) or "in PyG's own code"
 
 

@@ -270,7 +270,11 @@ class Trainer:
                 else:
                     self._go_on(self._loop, last_epoch)
                 self._is_fitting = True
-                result = self._fit(self._loop, log)
+                with self._callbacks.of_rank(self, world.rank):
+                    result = self._fit(self._loop, log)
+                if SIGINT in world.gather(self._stopping.reason):  # heard in the last epoch
+                    where = self._loop.path
+                    raise KeyboardInterrupt(f"the run has ended; its folder is {where}")
                 self._is_fitting = False
                 return result
         except InputError:
@@ -374,7 +378,7 @@ class Trainer:
         mesh, prepared, folder, progress = loop.mesh, loop.prepared, loop.folder, loop.progress
         self._open(loop)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
-        self._callbacks.fit_start(self, mesh.rank)
+        self._callbacks.fit_start(self)
         link_bytes_per_s = receive_bandwidth(mesh)
         self._run(loop, log)
         give_back()  # otherwise the memory of an epoch and of the result add up
@@ -392,8 +396,6 @@ class Trainer:
         for line in result_lines(result):
             progress.say(line)
         self._callbacks.fit_end(self, result)
-        if SIGINT in mesh.gather(self._stopping.reason):  # heard in the last epoch
-            raise KeyboardInterrupt(f"the run has ended; its folder is {loop.path}")
         return result
 
     def _find_start(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:

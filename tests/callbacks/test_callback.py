@@ -158,3 +158,33 @@ def test_a_callback_sees_the_current_weights():
     trainer.fit()
     assert len(set(seen.sums)) == 3
     assert seen.sums[-1] == sum(float(p.detach().sum()) for p in trainer.model.parameters())
+
+
+class Fails(Callback):
+    """Fails in the second epoch, and again where it is told so."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, []
+
+    def on_epoch_end(self, trainer, row):
+        if row.epoch == 2:
+            raise self.error
+
+    def on_exception(self, trainer, error):
+        self.calls.append((len(trainer.model.state_dict()) > 0, error))
+        raise ValueError("twice")
+
+    def on_fit_end(self, trainer, result):
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt("once")])
+def test_a_callback_is_told_of_an_exception(error):
+    callbacks = [Fails(error), Fails(None)]
+    trainer = Trainer(quick_config(), small_graph(), callbacks=callbacks)
+    with (
+        pytest.raises(type(error)) as raised,
+        pytest.warns(UserWarning, match="Fails.on_exception fails .ValueError: twice"),
+    ):
+        trainer.fit()
+    assert [callback.calls for callback in callbacks] == [[(True, raised.value)]] * 2

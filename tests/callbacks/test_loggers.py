@@ -12,7 +12,7 @@ from helpers import run_ranks, small_graph
 from resume_runs import config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gnnpipe import TensorBoardLogger, TrainConfig, Trainer, WandbLogger, resumed_config
+from gnnpipe import Callback, TensorBoardLogger, TrainConfig, Trainer, WandbLogger, resumed_config
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.train import loop
 
@@ -140,6 +140,29 @@ def test_wandb_by_a_stand_in_module(tmp_path, monkeypatch):
     trainer.fit(epochs=1)
     second = wandb.calls[len(rows) + 2]
     assert (second["id"], second["resume"]) == ("one", "allow")
+    del sys.modules["wandb"]
+
+
+class Fails(Callback):
+    def on_epoch_end(self, trainer, row):
+        if row.epoch == 2:
+            raise RuntimeError("disk")
+
+
+def test_logs_are_closed_when_training_fails(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    events = TensorBoardLogger()
+    run = config(tmp_path / "run", epochs=3)
+    callbacks = [WandbLogger(project="mine"), events, Fails()]
+    with pytest.raises(RuntimeError, match="disk"):
+        Trainer(run, small_graph(), callbacks=callbacks).fit()
+    import wandb
+
+    assert wandb.calls[-1] == "finish"
+    assert events._writer is None
+    assert [step for step, _ in logged(tmp_path / "run" / "tensorboard")["loss"]] == [1, 2]
     del sys.modules["wandb"]
 
 
