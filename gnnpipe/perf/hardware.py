@@ -8,6 +8,7 @@ what limits a run, and which of two very different shapes is faster. The times t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gnnpipe.config import TrainConfig
@@ -137,8 +138,31 @@ class _Roof:
     def _longer(self, flops: float, numbers: float) -> float:
         return max(flops / self.speed_flops_per_s, self.moved_s(numbers * self.number_bytes))
 
+    def _sum_times(self, op: Op) -> OpTimes:
+        """Times of a sum over all vertices, of whose F numbers a chunk pushes a single row.
+
+        Each row of a chunk adds to each of the F numbers; it is read as two rows of sqrt(F), whose
+        outer product this is.
+        """
+        read = 2 * math.sqrt(op.push_width)
+        first, then = (KERNELS[side] * LAUNCH_S for side in ("before", "after"))
+        before = Affine(first, self._longer(2 * op.push_width, read))
+        back = Affine(first, self._longer(4 * op.push_width, 2 * read))
+        return OpTimes(
+            before,
+            Affine(then),
+            back + before if self.recompute else back,
+            Affine(then),
+            Affine(),
+            forecast=Affine(KERNELS["forecast"] * LAUNCH_S),
+            carry=Affine(KERNELS["carry"] * LAUNCH_S),
+            relative_error=0.0,
+        )
+
     def op_times(self, op: Op) -> OpTimes:
         """Times of an op whose rows are read and written once by each kernel."""
+        if op.is_sum:
+            return self._sum_times(op)
         out, push = sum(op.outputs.values()), op.push_width
         entry_s = self._longer(op.flops_per_feature, 2) if op.reads_features else 0.0
         # The row that an edge reads, its weight and its column.

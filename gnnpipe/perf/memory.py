@@ -269,7 +269,12 @@ class RankMemory:
             is_transient = op.is_linear and self.plan.chunks == 1
             grads = 0 if is_transient else reading if op.is_linear else read
             found += op.push_width * (self.num_tables * read + grads) * self.settings.row_bytes
-        return found
+        copies = 3 if self.settings.snapshot else 2
+        return found + sum(copies * self._parts_bytes(op) for op in self.ops if op.is_mean)
+
+    def _parts_bytes(self, op: Op) -> int:
+        """The table of a mean or a sum over all vertices: a part for each chunk, in float64."""
+        return op.push_width * self.plan.chunks * _FLOAT64_BYTES
 
     def activations(self) -> int:
         """Kept tensors and temporaries of training, or evaluation's values and tables if larger."""
@@ -298,6 +303,7 @@ class RankMemory:
         chunks, settings = self.plan.chunks, self.settings
         waiting = self._waiting_in_evaluation()
         tables_read, aggregated = [0] * (len(waiting) + 1), [0] * len(waiting)
+        parts_read = [0] * (len(waiting) + 1)
         for op in self.pushing:
             rows = self.sizes.table_rows[op.pushed_type]
             tables_read[self.depths[op.name]] += op.push_width * rows
@@ -305,6 +311,7 @@ class RankMemory:
             # A sum over all vertices, as of linear attention, is a single row.
             rows = 0 if op.is_one_row else self.sizes.own_rows[op.vertex_type]
             aggregated[self.depths[op.name]] += op.push_width * rows // chunks
+            parts_read[self.depths[op.name]] += self._parts_bytes(op) * op.is_mean
         most = 0
         for step, passing in enumerate(aggregated):
             read, written = tables_read[step], tables_read[step + 1]
@@ -313,6 +320,7 @@ class RankMemory:
             # A single chunk on one shard reads all rows at once, and frees the table.
             tables = max(read, written) if self.is_alone else read + written
             held = tables * settings.row_bytes + (waits + passing) * settings.number_bytes
+            held += parts_read[step] + parts_read[step + 1]
             most = max(most, held)
         return most
 

@@ -112,6 +112,8 @@ class Op:
     """The aggregation, if any, is a product with a fixed matrix."""
     is_mean: bool = False
     """The aggregation is the mean over all vertices, or over all edges."""
+    is_sum: bool = False
+    """The mean is a sum instead: each chunk adds up its own rows and pushes its part, one row."""
     is_one_row: bool = False
     """All rows of the output are equal; inside a stage a single row stands for them."""
     moves: bool = True

@@ -140,6 +140,7 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
         structure=found.structure,
         is_linear=found.is_linear,
         is_mean=found.is_mean,
+        is_sum=found.structure == SUM,
         moves=found.moves,
         # With several vertex types a stage may have several aggregations of features.
         of_features=found.of_features and found.is_linear and graph.types is None,

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from helpers import small_graph
 from profiles import prepared_of
 
 from gnnpipe.config import TrainConfig
@@ -12,6 +14,8 @@ from gnnpipe.perf.profile import op_kind
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.profiling.predict import run_costs
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
 
 PLAIN = TrainConfig(dtype="float32")
 
@@ -72,3 +76,25 @@ def test_recomputation_costs_in_backward():
             op.backward_after.per_row_s + op.forward_after.per_row_s
         )
         assert other.backward_after.per_edge_s == op.backward_after.per_edge_s
+
+
+class Attending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = torch.nn.Linear(16, 64), torch.nn.Linear(64, 3)
+
+    def forward(self, x, edge_index):
+        x = self.enter(x)
+        return self.leave(x @ (x.t() @ x) / x.size(0))
+
+
+def test_a_sum_over_all_vertices_costs_a_product_and_not_a_row_for_each_vertex():
+    graph = small_graph(features=16)
+    model = prepare(PLAIN, World.alone(), graph, Attending()).model_graph
+    (op,) = model.aggregations
+    assert op.push_width == 64 * 64
+    found = hardware_profile("a100:100gbe", model, PLAIN).compute[0].ops[op_kind(op)]
+    # At half of the sheet's 19.5 TFLOP/s, multiply and add; twice as much back.
+    assert found.forward_before.per_row_s == pytest.approx(2 * 64 * 64 / (0.5 * 19.5e12))
+    assert found.backward_before.per_row_s == pytest.approx(4 * 64 * 64 / (0.5 * 19.5e12))
+    assert found.forward_after.per_row_s == found.forward_after.per_edge_s == 0

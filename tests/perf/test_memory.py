@@ -137,7 +137,7 @@ def test_the_loss_keeps_what_it_says(kind):
         loss_sum(logits, labels_of(graph, np.arange(rows), torch.float32))
     rows_of = [t for t in kept.values() if t.is_floating_point() and t.dim()]
     numbers = sum(t.untyped_storage().nbytes() // 4 for t in rows_of)
-    assert numbers == rows * kept_by_loss(graph)
+    assert numbers == rows * kept_by_loss(graph, width)
 
 
 class Skips(nn.Module):

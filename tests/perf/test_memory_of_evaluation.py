@@ -1,6 +1,7 @@
 """The memory of evaluation equals the estimate, measured table by table."""
 
 import pytest
+import torch
 from helpers import quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
@@ -11,7 +12,7 @@ from gnnpipe.plan import ALL_ROWS
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
-from gnnpipe.setup.memory_estimate import memory_settings
+from gnnpipe.setup.memory_estimate import memory_of_rank, memory_settings
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate
 
@@ -110,11 +111,23 @@ class Attending(nn.Module):
         return self.leave(x)
 
 
-def test_a_sum_over_all_vertices_is_a_single_row(monkeypatch):
-    prepared = prepared_of(Attending, 1)
+@pytest.mark.filterwarnings("ignore:.*sums over all vertices")
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_sum_over_all_vertices_is_a_single_row_of_each_chunk(chunks, monkeypatch):
+    prepared = prepared_of(Attending, chunks)
     table, small = 4 * N * HIDDEN, 0.1 * 4 * N * HIDDEN
     measured, said = held_at_most(monkeypatch, prepared), counted(prepared)
-    assert said - table - small <= measured <= said + small
+    assert said - table // chunks - small <= measured <= said + small
+
+
+def test_the_parts_of_a_sum_stay_in_training():
+    """[K, HIDDEN^2] in float64, and their gradients."""
+    rank_runtime = build_rank(prepared := prepared_of(Attending, 5), Mesh.alone())
+    tables = [h.table for h in rank_runtime.executor.stage.histories.values()]
+    (parts,) = [t for t in tables if t.dtype == torch.float64]
+    assert parts.shape == (5, HIDDEN**2)
+    said = memory_of_rank(prepared, 0, 0).history
+    assert said == 2 * parts.nbytes + 4 * HIDDEN * (N + prepared.loss_rows.rows)
 
 
 def test_a_last_stage_of_two_layers_by_hand():
