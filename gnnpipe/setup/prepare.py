@@ -201,18 +201,25 @@ def _reading_time_s(dataset: str) -> float | None:
 
 
 def _digest(graph: Graph) -> str:
-    """Returns a checksum of structure, labels, masks and a sample of the features."""
-    arrays: list[Any] = [graph.indptr, graph.indices, graph.y, graph.train_mask, graph.val_mask]
-    arrays += [graph.test_mask, *graph.edge_data.values()]
+    """Returns a checksum of structure, labels, masks, edge data and a sample of the features.
+
+    Edge data, types and relations count with their names. Other arrays have none, so that the
+    digest of a graph without these is that of earlier checkpoints.
+    """
+    split = graph.train_mask, graph.val_mask, graph.test_mask
+    named: list[tuple[str, Any]] = [("", a) for a in (graph.indptr, graph.indices, graph.y, *split)]
+    named += [(f"{k} {v.shape[1:]}", v) for k, v in graph.edge_data.items()]
     if graph.pairs is not None:
-        arrays += [graph.pairs.ends, graph.pairs.label, graph.pairs.part]
+        named += [("", a) for a in (graph.pairs.ends, graph.pairs.label, graph.pairs.part)]
+    if graph.types is not None:
+        named.append((f"{graph.types.target} {graph.types.relations}", graph.types.of_vertex))
     for name in graph.row_types if graph.types is None else graph.types.features:
         x = graph.features(name)
         rows = x[:: max(1, graph.num_vertices // _SAMPLED_ROWS)]
-        arrays.append(rows.data if sp.issparse(rows) else rows)
+        named.append((name, rows.data if sp.issparse(rows) else rows))
     found = 0
-    for array in arrays:
-        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
+    for name, array in named:
+        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(name.encode(), found))
     return f"{found:08x}"
 
 

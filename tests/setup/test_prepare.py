@@ -1,0 +1,61 @@
+"""Digest of a graph: a run is resumed with the same graph only."""
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import carrying, quick_config, small_graph
+from hetero_models import hetero_data
+
+from gnnpipe import Graph
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
+
+
+class Rows(torch.nn.Module):
+    """Reads nothing but features."""
+
+    def forward(self, x, edge_index):
+        return x[:, :3]
+
+
+class TypedRows(torch.nn.Module):
+    def forward(self, x_dict, edge_index_dict):
+        return {name: x[:, :3] for name, x in x_dict.items()}
+
+
+def digest(graph, model=None):
+    return prepare(quick_config(), World.alone(), graph, model or Rows()).digest
+
+
+@pytest.mark.filterwarnings("ignore:graph 'small'")
+def test_the_same_values_under_another_name_are_another_graph():
+    graph = carrying(small_graph(), "edge_weight")
+    weight = graph.edge_weight
+    others = [
+        replace(graph, edge_weight=None, edge_attr=weight[:, None]),
+        replace(graph, edge_weight=None, derived={"edge_weight__0": weight}),
+        replace(graph, edge_weight=weight + 1),
+        replace(graph, edge_weight=None),
+    ]
+    assert len({digest(one) for one in (graph, *others)}) == 5
+    assert digest(graph) == digest(carrying(small_graph(), "edge_weight"))
+
+
+def test_graphs_without_edge_data_keep_the_digest_of_older_checkpoints():
+    graph, found = small_graph(), 0
+    masks = graph.train_mask, graph.val_mask, graph.test_mask
+    for array in (graph.indptr, graph.indices, graph.y, *masks, graph.x):
+        found = zlib.crc32(np.ascontiguousarray(array).tobytes(), found)
+    assert digest(graph) == f"{found:08x}"
+
+
+def test_names_of_types_and_relations_count():
+    data = hetero_data(subjects=False)
+    graph = Graph.from_pyg(data)
+    types = graph.types
+    renamed = [(a, f"{name}s", b) for a, name, b in types.relations]
+    other = replace(graph, types=replace(types, relations=tuple(renamed)))
+    assert digest(graph, TypedRows()) != digest(other, TypedRows())
