@@ -46,6 +46,8 @@ def replace_dropout(training: fx.GraphModule, evaluation: fx.GraphModule) -> Non
             if call.target is not F.dropout:
                 continue
             given = dropout_arguments(call.args, call.kwargs)
+            if any(isinstance(given[name], fx.Node) for name in ("p", "training")):
+                refuse("dropout takes a value that forward computes", "pass numbers", call)
             if given["training"] and not is_training:
                 refuse("dropout stays on in evaluation", "pass training=self.training", call)
             on = given["training"] or not is_training

@@ -51,4 +51,5 @@ class EdgeFragment(EdgeModule):
         """Result [n, ...] from rows [n, ...] and values of the edges [E, ...]."""
         if not isinstance(values[0], Tensor):
             raise TypeError("it is called with a pair of rows")
-        return self.calls(edge_index, len(values[0]), values[0], *values)
+        # Not by a call of the module, for which fx prints the traceback of an error.
+        return self.calls.forward(edge_index, len(values[0]), values[0], *values)

@@ -243,7 +243,8 @@ class EdgeWork:
         }
         try:
             with torch.no_grad():
-                found = self.program(**{name: inputs[name] for name in self._names})
+                # Not by a call of the module, for which fx prints the traceback of an error.
+                found = self.program.forward(**{name: inputs[name] for name in self._names})
         except Exception as error:
             refuse(f"work on the edges in forward fails on this graph: {str(error).strip()}")
         ends, weights, data, of_vertices = found
