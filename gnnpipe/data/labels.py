@@ -30,7 +30,10 @@ def clean_num_classes(given: Any, name: str) -> int | None:
     """
     if given is None:
         return None
-    number = np.asarray(given)
+    try:
+        number = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        number = np.asarray(repr(given))
     count = number.item() if number.size == 1 and number.dtype.kind in "iuf" else math.nan
     if not (1 <= count <= MAX_CLASSES and count == int(count)):
         shown = " ".join(repr(number.tolist()).split())[:40]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gnnpipe.data.arrays import array_of, edges_of, shape_of
 from gnnpipe.data.clean import RawGraph, clean, without_labels
@@ -34,6 +37,10 @@ def from_pyg(
 
     ``split``: 'given', percentages or the split in OGB's form (``split_idx``).
     """
+    if not isinstance(seed, Integral) or seed < 0:
+        fail(name, f"seed {seed!r}", "a whole number from 0")
+    if not isinstance(symmetrize, bool | np.bool_):
+        fail(name, f"symmetrize {symmetrize!r}", "True or False")
     split_idx, split = (None, split) if isinstance(split, str) else (split, "given")
     if is_dataset(data):
         if split_idx is None and split == "given" and hasattr(data, "get_idx_split"):

@@ -376,3 +376,18 @@ def test_ppi_is_one_graph_of_all_its_graphs(tmp_path):
     assert g.num_edges == 2 * (3 + 2 + 2 + 4)
     parts = [np.flatnonzero(m).tolist() for m in (g.train_mask, g.val_mask, g.test_mask)]
     assert parts == [list(range(7)), [7, 8, 9], list(range(10, 15))]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_classes": [1, [2]]}, r"num_classes = '\[1, \[2\]\]' is not one whole"),
+        ({"seed": -5}, "seed -5; try: a whole number from 0"),
+        ({"seed": "a"}, "seed 'a'; try"),
+        ({"seed": None}, "seed None; try"),
+        ({"symmetrize": "yes"}, "symmetrize 'yes'; try: True or False"),
+    ],
+)
+def test_wrong_arguments(wrong, words):
+    with pytest.raises(InputError, match=f"dataset 'pyg': {words}"):
+        Graph.from_pyg(data(), **wrong)
