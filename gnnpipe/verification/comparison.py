@@ -35,7 +35,7 @@ from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import ActionKind
 from gnnpipe.setup.build import RankRuntime, build_rank
-from gnnpipe.setup.inputs import reason_not_recorded
+from gnnpipe.setup.inputs import edges_are_random, reason_not_recorded
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verification.reference import Reference
@@ -240,11 +240,6 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
         return Reference(config, whole, ChunkWalk(plain, cut, config), None, prepared.loss_fn)
     read = graph.reduced_to(model.edge_inputs)
     if isinstance(inner, RecordedModel):
-        if inner.edges_are_random:
-            raise InputError(
-                f"--model {inner.name}: draws other edges in every epoch, which verify does not "
-                "follow; verify the model with the random part set to 0"
-            )
         kept = [one for found in inner.recording.assignments.values() for one in found]
         if kept:
             raise InputError(
@@ -253,8 +248,15 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
             )
         read = inner.graph_to_run(read, dtype, config.seed)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
-    user = _user_model(staged, inner, whole, graph)
-    return Reference(config, whole, ChunkWalk(staged, cut, config), user, prepared.loss_fn)
+    user, walk = _user_model(staged, inner, whole, graph), ChunkWalk(staged, cut, config)
+    if edges_are_random(model) and (user is None or walk.has_stale_epochs):
+        reason = "follows in exact runs alone; try --staleness exact"
+        if user is None:
+            reason = "does not follow together with dropout on edges; set the random part to 0"
+        raise InputError(
+            f"--model {inner.name}: draws other edges in every epoch, which verify {reason}"
+        )
+    return Reference(config, whole, walk, user, prepared.loss_fn)
 
 
 _TWINS = {MODELS[name]: name for name in LAYERS}

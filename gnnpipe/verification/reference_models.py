@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch_geometric import seed_everything
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GAE, GATConv
 
@@ -309,8 +313,9 @@ class UserModel(WholeModel):
         self._dtype = next(iter(graph.x.values())).dtype
 
     def outputs(self, now: Pass) -> Tensor:
-        """See ``WholeModel``."""
-        return self._outputs(_UserDropout(now, self._sites))
+        """See ``WholeModel``; random edges are those of the epoch."""
+        with _random_numbers(now.seed, now.epoch):
+            return self._outputs(_UserDropout(now, self._sites))
 
     def dropouts(self) -> list[float]:
         """Returns the nonzero dropout probabilities in call order."""
@@ -418,8 +423,19 @@ class UserModel(WholeModel):
         return matrix.to_sparse_csc() if form == "torch.sparse_csc" else matrix
 
 
+@contextmanager
+def _random_numbers(seed: int, epoch: int) -> Iterator[None]:
+    """Context with the random numbers from which forward draws the edges of a training epoch."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_everything((seed * 1_000_003 + epoch) % 2**32)
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
 class _UserDropout(TorchFunctionMode):
-    """Replaces ``F.dropout`` by the dropout of a pass."""
+    """Replaces ``F.dropout`` by the dropout of a pass; random numbers are drawn in float32."""
 
     def __init__(self, now: Pass | None, sites: Sequence[int]) -> None:
         """``now``: ``None`` to record the probabilities without dropping."""
@@ -428,7 +444,10 @@ class _UserDropout(TorchFunctionMode):
         self.probabilities: list[float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Intercepts ``F.dropout`` only."""
+        """Intercepts ``F.dropout`` and the functions that draw."""
+        if func in (torch.rand, torch.randn):
+            # Another default type would draw other numbers from the same seed.
+            return func(*args, **{"dtype": torch.float32} | (kwargs or {}))
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
         given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))

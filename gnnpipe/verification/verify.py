@@ -84,7 +84,7 @@ def verify(
 
     Raises:
         InputError: An argument is wrong, the run rounds to bf16, the model runs as it is, or the
-            model sums over all vertices and parts of the sum are stale.
+            model sums over all vertices or draws edges, and epochs are stale.
     """
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise InputError(f"--tolerance {tolerance}: must be a number above 0, like 1e-5")

@@ -26,7 +26,7 @@ from torch_geometric.utils import (
     to_undirected,
 )
 
-from gnnpipe import Trainer
+from gnnpipe import InputError, Trainer, verify
 from gnnpipe.capture import capture
 from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -479,3 +479,20 @@ def test_random_edges_do_not_depend_on_the_shape(staleness, graph):
     for found in run_ranks(random_losses_on_ranks, 2, shapes, staleness):
         for losses, expected in zip(found, truth * 2, strict=True):
             assert losses == pytest.approx(expected, rel=1e-9)
+
+
+FOLLOWED = [kind for kind in (*RANDOM, DropInEvaluation) if kind is not DropWeights]
+
+
+@pytest.mark.parametrize("kind", FOLLOWED, ids=lambda kind: kind.__name__)
+def test_verify_follows_random_edges(kind, graph):
+    for chunks in (1, 4):
+        config = quick_config(chunks=chunks, staleness="exact")
+        assert verify(config, graph, made(kind)).is_equal
+    with pytest.raises(InputError, match="which verify follows in exact runs alone; try --stale"):
+        verify(quick_config(chunks=4), graph, made(kind))
+
+
+def test_verify_follows_no_dropout_on_random_edges(graph):
+    with pytest.raises(InputError, match="does not follow together with dropout on edges"):
+        verify(quick_config(), graph, made(DropWeights))
