@@ -38,7 +38,6 @@ from gnnpipe.capture.fx_names import (
     input_name,
     input_number,
     is_input,
-    is_own,
     place_of,
     refuse,
 )
