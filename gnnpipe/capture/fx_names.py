@@ -7,6 +7,7 @@ import linecache
 import os
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -171,6 +172,7 @@ _LIBRARIES = (f"{Path(torch.__path__[0])}{os.sep}", _PYG, f"{Path(__file__).pare
 """Folders of torch, PyG and gnnpipe."""
 
 
+@lru_cache(1 << 14)
 def is_own(text: str) -> bool:
     """Whether a file name, or a line with one, is outside of torch, PyG and gnnpipe."""
     return not any(folder in text for folder in _LIBRARIES)

@@ -45,10 +45,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         _refill(filled)
 
 
-def random_state() -> tuple[bytes, str, str]:
+def random_state() -> tuple[Any, ...]:
     """The state of the random generators of torch, Python and numpy; equal if none was drawn."""
     state = torch.random.get_rng_state().numpy().tobytes()
-    return state, str(random.getstate()), str(np.random.get_state())
+    numbers = [np.asarray(part).tobytes() for part in np.random.get_state()]
+    return state, random.getstate(), *numbers
 
 
 def detached_copy(model: M, memo: dict[int, Any] | None = None) -> M:

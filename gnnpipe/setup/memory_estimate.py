@@ -16,7 +16,6 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, SUM, SYMMETRIC_KINDS
 from gnnpipe.graph.order import resolve_order
-from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
@@ -202,6 +201,6 @@ def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
 
 def _symmetric(prepared: Prepared) -> bool:
     """Whether all matrices of the model equal their transposes, so that one copy is stored."""
-    whole = prepared.model.stage_module(range(prepared.plan.num_ops))
-    kinds = {a.structure for a in whole.aggregations} - {PAIRS, EVERYONE, SUM}
+    aggregations = prepared.model_graph.aggregations
+    kinds = {op.structure for op in aggregations if not op.over_pairs} - {EVERYONE, SUM}
     return prepared.graph.is_symmetric and kinds <= {*SYMMETRIC_KINDS}
