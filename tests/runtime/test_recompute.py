@@ -3,8 +3,6 @@
 import pytest
 import torch
 from helpers import quick_config, run_ranks, small_graph
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gnnpipe import Trainer
 from gnnpipe.ops import norm_relu_blocks
@@ -40,18 +38,21 @@ def assert_same(shape, model, mesh=None, **more):
         assert torch.equal(others[name], weight), name
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    model=st.sampled_from(OURS),
-    chunks=st.sampled_from([1, 2, 5]),
-    staleness=st.sampled_from(["auto", "none", "paper", "exact"]),
-    dropout=st.sampled_from([0.0, 0.5, 0.3]),
-    rows_at_once=st.sampled_from([7, 1000]),
+@pytest.mark.parametrize(
+    ("model", "chunks", "staleness", "dropout", "rows_at_once"),
+    [
+        ("gcn", 1, "none", 0.5, 7),
+        ("sage", 2, "paper", 0.3, 7),
+        ("gcnii", 5, "auto", 0.5, 7),
+        ("resgcn", 2, "exact", 0.0, 1000),
+        ("gat", 5, "none", 0.3, 1000),
+        ("gat", 2, "exact", 0.5, 7),
+    ],
 )
-def test_same_bits(model, chunks, staleness, dropout, rows_at_once):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows_at_once)
-        assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
+def test_same_bits(model, chunks, staleness, dropout, rows_at_once, monkeypatch):
+    """Every model, number of chunks, staleness, dropout and number of rows in a block."""
+    monkeypatch.setattr(norm_relu_blocks, "rows_at_once", lambda x, width: rows_at_once)
+    assert_same((1, 1, chunks), model, staleness=staleness, dropout=dropout)
 
 
 def on_ranks(shape):

@@ -271,6 +271,7 @@ def test_a_profile_for_every_shape_precomputes_nothing(monkeypatch):
         return real(prepared, *args)
 
     monkeypatch.setattr("gnnpipe.profiling.profile.measure_steps", watched)
+    monkeypatch.setattr("gnnpipe.profiling.steps.MIN_TIME_S", 0.0)
     take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
     assert len(seen) > 0
     assert all(prepared.program.is_exact and not prepared.precomputed for prepared in seen)

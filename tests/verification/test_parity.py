@@ -51,26 +51,31 @@ def assert_equal(found, dtype):
     assert largest[0] <= TOLERANCE[dtype], largest[1]
 
 
-CASES = [
+QUICK_CASES = [
     (1, {}),
-    (5, {"staleness": "paper"}),
-    (5, {"staleness": "none", "epochs": 2}),
     (5, {"staleness": "exact", "epochs": 2}),
     (5, {"epochs": 5}),
-    (5, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
     (5, {"staleness": "paper", "snapshot_every": 2, "scale_live_gradients": 3.0}),
+    (5, {"recompute": True, "epochs": 5}),
+    (20, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
+]
+OTHER_CASES = [
+    (5, {"staleness": "paper"}),
+    (5, {"staleness": "none", "epochs": 2}),
+    (5, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
     (5, {"shuffle_chunks": True, "staleness": "none"}),
     (5, {"partitioner": "random", "dropout": 0.3}),
     (1, {"recompute": True}),
-    (5, {"recompute": True, "epochs": 5}),
     (5, {"recompute": True, "staleness": "exact", "epochs": 2}),
-    (20, {"partitioner": "range", "models": ("gcnii", "gat"), "epochs": 2}),
 ]
 FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("dtype", ["float64", FLOAT32])
-@pytest.mark.parametrize(("chunks", "settings"), CASES)
+@pytest.mark.parametrize(
+    ("chunks", "settings"),
+    [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_CASES)],
+)
 def test_one_process(chunks, settings, dtype):
     graph = {"directed": True, "sparse": True}
     assert_equal(compare([(1, 1, chunks)], dtype, graph, **settings), dtype)
@@ -78,7 +83,7 @@ def test_one_process(chunks, settings, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("chunks", "settings"), CASES)
+@pytest.mark.parametrize(("chunks", "settings"), [*QUICK_CASES, *OTHER_CASES])
 def test_one_process_without_direction(chunks, settings, dtype):
     """With dense features; some cases are in ``test_dense_features``, too."""
     assert_equal(compare([(1, 1, chunks)], dtype, **settings), dtype)
