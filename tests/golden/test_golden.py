@@ -17,7 +17,11 @@ KEPT = read()
 SEVERAL = [
     list(group) for shape, group in groupby(CASES, key=lambda c: c[1]) if shape[0] * shape[1] > 1
 ]
-ALONE = [case for case in CASES if case[1][0] * case[1][1] == 1]
+ALONE = [
+    pytest.param(case, marks=[pytest.mark.slow] if case[2] in ("none", "paper") else [])
+    for case in CASES
+    if case[1][0] * case[1][1] == 1
+]
 
 
 def assert_as_kept(key, found):
