@@ -8,10 +8,13 @@ compute differently from the model is refused with the user's source line.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from linecache import getline
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from gnnpipe.capture.fx_names import (
     input_name,
     input_number,
     is_input,
+    is_own,
     place_of,
     refuse,
 )
@@ -136,7 +140,6 @@ def _observed(recording: fx.GraphModule) -> Counter[str]:
 
 
 class _Tracer(fx.Tracer):
-    record_stack_traces = True
     relation = ""
     """Suffix of structure names while a rule runs: the edge type of its convolution."""
 
@@ -171,6 +174,7 @@ class _Tracer(fx.Tracer):
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         """Records a call as ``fx.Tracer`` does; a recording would lose the model's own autocast."""
         made = super().create_proxy(*args, **kwargs)
+        made.node.stack_trace = _user_line()
         if _autocast_state() != self._autocast:
             refuse("forward uses torch.autocast", "use --matmul-dtype bf16 instead", made.node)
         is_call = made.node.op not in ("get_attr", "placeholder")
@@ -460,6 +464,20 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
             refuse(f"forward gives results for {given}, but {target!r} has the labels")
         output.args = (result[target],)
         recording.graph.eliminate_dead_code()
+
+
+def _user_line() -> str:
+    """The innermost line of the user's that is traced, as in a traceback; '' if there is none.
+
+    ``fx.Tracer.record_stack_traces`` reads and formats all frames, which is slow.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _Tracer.trace.__code__:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if is_own(path):
+            return f'File "{path}", line {line}, in {frame.f_code.co_name}\n{getline(path, line)}'
+        frame = frame.f_back
+    return ""
 
 
 def _autocast_state() -> tuple[bool, bool]:
