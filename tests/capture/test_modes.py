@@ -61,8 +61,17 @@ class Setting(Base):
         return F.leaky_relu(x, 0.2 if self.training else 0.1) * (2.0 if self.training else 1.0)
 
 
+class WithoutGradients(Base):
+    """A map whose weights get no gradients, in training alone."""
+
+    def between(self, x):
+        with torch.set_grad_enabled(not self.training):
+            held = self.lin(x)
+        return held + x
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("model", [Dropping, Mapping, Last, Convolving, Setting])
+@pytest.mark.parametrize("model", [Dropping, Mapping, Last, Convolving, Setting, WithoutGradients])
 def test_both_modes_equal_plain_pyg(model, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
 
