@@ -164,8 +164,14 @@ def _is_given(config: TrainConfig, name: str) -> bool:
     return bool(getattr(config, name) != getattr(TrainConfig, name))
 
 
-def check_validation(config: TrainConfig, graph: Graph, metric: str) -> None:
-    """``InputError`` if a setting needs a validation metric and the graph has none."""
+def check_validation(
+    config: TrainConfig, graph: Graph, metric: str, loss_fn: LossFn | None
+) -> None:
+    """``InputError`` if a setting needs labels or a validation metric, and the graph has none."""
+    if config.label_inputs and loss_fn is not None and not has_labels(graph):
+        raise InputError(
+            f"--label-inputs {config.label_inputs:g}: {graph.name} has no labels; leave it out"
+        )
     reason = _why_not_validated(graph, metric)
     for given, is_set in (
         (f"--patience {config.patience}", config.patience > 0),

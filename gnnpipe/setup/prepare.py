@@ -87,7 +87,7 @@ def prepare(
     planner = planner or planner_named(config.plan)
     graph, digest = _read_graph(config, world, graph, loss_fn is None)
     metric = choose_metric(graph, config.metric)
-    check_validation(config, graph, metric)
+    check_validation(config, graph, metric, loss_fn)
     dtype = number_dtype(config)
     graph = with_label_inputs(graph, config)
     # Before the partition, which may take long, so that an unusable model is refused at once.

@@ -197,6 +197,7 @@ def test_there_are_no_scores(tmp_path, capsys):
             {"patience": 2, "eval_every": 1},
             r"--patience 2: pyg has no labels, and so no scores; leave",
         ),
+        (separate, {"label_inputs": 0.5}, "--label-inputs 0.5: pyg has no labels; leave it out"),
         (separate, {"keep_weights": "best"}, "--keep-weights best: pyg has no labels"),
         (
             separate,
