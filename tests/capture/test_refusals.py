@@ -54,6 +54,11 @@ class Wrong(nn.Module):
     def always(self, x, edge_index):
         return F.dropout(x, 0.5)
 
+    def held_back(self, x, edge_index):
+        with torch.no_grad():
+            x.mul_(2.0)  # without the factor in the gradient
+        return x
+
     def depth(self, x, edge_index):
         return self.lin(x) if torch.rand(1).item() < 0.5 else x
 
@@ -86,6 +91,7 @@ class Wrong(nn.Module):
         ("two", r"must return one tensor \[N, classes\]"),
         ("wide", "gives 6 numbers for each vertex, but the graph has 3 classes"),
         ("always", r"dropout stays on in evaluation.*training=self\.training"),
+        ("held_back", r"the gradient of \w+\.\w+ is another in its recording"),
         ("depth", r"decides by random numbers|cannot be traced"),
         ("in_place", r"relu_ changes a value in place.*use relu"),
         ("state", r"mul_? changes scale in place"),

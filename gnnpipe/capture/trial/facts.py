@@ -313,7 +313,7 @@ def check_equals_model(
     rounding = 1e-10 * max([1.0, *(float(grad.abs().max()) for grad in grads)])
     for name, parameter in plain.named_parameters():
         if not _same_gradient(parameter, recorded.get(name), rounding):
-            hint = "forward holds gradients back or makes its own (no_grad, autograd.Function)"
+            hint = "forward makes its own gradients (autograd.Function, in place under no_grad)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
     is_other = evaluation is not run.sample
     if is_other or marks or any(other.target is by_mode for other in run.graph.nodes):
