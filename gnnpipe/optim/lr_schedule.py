@@ -42,6 +42,11 @@ class LearningRate:
         self.restart(1.0, [])
 
     @property
+    def reads_metric(self) -> bool:
+        """Whether the schedule follows the validation metric."""
+        return isinstance(self._late, lr_scheduler.ReduceLROnPlateau)
+
+    @property
     def value(self) -> float:
         """Learning rate of the next step, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])

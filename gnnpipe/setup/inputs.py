@@ -172,7 +172,7 @@ def check_validation(
         raise InputError(
             f"--label-inputs {config.label_inputs:g}: {graph.name} has no labels; leave it out"
         )
-    reason = _why_not_validated(graph, metric)
+    reason = why_not_validated(graph, metric)
     for given, is_set in (
         (f"--patience {config.patience}", config.patience > 0),
         ("--keep-weights best", config.kept_epoch == "best"),
@@ -182,7 +182,7 @@ def check_validation(
             raise InputError(f"{given}: {reason}")
 
 
-def _why_not_validated(graph: Graph, metric: str) -> str:
+def why_not_validated(graph: Graph, metric: str) -> str:
     """Returns why the validation part has no usable metric, and what to try; '' if it has one."""
     if not has_labels(graph):
         return f"{graph.name} has no labels, and so no scores; leave it out"
@@ -344,8 +344,8 @@ def without_unread(graph: Graph, model: Model, world: World) -> Graph:
         if graph.has_weighted_adjacency:
             how = "convolutions that multiply by adj_t"
         warn(
-            f"graph {graph.name!r}: {model.name} does not read its {' and '.join(unread)}; a PyG "
-            f"model with {how} would read it"
+            f"graph {graph.name!r}: {model.name} does not use its {' and '.join(unread)}; a PyG "
+            f"model with {how} could use it"
         )
     return graph.reduced_to(model.edge_inputs)
 

@@ -18,7 +18,7 @@ from gnnpipe.checkpoint.retention import IN_PYTHON, checkpoint_path, resume_advi
 from gnnpipe.checkpoint.state import load_tensors, restore_generators, tensors_of
 from gnnpipe.checkpoint.writer import write_checkpoint
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import FailedError, StoppedError
+from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.files import how_to_write
 from gnnpipe.optim.lr_schedule import LearningRate, SchedulerFactory
 from gnnpipe.run.early_stopping import BestEpoch
@@ -38,6 +38,7 @@ from gnnpipe.run.resume import (
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
+from gnnpipe.setup.inputs import why_not_validated
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
@@ -90,6 +91,10 @@ class Loop:
         self._learning_rate = LearningRate(
             executor.optimizer, config, self.scheduler, self._is_error
         )
+        if self._learning_rate.reads_metric:
+            reason = why_not_validated(self.prepared.graph, self.prepared.metric)
+            if reason:
+                raise InputError(f"scheduler: ReduceLROnPlateau follows the scores; {reason}")
         self._exact_epochs = ExactEpochs(self.prepared)
         self._saved_epoch = 0
         """Epoch of the newest checkpoint that this run can resume from; 0: none."""

@@ -341,7 +341,10 @@ class UserModel(WholeModel):
         named: Any = module.encoder if isinstance(module, GAE) else call
         named = inspect.signature(named.forward if isinstance(named, nn.Module) else named)
         first, *others = named.parameters.values()
-        data = {name: v for name, v in graph.edge_data.items() if name in named.parameters}
+        # Edge data that a model demands and does not use is not read.
+        unused = [p.name for p in others[1:] if p.default is p.empty and "edge" in p.name]
+        data: dict[str, Any] = dict.fromkeys(unused)
+        data |= {name: v for name, v in graph.edge_data.items() if name in named.parameters}
         has_edges = first.kind is first.VAR_POSITIONAL or any(
             p.default is p.empty or "edge" in p.name or "adj" in p.name for p in others[:1]
         )

@@ -256,7 +256,7 @@ def test_data_that_no_model_reads_is_named():
     data = made_data("edge_attr")
     model = pyg.to_hetero(hetero_models.Sage(), data.metadata())
     message = (
-        r"does not read its edge_attr; a PyG model with "
+        r"does not use its edge_attr; a PyG model with "
         r"forward\(x_dict, edge_index_dict, edge_attr_dict=None\)"
     )
     with pytest.warns(UserWarning, match=message):

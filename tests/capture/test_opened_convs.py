@@ -13,7 +13,7 @@ from torch_geometric.utils import add_self_loops, degree, remove_self_loops, sca
 
 from gnnpipe import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:graph .* does not read its edge_attr")
+pytestmark = pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
 IN, HIDDEN, OUT, DIM = 7, 8, 3, 2
 
 

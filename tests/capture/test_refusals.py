@@ -154,9 +154,9 @@ def test_what_edges_do_not_carry_is_asked_for_in_vain():
 
 def test_what_edges_carry_and_nobody_reads_is_told_of():
     graph = carrying(small_graph(), "edge_weight")
-    with pytest.warns(UserWarning, match="SAGEConv does not read its edge_weight"):
+    with pytest.warns(UserWarning, match="SAGEConv does not use its edge_weight"):
         Trainer(quick_config(), graph=graph, model=pyg.SAGEConv(7, 3)).fit()
-    with pytest.warns(UserWarning, match="gcn does not read its edge_weight"):
+    with pytest.warns(UserWarning, match="gcn does not use its edge_weight"):
         Trainer(quick_config(), graph=graph).fit()
 
 

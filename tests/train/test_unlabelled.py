@@ -255,6 +255,18 @@ def test_a_split_by_percentages_without_labels():
     assert graph.train_mask.sum() == 30
 
 
+def test_a_schedule_that_follows_the_scores_is_refused():
+    trainer = Trainer(
+        quick_config(),
+        graph=Graph.from_pyg(without("y")),
+        model=model_of(pyg.GCN),
+        loss_fn=separate,
+        scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau,
+    )
+    with pytest.raises(InputError, match=r"scheduler: ReduceLROnPlateau .*; pyg has no labels"):
+        trainer.fit()
+
+
 def test_verify_without_labels():
     graph = Graph.from_pyg(without("y"))
     config = quick_config(chunks=3)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import run_ranks, small_graph
-from torch_geometric.nn import GCN
+from helpers import pyg_data, run_ranks, small_graph
+from torch_geometric.nn import GCN, GCNConv
 
 import gnnpipe
-from gnnpipe import TrainConfig
+from gnnpipe import Graph, TrainConfig
 from gnnpipe.cli.main import main
 from gnnpipe.errors import InputError
 
@@ -25,6 +25,25 @@ def test_a_graph_and_a_model_that_stays_as_it_is():
     assert 0 < found.largest == max(epoch.largest for epoch in found.epochs) < 1e-12
     assert {weight.dtype for weight in module.parameters()} == {torch.float32}
     assert all(torch.equal(before[name], weight) for name, weight in module.state_dict().items())
+
+
+class Unused(torch.nn.Module):
+    """Demands edge data and does not use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = GCNConv(7, 3)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.conv(x, edge_index)
+
+
+def test_edge_data_that_a_model_demands_and_does_not_use():
+    data = pyg_data(small_graph())
+    data.edge_attr = torch.ones(data.num_edges, 2)
+    with pytest.warns(UserWarning, match="Unused does not use its edge_attr"):
+        found = gnnpipe.verify(config(chunks=3, staleness="exact"), Graph.from_pyg(data), Unused())
+    assert found.is_equal
 
 
 def test_a_difference_above_the_tolerance():
