@@ -62,7 +62,9 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
     # A second argument without a default takes the edges, whatever its name.
     if second is not None and (second.name in EDGE_NAMES or second.default is second.empty):
         return Arguments.FEATURES_AND_EDGES
-    is_data = first.name in _DATA_NAMES or first.annotation in (Data, HeteroData, "Data")
+    # An annotation is a string under ``from __future__ import annotations``.
+    kind = getattr(first.annotation, "__name__", str(first.annotation)).rpartition(".")[2]
+    is_data = first.name in _DATA_NAMES or kind in ("Data", "HeteroData")
     return Arguments.DATA if is_data else Arguments.FEATURES
 
 

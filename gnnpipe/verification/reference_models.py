@@ -349,8 +349,9 @@ class UserModel(WholeModel):
             p.default is p.empty or "edge" in p.name or "adj" in p.name for p in others[:1]
         )
         if not has_edges:
+            note = getattr(first.annotation, "__name__", str(first.annotation))
             is_data = first.name in ("data", "batch", "graph", "g", "inputs")
-            is_data = is_data or first.annotation in (Data, HeteroData, "Data")
+            is_data = is_data or note.rpartition(".")[2] in ("Data", "HeteroData")
             rows = call(self._data() if is_data else graph.features)
         elif "" in graph.x:
             rows = call(graph.features, self._edges(data), **data)

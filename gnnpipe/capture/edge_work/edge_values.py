@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from gnnpipe.capture.edge_work.kinds import Kind
+from gnnpipe.capture.fx_names import name_of, refuse
 from gnnpipe.capture.markers import mixed
+
+_JOINING = (torch.cat, torch.concat, torch.concatenate)
+"""Functions that concatenate; torch has three names of one."""
 
 
 class EdgeValues:
@@ -67,9 +71,9 @@ class EdgeValues:
 
     def joins(self, call: fx.Node) -> bool:
         """Whether a call concatenates learned values of edges, and values of the edges alone."""
-        if call.target is not torch.cat:
-            return False
-        parts: Any = call.args[0]
+        parts: Any = call.args[0] if call.args else None
+        if call.target not in _JOINING or not isinstance(parts, list | tuple):
+            return False  # or the parts are a recorded tuple, as of ``chunk``
         dimension: Any = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
         learned = [part for part in parts if part in self.messages]
         others = [part for part in parts if part not in self.messages]
@@ -119,7 +123,12 @@ class EdgeValues:
         chosen = {s: self._selected(s, index, before, made) for s in value.all_input_nodes}
         with self.recording.graph.inserting_before(before):
             made[value] = new = self.recording.graph.node_copy(value, chosen.__getitem__)
-        self._note_message(new, _at(self.values[value], self.values[index]), value in self.of_rows)
+        try:
+            rows = _at(self.values[value], self.values[index])
+        except IndexError:
+            hint = "select by an index or a mask made of the edges"
+            refuse(f"{name_of(value)} changes the number of edges", hint, value)
+        self._note_message(new, rows, value in self.of_rows)
         return new
 
     def _mixed(

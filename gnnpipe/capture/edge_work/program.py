@@ -251,6 +251,8 @@ class EdgeWork:
         pairs = [torch.stack(tuple(one)) if isinstance(one, tuple) else one for one in ends]
         for one in pairs:
             _check_ends(one, count)
+        for name, value in data.items():
+            _check_length(value, pairs[self.data_sets[name]])
         orders = [torch.from_numpy(np.lexsort(one.numpy())) for one in pairs]
         return EdgeSets(
             [one[:, order] for one, order in zip(pairs, orders, strict=True)],
@@ -265,6 +267,14 @@ def _check_ends(ends: Tensor, count: int) -> None:
     if not is_known or (ends.numel() and not 0 <= int(ends.min()) <= int(ends.max()) < count):
         raise InputError(
             f"model: forward makes edges {list(ends.shape)} to vertices outside of 0 to {count - 1}"
+        )
+
+
+def _check_length(value: Tensor, ends: Tensor) -> None:
+    if len(value) != ends.shape[1]:
+        refuse(
+            f"forward reads values of {len(value):,} edges with a list of {ends.shape[1]:,} edges",
+            "join learned values by torch.cat, with values of the edges alone",
         )
 
 

@@ -84,7 +84,7 @@ class _Separator(EdgeValues):
         self._sets: dict[tuple[Any, Any], tuple[int, fx.Node]] = {}
         self._data: dict[tuple[int, fx.Node], fx.Node] = {}
         self._vertex_values: dict[fx.Node, fx.Node] = {}
-        self._set_of_message: dict[fx.Node, int] = {}
+        self._messages: dict[tuple[int, fx.Node], fx.Node] = {}
 
     def run(self) -> EdgeWork:
         """Change the recording; returns the program of its edges."""
@@ -266,19 +266,28 @@ class _Separator(EdgeValues):
             elif self.is_long(source):
                 call.replace_input_with(source, self._data_of(number, source))
             elif source in self.messages:
-                self._change_message(source, number, call)
+                call.replace_input_with(source, self._message_of(number, source))
             elif self.kinds[source] is Kind.EDGES:
                 call.replace_input_with(source, self.vertex_value(source, call))
 
-    def _change_message(self, message: fx.Node, number: int, call: fx.Node) -> None:
-        """Let a value of edges, made of their data and weights, read the data of a set."""
-        if self._set_of_message.setdefault(message, number) != number:
-            refuse(f"{name_of(message)} is read with two sets of edges", call=call)
-        for source in message.all_input_nodes:
-            if source in self.messages:
-                self._change_message(source, number, call)
-            elif self.is_long(source):
-                message.replace_input_with(source, self._data_of(number, source))
+    def _message_of(self, number: int, message: fx.Node) -> fx.Node:
+        """A copy of a value of edges, made of their data and weights, that reads a set's data.
+
+        A copy, because other calls may read the value with other sets of edges.
+        """
+        key = number, message
+        if key not in self._messages:
+            chosen = {
+                source: self._message_of(number, source)
+                if source in self.messages
+                else self._data_of(number, source)
+                if self.is_long(source)
+                else source
+                for source in message.all_input_nodes
+            }
+            with self.recording.graph.inserting_before(message):
+                self._messages[key] = self.recording.graph.node_copy(message, chosen.__getitem__)
+        return self._messages[key]
 
     def _make_fragment(self, call: fx.Node) -> None:
         writer = _FragmentWriter(self, call)
