@@ -124,6 +124,23 @@ class LearnedWeights(nn.Module):
         return self.second(self.first(x, edge_index, weight).relu(), edge_index, weight)
 
 
+class LearnedWeightsReadTwice(nn.Module):
+    """Two convolutions read learned weights with the turned edges, a third with those as given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(DIM, 1)
+        self.first, self.second = pyg.GraphConv(IN, HIDDEN), pyg.GraphConv(HIDDEN, HIDDEN)
+        self.third = pyg.GraphConv(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        weight, turned = self.weight(edge_attr).sigmoid().squeeze(-1), edge_index.flip(0)
+        x = self.first(x, turned, weight).relu()
+        x = torch.cat(x.chunk(2, dim=1), dim=1)
+        x = self.second(x, turned, weight).relu()
+        return self.third(x, edge_index, weight)
+
+
 class PathfinderDiscovery(nn.Module):
     def __init__(self):
         super().__init__()
@@ -177,6 +194,7 @@ MODELS = [
     OneNumberPerRow,
     JumpingAttention,
     LearnedWeights,
+    LearnedWeightsReadTwice,
     PathfinderDiscovery,
     LearnedStates,
 ]

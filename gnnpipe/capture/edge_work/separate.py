@@ -277,6 +277,8 @@ class _Separator(EdgeValues):
         """
         key = number, message
         if key not in self._messages:
+            if message.target is drop and any(of is message for _, of in self._messages):
+                refuse("dropout of values of edges is read with two lists of edges", call=message)
             chosen = {
                 source: self._message_of(number, source)
                 if source in self.messages
