@@ -83,8 +83,9 @@ def verify(
             in float32.
 
     Raises:
-        InputError: An argument is wrong, the run rounds to bf16, the model runs as it is, or the
-            model sums over all vertices or draws edges, and epochs are stale.
+        InputError: An argument is wrong; the run rounds to bf16 or has labels as inputs; the model
+            runs as it is or assigns buffers in forward; the model sums over all vertices or draws
+            edges, and epochs are stale; or the model draws edges and has dropout on edges.
     """
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise InputError(f"--tolerance {tolerance}: must be a number above 0, like 1e-5")
