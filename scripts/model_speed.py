@@ -24,7 +24,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from benchmark_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind PYTHONPATH, which a worker gets
@@ -219,7 +220,7 @@ def measure(before: str, graphs: list[str], repeats: int) -> None:
         subprocess.run(["git", "checkout", "-q", old], cwd=tree, check=True)
         for conv, graph, chunks in cells(graphs):
             cell = {"conv": conv, "graph": graph, "chunks": chunks}
-            if any(cell.items() <= row.items() for row in results()):
+            if any(cell.items() <= row.items() for row in read_rows(RESULTS)):
                 continue
             total = str(int(load_graph(GRAPHS[graph][0]).train_mask.sum()))
             ours = ("recorded" if chunks else "whole", conv, graph, total, str(chunks or 1))
@@ -231,16 +232,9 @@ def measure(before: str, graphs: list[str], repeats: int) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def results() -> list[dict[str, Any]]:
-    """Returns the finished cells."""
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-
-
 def page() -> str:
     """Returns the page of all finished cells."""
-    rows = results()
+    rows = read_rows(RESULTS)
     whole = [(f"{row['conv']}, {row['graph']}", row) for row in rows if not row["chunks"]]
     recorded = [
         (f"{row['conv']}, {row['graph']}, K = {row['chunks']}", row)
