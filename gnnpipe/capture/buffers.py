@@ -32,7 +32,7 @@ def mark_assigned(graph: fx.Graph, model: nn.Module) -> None:
 def keep_buffers(training: fx.GraphModule, evaluation: fx.GraphModule, model: nn.Module) -> None:
     """Replace calls that change a buffer in place in training; ``assign`` marks its last value.
 
-    Before the recordings are joined, because evaluation reads the buffer as it is.
+    Must run before the recordings are joined, because evaluation reads the buffer as it is.
 
     Raises:
         InputError: Evaluation assigns a buffer, or the state dict lacks an assigned one.

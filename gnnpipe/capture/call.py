@@ -15,7 +15,7 @@ from gnnpipe.capture.fx_names import refuse
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.types import AdjacencyForm
 
-EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
+_EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 """Usual names of the argument that takes the edges."""
 _DATA_NAMES = ("data", "batch", "graph", "g", "inputs")
 """Usual names of an only argument that takes a PyG ``Data``."""
@@ -51,7 +51,7 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
     """Kind of the method's arguments; ``InputError`` if it takes no features."""
     name, parameters = parameters_of(model, method)
     first, second = (*parameters[:2], None, None)[:2]
-    if first is None or first.name in EDGE_NAMES or first.kind is first.KEYWORD_ONLY:
+    if first is None or first.name in _EDGE_NAMES or first.kind is first.KEYWORD_ONLY:
         refuse(
             f"{name}({', '.join(p.name for p in parameters)}) should take features and then "
             "edge_index (or adj_t), or one PyG Data",
@@ -60,7 +60,7 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
     if first.kind is first.VAR_POSITIONAL:
         return Arguments.FEATURES_AND_EDGES
     # A second argument without a default takes the edges, whatever its name.
-    if second is not None and (second.name in EDGE_NAMES or second.default is second.empty):
+    if second is not None and (second.name in _EDGE_NAMES or second.default is second.empty):
         return Arguments.FEATURES_AND_EDGES
     # An annotation is a string under ``from __future__ import annotations``.
     kind = getattr(first.annotation, "__name__", str(first.annotation)).rpartition(".")[2]
@@ -69,9 +69,9 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
 
 
 def called(model: nn.Module, method: str, form: AdjacencyForm) -> Callable[..., Any]:
-    """A function of features, edges and edge data that calls the method.
+    """Returns a function of features, edges and edge data that calls the method.
 
-    ``form``: the form of the edges, which says under which name a ``Data`` has them.
+    ``form``: the form of the edges, which a ``Data`` has as ``edge_index`` or as ``adj_t``.
     """
     # The model for 'forward', so that hooks run.
     found: Callable[..., Any] = model if method == "forward" else getattr(model, method)

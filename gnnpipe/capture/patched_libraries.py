@@ -111,13 +111,13 @@ _FACTORIES = (
 
 
 _QUESTIONS = (torch_geometric.utils.is_torch_sparse_tensor, torch_geometric.utils.is_sparse)
-"""Functions that a recorded value answers with False; a matrix is found out by the trial."""
+"""Functions that return False for a recorded value; the trial refuses a value that is a matrix."""
 
 
 def _edge_functions(opened: Collection[type]) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Modules and names under which users' code finds functions of ``torch_geometric.utils``.
+    """Modules, names and functions of ``torch_geometric.utils`` that code finds under the names.
 
-    And under which convolutions of the classes ``opened`` find them.
+    Modules: those of the user, and those of the convolutions ``opened``.
     """
     known = {id(f): f for f in vars(torch_geometric.utils).values() if inspect.isfunction(f)}
     known[id(gcn_norm)] = gcn_norm

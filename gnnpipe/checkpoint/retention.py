@@ -29,7 +29,7 @@ def unfinished_path(run: Path, epoch: int) -> Path:
 
 
 IN_PYTHON = "in Python: Trainer(resumed_config(run), ..., resume=run)"
-"""The flag --resume for users of ``Trainer``."""
+"""The Python call that does what the flag --resume does, for messages."""
 
 
 def resume_advice(run: Path) -> str:

@@ -98,8 +98,10 @@ def clean(
         symmetrize: add the reverse of every edge and keep each edge once; where edges carry data,
             the reverse gets the same data, is added only if no edge leads back, and all given edges
             are kept.
-        needs_labels: refuse a graph without labels; else it trains on its train mask, or on all.
-        needs_split: refuse a graph with labels and without a split; else no vertex is in the split.
+        needs_labels: refuse a graph without labels; if False, the training vertices of such a
+            graph are those of its train mask, or all.
+        needs_split: refuse a graph with labels and without a split; if False, no vertex of such a
+            graph is in a part of the split.
 
     Warns:
         UserWarning: masks of several splits or that overlap; ``notes`` of the user's own data.
@@ -221,7 +223,8 @@ def _has_label(raw: RawGraph, labels: Labels, needs_one: bool) -> BoolArray:
 def _masks(raw: RawGraph, usable: BoolArray, split: str, seed: int, needs_split: bool) -> Masks:
     """The train, val and test masks, each [N].
 
-    ``usable`` [N]: whether a vertex can be in the split, which needs a label if any vertex has one.
+    ``usable`` [N]: whether a vertex can be in the split. In a graph with labels only labelled
+    vertices can.
     """
     n = len(usable)
     fractions = parse_split(split)

@@ -28,7 +28,7 @@ def raw_hetero_graph(
 
     Args:
         data: with ``edge_index`` (or ``adj_t``) for every relation, ``x`` for the types that have
-            features, and ``y`` and the masks for one type (not needed if labels are not);
+            features, and ``y`` and the masks for one type (optional if no labels are needed);
             optionally, for single relations r, ``edge_weight`` [E_r], ``edge_attr`` [E_r] or
             [E_r, D] and ``edge_type`` [E_r].
         name: for messages and for the graph.
@@ -137,7 +137,7 @@ def _joined(
 def _relation_data(data: Any, name: str, values: Mapping[int, Any]) -> dict[str, Any]:
     """Data of single relations' edges, by the names of ``Graph.derived``.
 
-    ``values``: those of ``adj_t`` by relation.
+    ``values``: the values of ``adj_t`` by relation.
     """
     found = {numbered_name("edge_weight", number): v for number, v in values.items()}
     for number, relation in enumerate(data.edge_types):

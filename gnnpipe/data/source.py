@@ -19,8 +19,8 @@ class DataRequest:
     needs_split: bool = True
     """False if the data set's own masks will not be used."""
     needs_labels: bool = True
-    """False if a data set without labels will do: for link prediction, for predictions, and with a
-    loss that takes no labels."""
+    """False if a data set without labels is accepted: for link prediction, for predictions, and
+    with the user's own loss."""
     seed: int = 0
     """Chooses one of several splits."""
 

@@ -139,10 +139,10 @@ class _Roof:
         return max(flops / self.speed_flops_per_s, self.moved_s(numbers * self.number_bytes))
 
     def _sum_times(self, op: Op) -> OpTimes:
-        """Times of a sum over all vertices, of whose F numbers a chunk pushes a single row.
+        """Times of a sum over all vertices, for which a chunk pushes a single row of F numbers.
 
-        Each row of a chunk adds to each of the F numbers; it is read as two rows of sqrt(F), whose
-        outer product this is.
+        Each vertex is assumed to add the outer product of two rows of sqrt(F) numbers, as in linear
+        attention, and to read these two rows.
         """
         read = 2 * math.sqrt(op.push_width)
         first, then = (KERNELS[side] * LAUNCH_S for side in ("before", "after"))

@@ -1,8 +1,8 @@
 """Labels that are inputs: writes the label columns of one rank's features before every pass.
 
-In a training epoch the labels of the training vertices that are drawn are inputs, in evaluation
-those of all training vertices. The columns of all other vertices are 0, or with label iterations
-what the pass before has predicted for them (arXiv 2103.13355, label reuse).
+In a training epoch the labels of some training vertices, drawn at random, are inputs; in evaluation
+the labels of all training vertices are. The columns of all other vertices are 0, or with label
+iterations the predictions of the pass before (arXiv 2103.13355, label reuse).
 
 Shapes: n rows of a table, C classes or labels.
 """
@@ -46,7 +46,7 @@ class LabelIterations:
     vertex_type: str
     """Type of the vertices with labels."""
     width: int
-    """C, or T."""
+    """Number of columns: C classes, or T labels."""
     is_multi_label: bool
     """Whether each of T labels has a probability of its own."""
     readers: Sequence[int]

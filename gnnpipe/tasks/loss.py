@@ -86,7 +86,7 @@ def data_of_pairs(graph: Graph) -> EdgeData:
 
 @dataclass(eq=False)
 class TrainedLabels:
-    """Training labels that are no inputs in an epoch, so that they are trained on.
+    """Training labels that are trained on in an epoch, because they are not inputs.
 
     T training vertices of the whole graph; r own ones of a chunk, in the order of ``Targets``.
     """
@@ -374,9 +374,9 @@ def has_labels(graph: Graph) -> bool:
 
 
 def num_targets(graph: Graph) -> int:
-    """Returns the number over which the loss is a mean: of known training labels.
+    """Returns the number by which the loss is divided: the number of known training labels.
 
-    Of training vertices, if the graph has no labels.
+    For a graph without labels: the number of training vertices.
     """
     if graph.pairs is not None:
         return graph.pairs.counts[0]

@@ -1,8 +1,8 @@
 """Selects and concatenates values of edges that depend on features or weights.
 
-Such values cannot be part of the program that makes the edges. A selection by an index of edges is
-applied to the data and the ends of edges that the values are made of, which can; a concatenation
-becomes a choice among values that are selected for all edges of the result.
+Such values cannot be part of the program that makes the edges. The data and the ends of edges that
+the values are made of can, so a selection is applied to these. A concatenation becomes a choice
+among values that are selected for all edges of the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""PyG's functions of edges, given values of edges that depend on weights or features.
+"""Records PyG's functions of edges for values of edges that depend on weights or features.
 
-``add_self_loops`` and its like move values from edge to edge: they are called with the edges'
-numbers, which depend on the edges alone, and the values are then selected by the numbers. The sum
-of the weights into a vertex, which ``gcn_norm`` divides by, is an aggregation of its own.
+``add_self_loops`` and similar functions move values from edge to edge. The program of the edges
+calls such a function with the numbers of the edges; the values are then selected by the numbers
+that the function returns. The sum of the weights into a vertex, by which ``gcn_norm`` divides, is
+an aggregation of its own.
 """
 
 from __future__ import annotations
