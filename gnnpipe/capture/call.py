@@ -64,7 +64,7 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
         return Arguments.FEATURES_AND_EDGES
     # An annotation is a string under ``from __future__ import annotations``.
     kind = getattr(first.annotation, "__name__", str(first.annotation)).rpartition(".")[2]
-    is_data = first.name in _DATA_NAMES or kind in ("Data", "HeteroData")
+    is_data = kind in ("Data", "HeteroData") or (first.name in _DATA_NAMES and kind != "Tensor")
     return Arguments.DATA if is_data else Arguments.FEATURES
 
 

@@ -313,7 +313,7 @@ class UserModel(WholeModel):
         self._dtype = next(iter(graph.x.values())).dtype
 
     def outputs(self, now: Pass) -> Tensor:
-        """See ``WholeModel``; random edges are those of the epoch."""
+        """See ``WholeModel``; draws the random edges of the epoch."""
         with _random_numbers(now.seed, now.epoch):
             return self._outputs(_UserDropout(now, self._sites))
 
@@ -350,8 +350,9 @@ class UserModel(WholeModel):
         )
         if not has_edges:
             note = getattr(first.annotation, "__name__", str(first.annotation))
-            is_data = first.name in ("data", "batch", "graph", "g", "inputs")
-            is_data = is_data or note.rpartition(".")[2] in ("Data", "HeteroData")
+            kind = note.rpartition(".")[2]
+            is_data = first.name in ("data", "batch", "graph", "g", "inputs") and kind != "Tensor"
+            is_data = is_data or kind in ("Data", "HeteroData")
             rows = call(self._data() if is_data else graph.features)
         elif "" in graph.x:
             rows = call(graph.features, self._edges(data), **data)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import plain_pyg_losses, pyg_data, small_graph
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import MLP, GATConv, GCNConv, HeteroConv, SAGEConv
 from torch_geometric.transforms import ToSparseTensor
 
 from gnnpipe import Graph, InputError, TrainConfig, Trainer, verify
+from gnnpipe.capture.call import Arguments, arguments_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
@@ -147,6 +148,23 @@ def test_features_alone(chunks):
     plain.load_state_dict(model.state_dict())
     expected = plain_pyg_losses(plain, data, (data.x.double(),), 3)
     assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kind"),
+    [
+        (Data, Arguments.DATA),
+        ("HeteroData", Arguments.DATA),
+        ("torch_geometric.data.Data", Arguments.DATA),
+        (torch.Tensor, Arguments.FEATURES),
+        ("torch.Tensor", Arguments.FEATURES),
+    ],
+)
+def test_an_annotation_decides_before_a_name(annotation, kind):
+    model = torch.nn.Module()
+    model.forward = lambda inputs: inputs
+    model.forward.__annotations__ = {"inputs": annotation}
+    assert arguments_of(model, "forward") is kind
 
 
 def test_verify_calls_them_too():
