@@ -85,7 +85,7 @@ NOTES = {
     "MessagePassing": "a subclass of the user's own",
     "HypergraphConv": "with `num_edges` given",
 }
-"""What else there is to say of a convolution."""
+"""Notes on convolutions, for the table."""
 REASONS = {
     **dict.fromkeys(FIND_NEIGHBOURS, "finds the neighbours of a vertex among all vertices"),
     "GPSConv": "every vertex attends to every other; recorded with `attn_type='performer'`",

@@ -33,7 +33,7 @@ DATA = ROOT.parent / "shared" / "data"
 PAGE = ROOT / "docs" / "benchmarks" / "model_speed.md"
 RESULTS = ROOT / "docs" / "benchmarks" / "data" / "model_speed.jsonl"
 HELD = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
-"""What ``gnnpipe.heap.held_heap`` sets."""
+"""Heap settings of ``gnnpipe.heap.held_heap``."""
 GRAPHS = {
     "squirrel": (str(DATA / "squirrel.npz"), 2089, 5),
     "coauthor_cs": (str(DATA / "coauthor_cs.npz"), 6805, 15),

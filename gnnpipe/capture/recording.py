@@ -39,7 +39,7 @@ class Assignment:
     sums: tuple[fx.Node, ...]
     """The sums over all vertices that the value is made of."""
     buffers: Mapping[str, Tensor]
-    """The buffer and those that the value is made of, by name."""
+    """The buffer, and the buffers that the value is made of, by name."""
 
 
 class Recording:

@@ -114,7 +114,7 @@ class Graph:
     """[E], in the order of ``indices``: read by PyG models whose forward takes ``edge_weight``, or
     the values of ``adj_t`` (see ``adjacency``)."""
     edge_attr: npt.NDArray[np.float32] | npt.NDArray[np.int64] | None = None
-    """[E] or [E, D] as given, int64 if it was given as whole numbers, likewise."""
+    """[E] or [E, D], likewise; int64 if the attributes were given as whole numbers."""
     edge_type: npt.NDArray[np.int64] | None = None
     """[E] from 0, the relation of each edge, likewise."""
     types: VertexTypes | None = None

@@ -169,7 +169,7 @@ class Executor:
         self._leaving.clear()
 
     def _prepare_labels(self, labels: LabelInputs, epoch: int, training: bool) -> None:
-        """Write the label inputs of a pass; predict those of vertices without one, if asked."""
+        """Write the label inputs of a pass; label iterations predict the other vertices' inputs."""
         labels.begin(epoch if training else None)
         iterations = labels.iterations
         if iterations is None:

@@ -44,7 +44,7 @@ def is_of_graph_alone(call: fx.Node) -> bool:
 
 
 def _read_of_graph(call: fx.Node) -> set[fx.Node] | None:
-    """The calls behind a value, itself among them; None if it reads features or weights."""
+    """A call and all calls that it depends on; None if one of them reads features or weights."""
     seen, waiting = {call}, [call]
     while waiting:
         one = waiting.pop()

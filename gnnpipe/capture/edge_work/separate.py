@@ -76,7 +76,7 @@ class _Separator(EdgeValues):
         n: int,
         program: ProgramWriter,
     ) -> None:
-        """``kinds`` and ``values`` are also those of ``program``, and get those of new calls."""
+        """``kinds`` and ``values``: shared with ``program``; new calls are added to both."""
         super().__init__(recording, kinds, values, n)
         self.program = program
         self._given = next(c for c in recording.graph.nodes if is_input(c, EDGES))

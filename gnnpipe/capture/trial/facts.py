@@ -140,7 +140,7 @@ def _examine_assigned(mark: fx.Node, found: dict[fx.Node, Facts], run: SampleRun
 
 
 def _put_result_last(output: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> None:
-    """Make the result the last op, if forward adds up rows behind it for a buffer."""
+    """Make the result the last op, if forward adds up rows after it for a buffer."""
     result: Any = output.args[0]
     calls = list(output.graph.nodes)[:-1]
     if not any(found[call].is_rows for call in calls[calls.index(result) + 1 :]):
