@@ -119,18 +119,21 @@ class Callbacks:
     def of_rank(self, trainer: RunningTrainer, rank: int) -> Iterator[None]:
         """Keep the callbacks of this rank, and call ``on_exception`` if the block raises.
 
-        Warns if a callback itself fails there.
+        Warns if ``on_exception`` itself fails.
         """
         self._callbacks = [c for c in self._callbacks if rank == 0 or c.on_all_ranks]
         try:
             yield
         except BaseException as error:
             for callback in self._callbacks:
+                self.is_alone = not callback.on_all_ranks
                 try:
                     callback.on_exception(trainer, error)
                 except Exception as fault:
                     name = type(callback).__name__
                     warn(f"callbacks: {name}.on_exception fails ({type(fault).__name__}: {fault})")
+                finally:
+                    self.is_alone = False
             raise
 
     def _call(self, call: Callable[[Callback], bool | None]) -> list[bool | None]:
