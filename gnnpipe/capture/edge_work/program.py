@@ -274,7 +274,7 @@ def _check_length(value: Tensor, ends: Tensor) -> None:
     if len(value) != ends.shape[1]:
         refuse(
             f"forward reads values of {len(value):,} edges with a list of {ends.shape[1]:,} edges",
-            "join learned values by torch.cat, with values of the edges alone",
+            "select learned values by a mask or an index made of the edges; join them by torch.cat",
         )
 
 
