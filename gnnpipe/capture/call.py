@@ -17,7 +17,7 @@ from gnnpipe.graph.types import AdjacencyForm
 
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 """Usual names of the argument that takes the edges."""
-_DATA_NAMES = ("data", "batch", "graph", "g", "inputs")
+_DATA_NAMES = ("data", "batch", "graph", "g")
 """Usual names of an only argument that takes a PyG ``Data``."""
 
 

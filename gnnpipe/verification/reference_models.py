@@ -351,7 +351,7 @@ class UserModel(WholeModel):
         if not has_edges:
             note = getattr(first.annotation, "__name__", str(first.annotation))
             kind = note.rpartition(".")[2]
-            is_data = first.name in ("data", "batch", "graph", "g", "inputs") and kind != "Tensor"
+            is_data = first.name in ("data", "batch", "graph", "g") and kind != "Tensor"
             is_data = is_data or kind in ("Data", "HeteroData")
             rows = call(self._data() if is_data else graph.features)
         elif "" in graph.x:
