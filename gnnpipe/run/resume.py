@@ -172,6 +172,8 @@ class Start:
     def check(self, identity: Mapping[str, Any]) -> None:
         """Raise ``InputError`` if the graph or the model differ from those of the run."""
         for what, value in identity.items():
+            if what in _UNKNOWN and what not in self.identity:
+                continue
             if what not in self.identity or self.identity[what] != value:
                 name = flag(what) if what in FIXED else f"the {what} of the run"
                 raise InputError(
@@ -200,6 +202,10 @@ _FIRST_CHOICES = {
 """Parts of the identity that checkpoints from before there was a choice do not have."""
 
 
+_UNKNOWN = ("choice of the optimizer", "loss")
+"""Parts of the identity that older checkpoints do not tell."""
+
+
 def identity_of(
     config: TrainConfig,
     prepared: Prepared,
@@ -213,7 +219,9 @@ def identity_of(
         **{name: getattr(config, name) for name in FIXED},
         "model": prepared.model.name,
         "optimizer": type(optimizer).__name__,
+        "choice of the optimizer": "passed in" if prepared.optimizer else "by --optimizer",
         "scheduler": "passed in" if has_own_scheduler else "by --lr-schedule",
+        "loss": "passed in" if prepared.loss_fn else "that of the labels",
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }

@@ -255,9 +255,24 @@ def test_a_resumed_run_has_the_optimizer_of_the_run(tmp_path):
         Trainer(run, graph, sage(), resume=out).fit()
     with pytest.raises(InputError, match=r"--optimizer SGD: the run in .* has Adam"):
         resumed_config(out, {"optimizer": "SGD"})
-    given |= {"scheduler": plateau}
     with pytest.raises(InputError, match="the scheduler of the run: is passed in now, and by --lr"):
-        Trainer(run, graph, sage(), resume=out, **given).fit()
+        Trainer(run, graph, sage(), resume=out, **given, scheduler=plateau).fit()
+
+
+def test_a_resumed_run_needs_its_own_groups_and_loss(tmp_path):
+    graph, out = small_graph(), tmp_path / "run"
+    given = {"optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.1)}
+    given |= {"loss_fn": lambda rows, y: F.cross_entropy(rows, y, reduction="sum")}
+    Trainer(config(out, checkpoint_every=2, epochs=2), graph, sage(), **given).fit()
+    run = resumed_config(out, {"epochs": 4})
+    for name, words in (
+        ("optimizer", "the choice of the optimizer of the run: is by --optimizer now, and passed"),
+        ("loss_fn", "the loss of the run: is that of the labels now, and passed in"),
+    ):
+        others = {key: value for key, value in given.items() if key != name}
+        with pytest.raises(InputError, match=words):
+            Trainer(run, graph, sage(), resume=out, **others).fit()
+    Trainer(run, graph, sage(), resume=out, **given).fit()
 
 
 class Keeps(torch.optim.Optimizer):
