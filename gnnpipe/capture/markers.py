@@ -115,6 +115,12 @@ def assign(value: Any, *, buffer: str) -> Any:
     return value
 
 
+def copied(old: Tensor, new: Tensor, non_blocking: bool = False) -> Tensor:
+    """The value of ``old`` after ``old.copy_(new)``."""
+    del non_blocking
+    return new.to(old.dtype).expand_as(old).clone()
+
+
 def without_gradient(value: Any) -> Any:
     """A value without its gradient, if it is a tensor."""
     return value.detach() if isinstance(value, Tensor) else value

@@ -27,6 +27,7 @@ from gnnpipe.capture.markers import (
     PRODUCTS,
     aggregate,
     by_mode,
+    copied,
     drop,
     is_of_all,
     of_vertices,
@@ -264,11 +265,7 @@ def replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
     return True
 
 
-_OUT_OF_PLACE: dict[str, Any] = {
-    "copy_": torch.ops.aten.copy,
-    "fill_": torch.fill,
-    "zero_": torch.zeros_like,
-}
+_OUT_OF_PLACE: dict[str, Any] = {"copy_": copied, "fill_": torch.fill, "zero_": torch.zeros_like}
 """Functions that give the value which a method without a counterpart assigns."""
 
 

@@ -78,6 +78,15 @@ class Copied(Base):
         return x
 
 
+class CopiedAndRead(Base):
+    """Reads the new value where gradients are recorded."""
+
+    def between(self, x):
+        if self.training:
+            self.kept.copy_(0.9 * self.kept + 0.1 * x.detach().mean(0))
+        return x - self.kept
+
+
 class Centred(Base):
     """Two buffers, made of two sums one after the other."""
 
@@ -121,7 +130,17 @@ class Unread(Steps):
         return logits
 
 
-MODELS = [RunningMean, InPlace, WithoutGradients, Teacher, Copied, Centred, Steps, Unread]
+MODELS = [
+    RunningMean,
+    InPlace,
+    WithoutGradients,
+    Teacher,
+    Copied,
+    CopiedAndRead,
+    Centred,
+    Steps,
+    Unread,
+]
 
 
 def made(kind):

@@ -124,6 +124,14 @@ class LearnedWeights(nn.Module):
         return self.second(self.first(x, edge_index, weight).relu(), edge_index, weight)
 
 
+class WeightsOfMlp(LearnedWeights):
+    """PyG's MLP calls dropout with probability 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = pyg.MLP([DIM, 4, 1], norm=None)
+
+
 class LearnedWeightsReadTwice(nn.Module):
     """Two convolutions read learned weights with the turned edges, a third with those as given."""
 
@@ -194,6 +202,7 @@ MODELS = [
     OneNumberPerRow,
     JumpingAttention,
     LearnedWeights,
+    WeightsOfMlp,
     LearnedWeightsReadTwice,
     PathfinderDiscovery,
     LearnedStates,

@@ -221,6 +221,9 @@ def _facts_of(call: fx.Node, found: dict[fx.Node, Facts], run: SampleRun) -> Fac
     sources = [found[source] for source in call.all_input_nodes]
     is_source = call.op == "placeholder" or call.target is of_vertices
     depends = is_source or (call.target is not of_all and any(s.depends for s in sources))
+    is_off = call.target is drop and not call.kwargs["probability"]
+    if is_off and (not depends or any(s.of_edges for s in sources)):
+        call.target, call.kwargs = operator.pos, {}  # no mask is drawn
     of_edges = _is_of_edges(call, sources)
     if call.target is drop and not depends:
         hint = "only dropout of vertex rows has masks that do not depend on the chunks"
