@@ -79,7 +79,19 @@ def called(model: nn.Module, method: str, form: AdjacencyForm) -> Callable[..., 
     if kind is Arguments.FEATURES_AND_EDGES:
         return found
     if kind is Arguments.FEATURES:
-        return lambda x, edges, **edge_data: found(x)
+
+        def of_features(x: Any, edges: Any, **edge_data: Any) -> Any:
+            try:
+                return found(x)
+            except AttributeError as error:
+                if not str(error).endswith(("attribute 'x'", "attribute 'edge_index'")):
+                    raise
+                refuse(
+                    f"{parameters_of(model, method)[0]} gets the features alone ({error})",
+                    "call its argument data, or give it the type Data, to get a PyG Data",
+                )
+
+        return of_features
 
     def of_data(x: Any, edges: Any, **edge_data: Any) -> Any:
         try:

@@ -6,6 +6,7 @@ chunks. Random numbers come from torch's own generator, whose state a checkpoint
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -177,6 +178,19 @@ def _checked(found: Any, model: WholeModel) -> Tensor:
     )
 
 
+def _check_num_features(fault: str, graph: Graph) -> None:
+    """Raises ``InputError`` if a product has failed because the graph has other features."""
+    shapes = re.search(r"\((\d+)x(\d+) and (\d+)x(\d+)\)", fault)
+    if shapes is None or graph.types is not None:
+        return
+    given, taken = int(shapes[2]), int(shapes[3])
+    if given == graph.num_features:
+        raise InputError(
+            f"model: takes {taken} features, but graph {graph.name!r} has {given} (with "
+            "--label-inputs, labels are features, too)"
+        )
+
+
 def _tried(model: WholeModel) -> tuple[int, int, int]:
     """Width of the result, and numbers kept until backward for each row and for each edge.
 
@@ -189,7 +203,8 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
     try:
         with recorded_saved_tensors() as saved:
             found = sample.call(tried, model.method, torch.float32)
-    except InputError:
+    except InputError as error:
+        _check_num_features(str(error), graph)
         return graph.num_classes, 0, 0
     if isinstance(found, Mapping):
         found = found.get(graph.target)

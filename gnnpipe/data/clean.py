@@ -98,10 +98,8 @@ def clean(
         symmetrize: add the reverse of every edge and keep each edge once; where edges carry data,
             the reverse gets the same data, is added only if no edge leads back, and all given edges
             are kept.
-        needs_labels: refuse a graph without labels; if False, the training vertices of such a
-            graph are those of its train mask, or all.
-        needs_split: refuse a graph with labels and without a split; if False, no vertex of such a
-            graph is in a part of the split.
+        needs_labels: refuse a graph without labels (else it trains on its train mask, or all).
+        needs_split: refuse a graph with labels and no split (else no vertex is in the split).
 
     Warns:
         UserWarning: masks of several splits or that overlap; ``notes`` of the user's own data.

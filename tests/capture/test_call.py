@@ -191,3 +191,21 @@ def test_what_a_data_lacks_is_named():
     data.edge_attr = None
     with pytest.raises(InputError, match="offsets"):
         losses(data, Needs())
+
+
+def test_features_of_another_width_are_named():
+    data = data_with_attributes()
+    data.edge_attr = None
+    with pytest.raises(InputError, match=r"takes 9 features, but graph 'pyg' has 7"):
+        losses(data, SAGEConv(9, 3))
+
+
+def test_features_where_a_data_is_meant_are_named():
+    class Unnamed(OfData):
+        def forward(self, d):
+            return super().forward(d)
+
+    data = data_with_attributes()
+    data.edge_attr = None
+    with pytest.raises(InputError, match=r"gets the features alone .*call its argument data"):
+        losses(data, Unnamed(7, 3))
