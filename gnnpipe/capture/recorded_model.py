@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.call import method_of
+from gnnpipe.capture.edge_work.kinds import refuse_positions
 from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
 from gnnpipe.capture.edge_work.separate import separate, works_on_edges
@@ -139,6 +140,8 @@ def _record(
     while True:
         try:
             recording = trace(model, method, sample, graph, opened)
+            if graph.edge_order is not None:
+                refuse_positions(recording)
             work, samples = _edge_work(recording, sample)
             facts = probe(model, method, recording, samples, graph.vertex_counts)
             return recording, facts, samples[0], work

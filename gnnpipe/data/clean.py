@@ -79,6 +79,12 @@ class RawGraph:
     notes: Sequence[str] = ()
     """Further warnings about content that is left out."""
 
+    @property
+    def has_given_order(self) -> bool:
+        """Whether a model may get the edges in the order in which the user has them."""
+        is_list = self.types is None and self.adjacency is AdjacencyForm.EDGE_INDEX
+        return self.is_own_data and is_list
+
 
 def clean(
     raw: RawGraph,
@@ -122,7 +128,7 @@ def clean(
         hint = "torch_geometric.transforms.ToUndirected()"
         fail(raw.name, "symmetrize has no meaning for relations between types", hint)
     symmetrize |= raw.has_one_direction
-    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, data)
+    edges = sorted_edges(raw.edge_index, raw.name, n, symmetrize, data, raw.has_given_order)
     # Last, so that data which is refused is not warned about as well.
     several_splits = _several_splits_warning(raw, n, seed) if split == "given" else ""
     _warn(raw, labels, (several_splits, overlap_warning(masks)))
@@ -138,6 +144,7 @@ def clean(
         num_classes=_num_classes(labels, raw.num_classes),
         types=raw.types,
         adjacency=raw.adjacency,
+        edge_order=edges.order,
     ).with_edge_data(edges.data)
 
 

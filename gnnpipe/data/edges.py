@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class Edges:
     """[E] sources."""
     data: dict[str, Any]
     """Edge data [E, ...] in the same order, by the field of ``Graph``."""
+    order: IntArray | None = None
+    """[E], position of each edge in the list that was given; ``None``: ascending, or not asked."""
 
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
@@ -69,13 +71,19 @@ def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]
 
 
 def sorted_edges(
-    edge_index: Any, name: str, n: int, symmetrize: bool, data: Mapping[str, npt.NDArray[Any]]
+    edge_index: Any,
+    name: str,
+    n: int,
+    symmetrize: bool,
+    data: Mapping[str, npt.NDArray[Any]],
+    keeps_order: bool = False,
 ) -> Edges:
     """Checked and sorted edges: those given, each as often as it was given.
 
     ``edge_index`` [2, E] of ``n`` vertices; ``data`` [E, ...] by field. ``symmetrize``: add the
     reverse edges and keep each edge once, as PyG's ``to_undirected``; where edges carry ``data``, a
     reverse gets the same data, is added only if no edge leads back, and all given edges are kept.
+    ``keeps_order``: also return the order of the edges as they were given.
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
@@ -98,8 +106,9 @@ def sorted_edges(
                     "drop the edge, or give y and x a row for every vertex",
                 )
     source, target = edges
-    if data:
-        return _sorted_with_data(source, target, n, symmetrize, data)
+    if data or keeps_order:
+        found = _sorted_with_data(source, target, n, symmetrize, data)
+        return found if keeps_order else replace(found, order=None)
     # One int64 per edge, target above source, sorted in place: 30 M edges take half a second, and
     # there are no further arrays of that size (ogbn-papers100M has 1.6 billion edges).
     keys = np.empty(2 * e if symmetrize else e, dtype="<i8")
@@ -131,7 +140,10 @@ def _sorted_with_data(
         keys, number = np.concatenate([keys, back[is_new]]), np.append(number, number[is_new])
     # Parallel edges stay in the order in which they were given.
     order = np.argsort(keys, kind="stable")
-    return Edges(*_rows(keys[order], n), chosen_edge_data(data, number[order]))
+    place: IntArray = number[order].astype(np.int32 if len(keys) < 1 << 31 else np.int64)
+    has_order = not symmetrize and bool((np.diff(place) != 1).any())
+    rows = _rows(keys[order], n)
+    return Edges(*rows, chosen_edge_data(data, place), place if has_order else None)
 
 
 def _rows(keys: npt.NDArray[np.int64], n: int) -> tuple[npt.NDArray[np.int64], IntArray]:

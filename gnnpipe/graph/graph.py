@@ -123,6 +123,9 @@ class Graph:
     """For link prediction: the pairs to be scored; ``y`` is then -1 and ``num_classes`` 0."""
     adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
     """The form in which the edges were given, and in which a model of PyG's gets them."""
+    edge_order: IntArray | None = None
+    """[E], position of each edge in the list of edges that was given; ``None`` if it is not known,
+    or if the edges are in the order that was given."""
     derived: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """By name [E, ...]: values of edges that a model's forward made (``capture.edge_work``);
     ``edge_type`` then numbers the sets of edges that it made. Or the data of relation r in a
@@ -208,7 +211,10 @@ class Graph:
     def with_edges(self, is_kept: BoolArray) -> Graph:
         """The graph with only some of its edges, ``is_kept`` [E]."""
         before = np.concatenate([[0], np.cumsum(is_kept)])
-        kept = replace(self, indptr=before[self.indptr], indices=self.indices[is_kept])
+        order = None if self.edge_order is None else self.edge_order[is_kept]
+        kept = replace(
+            self, indptr=before[self.indptr], indices=self.indices[is_kept], edge_order=order
+        )
         return kept.with_edge_data(chosen_edge_data(self.edge_data, is_kept))
 
     @cached_property

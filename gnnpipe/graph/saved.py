@@ -107,6 +107,8 @@ def _arrays_of(graph: Any) -> Arrays:
         **graph.edge_data,
         **_features_to_arrays("x", graph.x),
     }
+    if graph.edge_order is not None:
+        arrays["edge_order"] = graph.edge_order
     if graph.pairs is not None:
         for key in ("indptr", "indices", "label", "part"):
             arrays[f"pairs_{key}"] = getattr(graph.pairs, key)
@@ -145,6 +147,8 @@ def _fields_of(arrays: Arrays) -> Arrays:
         most = np.inf if types is None else len(types.relations)
         _check(0 <= arrays["edge_type"].min() <= arrays["edge_type"].max() < most, "edge_type")
     _check(types is None or "edge_type" in arrays, "edge_type")
+    order = arrays.get("edge_order")
+    _check(order is None or (order.shape == (e,) and order.dtype.kind == "i"), "edge_order")
     return {
         "name": str(arrays["name"].item()),
         "indptr": indptr,
@@ -154,6 +158,7 @@ def _fields_of(arrays: Arrays) -> Arrays:
         **{key: arrays[key] for key in ("train_mask", "val_mask", "test_mask")},
         "num_classes": num_classes,
         **{key: arrays.get(key) for key in _EDGE_DATA},
+        "edge_order": order,
         "derived": _relation_data(arrays),
         "types": types,
         "pairs": _pairs(arrays, n) if "pairs_indptr" in arrays else None,

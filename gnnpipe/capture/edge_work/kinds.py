@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from enum import Enum, auto
 
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import EDGES, attribute, is_input
+from gnnpipe.capture.fx_names import EDGES, attribute, is_input, refuse
 from gnnpipe.capture.markers import by_mode, drop, with_items
 from gnnpipe.graph.graph import EDGE_DATA
 
@@ -22,6 +23,9 @@ class Kind(Enum):
     """Edge data, but not on which vertices an edge joins."""
     EDGES = auto()
     """The edges."""
+
+
+_OF_EDGES = (Kind.EDGE_DATA, Kind.EDGES)
 
 
 def kinds_of(recording: fx.GraphModule) -> dict[fx.Node, Kind]:
@@ -56,6 +60,21 @@ def _read_of_graph(call: fx.Node) -> set[fx.Node] | None:
         seen |= new
         waiting += new
     return seen
+
+
+def refuse_positions(recording: fx.GraphModule) -> None:
+    """Raises ``InputError`` if forward selects edges by their position in the list of edges."""
+    kinds = kinds_of(recording)
+    for call in recording.graph.nodes:
+        if call.target is not operator.getitem or kinds.get(call.args[0]) not in _OF_EDGES:
+            continue
+        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        # Of [2, E] the second index counts edges, of [E, ...] the first one.
+        counted = index[-1] if kinds[call.args[0]] is Kind.EDGES else index[0]
+        is_end = len(index) == 1 and isinstance(counted, slice) and counted.stop in (1, 2)
+        if isinstance(counted, slice) and counted != slice(None) and not is_end:
+            hint = "mark them by a column of edge_attr, and select them by a mask"
+            refuse("forward selects edges by their position in edge_index", hint, call)
 
 
 def reads_shape(call: fx.Node) -> bool:

@@ -303,5 +303,6 @@ def graph_of_sets(graph: Graph, sets: EdgeSets) -> Graph:
         edge_weight=joined(weights) if weights else None,
         edge_attr=None,
         edge_type=number[order],
+        edge_order=None,
         derived={name: joined({place: value}) for name, (place, value) in sets.data.items()},
     )

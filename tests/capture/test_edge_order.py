@@ -1,0 +1,86 @@
+"""Models that read edges by their position in the list get the list as it was given."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import plain_pyg_losses, pyg_data, quick_config, small_graph
+from torch_geometric.nn import GCNConv, NNConv
+
+from gnnpipe import Graph, InputError, Trainer
+
+IN, OUT, EPOCHS = 7, 3, 3
+
+
+class Sliced(torch.nn.Module):
+    """Two convolutions over the first and the other edges of the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = GCNConv(IN, 8), GCNConv(8, OUT)
+
+    def forward(self, x, edge_index):
+        x = self.first(x, edge_index[:, :100]).relu()
+        return self.second(x, edge_index[:, 100:])
+
+
+class SlicedData(torch.nn.Module):
+    """Attributes are read by position, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = NNConv(IN, OUT, torch.nn.Linear(2, IN * OUT))
+
+    def forward(self, x, edge_index, edge_attr):
+        if float(x.detach()[0, 0]) > 1e9:
+            return x
+        return self.conv(x, edge_index[:, 50:], edge_attr[50:])
+
+
+def shuffled():
+    """A graph whose list of edges has no order."""
+    data = pyg_data(small_graph())
+    torch.manual_seed(0)
+    data.edge_index = data.edge_index[:, torch.randperm(data.num_edges)]
+    data.edge_attr = torch.rand(data.num_edges, 2)
+    return data
+
+
+def losses(graph, model, **settings):
+    config = quick_config(epochs=EPOCHS, dtype="float64", lr=0.01, **settings)
+    return [row.loss for row in Trainer(config, graph=graph, model=model).fit().history]
+
+
+@pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
+@pytest.mark.parametrize("kind", [Sliced, SlicedData])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_list_is_that_of_plain_pyg(kind, is_saved, tmp_path):
+    data = shuffled()
+    torch.manual_seed(1)
+    model, plain = kind().double(), kind().double()
+    plain.load_state_dict(model.state_dict())
+    arguments = [data.x.double(), data.edge_index, data.edge_attr.double()]
+    arguments = arguments[: 2 + (kind is SlicedData)]
+    expected = plain_pyg_losses(plain, data, arguments, EPOCHS)
+    graph = Graph.from_pyg(data)
+    if is_saved:
+        graph.save(tmp_path / "graph.npz")
+        graph = Graph.load(tmp_path / "graph.npz")
+    assert losses(graph, model) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
+def test_a_slice_is_refused_in_chunks():
+    with pytest.raises(InputError, match=r"by their position.*edge_index\[:, :100\]"):
+        losses(Graph.from_pyg(shuffled()), Sliced(), chunks=2)
+
+
+def test_the_order_is_kept_only_where_it_differs():
+    data = shuffled()
+    graph = Graph.from_pyg(data)
+    assert graph.edge_order is not None
+    assert np.array_equal(data.edge_index.numpy()[:, graph.edge_order], graph.edge_index)
+    kept = graph.with_edges(np.arange(graph.num_edges) % 2 == 0)
+    assert np.array_equal(kept.edge_order, graph.edge_order[::2])
+    data.edge_index = torch.from_numpy(graph.edge_index)
+    assert Graph.from_pyg(data).edge_order is None
+    assert Graph.from_pyg(shuffled(), symmetrize=True).edge_order is None
