@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -140,9 +139,7 @@ class WholeStageModule(StageModule):
 def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """The edges as forward takes them, and edge data by the name of the argument."""
     graph, dtype = model.graph, model.dtype
-    as_given: Any = slice(None)
-    if graph.edge_order is not None:
-        as_given = np.argsort(graph.edge_order)
+    as_given = graph.as_given
     edge_index = torch.from_numpy(graph.edge_index[:, as_given]).to(device)
     found = {name: torch.from_numpy(graph.edge_data[name][as_given]) for name in model.edge_inputs}
     data = {k: (v.to(dtype) if v.is_floating_point() else v).to(device) for k, v in found.items()}

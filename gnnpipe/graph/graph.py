@@ -151,6 +151,11 @@ class Graph:
         return self if len(read) == len(self.edge_data) else self.with_edge_data(read)
 
     @property
+    def as_given(self) -> IntArray | slice:
+        """The index that puts edges in the order in which they were given."""
+        return slice(None) if self.edge_order is None else np.argsort(self.edge_order)
+
+    @property
     def has_matrix_form(self) -> bool:
         """Whether a model of PyG's gets the edges as a matrix ``adj_t``."""
         return self.adjacency is not AdjacencyForm.EDGE_INDEX
