@@ -286,9 +286,11 @@ def _user_model(
 
 def _wrong_width(width: int, graph: Graph) -> str:
     text = f"model: gives {width} numbers for each vertex, but the graph has {graph.label_text}"
-    if width > graph.num_classes and not graph.is_multi_label and not graph.is_regression:
-        text += f"; if more classes exist, Graph.from_pyg(data, num_classes={width})"
-    return text
+    if graph.is_multi_label or graph.is_regression:
+        return text
+    if width > graph.num_classes:
+        return f"{text}; if more classes exist, Graph.from_pyg(data, num_classes={width})"
+    return f"{text}; each class needs a logit: the prediction is the argmax over all classes"
 
 
 def reason_not_recorded(model: Model) -> str:

@@ -82,6 +82,13 @@ def test_training_needs_labels_and_a_split(fields, call, words):
         getattr(trainer, call)()
 
 
+def test_one_logit_for_two_classes_is_refused():
+    data = pyg_data(small_graph(classes=2))
+    trainer = Trainer(quick_config(), graph=Graph.from_pyg(data), model=pyg.GCN(IN, 8, 2, 1))
+    with pytest.raises(InputError, match=r"gives 1 numbers .* each class needs a logit"):
+        trainer.fit()
+
+
 def test_classes_without_a_vertex():
     data, model = without(), pyg.GCN(IN, 8, 2, 5)
     with pytest.raises(InputError, match=r"gives 5 numbers.*3 classes; .*num_classes=5"):
