@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capture import test_buffers, test_edge_work, test_vertex_sums, test_whole_model
 from helpers import quick_config, small_graph
 from torch import nn
 from torch_geometric.nn import GATv2Conv, GraphSAGE
@@ -148,6 +149,34 @@ class Own(nn.Module):
 )
 def test_models_of_the_users_own(module, chunks):
     assert_same(module=module, chunks=chunks)
+
+
+RECORDED = [
+    *test_edge_work.MODELS,
+    *test_edge_work.RANDOM,
+    *test_buffers.MODELS,
+    *test_vertex_sums.MODELS.values(),
+]
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("module", RECORDED)
+def test_recorded_models(module, chunks):
+    """Work on edges, also random; assigned buffers; sums over vertices."""
+    assert_same(module=module, chunks=chunks, staleness="exact")
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as it is")
+@pytest.mark.parametrize("module", [test_whole_model.Softmax, test_whole_model.Moving])
+def test_models_that_run_as_they_are(module):
+    assert_same(module=module)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("iterations", [0, 2])
+def test_label_inputs(iterations, chunks):
+    given = {"label_inputs": 0.4, "label_iterations": iterations, "staleness": "exact"}
+    assert_same(model="sage", chunks=chunks, **given)
 
 
 @pytest.mark.parametrize("chunks", [1, 5])
