@@ -136,7 +136,7 @@ class ByHand(TwoLayers):
     def forward(self, x, edge_index):
         row, col = edge_index
         x = self.first(x).relu()
-        total = torch.zeros(x.size(0), HIDDEN, dtype=x.dtype).index_add_(0, col, x[row])
+        total = x.new_zeros(x.size(0), HIDDEN).index_add_(0, col, x[row])
         mean = scatter(x[row] - x[col], col, dim=0, dim_size=x.size(0), reduce="mean")
         most = torch.zeros_like(x).scatter_reduce(
             0, col.view(-1, 1).expand(-1, HIDDEN), x[row], reduce="amax"
@@ -187,7 +187,7 @@ class Matrices(TwoLayers):
     conv = nn.Linear
 
     def forward(self, x, edge_index):
-        n, ones = x.size(0), torch.ones(edge_index.size(1), dtype=x.dtype)
+        n, ones = x.size(0), x.new_ones(edge_index.size(1))
         matrix = torch.sparse_coo_tensor(
             edge_index.flip(0), ones, (n, n), check_invariants=False
         ).coalesce()

@@ -49,7 +49,7 @@ class Totals(Base):
     def between(self, x):
         n = x.size(0)
         total = x.sum(dim=0) / n**0.5
-        return x * total + torch.mean(x) * torch.ones(n, 1, dtype=x.dtype) + x / x.shape[0]
+        return x * total + torch.mean(x) * x.new_ones(n, 1) + x / x.shape[0]
 
 
 class TwoInARow(Base):
