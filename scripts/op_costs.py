@@ -73,7 +73,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     )
     times = take_profile(config, mesh, graph).compute[0].ops
     prepared = prepare(config, mesh, graph)
-    sizes, found = chunk_sizes(prepared), []
+    sizes, found = chunk_sizes(prepared).stages[0], []
     n, edges = graph.num_vertices, int(graph.degrees.sum())
     entries = int(graph.x.nnz if hasattr(graph.x, "nnz") else graph.x.size)
     for i in PLACES:

@@ -25,6 +25,8 @@ class StatedCosts:
     message_size: int = 8
     exchanged_size: int = 4
     is_one_wire: bool = False
+    shards: int = 1
+    """Of every stage."""
     scale: Callable[[int, int, int], float] = lambda stage, shard, chunk: 1.0
 
     def begin_s(self, stage, shard):
@@ -54,7 +56,10 @@ class StatedCosts:
     def update_s(self, stage, shard):
         return self.update_time_s
 
-    def message_bytes(self, way, source, target, shard, chunk):
+    def message_pairs(self, source, target):
+        return [(shard, shard) for shard in range(self.shards)]
+
+    def message_bytes(self, way, source, target, pair, chunk):
         return self.message_size
 
     def exchange_bytes(self, way, stage, shard, chunk, step):
@@ -72,7 +77,7 @@ class StatedCosts:
     def shard_sum_s(self, stage, size_bytes):
         return self.reduce_time_s
 
-    def shard_sum_bytes(self, size_bytes):
+    def shard_sum_bytes(self, stage, size_bytes):
         return 2 * size_bytes
 
     def shard_sum_phases(self):
@@ -91,8 +96,8 @@ class StatedCosts:
 class DrawnCosts(StatedCosts):
     """Whole seconds from 0 to 9 for everything, by chance but always the same; sums are exact."""
 
-    def __init__(self, seed, is_one_wire=False):
-        super().__init__(is_one_wire=is_one_wire)
+    def __init__(self, seed, is_one_wire=False, shards=1):
+        super().__init__(is_one_wire=is_one_wire, shards=shards)
         self.seed = seed
 
     def _drawn(self, *what):
@@ -126,8 +131,8 @@ class DrawnCosts(StatedCosts):
     def update_s(self, stage, shard):
         return self._drawn("update", stage, shard)
 
-    def message_bytes(self, way, source, target, shard, chunk):
-        return random.Random(repr((self.seed, str(way), source, target, shard, chunk))).randint(
+    def message_bytes(self, way, source, target, pair, chunk):
+        return random.Random(repr((self.seed, str(way), source, target, pair, chunk))).randint(
             0, 99
         )
 

@@ -121,6 +121,21 @@ def restrict(layout: ShardLayout, chosen: BoolArray) -> ShardLayout:
     )
 
 
+def common_rows(
+    chunking: Chunking, shard: int, other: Chunking, other_shard: int, chosen: BoolArray
+) -> Int64:
+    """The rows of a shard that a shard of another stage owns too, [K, 2].
+
+    Start and stop among the ``chosen`` rows [N] of each chunk of ``shard``. ``other`` has the same
+    numbering of the rows.
+    """
+    before, first = _before(chosen), chunking.ptr[:, shard]
+    start = np.maximum(first, other.ptr[:, other_shard])
+    stop = np.minimum(chunking.ptr[:, shard + 1], other.ptr[:, other_shard + 1])
+    ends = np.stack([start, np.maximum(start, stop)], axis=1)
+    return np.asarray(before[ends] - before[first][:, None])
+
+
 def _before(chosen: BoolArray) -> Int64:
     """Number of chosen rows before each row, [R + 1]."""
     return np.concatenate([[0], np.cumsum(chosen)]).astype(np.int64)

@@ -1,7 +1,7 @@
 """Predicted costs of a plan, and the split of a measured epoch's time."""
 
 from gnnpipe.perf.memory import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
-from gnnpipe.perf.parts import ChunkSizes
+from gnnpipe.perf.parts import ChunkSizes, PlanSizes
 from gnnpipe.perf.profile import Profile
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.spans import (
@@ -25,6 +25,7 @@ __all__ = [
     "MemoryEstimate",
     "MemorySettings",
     "Message",
+    "PlanSizes",
     "Profile",
     "ShardSizes",
     "Span",

@@ -191,7 +191,12 @@ class RankMemory:
     @property
     def is_alone(self) -> bool:
         """A single chunk on a single shard."""
-        return self.plan.chunks == 1 and self.plan.shards == 1
+        return self.plan.chunks == 1 and self.shards == 1
+
+    @property
+    def shards(self) -> int:
+        """G of the stage."""
+        return self.plan.stages[self.stage].shards
 
     @property
     def is_linear(self) -> bool:
@@ -224,7 +229,7 @@ class RankMemory:
         types = {op.vertex_type for op in self.model.ops}
         own = sum(sizes.own_rows[t] for t in types)
         read = sum(sizes.table_rows[t] for t in types)
-        copies = 1 if self.settings.symmetric and self.plan.shards == 1 else 2
+        copies = 1 if self.settings.symmetric and self.shards == 1 else 2
         # Row pointers: of the whole matrix, and of each chunk if there are several.
         pointer = _INDEX_BYTES * (1 + (chunks > 1))
         found = copies * self.entries * entry + pointer * (own + read)
@@ -456,9 +461,9 @@ class RankMemory:
         """
         if not (self.is_linear or self.has_blocks):
             return 0
-        rows = sum(self.sizes.own_rows.values()) * self.plan.shards
+        rows = sum(self.sizes.own_rows.values()) * self.shards
         whole = (self.sizes.graph_edges + rows) * (_INDEX_BYTES + _FLOAT64_BYTES)
-        if self.plan.shards > 1 or len(self.sizes.own_rows) > 1:
+        if self.shards > 1 or len(self.sizes.own_rows) > 1:
             copied = _INDEX_BYTES + _FLOAT64_BYTES + _LONG_BYTES
         else:
             copied = _INDEX_BYTES + self.settings.row_bytes

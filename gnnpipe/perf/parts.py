@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.perf.fit import Work
-from gnnpipe.plan import ModelGraph, Op
+from gnnpipe.plan import ModelGraph, Op, ShardSplit
 
 Counts = npt.NDArray[np.int64]
 
@@ -138,3 +138,38 @@ class ChunkSizes:
         if op.name in self.loss_rows:
             return self.loss_row_counts, edges, entries
         return edges if op.over_pairs else self.rows[op.vertex_type], edges, entries
+
+
+@dataclass(frozen=True)
+class PlanSizes:
+    """Sizes of the chunks in every stage of a plan."""
+
+    stages: tuple[ChunkSizes, ...]
+    """By stage; stages of equal shards have equal sizes."""
+    split: ShardSplit
+    """The shards of the stages."""
+    part_rows: Mapping[str, Counts]
+    """[P, K] rows of the parts of the chunks, by vertex type."""
+    part_probes: Mapping[str, Counts]
+    """[P] probe rows of the parts."""
+
+    @classmethod
+    def equal(cls, sizes: ChunkSizes, split: ShardSplit) -> PlanSizes:
+        """Return the sizes of a plan whose stages have the same shards."""
+        return cls((sizes,) * len(split.bounds), split, sizes.rows, sizes.probes)
+
+    def rows_between(self, stage: int, other: int, vertex_type: str) -> Counts:
+        """Return the rows that a shard of ``stage`` and a shard of ``other`` own, [G, G', K]."""
+        return self._between(stage, other, self.part_rows[vertex_type])
+
+    def probes_between(self, stage: int, other: int, vertex_type: str) -> Counts:
+        """Return the probe rows that shards of both stages own, [G, G']."""
+        return self._between(stage, other, self.part_probes[vertex_type])
+
+    def _between(self, stage: int, other: int, parts: Counts) -> Counts:
+        mine, theirs = self.split.bounds[stage], self.split.bounds[other]
+        found = np.zeros((len(mine) - 1, len(theirs) - 1, *parts.shape[1:]), dtype=np.int64)
+        for i, j in self.split.overlaps(stage, other):
+            first, last = max(mine[i], theirs[j]), min(mine[i + 1], theirs[j + 1])
+            found[i, j] = parts[first:last].sum(0)
+        return found

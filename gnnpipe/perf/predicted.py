@@ -62,7 +62,7 @@ def _add_wait(
 
 def _ends(task: Task, placement: Placement) -> tuple[int, int]:
     """Return the source and target rank of a message."""
-    return placement.rank(task.stage, task.shard), placement.rank(task.peer, task.shard)
+    return placement.rank(task.stage, task.shard), placement.rank(task.peer, task.peer_shard)
 
 
 def predicted_spans(

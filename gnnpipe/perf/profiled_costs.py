@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from gnnpipe.collectives import LinkUse
 from gnnpipe.errors import InputError
-from gnnpipe.perf.parts import ChunkSizes, Part, Side, step_parts
+from gnnpipe.perf.parts import Part, PlanSizes, Side, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.simulate import TaskKind
 from gnnpipe.perf.volume import fit_numbers
@@ -43,7 +43,7 @@ class ProfiledCosts:
         profile: Profile,
         dag: StageDag,
         model: ModelGraph,
-        sizes: ChunkSizes,
+        sizes: PlanSizes,
         *,
         number_bytes: int,
         row_bytes: int,
@@ -56,7 +56,7 @@ class ProfiledCosts:
             profile: Times of ops and links.
             dag: The stages of the plan.
             model: The ops.
-            sizes: Sizes of the chunks.
+            sizes: Sizes of the chunks in every stage.
             number_bytes: Bytes of a number of a weight.
             row_bytes: Bytes of a number of a row in a message.
             ranks_at_once: Ranks that compute at once on one machine.
@@ -66,12 +66,16 @@ class ProfiledCosts:
             InputError: The profile lacks an op or a link that the plan needs.
         """
         plan = dag.plan
-        self.plan, self.model, self.sizes = plan, model, sizes
+        self.plan, self.model = plan, model
+        self._sizes = sizes
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
         self._ops = [self._times_of(op) for op in model.ops]
-        self._parts = [step_parts(model, stage.ops, sizes.precomputed) for stage in plan.stages]
+        self._parts = [
+            step_parts(model, stage.ops, of_stage.precomputed)
+            for stage, of_stage in zip(plan.stages, sizes.stages, strict=True)
+        ]
         self._steps: dict[tuple[Direction, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
@@ -81,7 +85,7 @@ class ProfiledCosts:
         if cluster is None:
             if plan.num_stages > 1:
                 self._link("message")
-            if plan.shards > 1:
+            if plan.most_shards > 1:
                 self._link("exchange")
                 self._link("shard_sum")
 
@@ -122,7 +126,7 @@ class ProfiledCosts:
 
         Clearing tables of gradients, taking and restoring snapshots, drawing masks.
         """
-        work = self.sizes.begin_work(self._stage_ops(stage), shard)
+        work = self._sizes.stages[stage].begin_work(self._stage_ops(stage), shard)
         time_s = self._compute.begin.time_s(work.rows, work.edges, times=work.times)
         return time_s * self._slowdown(stage, shard)
 
@@ -142,36 +146,41 @@ class ProfiledCosts:
 
     def _step_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
         """Return the seconds of a step, [G, K]."""
-        total = np.zeros((self.plan.shards, self.plan.chunks))
+        sizes = self._sizes.stages[stage]
+        total = np.zeros((sizes.shards, sizes.chunks))
         for part in self._parts[stage][step]:
             op, costs = self.model.ops[part.op], self._part_times(way, part)
-            rows, edges, entries = self.sizes.columns(op, part.side)
+            rows, edges, entries = sizes.columns(op, part.side)
             total += costs.base_s + costs.per_row_s * rows
             total += costs.per_edge_s * edges + costs.per_entry_s * entries
             if part.side is Side.BEFORE and not op.is_mean:
-                numbers = self.sizes.boundary[op.pushed_type] * op.push_width
+                numbers = sizes.boundary[op.pushed_type] * op.push_width
                 total += self._compute.boundary_per_number_s * numbers
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
     def _busy_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
         """Return the processor seconds of messages and exchanges during a step, [G, K]."""
-        plan, total = self.plan, np.zeros((self.plan.shards, self.plan.chunks))
-        last = len(self._parts[stage]) - 1
+        shards, chunks = self.plan.stages[stage].shards, self.plan.chunks
+        total, last = np.zeros((shards, chunks)), len(self._parts[stage]) - 1
         first_step, last_step = (0, last) if way == Direction.FORWARD else (last, 0)
         for ends in self._transfers:
             source, target = ends if way == Direction.FORWARD else ends[::-1]
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
                 busy = self._link("message").busy
-                total += busy.base_s + busy.per_row_s * self._bytes_between(*ends)
-        if plan.shards > 1 and step < last and self.has_exchange(stage, step):
+                # A message has a part for each pair of shards with common rows.
+                others = 1 if ends[0] == stage else 0
+                pairs = np.array(self.message_pairs(*ends))[:, 1 - others]
+                total += busy.base_s * np.bincount(pairs, minlength=shards)[:, None]
+                total += busy.per_row_s * self._bytes_between(*ends).sum(others)
+        if shards > 1 and step < last and self.has_exchange(stage, step):
             busy = self._link("exchange").busy
             total += [
                 [
-                    busy.base_s * (plan.shards - 1)
+                    busy.base_s * (shards - 1)
                     + busy.per_row_s * self.exchange_bytes(way, stage, shard, chunk, step)
-                    for chunk in range(plan.chunks)
+                    for chunk in range(chunks)
                 ]
-                for shard in range(plan.shards)
+                for shard in range(shards)
             ]
         return total
 
@@ -187,7 +196,7 @@ class ProfiledCosts:
         total = 0.0
         for op, times in self._stage_times(stage):
             if op.reads_features:
-                work = self.sizes.feature_work(op, shard)
+                work = self._sizes.stages[stage].feature_work(op, shard)
                 total += times.finish.time_s(work.rows, entries=work.entries)
         return total * self._slowdown(stage, shard)
 
@@ -197,9 +206,10 @@ class ProfiledCosts:
         This part is the product for the own rows, here all that grows with the edges (edges of halo
         rows are few). Not called with one shard, nor for the last step.
         """
+        sizes = self._sizes.stages[stage]
         total = sum(
             self._part_times(Direction.BACKWARD, part).per_edge_s
-            * float(self.sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
+            * float(sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
             for part in self._parts[stage][step]
             if part.side is Side.BEFORE
         )
@@ -207,13 +217,13 @@ class ProfiledCosts:
 
     def probe_s(self, kind: TaskKind, stage: int, shard: int) -> float:
         """Return the time of FORECAST or CARRY on one rank, without communication."""
-        total = 0.0
+        total, sizes = 0.0, self._sizes.stages[stage]
         for op, times in self._stage_times(stage):
-            probes = float(self.sizes.probes[op.vertex_type][shard])
+            probes = float(sizes.probes[op.vertex_type][shard])
             if kind == TaskKind.FORECAST:
                 total += times.forecast.time_s(probes)
             elif op.is_forecast:
-                total += times.carry.time_s(float(self.sizes.stale[op.pushed_type][shard]))
+                total += times.carry.time_s(float(sizes.stale[op.pushed_type][shard]))
         return total * self._slowdown(stage, shard)
 
     def fit_bytes(self, stage: int) -> Sequence[int]:
@@ -230,32 +240,46 @@ class ProfiledCosts:
         time_s = self._compute.update.time_s(weights, times=len(ops))
         return time_s * self._slowdown(stage, shard)
 
+    def message_pairs(self, source: int, target: int) -> Sequence[tuple[int, int]]:
+        """Return the pairs (shard of ``source``, shard of ``target``) that own common rows.
+
+        A message between two stages has a part for each pair.
+        """
+        return self._sizes.split.overlaps(source, target)
+
     def message_bytes(
-        self, way: Direction, source: int, target: int, shard: int, chunk: int
+        self, way: Direction, source: int, target: int, pair: tuple[int, int], chunk: int
     ) -> int:
-        """Return the bytes that a shard of stage ``source`` sends to the same shard of ``target``.
+        """Return the bytes that a shard of stage ``source`` sends to a shard of ``target``.
 
         All values of one chunk, or in backward their gradients. If ``chunk`` is
-        ``SpecialPosition.PROBE``: the values of the probe rows, old and new.
+        ``SpecialPosition.PROBE``: the values of the probe rows, old and new. ``pair``: the shards,
+        as in ``message_pairs``.
         """
-        ends = (source, target) if way == Direction.FORWARD else (target, source)
+        if way == Direction.BACKWARD:
+            source, target, pair = target, source, pair[::-1]
         if chunk != SpecialPosition.PROBE:
-            return int(self._bytes_between(*ends)[shard, chunk])
+            return int(self._bytes_between(source, target)[*pair, chunk])
         return sum(
-            2 * int(self.sizes.probes[t.types.get(value, "")][shard]) * width * self._row_bytes
-            for t in self._transfers.get(ends, ())
-            for value, width in t.widths.items()
+            2 * width * self._row_bytes * int(self._sizes.probes_between(source, target, t)[pair])
+            for t, width in self._widths_between(source, target)
         )
 
+    def _widths_between(self, source: int, target: int) -> Iterator[tuple[str, int]]:
+        """Yield the vertex type and width of each value that ``source`` sends to ``target``."""
+        for transfer in self._transfers.get((source, target), ()):
+            for value, width in transfer.widths.items():
+                yield transfer.types.get(value, ""), width
+
     def _bytes_between(self, source: int, target: int) -> npt.NDArray[np.int64]:
-        """Return the bytes of each chunk's message, [G, K]; forward and backward are equal."""
+        """Return the bytes of each chunk's message by shards, [G, G', K]; both ways are equal."""
         ends = source, target
         if ends not in self._messages:
-            total = np.zeros((self.plan.shards, self.plan.chunks), dtype=np.int64)
-            for transfer in self._transfers.get(ends, ()):
-                for value, width in transfer.widths.items():
-                    rows = self.sizes.rows[transfer.types.get(value, "")]
-                    total += rows * (width * self._row_bytes)
+            shape = [self.plan.stages[s].shards for s in ends]
+            total = np.zeros((*shape, self.plan.chunks), dtype=np.int64)
+            for vertex_type, width in self._widths_between(*ends):
+                rows = self._sizes.rows_between(*ends, vertex_type)
+                total += rows * (width * self._row_bytes)
             self._messages[ends] = total
         return self._messages[ends]
 
@@ -272,7 +296,8 @@ class ProfiledCosts:
         Forward: the boundary rows that the step pushed; backward: the gradients of its halo rows.
         Only called if the step ``has_exchange``.
         """
-        rows = self.sizes.boundary if way == Direction.FORWARD else self.sizes.halo
+        sizes = self._sizes.stages[stage]
+        rows = sizes.boundary if way == Direction.FORWARD else sizes.halo
         return sum(
             int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
             for op in self._pushing(stage, step)
@@ -312,7 +337,7 @@ class ProfiledCosts:
         ``sizes_bytes``: bytes that each shard sends to all others together. In a cluster the
         slowest link between the shards counts.
         """
-        use = self.plan.collectives.rows.link_use(self.plan.shards, max(sizes_bytes))
+        use = self.plan.collectives.rows.link_use(len(sizes_bytes), max(sizes_bytes))
         is_measured = self._profile.collectives.row_exchange == self.plan.collectives.row_exchange
         return self._collective_s(stage, use, "exchange" if is_measured else None)
 
@@ -321,13 +346,13 @@ class ProfiledCosts:
 
         Includes the copies into and out of a contiguous buffer.
         """
-        use = self.plan.collectives.sum.link_use(self.plan.shards, size_bytes)
+        use = self.plan.collectives.sum.link_use(self.plan.stages[stage].shards, size_bytes)
         is_measured = self._profile.collectives.shard_sum == self.plan.collectives.shard_sum
         return self._collective_s(stage, use, "shard_sum" if is_measured else None)
 
-    def shard_sum_bytes(self, size_bytes: int) -> int:
+    def shard_sum_bytes(self, stage: int, size_bytes: int) -> int:
         """Return the bytes that all shards of a stage send for a sum of ``size_bytes``."""
-        return self.plan.collectives.sum.sent_bytes(self.plan.shards, size_bytes)
+        return self.plan.collectives.sum.sent_bytes(self.plan.stages[stage].shards, size_bytes)
 
     def shard_sum_phases(self) -> int:
         """Return the phases of a sum, which follow one another and take equally long."""

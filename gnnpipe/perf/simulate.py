@@ -83,6 +83,8 @@ class Task(NamedTuple):
     """-1: all steps of its action."""
     peer: int = -1
     """The stage that receives a message."""
+    peer_shard: int = -1
+    """The shard that receives a message."""
     size_bytes: int = 0
     """Bytes that all senders send."""
 

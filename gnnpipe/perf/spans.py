@@ -249,13 +249,17 @@ def _wait_spans(epoch: EpochSpans, rank: int, stage: int, critical: _Intervals) 
 def _action_spans(
     epoch: EpochSpans, rank: int, placement: Placement, sizes: MessageSizes, critical: _Intervals
 ) -> Iterator[Span]:
-    stage, shard = placement.place(rank)
+    stage = placement.stage(rank)
     waited = _Intervals(
         [*((m.wait_start_s, m.wait_end_s) for m in epoch.messages), *_collective_waits(epoch)]
     )
     for action, start_s, end_s in epoch.actions:
-        peer = placement.rank(action.peer, shard) if action.peer >= 0 else -1
         way = action.kind.removeprefix("SEND_")
+        peer, size = -1, 0
+        if action.peer >= 0:
+            peer = placement.counterparts(rank, action.peer)[0]
+            parts = ((way, rank, each, action.position) for each in placement.stages[action.peer])
+            size = sum(sizes.get(part, 0) for part in parts)
         own_s = end_s - start_s - waited.overlap_s(start_s, end_s)
         yield Span(
             rank,
@@ -266,7 +270,7 @@ def _action_spans(
             stage,
             action.steps,
             peer,
-            sizes.get((way, rank, peer, action.position), 0),
+            size,
             critical.overlap_s(start_s, end_s) > own_s / 2,
         )
 

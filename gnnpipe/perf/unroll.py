@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, SENDS, Task, TaskKind, Tasks, collector_paused
@@ -41,12 +42,20 @@ def program_tasks(
     tasks = Tasks()
     for rank in range(program.placement.num_ranks):
         tasks.open(f"rank {rank}", in_order=True)
-    messages: dict[tuple[Direction, int, int, int], list[int]] = {}
+    messages: dict[tuple[Direction, int, int, int], list[_Part]] = {}
     syncs: list[int] = []
     for stage in range(len(program.stages)):
         stage_tasks = _StageTasks(program, costs, order, overlap, tasks, messages, syncs, stage)
         stage_tasks.run()
     return tasks
+
+
+class _Part(NamedTuple):
+    """The part of a message that one shard sends to one shard of another stage."""
+
+    task: int
+    source: int
+    target: int
 
 
 class _StageTasks:
@@ -59,7 +68,7 @@ class _StageTasks:
         order: Sequence[int],
         overlap: bool,
         tasks: Tasks,
-        messages: dict[tuple[Direction, int, int, int], list[int]],
+        messages: dict[tuple[Direction, int, int, int], list[_Part]],
         syncs: list[int],
         stage: int,
     ) -> None:
@@ -77,7 +86,7 @@ class _StageTasks:
         """Last task on each device."""
         self._waits: list[list[int]] = [[] for _ in self.shards]
         """Tasks that the next task on each device waits for."""
-        self._arriving: dict[tuple[Direction, int], list[list[int]]] = defaultdict(list)
+        self._arriving: dict[tuple[Direction, int], list[list[_Part]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
         self._buckets: list[tuple[int, int, int, int]] = []
@@ -231,7 +240,7 @@ class _StageTasks:
 
     def _add_phase(self, size: int, step: int, before: tuple[int, ...], remaining: int) -> None:
         phases = self.costs.shard_sum_phases()
-        sent = self.costs.shard_sum_bytes(size) // phases
+        sent = self.costs.shard_sum_bytes(self.stage, size) // phases
         what = Task(TaskKind.REDUCE_GRADIENTS, self.stage, step=step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size) / phases
         task = self.tasks.add(what, self._shard_link(), time_s, (*self._last, *before))
@@ -259,7 +268,7 @@ class _StageTasks:
     def _reduce(
         self, kind: TaskKind, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
-        sent = self.costs.shard_sum_bytes(size)
+        sent = self.costs.shard_sum_bytes(self.stage, size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size)
         self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last)))
@@ -281,44 +290,53 @@ class _StageTasks:
     def _wait_for_messages(self, way: Direction, position: int) -> None:
         """Make the next task on each device wait for the messages posted for this chunk."""
         for message in self._arriving.pop((way, position), ()):
-            self._wait_for(message)
-
-    def _wait_for(self, message: list[int]) -> None:
-        for waits, task in zip(self._waits, message, strict=True):
-            waits.append(task)
+            for part in message:
+                self._waits[part.target].append(part.task)
 
     def _receive(self, action: Action) -> None:
         message = self._message(action.kind.direction, action.peer, self.stage, action.position)
         # Without overlap this dependency would deadlock stages that skip others.
         if self.overlap:
-            for task, posted in zip(message, self._last, strict=True):
-                self.tasks.before[task] = (*self.tasks.before[task], posted)
+            for part in message:
+                posted = self._last[part.target]
+                self.tasks.before[part.task] = (*self.tasks.before[part.task], posted)
         self._arriving[action.kind.direction, action.position].append(message)
 
     def _send(self, action: Action) -> None:
         message = self._message(action.kind.direction, self.stage, action.peer, action.position)
-        for task, sender in zip(message, self._last, strict=True):
-            self.tasks.before[task] = (sender, *self.tasks.before[task])
-        if not self.overlap:
-            self._wait_for(message)
+        for part in message:
+            sender = self._last[part.source]
+            self.tasks.before[part.task] = (sender, *self.tasks.before[part.task])
+            if not self.overlap:
+                self._waits[part.source].append(part.task)
 
-    def _message(self, way: Direction, source: int, target: int, position: int) -> list[int]:
-        """Return the tasks of a message by shard; the first of its send and receive adds them."""
+    def _message(self, way: Direction, source: int, target: int, position: int) -> list[_Part]:
+        """Return the parts of a message; the first of its send and receive adds their tasks."""
         key = way, source, target, position
         if key not in self.messages:
-            self.messages[key] = [self._message_task(*key, shard) for shard in self.shards]
+            pairs = self.costs.message_pairs(source, target)
+            self.messages[key] = [_Part(self._message_task(*key, pair), *pair) for pair in pairs]
         return self.messages[key]
 
     def _message_task(
-        self, way: Direction, source: int, target: int, position: int, shard: int
+        self, way: Direction, source: int, target: int, position: int, pair: tuple[int, int]
     ) -> int:
         chunk = self._chunk(position)
-        size = self.costs.message_bytes(way, source, target, shard, chunk)
+        size = self.costs.message_bytes(way, source, target, pair, chunk)
         placement = self.program.placement
-        ranks = placement.rank(source, shard), placement.rank(target, shard)
+        ranks = placement.rank(source, pair[0]), placement.rank(target, pair[1])
         link = self.tasks.open(self.costs.link(*ranks), in_order=False)
         time_s = self.costs.message_s(*ranks, size)
-        what = Task(SENDS[way], source, shard, position, chunk, peer=target, size_bytes=size)
+        what = Task(
+            SENDS[way],
+            source,
+            pair[0],
+            position,
+            chunk,
+            peer=target,
+            peer_shard=pair[1],
+            size_bytes=size,
+        )
         return self.tasks.add(what, link, time_s)
 
     def _chunk(self, position: int) -> int:

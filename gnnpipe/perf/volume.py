@@ -6,7 +6,7 @@ Reports show the closed form next to the bytes that were counted; the two must b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
 from gnnpipe.plan import ModelGraph, Op, StageDag
@@ -37,7 +37,7 @@ def closed_form_volume(
     model: ModelGraph,
     *,
     num_vertices: Mapping[str, int],
-    crossings: Mapping[str, int],
+    crossings: Sequence[Mapping[str, int]],
     number_bytes: int,
     row_bytes: int,
     probes: Mapping[str, int],
@@ -57,24 +57,22 @@ def closed_form_volume(
     - each label iteration: half the bytes of pipeline and graph, because it only goes forward, and
       N C predictions from the last stage to each other one that reads features (pipeline).
 
-    The plan's collectives determine the bytes of a sum and of a push (``plan.collectives``).
+    Rows between stages of different shards travel once, too: each row has one owner in each stage.
+    Graph, gradient and control are sums over the stages, each with its own M and G. The plan's
+    collectives determine the bytes of a sum and of a push (``plan.collectives``).
 
     Args:
         dag: The stages of the plan.
         model: The ops.
         num_vertices: N by vertex type ('' in a graph of one type).
-        crossings: M by vertex type, the number of pairs (vertex, other shard that reads it).
+        crossings: M by stage and vertex type, the number of pairs (vertex, other shard of the stage
+            that reads it).
         number_bytes: Bytes of a number of a weight.
         row_bytes: Bytes of a number of a row.
         probes: P by vertex type, the number of probe vertices.
         label_iterations: Number of passes that predict label inputs.
     """
     plan, sent = dag.plan, _widths_sent(dag)
-    pushed = sum(
-        crossings[op.pushed_type] * op.push_width for op in model.aggregations if not op.is_mean
-    )
-    means = sum(op.push_width for op in model.ops if op.is_mean)
-    fit = sum(fit_numbers(op) for op in model.aggregations if op.is_forecast)
     rows, sums = plan.collectives.rows, plan.collectives.sum
     # Training goes forward and backward.
     passes = 2 + label_iterations
@@ -82,14 +80,26 @@ def closed_form_volume(
     if label_iterations:
         readers = len(set(dag.feature_stages) - {plan.num_stages - 1})
         predicted = num_vertices[model.ops[-1].vertex_type] * model.num_classes * readers
+    graph = gradient = 0
+    control = 2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
+    for stage, m in zip(plan.stages, crossings, strict=True):
+        ops = model.select(stage.ops)
+        pushed = sum(
+            m[op.pushed_type] * op.push_width for op in ops if op.aggregates and not op.is_mean
+        )
+        means = sum(op.push_width for op in ops if op.is_mean)
+        graph += passes * rows.sent_bytes(stage.shards, pushed * row_bytes)
+        graph += passes * plan.chunks * sums.sent_bytes(stage.shards, means * 8)
+        weights = sum(op.num_parameters for op in ops)
+        gradient += sums.sent_bytes(stage.shards, weights * number_bytes)
+        fit = sum(fit_numbers(op) for op in ops if op.is_forecast)
+        control += sums.sent_bytes(stage.shards, fit * 8 * any(probes.values()))
     return CommVolume(
         pipeline=passes * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes
         + label_iterations * predicted * row_bytes,
-        graph=passes * rows.sent_bytes(plan.shards, pushed * row_bytes)
-        + passes * plan.chunks * sums.sent_bytes(plan.shards, means * 8),
-        gradient=sums.sent_bytes(plan.shards, model.num_parameters * number_bytes),
-        control=2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
-        + sums.sent_bytes(plan.shards, fit * 8 * any(probes.values())),
+        graph=graph,
+        gradient=gradient,
+        control=control,
     )
 
 

@@ -135,7 +135,8 @@ def _fast_message_s(task: Task, costs: ProfiledCosts, placement: Placement) -> f
     """Return the seconds of a message with twice the bandwidth; ``None`` for other tasks."""
     if not task.kind.is_send:
         return None
-    source, target = (placement.rank(stage, task.shard) for stage in (task.stage, task.peer))
+    source = placement.rank(task.stage, task.shard)
+    target = placement.rank(task.peer, task.peer_shard)
     return costs.message_s(source, target, round(task.size_bytes / 2))
 
 
@@ -154,7 +155,7 @@ def _fast_collective_s(task: Task, costs: ProfiledCosts, placement: Placement) -
         return None
     # The sum of a bucket of gradients has a task for each phase.
     parts = costs.shard_sum_phases() if task.kind is TaskKind.REDUCE_GRADIENTS else 1
-    copy_bytes = parts * task.size_bytes / costs.shard_sum_bytes(1)
+    copy_bytes = parts * task.size_bytes / costs.shard_sum_bytes(stage, 1)
     return costs.shard_sum_s(stage, round(copy_bytes / 2)) / parts
 
 

@@ -36,9 +36,10 @@ def gradient_steps(model: ModelGraph, ops: Sequence[int]) -> dict[str, int]:
 
 def gradient_buckets(model: ModelGraph, plan: Plan, number_bytes: int) -> list[tuple[int, ...]]:
     """Return for each stage the first steps of its buckets, ascending from 0; (0,) if G = 1."""
-    if plan.shards == 1:
-        return [(0,)] * plan.num_stages
-    return [_stage_buckets(model, stage.ops, number_bytes, plan.shards) for stage in plan.stages]
+    return [
+        _stage_buckets(model, stage.ops, number_bytes, stage.shards) if stage.shards > 1 else (0,)
+        for stage in plan.stages
+    ]
 
 
 def op_gradient_steps(model: ModelGraph, ops: Sequence[int]) -> list[int]:

@@ -64,7 +64,7 @@ def precomputed_aggregations(
     Empty for programs with stale reads, several shards, or rounded rows (``rounds_rows``), where
     results would depend on the shape of the run.
     """
-    if plan.shards > 1 or not is_exact or rounds_rows:
+    if plan.most_shards > 1 or not is_exact or rounds_rows:
         return frozenset()
     return frozenset(op.name for op in model.ops if op.of_features)
 

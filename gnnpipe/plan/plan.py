@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
+from gnnpipe.plan.shard_split import ShardSplit
 
 VERSION = 5
 
@@ -77,6 +78,19 @@ class Placement:
         """The ranks of a rank's stage, by shard."""
         return self.stages[self.stage(rank)]
 
+    def counterparts(self, rank: int, stage: int) -> list[int]:
+        """The ranks of a stage that own rows of ``rank``, if all shares are equal.
+
+        >>> Placement(((0,), (1, 2))).counterparts(0, 1)
+        [1, 2]
+        """
+        shard, mine, theirs = self.shard(rank), len(self.group(rank)), self.stages[stage]
+        return [
+            other
+            for i, other in enumerate(theirs)
+            if i * mine < (shard + 1) * len(theirs) and shard * len(theirs) < (i + 1) * mine
+        ]
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(stage, shard) of every rank, in the order of the ranks."""
         return (self._places[rank] for rank in range(self.num_ranks))
@@ -101,6 +115,11 @@ class StagePlan:
     def even(cls, ops: tuple[int, ...], ranks: tuple[int, ...]) -> StagePlan:
         """A stage whose ranks have equal shares."""
         return cls(ops, ranks, (1 / len(ranks),) * len(ranks))
+
+    @property
+    def shards(self) -> int:
+        """G, its number of ranks."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -166,14 +185,19 @@ class Plan:
         return Placement(tuple(stage.ranks for stage in self.stages))
 
     @property
-    def shards(self) -> int:
-        """G, the ranks of one stage; stages of different numbers of ranks do not run yet."""
-        return len(self.stages[0].ranks)
+    def most_shards(self) -> int:
+        """The largest number of ranks of a stage."""
+        return max(stage.shards for stage in self.stages)
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """The part of the work of each shard, the same in every stage."""
-        return self.stages[0].shares
+    def shards_text(self) -> str:
+        """The number of shards of the stages."""
+        return shards_text([stage.shards for stage in self.stages])
+
+    @cached_property
+    def split(self) -> ShardSplit:
+        """The parts of a chunk from which the shards of every stage are made."""
+        return ShardSplit.of([stage.shares for stage in self.stages])
 
     def to_json(self) -> str:
         """Return the plan as JSON text, with a format version."""
@@ -199,6 +223,18 @@ class Plan:
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise InputError(f"{source}: not a plan ({why}); try the plan.json of a run") from None
+
+
+def shards_text(by_stage: Sequence[int]) -> str:
+    """Return the numbers of shards as text.
+
+    >>> shards_text([2, 2]), shards_text([1, 2, 1])
+    ('2', '1, 2 and 1')
+    """
+    counts = [str(count) for count in by_stage]
+    if len(set(counts)) == 1:
+        return counts[0]
+    return f"{', '.join(counts[:-1])} and {counts[-1]}"
 
 
 def _stage(data: Any) -> StagePlan:

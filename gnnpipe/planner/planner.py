@@ -112,11 +112,6 @@ def check_plan(plan: Plan, model: ModelGraph) -> None:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     # Each raises for an unknown name.
     _ = SCHEDULES[plan.schedule], plan.collectives.rows, plan.collectives.sum
-    if len({stage.shares for stage in plan.stages}) > 1:
-        raise InputError(
-            "plan: its stages have different numbers of ranks or different shares of rows, which "
-            "cannot run yet; give every stage the same"
-        )
     _check_weights(plan, model)
     StageDag.of(plan, model)  # raises if the order of the stages is wrong
 

@@ -76,15 +76,16 @@ def receive_bandwidth(mesh: Mesh) -> float:
     """
     if mesh.device.type != "cpu":
         return float("inf")
-    peers = [s for s in (mesh.stage - 1, mesh.stage + 1) if 0 <= s < mesh.stages]
+    stages = [s for s in (mesh.stage - 1, mesh.stage + 1) if 0 <= s < mesh.stages]
+    peers = [p for s in stages for p in mesh.placement.counterparts(mesh.rank, s)]
     best = 0.0 if peers else float("inf")
     data = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=mesh.device)
     for _ in range(ROUNDS):
         start_s = mesh.recorder.clock()
         works = []
-        for stage in peers:
-            works.append(dist.irecv(torch.empty_like(data), src=mesh.peer(stage)))
-            works.append(dist.isend(data, dst=mesh.peer(stage)))
+        for peer in peers:
+            works.append(dist.irecv(torch.empty_like(data), src=peer))
+            works.append(dist.isend(data, dst=peer))
         for work in works:
             assert work is not None
             work.wait()
@@ -141,7 +142,9 @@ def measure_links(
         times, pair = by_speed[len(by_speed) // 2]
         loads = message_load(mesh, pair, test.repeats)
         message = replace(fit_link(sizes, times), busy=busy(loads, 1, True))
-    if peers := mesh.shards - 1:
+    # Of stages with different numbers of shards, those with the most are measured.
+    most = max(map(len, mesh.placement.stages))
+    if most > 1:
 
         def exchange_rows(size_bytes: int) -> None:
             _start_exchange(size_bytes, mesh).wait()
@@ -149,12 +152,12 @@ def measure_links(
         def sum_gradients(size_bytes: int) -> None:
             sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
 
-        use = mesh.collectives.rows.link_use(mesh.shards, 1)
+        use = mesh.collectives.rows.link_use(most, 1)
         link = fit_link(sizes, _slowest(mesh, test, exchange_rows), use.messages)
         loads = exchange_load(mesh, test.repeats)
-        exchange = replace(link, busy=busy(loads, peers, not steps_have_exchanges))
+        exchange = replace(link, busy=busy(loads, most - 1, not steps_have_exchanges))
         # Little is computed during gradient sums, so their processor time is not counted.
-        uses = [mesh.collectives.sum.link_use(mesh.shards, size) for size in sizes]
+        uses = [mesh.collectives.sum.link_use(most, size) for size in sizes]
         times = _slowest(mesh, test, sum_gradients)
         shard_sum = fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
     return Links(message, exchange, shard_sum)
@@ -205,7 +208,7 @@ def _start_exchange(size_bytes: int, mesh: Mesh) -> CollectiveWork:
 
 def _slowest(mesh: Mesh, test: LinkTest, work: Callable[[int], None]) -> list[float]:
     """Seconds of the slowest rank by size."""
-    by_rank = mesh.gather(_times_by_size(mesh, test, work, True))
+    by_rank = mesh.gather(_times_by_size(mesh, test, work, _has_most_shards(mesh)))
     return [max(times) for times in zip(*by_rank, strict=True)]
 
 
@@ -270,16 +273,24 @@ def message_load(mesh: Mesh, pair: tuple[int, int], repeats: int) -> list[CpuLoa
 
 
 def exchange_load(mesh: Mesh, repeats: int) -> list[CpuLoad]:
-    """Load of an all-to-all among the shards by bytes that a shard sends; the mean of all ranks."""
+    """Load of an all-to-all among the shards by bytes that a shard sends; a mean over ranks."""
 
     def start(size_bytes: int) -> Sequence[Waitable]:
         return (_start_exchange(size_bytes, mesh),)
 
-    by_rank = mesh.gather(_loads_by_size(mesh, start, repeats, True))
+    takes_part = _has_most_shards(mesh)
+    # Every rank calls, because the repeats start together on all ranks.
+    found = mesh.gather((takes_part, _loads_by_size(mesh, start, repeats, takes_part)))
+    by_rank = [loads for is_measured, loads in found if is_measured]
     return [
         CpuLoad(statistics.fmean(e.own_s for e in ends), statistics.fmean(e.other_s for e in ends))
         for ends in zip(*by_rank, strict=True)
     ]
+
+
+def _has_most_shards(mesh: Mesh) -> bool:
+    """Whether no stage has more shards than the stage of this rank."""
+    return mesh.shards == max(map(len, mesh.placement.stages))
 
 
 def _loads_by_size(mesh: Mesh, start: Start, repeats: int, takes_part: bool) -> list[CpuLoad]:

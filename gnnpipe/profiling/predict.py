@@ -13,7 +13,7 @@ from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
 from gnnpipe.output import Step
-from gnnpipe.perf import ChunkSizes, Profile, Span, TimeShares, simulate, time_shares
+from gnnpipe.perf import PlanSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
@@ -145,7 +145,7 @@ def run_costs(
     prepared: Prepared,
     profile: Profile,
     ranks_per_machine: int,
-    sizes: ChunkSizes | None = None,
+    sizes: PlanSizes | None = None,
     cluster: Cluster | None = None,
 ) -> ProfiledCosts:
     """Costs of the run as ``costs_of``; ``sizes`` of its chunks, if they are known already."""
@@ -166,7 +166,7 @@ def costs_of(
     profile: Profile,
     dag: StageDag,
     model: ModelGraph,
-    sizes: ChunkSizes,
+    sizes: PlanSizes,
     ranks_at_once: int,
     has_forecasts: bool,
     cluster: Cluster | None,

@@ -26,7 +26,7 @@ from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import Step, report_progress
-from gnnpipe.perf import ChunkSizes, Profile
+from gnnpipe.perf import PlanSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
@@ -138,7 +138,7 @@ def take_profile(
 
 
 def take_short_profile(
-    prepared: Prepared, mesh: Mesh, sizes: ChunkSizes | None, epochs: int
+    prepared: Prepared, mesh: Mesh, sizes: PlanSizes | None, epochs: int
 ) -> Profile | None:
     """Measure the run's own plan; returns a profile on rank 0, which alone needs ``sizes``.
 

@@ -20,7 +20,14 @@ from torch import nn
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.perf import ChunkSizes, CommVolume, ShardSizes, closed_form_volume, estimate_memory
+from gnnpipe.perf import (
+    ChunkSizes,
+    CommVolume,
+    PlanSizes,
+    ShardSizes,
+    closed_form_volume,
+    estimate_memory,
+)
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
@@ -161,7 +168,7 @@ class Scenario:
     model: ModelGraph
     program: Program
     order: Sequence[int]
-    sizes: ChunkSizes
+    sizes: PlanSizes
     volume: CommVolume
     memory_bytes: list[int]
     """Estimate by rank."""
@@ -179,7 +186,8 @@ def scenario_of(prepared: Prepared) -> Scenario:
     graph, config = prepared.graph, prepared.config
     x = graph.x
     stored = int(x.nnz) if isinstance(x, sp.csr_array) else 0
-    halo = prepared.quality.crossings_per_vertex if prepared.plan.shards > 1 else 1.0
+    has_shards = prepared.plan.most_shards > 1
+    halo = prepared.quality.crossings_per_vertex if has_shards else 1.0
     return Scenario(
         config,
         prepared.dag,
@@ -202,32 +210,28 @@ def scenario_of_shape(
     """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
     model = model or model_on_shape(config, shape)
     plan = _plan_of_shape(config, shape, model)
-    shards, chunks = plan.shards, plan.chunks
+    chunks = plan.chunks
     staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
-    stored, halo = shape.stored or shape.vertices * shape.features, _halo(plan, shape)
     probes = _probes(config, shape, model, program)
-    rows = _divided(shape.vertices, shards, chunks)
-    crossing = np.round(rows * halo).astype(np.int64)
-    stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
-    sizes = ChunkSizes(
-        rows={"": rows},
-        edges={"": _divided(shape.edges, shards, chunks)},
-        entries={"": _divided(stored, shards, chunks)},
-        boundary={"": crossing},
-        halo={"": crossing},
-        stale={"": np.round(stale).astype(np.int64)},
-        probes={"": _divided(probes, shards, 1)[:, 0]},
-        precomputed=precomputed_aggregations(
-            model, plan, row_dtype(config) != number_dtype(config), program.is_exact
-        ),
+    by_shards = {
+        shards: _sizes_of_shape(config, shape, model, dag, shards, program, probes)
+        for shards in {stage.shards for stage in plan.stages} | {plan.split.num_parts}
+    }
+    parts = by_shards[plan.split.num_parts]
+    sizes = PlanSizes(
+        tuple(by_shards[stage.shards] for stage in plan.stages),
+        plan.split,
+        parts.rows,
+        parts.probes,
     )
+    crossings = [{"": int(of_stage.boundary[""].sum())} for of_stage in sizes.stages]
     volume = closed_form_volume(
         dag,
         model,
         num_vertices={"": shape.vertices},
-        crossings={"": int(crossing.sum())},
+        crossings=crossings,
         probes={"": probes},
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
@@ -250,19 +254,69 @@ def scenario_of_shape(
     )
 
 
+def _sizes_of_shape(
+    config: TrainConfig,
+    shape: GraphShape,
+    model: ModelGraph,
+    dag: StageDag,
+    shards: int,
+    program: CheckedProgram,
+    probes: int,
+) -> ChunkSizes:
+    """Sizes of the chunks in stages of equal ``shards``."""
+    stored = shape.stored or shape.vertices * shape.features
+    halo, chunks = shape.halo * (shards > 1), dag.plan.chunks
+    rows = _divided(shape.vertices, shards, chunks)
+    crossing = np.round(rows * halo).astype(np.int64)
+    stale = STALE_SHARE * (1 + halo) * rows.sum(1) if probes else 0 * rows.sum(1)
+    return ChunkSizes(
+        rows={"": rows},
+        edges={"": _divided(shape.edges, shards, chunks)},
+        entries={"": _divided(stored, shards, chunks)},
+        boundary={"": crossing},
+        halo={"": crossing},
+        stale={"": np.round(stale).astype(np.int64)},
+        probes={"": _divided(probes, shards, 1)[:, 0]},
+        precomputed=precomputed_aggregations(
+            model, dag.plan, row_dtype(config) != number_dtype(config), program.is_exact
+        ),
+    )
+
+
 def memory_of_shape(
     config: TrainConfig, shape: GraphShape, model: ModelGraph, dag: StageDag | None = None
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     dag = dag or StageDag.of(_plan_of_shape(config, shape, model), model)
     plan, program = dag.plan, training_programs(config, model, dag)[0]
-    is_exact = program.is_exact
-    shards, probes = plan.shards, _probes(config, shape, model, program)
+    is_exact, probes = program.is_exact, _probes(config, shape, model, program)
+    settings = memory_settings(
+        config,
+        plan.chunks,
+        has_sparse_features=shape.stored > 0,
+        is_symmetric=True,
+        is_exact=is_exact,
+        extra_weights=(probes > 0) + (config.kept_epoch == "best"),
+    )
+    estimates = [
+        estimate_memory(
+            dag, model, i, _shard_sizes_of_shape(shape, stage.shards, is_exact, probes), settings
+        )
+        for i, stage in enumerate(plan.stages)
+    ]
+    # A rank is built in the memory of its host, which holds the whole graph.
+    return [estimate.total - estimate.setup for estimate in estimates]
+
+
+def _shard_sizes_of_shape(
+    shape: GraphShape, shards: int, is_exact: bool, probes: int
+) -> ShardSizes:
+    """Sizes of the largest of equal ``shards``."""
     stored = shape.stored or shape.vertices * shape.features
     own = math.ceil(shape.vertices / shards)
-    sizes = ShardSizes(
+    return ShardSizes(
         own_rows={"": own},
-        halo_rows={"": math.ceil(own * _halo(plan, shape))},
+        halo_rows={"": math.ceil(own * shape.halo * (shards > 1))},
         own_edges=math.ceil(shape.edges / shards),
         graph_edges=shape.edges,
         # The edges between chunks are not known: the largest possible share.
@@ -276,23 +330,6 @@ def memory_of_shape(
         loss_numbers=own * shape.classes,
         loss_rows=ALL_ROWS,
     )
-    settings = memory_settings(
-        config,
-        plan.chunks,
-        has_sparse_features=shape.stored > 0,
-        is_symmetric=True,
-        is_exact=is_exact,
-        extra_weights=(probes > 0) + (config.kept_epoch == "best"),
-    )
-    estimates = [
-        estimate_memory(dag, model, stage, sizes, settings) for stage in range(plan.num_stages)
-    ]
-    # A rank is built in the memory of its host, which holds the whole graph.
-    return [estimate.total - estimate.setup for estimate in estimates]
-
-
-def _halo(plan: Plan, shape: GraphShape) -> float:
-    return shape.halo if plan.shards > 1 else 0.0
 
 
 def _probes(
@@ -312,12 +349,12 @@ def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) ->
         {"": shape.stored or shape.vertices * shape.features},
     )
     plan = planner_named(config.plan).plan(PlanRequest(model, counts, shape_of(config)))
-    if shape.vertices < plan.shards * plan.chunks:
+    if shape.vertices < plan.split.num_parts * plan.chunks:
         raise InputError(
-            f"--chunks {plan.chunks}: with --shards {plan.shards} more pieces than the "
+            f"--chunks {plan.chunks}: with --shards {plan.shards_text} more pieces than the "
             f"{shape.vertices:,} vertices; try fewer"
         )
-    if len(set(plan.shares)) > 1:
+    if any(len(set(stage.shares)) > 1 for stage in plan.stages):
         raise InputError(
             "plan: has unequal shares, which need the degrees of a graph; give --dataset in place "
             "of --shape"

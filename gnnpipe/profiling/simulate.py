@@ -31,6 +31,7 @@ from gnnpipe.perf.what_if import (
     what_ifs,
 )
 from gnnpipe.plan.cluster import Cluster
+from gnnpipe.plan.plan import shards_text
 from gnnpipe.planner import PLANNERS
 from gnnpipe.profiling.predict import costs_of, read_profile
 from gnnpipe.profiling.scenario import (
@@ -61,6 +62,8 @@ class Simulation:
 
     stages: int
     shards: int
+    """Of the stage with the most shards."""
+    shards_by_stage: list[int]
     chunks: int
     schedule: str
     profile: str
@@ -89,9 +92,9 @@ class Simulation:
 
     def lines(self) -> Iterator[str]:
         """The result as text for a person."""
-        epoch_s = self.predicted_epoch_time_s
+        epoch_s, shards = self.predicted_epoch_time_s, shards_text(self.shards_by_stage)
         yield (
-            f"shape: {self.stages} x {self.shards} x {self.chunks} (stages x shards x chunks) on "
+            f"shape: {self.stages} x {shards} x {self.chunks} (stages x shards x chunks) on "
             f"{_ranks(len(self.memory_bytes))}, schedule {self.schedule}"
         )
         yield f"profile: {self.profile}"
@@ -235,7 +238,8 @@ def _simulate(
     name = task_group if ranks > SHOWN_RANKS else task_place
     return Simulation(
         stages=scenario.plan.num_stages,
-        shards=scenario.plan.shards,
+        shards=scenario.plan.most_shards,
+        shards_by_stage=[stage.shards for stage in scenario.plan.stages],
         chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",

@@ -18,15 +18,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gnnpipe.perf import ChunkSizes, EpochSpans
+from gnnpipe.perf import EpochSpans, PlanSizes
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import step_parts
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import StageDag, StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.p2p import PointToPoint
+from gnnpipe.runtime.comm.p2p import ArrivingMessage, PointToPoint, ValueSize
 from gnnpipe.runtime.comm.recorder import Recorder
-from gnnpipe.runtime.comm.start_thread import StartedMessages
+from gnnpipe.runtime.comm.row_links import Pieces
 from gnnpipe.schedule import (
     EXACT_SCHEDULE,
     Action,
@@ -170,19 +170,19 @@ def _synchronized_s(device: torch.device) -> float:
 class _MadeUpMessages(PointToPoint):
     """Receives random values at once and sends nothing."""
 
-    def post(
-        self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def post(self, way: str, peer: int, position: int, sizes: Mapping[str, ValueSize]) -> None:
         """Fill the values."""
         values = {
-            name: torch.empty(size, dtype=self.row_dtype, device=self.mesh.device).uniform_()
+            name: torch.empty(
+                size.rows, size.width, dtype=self.row_dtype, device=self.mesh.device
+            ).uniform_()
             for name, size in sizes.items()
         }
-        done = StartedMessages(list)
-        done.begin()
-        self._arriving[way, peer, position] = (values, done, 0.0)
+        self._arriving[way, peer, position] = ArrivingMessage(values, [], 0.0)
 
-    def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
+    def send(
+        self, way: str, position: int, values: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+    ) -> None:
         """Drop the values."""
 
 
@@ -237,33 +237,37 @@ def typical_epoch(epochs: Sequence[Mapping[StepKey, float]]) -> dict[StepKey, fl
 
 
 def work_of(
-    key: StepKey, prepared: Prepared, sizes: ChunkSizes, shard: int
+    key: StepKey, prepared: Prepared, sizes: PlanSizes, shard: int
 ) -> Mapping[Hashable, Work]:
     """Work of a shard in a measured step, by part: (kind of op, part), BEGIN or UPDATE."""
     what, stage, chunk, step = key
     model, indices = prepared.model_graph, prepared.plan.stages[stage].ops
-    ops = model.select(indices)
+    ops, of_stage = model.select(indices), sizes.stages[stage]
     if what == UPDATE:
         return {UPDATE: Work(sum(op.num_parameters for op in ops), times=len(ops))}
     if what == BEGIN:
-        return {BEGIN: sizes.begin_work(ops, shard)}
+        return {BEGIN: of_stage.begin_work(ops, shard)}
     if what == "forecast":
-        found = [(op, what, Work(int(sizes.probes[op.vertex_type][shard]))) for op in ops]
+        found = [(op, what, Work(int(of_stage.probes[op.vertex_type][shard]))) for op in ops]
     elif what == "carry":
         found = [
-            (op, what, Work(int(sizes.stale[op.pushed_type][shard])))
+            (op, what, Work(int(of_stage.stale[op.pushed_type][shard])))
             for op in ops
             if op.aggregates and op.is_forecast
         ]
     else:
         found = [
-            (model.ops[p.op], f"{what}_{p.side}", sizes.work(model.ops[p.op], p.side, shard, chunk))
-            for p in step_parts(model, indices, sizes.precomputed)[step]
+            (
+                model.ops[p.op],
+                f"{what}_{p.side}",
+                of_stage.work(model.ops[p.op], p.side, shard, chunk),
+            )
+            for p in step_parts(model, indices, of_stage.precomputed)[step]
         ]
         # The last chunk backward also completes the gradients of all chunks' features.
         if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]
-            found += [(op, "finish", sizes.feature_work(op, shard)) for op in reading]
+            found += [(op, "finish", of_stage.feature_work(op, shard)) for op in reading]
     total: dict[Hashable, Work] = {}
     for op, part, work in found:
         name = op_kind(op), part

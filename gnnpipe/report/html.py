@@ -140,7 +140,7 @@ def _note(text: str) -> str:
 
 def _summary(run: Run) -> str:
     plan, result = run.plan, run.result
-    shape = f"{plan.num_stages} x {plan.shards} x {plan.chunks}, schedule {plan.schedule}"
+    shape = f"{plan.num_stages} x {plan.shards_text} x {plan.chunks}, schedule {plan.schedule}"
     rows = [
         ("graph", str(run.config.get("dataset", "?"))),
         ("model", f"{run.config.get('model', '?')}, {run.config.get('layers', '?')} layers"),

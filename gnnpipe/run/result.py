@@ -40,6 +40,7 @@ class RunResult:
     """Whether a vertex has several labels at once."""
     stages: int
     shards: int
+    """Of the stage with the most shards."""
     chunks: int
     world_size: int
     epochs: int
@@ -185,7 +186,7 @@ def gather_result(
         num_classes=prepared.graph.num_classes,
         multi_label=prepared.graph.is_multi_label,
         stages=prepared.plan.num_stages,
-        shards=prepared.plan.shards,
+        shards=prepared.plan.most_shards,
         chunks=prepared.quality.chunks,
         world_size=mesh.world_size,
         epochs=len(rows),

@@ -43,7 +43,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
         f"model {prepared.model.name}: {prepared.model.size_text}, "
         f"{prepared.model_graph.num_parameters:,} parameters",
-        f"shape: {_count(plan.num_stages, 'stage')} x {_count(plan.shards, 'shard')} x "
+        f"shape: {_count(plan.num_stages, 'stage')} x {plan.shards_text} "
+        f"shard{'s' * (plan.shards_text != '1')} x "
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
         f"schedule {plan.schedule}, {prepared.program.reads_text()}",
     ]
@@ -71,8 +72,9 @@ def head_lines(prepared: Prepared) -> list[str]:
             f"{_count(config.label_iterations, 'label iteration')}"
         )
     lines += rounding_lines(config, prepared.model, graph)
-    if prepared.quality.chunks * plan.shards > 1:
-        lines += prepared.quality.lines()
+    if plan.chunks * plan.most_shards > 1:
+        every = [line for quality in prepared.qualities for line in quality.lines()]
+        lines += dict.fromkeys(every)
     if plan.chunks > 1 and not prepared.program.is_exact:
         lines += _staleness_lines(prepared)
     return lines

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.models import Values
 from gnnpipe.perf import CommVolume
 from gnnpipe.plan import StageDag
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.p2p import PointToPoint
+from gnnpipe.runtime.comm.p2p import PointToPoint, ValueSize
+from gnnpipe.runtime.comm.row_links import RowLinks
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.label_inputs import LabelInputs, LabelIterations
 from gnnpipe.runtime.stage import Stage
@@ -76,7 +76,7 @@ class Executor:
         dag: StageDag,
         mesh: Mesh,
         stage: Stage,
-        layouts: Mapping[str, ShardLayout],
+        row_links: RowLinks,
         exchanges: Sequence[HaloExchange],
         update: WeightUpdate,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -88,7 +88,7 @@ class Executor:
             dag: The stages of the plan of all programs.
             mesh: The ranks.
             stage: This rank's stage.
-            layouts: Layout of this rank's rows, by vertex type.
+            row_links: Rows of this rank that ranks of other stages own too.
             exchanges: Halo exchanges of the stage's histories, whose bytes are counted.
             update: Parts of the optimizer step.
             dtypes: Type of values on this rank, and type of values in messages.
@@ -97,7 +97,7 @@ class Executor:
         self.num_chunks = dag.plan.chunks
         self.mesh = mesh
         self.stage = stage
-        self.layouts = layouts
+        self._row_links = row_links
         self.exchanges = exchanges
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
@@ -193,13 +193,14 @@ class Executor:
             found = iterations.probabilities(torch.cat(logits))
             for stage in iterations.readers:
                 if stage != last:
-                    self.p2p.send(way, stage, position, {"labels": found})
+                    pieces = self._row_links.pieces(stage, position, iterations.vertex_type)
+                    self.p2p.send(way, position, {"labels": found}, {"labels": pieces})
             self.p2p.drain()
             return found
-        rows = self.layouts[iterations.vertex_type].num_own
         if own not in iterations.readers:
             return torch.empty(0)
-        self.p2p.post(way, last, position, {"labels": (rows, iterations.width)})
+        size = self._size(last, position, iterations.vertex_type, iterations.width)
+        self.p2p.post(way, last, position, {"labels": size})
         return self.p2p.take(way, last, position)["labels"]
 
     def _walk(self, actions: Sequence[Action], epoch: int) -> None:
@@ -232,7 +233,7 @@ class Executor:
         if self._at is None:
             return f"{place}, between two passes"
         action, epoch = self._at
-        chunk = f", chunk {self._order[action.position]}" if action.position >= 0 else ""
+        chunk = f", chunk {self._chunk(action)}" if action.position >= 0 else ""
         return f"{place}{chunk}, epoch {epoch + 1}, action {action.text(self.stage.num_steps)}"
 
     def _excerpt(self, actions: Sequence[Action], index: int) -> str:
@@ -302,24 +303,33 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         before = self.p2p.sent_bytes
-        values = self._leaving[action.position]
+        values, chunk = self._leaving[action.position], self._chunk(action)
         named = {name: values[name] for name in self._widths(action)}
-        self.p2p.send(action.kind.direction, action.peer, action.position, named)
+        pieces = {
+            name: self._row_links.pieces(action.peer, chunk, self._types.get(name, ""))
+            for name in named
+        }
+        self.p2p.send(action.kind.direction, action.position, named, pieces)
         if action.position == SpecialPosition.PROBE:
             self._probe_bytes += self.p2p.sent_bytes - before
 
     def _receive(self, action: Action) -> None:
-        sizes = {n: (self._rows(action, n), width) for n, width in self._widths(action).items()}
+        chunk = self._chunk(action)
+        sizes = {
+            name: self._size(action.peer, chunk, self._types.get(name, ""), width)
+            for name, width in self._widths(action).items()
+        }
         self.p2p.post(action.kind.direction, action.peer, action.position, sizes)
 
-    def _rows(self, action: Action, value: str) -> int:
-        """Return the number of rows of a value in a message."""
-        vertex_type = self._types.get(value, "")
-        if action.position == SpecialPosition.PROBE:
-            assert self.forecaster is not None
-            return 2 * self.forecaster.num_rows[vertex_type]  # old rows and their changes
-        chunk, pointer = self._order[action.position], self.layouts[vertex_type].own_ptr
-        return int(pointer[chunk + 1] - pointer[chunk])
+    def _size(self, stage: int, chunk: int, vertex_type: str, width: int) -> ValueSize:
+        """Return the size of a value that arrives from ``stage``."""
+        links = self._row_links
+        rows, pieces = links.num_rows(chunk, vertex_type), links.pieces(stage, chunk, vertex_type)
+        return ValueSize(rows, width, pieces)
+
+    def _chunk(self, action: Action) -> int:
+        """Return the chunk of an action, or its ``SpecialPosition``."""
+        return self._order[action.position] if action.position >= 0 else action.position
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.begin(range(*action.steps))

@@ -71,7 +71,7 @@ def _lower_stage(
         actions = list(part)
         if is_step:
             found += actions
-        elif dag.plan.shards == 1:
+        elif dag.plan.stages[actions[0].stage].shards == 1:
             found += _with_messages(dag, actions, num_steps)
         else:
             split = _split_last(actions, bucket_starts)

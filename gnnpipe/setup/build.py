@@ -39,6 +39,7 @@ from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.plan import gradient_steps
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.row_links import RowLinks
 from gnnpipe.runtime.cuda_graph import CudaGraphExecutor
 from gnnpipe.runtime.executor import Executor, WeightUpdate
 from gnnpipe.runtime.grad_clip import GradClip
@@ -114,8 +115,9 @@ class _RankBuilder:
 
     def __init__(self, prepared: Prepared, mesh: Mesh) -> None:
         self._prepared, self._mesh = prepared, mesh
-        self._shard = shard_layout(prepared.graph, prepared.chunking, mesh.shard)
-        self.layouts = table_layouts(prepared.graph, prepared.chunking, self._shard)
+        chunking = prepared.chunkings[mesh.stage]
+        self._shard = shard_layout(prepared.graph, chunking, mesh.shard)
+        self.layouts = table_layouts(prepared.graph, chunking, self._shard)
         self._ops = prepared.plan.stages[mesh.stage].ops
         self._stage_module = prepared.model.stage_module(self._ops)
         self._stage_module.to(mesh.device)
@@ -173,7 +175,13 @@ class _RankBuilder:
             prepared.dag,
             mesh,
             stage,
-            self.layouts,
+            RowLinks(
+                prepared.plan,
+                mesh.rank,
+                prepared.chunkings,
+                prepared.graph.row_types,
+                prepared.probes,
+            ),
             [spec.exchange for spec in specs.values()],
             self._make_weight_update(),
             (prepared.dtype, prepared.row_dtype),

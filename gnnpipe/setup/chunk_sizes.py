@@ -9,19 +9,34 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
+from gnnpipe.graph.chunking import Chunking
 from gnnpipe.graph.graph import BoolArray, Graph
 from gnnpipe.graph.layout import ShardLayout, shard_layout, table_layouts
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.quality import crossing_degrees
-from gnnpipe.perf import ChunkSizes
+from gnnpipe.perf import ChunkSizes, PlanSizes
 from gnnpipe.setup.prepared import Prepared
 
 Numbers = npt.NDArray[np.int64]
 
 
-def chunk_sizes(prepared: Prepared) -> ChunkSizes:
-    """Returns the sizes of every chunk of every shard."""
-    graph, chunking = prepared.graph, prepared.chunking
+def chunk_sizes(prepared: Prepared) -> PlanSizes:
+    """Returns the sizes of every chunk of every shard of every stage."""
+    split = prepared.plan.split
+    by_bounds = {
+        bounds: _sizes_of(prepared, chunking)
+        for bounds, chunking in zip(split.bounds, prepared.chunkings, strict=True)
+    }
+    stages = tuple(by_bounds[bounds] for bounds in split.bounds)
+    if split.has_equal_stages:
+        return PlanSizes.equal(stages[0], split)
+    parts = _sizes_of(prepared, prepared.chunking)
+    return PlanSizes(stages, split, parts.rows, parts.probes)
+
+
+def _sizes_of(prepared: Prepared, chunking: Chunking) -> ChunkSizes:
+    """Returns the sizes of every chunk of every shard of one stage."""
+    graph = prepared.graph
     layouts = [
         table_layouts(graph, chunking, shard_layout(graph, chunking, shard))
         for shard in range(chunking.shards)
@@ -57,21 +72,20 @@ def chunk_sizes(prepared: Prepared) -> ChunkSizes:
         entries=summed(entries),
         boundary=stacked(lambda _, layout: layout.send_counts.sum(1)),
         halo=stacked(lambda _, layout: layout.receive_counts.sum(1)),
-        stale=stacked(lambda name, layout: _stale_rows(prepared, name, layout)),
+        stale=stacked(lambda name, layout: _stale_rows(prepared, chunking, name, layout)),
         probes=stacked(lambda _, layout: is_probe[layout.own].sum()),
         precomputed=prepared.precomputed,
         loss_rows=prepared.loss_rows.ops,
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
         loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
-        loss_row_source_edges=_loss_row_source_edges(prepared, loss_rows),
+        loss_row_source_edges=_loss_row_source_edges(graph, chunking, loss_rows),
         shared=prepared.shared_tables,
         stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
     )
 
 
-def _loss_row_source_edges(prepared: Prepared, loss_rows: BoolArray) -> Numbers:
+def _loss_row_source_edges(graph: Graph, chunking: Chunking, loss_rows: BoolArray) -> Numbers:
     """Returns the edges into the loss rows of each shard by the chunk of the source, [G, K]."""
-    graph, chunking = prepared.graph, prepared.chunking
     is_into = np.repeat(loss_rows, graph.degrees)
     shard = np.repeat(chunking.shard_of_row(), graph.degrees)[is_into].astype(np.int64)
     chunk = chunking.chunk_of_row()[graph.indices[is_into]]
@@ -98,13 +112,13 @@ def feature_entries(graph: Graph, name: str) -> Numbers:
     return found
 
 
-def _stale_rows(prepared: Prepared, name: str, layout: ShardLayout) -> int:
+def _stale_rows(prepared: Prepared, chunking: Chunking, name: str, layout: ShardLayout) -> int:
     """Returns the number of own and halo rows that are read stale, as a mean over chunk orders.
 
     A row that m other chunks read is read stale unless its own chunk is the first of these m + 1
     chunks: in m of m + 1 orders.
     """
-    graph, chunking = prepared.graph, prepared.chunking
+    graph = prepared.graph
     structure = graph.pairs if name == PAIRS else graph
     if prepared.program.is_exact or structure is None:
         return 0

@@ -390,7 +390,7 @@ def warn_of_vain_rounding(
     """Warns on rank 0 if ``--matmul-dtype bf16`` rounds no product or is no faster."""
     if config.matmul_dtype != "bf16" or world.rank:
         return
-    rows = max(1, graph.num_vertices // (plan.chunks * plan.shards))
+    rows = max(1, graph.num_vertices // (plan.chunks * plan.most_shards))
     found = ""
     if not _rounds(model, graph):
         found = (

@@ -36,23 +36,29 @@ def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     plan = prepared.plan
     # Counted once per shard, not once per rank.
     crossing = _crossing(prepared)
-    sizes = [_shard_sizes(prepared, shard, crossing) for shard in range(plan.shards)]
+    sizes: dict[tuple[tuple[int, ...], int], ShardSizes] = {}
     settings = _settings_of(prepared)
-    return [
-        estimate_memory(prepared.dag, prepared.model_graph, stage, sizes[shard], settings)
-        for stage, shard in plan.placement
-    ]
+    found = []
+    for stage, shard in plan.placement:
+        key = plan.split.bounds[stage], shard
+        if key not in sizes:
+            sizes[key] = _shard_sizes(prepared, stage, shard, crossing)
+        found.append(
+            estimate_memory(prepared.dag, prepared.model_graph, stage, sizes[key], settings)
+        )
+    return found
 
 
 def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate:
     """Returns the estimate of one rank."""
-    sizes = _shard_sizes(prepared, shard, _crossing(prepared))
+    sizes = _shard_sizes(prepared, stage, shard, _crossing(prepared))
     return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, _settings_of(prepared))
 
 
 def least_memory_bytes(prepared: Prepared, stage: int) -> int:
     """Returns a lower bound for a rank: a shard of mean size without halo rows."""
-    graph, shards, loss_rows = prepared.graph, prepared.plan.shards, prepared.loss_rows
+    graph, loss_rows = prepared.graph, prepared.loss_rows
+    shards = prepared.plan.stages[stage].shards
     entries = sum(int(feature_entries(graph, t).sum()) for t in graph.row_types)
     sizes = ShardSizes(
         own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
@@ -107,7 +113,7 @@ def partition_memory_bytes(prepared: Prepared) -> int:
     for x in [graph.x] if graph.types is None else graph.types.features.values():
         arrays += [x.data, x.indices, x.indptr] if isinstance(x, sp.csr_array) else [x]
     order = resolve_order(config.order, config.partitioner, graph.num_vertices)
-    is_cut = plan.chunks * plan.shards > 1 and config.partitioner == "metis"
+    is_cut = plan.chunks * plan.most_shards > 1 and config.partitioner == "metis"
     edges = graph.num_edges * (1 if graph.is_symmetric else 2)
     return partition_bytes(sum(a.nbytes for a in arrays), edges, is_cut or order == "metis")
 
@@ -147,11 +153,11 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
     )
 
 
-def _shard_sizes(prepared: Prepared, shard: int, crossing: Counts | None) -> ShardSizes:
-    """Returns the sizes of a shard, equal for the ranks of every stage."""
-    graph = prepared.graph
-    layout = shard_layout(graph, prepared.chunking, shard)
-    layouts = table_layouts(graph, prepared.chunking, layout)
+def _shard_sizes(prepared: Prepared, stage: int, shard: int, crossing: Counts | None) -> ShardSizes:
+    """Returns the sizes of a shard, equal for all stages of the same shards."""
+    graph, chunking = prepared.graph, prepared.chunkings[stage]
+    layout = shard_layout(graph, chunking, shard)
+    layouts = table_layouts(graph, chunking, layout)
     probes = np.intersect1d(layout.own, prepared.probes)
     entries = sum(feature_entries(graph, t) for t in graph.row_types)
     assert isinstance(entries, np.ndarray)

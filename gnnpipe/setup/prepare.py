@@ -7,6 +7,7 @@ Allocates only the graph and the model. ``gnnpipe info`` stops here; a run goes 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def prepare(
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
-    quality = cut_quality(graph, chunking)
+    qualities = _qualities(graph, chunking, plan)
     graph = renumber(graph, chunking)
     probes = _probes(config, model_graph, graph, chunking, usual)
     program = with_forecast(dag, usual) if len(probes) else usual
@@ -119,11 +120,11 @@ def prepare(
         model_graph=model_graph,
         dag=dag,
         chunking=chunking,
-        quality=quality,
+        qualities=qualities,
         program=program,
         exact_program=exact_program,
         probes=probes,
-        volume=_epoch_bytes(config, dag, model_graph, graph, quality, probes),
+        volume=_epoch_bytes(config, dag, model_graph, graph, qualities, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
         given_edges=bare(given) if edges_are_random(chosen) else None,
@@ -254,7 +255,7 @@ def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Mode
         return "given"
     # Of several chunks METIS is waited for anyway.
     width = sum(op.push_width for op in model_graph.aggregations if not op.of_features)
-    is_late = not pays_back(config.epochs, width, plan.shards)
+    is_late = not pays_back(config.epochs, width, plan.most_shards)
     return "given" if config.order == "auto" and plan.chunks == 1 and is_late else config.order
 
 
@@ -267,8 +268,9 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, orde
                 chunking = make_chunking(
                     graph,
                     chunks=plan.chunks,
-                    shards=plan.shards,
-                    shares=None if len(set(plan.shares)) == 1 else plan.shares,
+                    shards=plan.split.num_parts,
+                    shares=plan.split.shares,
+                    levels=plan.split.levels[:-1],
                     seed=config.seed,
                     partitioner=config.partitioner,
                     order=order,
@@ -281,6 +283,13 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, orde
         raise InputError(failed)
     shared: Chunking = world.share(chunking)
     return shared
+
+
+def _qualities(graph: Graph, chunking: Chunking, plan: Plan) -> tuple[CutQuality, ...]:
+    """Returns the quality of the partition by stage."""
+    bounds = plan.split.bounds
+    found = {each: cut_quality(graph, chunking.merged(each)) for each in dict.fromkeys(bounds)}
+    return tuple(found[each] for each in bounds)
 
 
 def training_programs(
@@ -325,7 +334,7 @@ def _epoch_bytes(
     dag: StageDag,
     model: ModelGraph,
     graph: Graph,
-    quality: CutQuality,
+    qualities: Sequence[CutQuality],
     probes: npt.NDArray[np.int64],
 ) -> CommVolume:
     """Returns the bytes sent in a usual epoch."""
@@ -334,7 +343,7 @@ def _epoch_bytes(
         dag,
         model,
         num_vertices=graph.vertex_counts,
-        crossings=quality.crossings_by_type,
+        crossings=[quality.crossings_by_type for quality in qualities],
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
         probes=num_probes,

@@ -55,7 +55,9 @@ class Prepared:
     dag: StageDag
     """The stages of the plan."""
     chunking: Chunking
-    quality: CutQuality
+    """Chunks, and the parts from which the shards of all stages are made (``Plan.split``)."""
+    qualities: tuple[CutQuality, ...]
+    """By stage."""
     program: CheckedProgram
     """The program of usual epochs."""
     exact_program: CheckedProgram
@@ -88,6 +90,17 @@ class Prepared:
     def plan(self) -> Plan:
         """The plan."""
         return self.dag.plan
+
+    @cached_property
+    def chunkings(self) -> tuple[Chunking, ...]:
+        """The chunks and shards of every stage; stages of equal shards have the same object."""
+        made = {bounds: self.chunking.merged(bounds) for bounds in set(self.plan.split.bounds)}
+        return tuple(made[bounds] for bounds in self.plan.split.bounds)
+
+    @property
+    def quality(self) -> CutQuality:
+        """The quality of the partition of the first stage with the most shards."""
+        return max(self.qualities, key=lambda quality: quality.shards)
 
     @cached_property
     def evaluation_program(self) -> CheckedProgram:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph import chunking
-from gnnpipe.graph.chunking import Chunking, _match_shards, _Request, make_chunking, renumber
+from gnnpipe.graph.chunking import Chunking, _match_runs, make_chunking, renumber
 from gnnpipe.graph.partition import PARTITIONERS, symmetric_pattern
 from gnnpipe.graph.quality import cut_quality
+from gnnpipe.plan import ShardSplit
 from tests.graph.made import graph_of, graphs
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -148,8 +149,7 @@ def test_parts_of_chunks_are_matched_so_that_few_rows_cross():
         for j in range(60)
         if (part[i] - chunk[i]) % 4 == (part[j] - chunk[j]) % 4
     ]
-    request = _Request(chunks=3, shards=4, seed=0, order="given", shares=None)
-    shard = _match_shards(symmetric_pattern(graph_of(60, edges)), chunk, part, request)
+    shard = _match_runs(symmetric_pattern(graph_of(60, edges)), chunk, part, [0] * 4)
     assert len({*zip(shard.tolist(), ((part - chunk) % 4).tolist(), strict=True)}) == 4
     for c in range(3):
         assert set(shard[chunk == c]) == {0, 1, 2, 3}
@@ -165,6 +165,30 @@ def test_shards_follow_their_shares_in_every_chunk(partitioner, chunks, shares):
     np.testing.assert_allclose(made.cell_sizes, expected, rtol=0.07)
     alone = make(ring, chunks, 1, partitioner)
     assert (made.chunk_of_row()[made.inverse] == alone.chunk_of_row()[alone.inverse]).all()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_coarser_shards_are_cut_first(chunks):
+    """Shards of two stages: halves, and a third and two thirds of the work."""
+    side = 40
+    grid = [
+        (v, w)
+        for v in range(side**2)
+        for w in (v + 1, v + side)
+        if w < side**2 and (w % side or w != v + 1)
+    ]
+    graph = graph_of(side**2, grid + [(w, v) for v, w in grid])
+    split = ShardSplit.of([(0.5, 0.5), (1 / 3, 2 / 3)])
+    settings = {"partitioner": "metis", "seed": 0, "cache_dir": "off"}
+    given = {"shards": split.num_parts, "shares": split.shares, "levels": split.levels[:-1]}
+    made = make_chunking(graph, chunks=chunks, **given, **settings)
+    for bounds, shares in zip(split.bounds, [(0.5, 0.5), (1 / 3, 2 / 3)], strict=True):
+        merged = made.merged(bounds)
+        expected = made.cell_sizes.sum(axis=1, keepdims=True) * np.array(shares)
+        np.testing.assert_allclose(merged.cell_sizes, expected, rtol=0.08)
+        alone = make_chunking(graph, chunks=chunks, shards=2, shares=shares, **settings)
+        crossings = cut_quality(graph, merged).crossings
+        assert crossings <= 1.5 * cut_quality(graph, alone).crossings
 
 
 @given(cuts())

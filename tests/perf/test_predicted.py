@@ -13,7 +13,9 @@ from gnnpipe.schedule import training_program
 
 
 def spans_of(plan, **costs):
-    timeline = simulate(program_tasks(training_program(plan), StatedCosts(**costs)))
+    timeline = simulate(
+        program_tasks(training_program(plan), StatedCosts(**costs, shards=plan.plan.most_shards))
+    )
     return timeline, predicted_spans(timeline, plan.steps, plan.plan.placement)
 
 

@@ -52,10 +52,10 @@ def costs_of(prepared):
 
 def predicted_bytes(prepared):
     plan, said = prepared.plan, costs_of(prepared)
-    shards, chunks = range(plan.shards), range(plan.chunks)
+    shards, chunks = range(plan.most_shards), range(plan.chunks)
     both = [(t.source, t.target) for t in prepared.dag.transfers]
     pipeline = sum(
-        said.message_bytes("F", a, b, g, c) + said.message_bytes("B", b, a, g, c)
+        said.message_bytes("F", a, b, (g, g), c) + said.message_bytes("B", b, a, (g, g), c)
         for a, b in both
         for g in shards
         for c in chunks
@@ -69,11 +69,13 @@ def predicted_bytes(prepared):
         for c in chunks
     )
     gradient = sum(
-        2 * (plan.shards - 1) * said.gradient_bytes(s, (0, steps))
+        2 * (plan.most_shards - 1) * said.gradient_bytes(s, (0, steps))
         for s, steps in enumerate(prepared.dag.steps)
     )
     probes = sum(
-        said.message_bytes("F", a, b, g, SpecialPosition.PROBE) for a, b in both for g in shards
+        said.message_bytes("F", a, b, (g, g), SpecialPosition.PROBE)
+        for a, b in both
+        for g in shards
     )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 
@@ -92,7 +94,7 @@ def test_costs_count_the_bytes_that_are_sent(model):
 
 def test_costs_are_those_of_the_profile():
     prepared = prepared_of(model="gcn", layers=2, chunks=2)
-    said, sizes = costs_of(prepared), chunk_sizes(prepared)
+    said, sizes = costs_of(prepared), chunk_sizes(prepared).stages[0]
     rows, edges = int(sizes.rows[""][0, 1]), int(sizes.edges[""][0, 1])
     assert rows + int(sizes.rows[""][0, 0]) == 34
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
@@ -158,4 +160,6 @@ def test_stale_rows_are_counted_as_they_are_read():
     rng = np.random.default_rng(0)
     pairs = prepared.program.stale_pairs(0)
     counts = [len(stale.in_order(rng.permutation(6).tolist(), pairs)) for _ in range(40)]
-    assert int(chunk_sizes(prepared).stale[""][0]) == pytest.approx(np.mean(counts), rel=0.05)
+    assert int(chunk_sizes(prepared).stages[0].stale[""][0]) == pytest.approx(
+        np.mean(counts), rel=0.05
+    )

@@ -283,7 +283,7 @@ def test_every_program_is_simulated_without_a_stall(dag, seed, forecast, one, ov
         program = with_forecast(dag, program)
     order = list(range(plan.chunks))
     chance.shuffle(order)
-    costs = DrawnCosts(seed, one)
+    costs = DrawnCosts(seed, one, plan.most_shards)
     timeline = simulate(program_tasks(program, costs, order, overlap))
     assert_it_is_a_timeline(timeline)
     assert_it_is_a_timeline(simulate(program_tasks(evaluation_program(dag), costs, order)))
@@ -293,7 +293,7 @@ def test_every_program_is_simulated_without_a_stall(dag, seed, forecast, one, ov
     for rank, share in enumerate(shares_of(timeline, plan.placement)):
         assert share.epoch_s == pytest.approx(timeline.makespan_s)
         assert share.compute_s == pytest.approx(timeline.busy_s()[rank] + met_s)
-        stage, shard = divmod(rank, plan.shards)
+        stage, shard = divmod(rank, plan.most_shards)
         steps, chunks = dag.steps[stage], plan.chunks
         done = sum(
             costs.step_s(way, stage, shard, chunk, step)
@@ -309,10 +309,10 @@ def test_every_program_is_simulated_without_a_stall(dag, seed, forecast, one, ov
         assert sum(mine) == done + costs.finish_s(stage, shard)
     sent = sum(t.size_bytes for t in what if t.kind.startswith("SEND_") and t.chunk >= 0)
     assert sent == sum(
-        costs.message_bytes(way, *ends, shard, chunk)
+        costs.message_bytes(way, *ends, (shard, shard), chunk)
         for t in dag.transfers
         for way, ends in (("F", (t.source, t.target)), ("B", (t.target, t.source)))
-        for shard in range(plan.shards)
+        for shard in range(plan.most_shards)
         for chunk in range(plan.chunks)
     )
 
@@ -321,7 +321,7 @@ def test_every_program_is_simulated_without_a_stall(dag, seed, forecast, one, ov
 @given(dags(), st.integers(0, 99), st.data())
 def test_what_is_not_critical_may_be_twice_as_fast(dag, seed, data):
     """Exact where every wire belongs to two ranks: then nothing changes places."""
-    tasks = program_tasks(training_program(dag), DrawnCosts(seed))
+    tasks = program_tasks(training_program(dag), DrawnCosts(seed, shards=dag.plan.most_shards))
     timeline = simulate(tasks)
     assert timeline.makespan_s == longest(tasks, turns(timeline))
     path = [step.task for step in timeline.critical_path()]
@@ -377,7 +377,9 @@ def notes_of(shape, bucket_bytes):
     trainer.fit()
     found = mesh.recorder.epochs[-1]
     program = trainer._setup()[1].program
-    simulated = simulated_epochs(simulate(program_tasks(program, StatedCosts())), mesh.placement)
+    simulated = simulated_epochs(
+        simulate(program_tasks(program, StatedCosts(shards=shards))), mesh.placement
+    )
     made = simulated[mesh.rank]
     return [
         ([m.key for m in notes.messages], list(notes.send_times_s), len(notes.collectives))

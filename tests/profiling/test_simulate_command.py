@@ -103,10 +103,10 @@ def test_the_answer_of_a_shape(tmp_path, capsys):
 def test_a_shape_shares_out_all_there_is():
     shape = GraphShape.parse("vertices=1001,edges=8003,features=16,classes=4,halo=0.5")
     scenario = scenario_of_shape(config_of(stages=2, shards=3, chunks=4), shape)
-    assert scenario.sizes.rows[""].sum() == 1001
-    assert scenario.sizes.edges[""].sum() == 8003
-    assert scenario.sizes.entries[""].sum() == 1001 * 16
-    assert np.ptp(scenario.sizes.rows[""]) <= 1
+    assert scenario.sizes.stages[0].rows[""].sum() == 1001
+    assert scenario.sizes.stages[0].edges[""].sum() == 8003
+    assert scenario.sizes.stages[0].entries[""].sum() == 1001 * 16
+    assert np.ptp(scenario.sizes.stages[0].rows[""]) <= 1
     assert len(scenario.memory_bytes) == 6
     assert scenario.volume.pipeline == 2 * 1001 * 8 * 4
 

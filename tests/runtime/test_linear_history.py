@@ -150,7 +150,7 @@ def test_every_stage_by_itself():
 def test_predictions_count_live_edges(staleness):
     config = quick_config(layers=4, hidden=16, chunks=5, staleness=staleness)
     prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
-    graph, sizes = prepared.graph, chunk_sizes(prepared)
+    graph, sizes = prepared.graph, chunk_sizes(prepared).stages[0]
     chunk, op = prepared.chunking.chunk_of_row(), prepared.model_graph.ops[1]
     crossing = (np.repeat(chunk, graph.degrees) != chunk[graph.indices]).sum()
     assert crossing > 0

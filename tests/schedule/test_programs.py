@@ -45,7 +45,7 @@ def test_programs_are_proved_for_any_stage_dag(dag):
     assert (bucketed.live_reads, bucketed.stale_reads) == counts
     for actions, begins in zip(bucketed.stages, buckets, strict=True):
         sums = [a.steps[0] for a in actions if a.kind == "REDUCE_GRAD"]
-        assert sums == (list(reversed(begins)) if plan.shards > 1 else [])
+        assert sums == (list(reversed(begins)) if plan.most_shards > 1 else [])
     assert Plan.from_json(plan.to_json()) == plan
 
 

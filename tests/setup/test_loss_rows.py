@@ -338,7 +338,7 @@ def test_transpose_of_some_rows():
 def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     settings = {**settings_of("gcnii"), "dtype": "float32", "chunks": 4, "shards": shards}
     prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
-    sizes = chunk_sizes(prepared)
+    sizes = chunk_sizes(prepared).stages[0]
     last = prepared.model_graph.ops[-1]
     graph, train = prepared.graph, prepared.loss_row_mask
     rows, edges, _ = sizes.columns(last, Side.AFTER)

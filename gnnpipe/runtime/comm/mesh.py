@@ -84,10 +84,6 @@ class Mesh(World):
         """The shard of this rank."""
         return self.placement.shard(self.rank)
 
-    def peer(self, stage: int) -> int:
-        """The rank that holds the same shard of another stage."""
-        return self.placement.rank(stage, self.shard)
-
     def leave(self) -> None:
         """Stop the thread that starts messages, and close the process groups."""
         self.start_thread.close()

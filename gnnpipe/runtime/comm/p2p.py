@@ -1,77 +1,117 @@
 """Point-to-point messages between stages: values forward, gradients backward.
 
 ``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for all sends.
-Messages between two ranks arrive in the order in which they were sent, so no tags are needed:
+A message has a part for each rank of the other stage that owns some of its rows (``RowLinks``).
+Parts between two ranks arrive in the order in which they were sent, so no tags are needed:
 ``schedule.check`` has proved that both ends use the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.row_links import Pieces
 from gnnpipe.runtime.comm.start_thread import StartedMessages
 
 Key = tuple[str, int, int]
 """Direction ('F' or 'B'), stage of the peer, position of the chunk."""
 
 
+class ValueSize(NamedTuple):
+    """Size of a value that arrives, and the rows that each rank sends."""
+
+    rows: int
+    width: int
+    pieces: Pieces
+
+
+class ArrivingMessage(NamedTuple):
+    """A message on its way."""
+
+    values: dict[str, Tensor]
+    parts: list[tuple[int, int, StartedMessages]]
+    """Rank that sends, bytes, and the transfer."""
+    posted_s: float
+
+
 class PointToPoint:
-    """Sends and receives one rank's messages, to and from the same shard of other stages."""
+    """Sends and receives one rank's messages, to and from the ranks of other stages."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, row_dtype: torch.dtype) -> None:
         """``dtype``: number type of values; ``row_dtype``: number type in messages."""
         self.mesh = mesh
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
-        self._arriving: dict[Key, tuple[dict[str, Tensor], StartedMessages, float]] = {}
+        self._arriving: dict[Key, ArrivingMessage] = {}
         self._leaving: list[tuple[list[Tensor], StartedMessages]] = []
 
-    def post(
-        self, way: str, peer: int, position: int, sizes: Mapping[str, tuple[int, int]]
-    ) -> None:
-        """Start to receive values of these ``sizes`` (rows, width) from stage ``peer``."""
+    def post(self, way: str, peer: int, position: int, sizes: Mapping[str, ValueSize]) -> None:
+        """Start to receive values of these ``sizes`` from stage ``peer``."""
         values = {
-            name: torch.empty(sizes[name], dtype=self.row_dtype, device=self.mesh.device)
-            for name in sorted(sizes)
+            name: torch.empty(size.rows, size.width, dtype=self.row_dtype, device=self.mesh.device)
+            for name, size in sorted(sizes.items())
         }
-        source = self.mesh.peer(peer)
-        coming = [t for t in values.values() if len(t)]
-        transfer = self.mesh.start_thread.start(lambda: [dist.irecv(t, src=source) for t in coming])
-        self._arriving[way, peer, position] = (values, transfer, self.mesh.recorder.clock())
+        parts = []
+        for rank, coming in _by_rank(values, {n: size.pieces for n, size in sizes.items()}).items():
+            transfer = self.mesh.start_thread.start(partial(_receive, coming, rank))
+            parts.append((rank, sum(t.nbytes for t in coming), transfer))
+        clock_s = self.mesh.recorder.clock()
+        self._arriving[way, peer, position] = ArrivingMessage(values, parts, clock_s)
 
     def take(self, way: str, peer: int, position: int) -> dict[str, Tensor]:
         """Wait for posted values and return them, by name."""
-        values, transfer, posted_s = self._arriving.pop((way, peer, position))
+        arriving = self._arriving.pop((way, peer, position))
         recorder = self.mesh.recorder
-        wait_start_s = recorder.clock()
-        transfer.wait()
-        size = sum(t.nbytes for t in values.values())
-        recorder.add_message(way, self.mesh.peer(peer), position, size, posted_s, wait_start_s)
-        return {name: value.to(self.dtype) for name, value in values.items()}
+        for rank, size, transfer in arriving.parts:
+            wait_start_s = recorder.clock()
+            transfer.wait()
+            recorder.add_message(way, rank, position, size, arriving.posted_s, wait_start_s)
+        return {name: value.to(self.dtype) for name, value in arriving.values.items()}
 
-    def send(self, way: str, peer: int, position: int, values: Mapping[str, Tensor]) -> None:
-        """Start to send values to stage ``peer``; they must not change before ``drain``."""
-        target = self.mesh.peer(peer)
-        self.mesh.recorder.add_send(way, target, position)
-        # No message for a value without rows: a chunk may have no vertex of a type.
-        leaving = [
-            values[name].detach().to(self.row_dtype).contiguous()
-            for name in sorted(values)
-            if len(values[name])
-        ]
-        transfer = self.mesh.start_thread.start(
-            lambda: [dist.isend(t, dst=target) for t in leaving]
-        )
-        self._leaving.append((leaving, transfer))
-        self.sent_bytes += sum(t.nbytes for t in leaving)
+    def send(
+        self, way: str, position: int, values: Mapping[str, Tensor], pieces: Mapping[str, Pieces]
+    ) -> None:
+        """Start to send values to other ranks; they must not change before ``drain``.
+
+        ``pieces``: the rows for each rank, by value.
+        """
+        rounded = {name: v.detach().to(self.row_dtype).contiguous() for name, v in values.items()}
+        for rank, leaving in _by_rank(rounded, pieces).items():
+            self.mesh.recorder.add_send(way, rank, position)
+            transfer = self.mesh.start_thread.start(partial(_send, leaving, rank))
+            self._leaving.append((leaving, transfer))
+            self.sent_bytes += sum(t.nbytes for t in leaving)
 
     def drain(self) -> None:
         """Wait until all sends are complete."""
         for _, transfer in self._leaving:
             transfer.wait()
         self._leaving.clear()
+
+
+def _receive(parts: list[Tensor], rank: int) -> list[dist.Work | None]:
+    return [dist.irecv(part, src=rank) for part in parts]
+
+
+def _send(parts: list[Tensor], rank: int) -> list[dist.Work | None]:
+    return [dist.isend(part, dst=rank) for part in parts]
+
+
+def _by_rank(values: Mapping[str, Tensor], pieces: Mapping[str, Pieces]) -> dict[int, list[Tensor]]:
+    """Return the parts of values by rank, in the same order on both ends.
+
+    A piece without rows has no message: a chunk may have no vertex of a type.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for name in sorted(values):
+        for rank, rows in pieces[name]:
+            part = values[name][rows]
+            found.setdefault(rank, []).extend([part] if len(part) else [])
+    return found
