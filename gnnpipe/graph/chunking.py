@@ -120,6 +120,17 @@ class Chunking:
         return np.repeat(shards, self.cell_sizes.ravel())
 
 
+@dataclass(frozen=True)
+class ShardShares:
+    """Shares of the shards in the work of every chunk."""
+
+    shares: tuple[float, ...]
+    """[G], summing to 1."""
+    levels: tuple[tuple[int, ...], ...] = ()
+    """Coarser shards (see ``Chunking.merged``), each by the first shard of every coarser shard and
+    G. The graph is cut into these first, so that they have few edges between them, too."""
+
+
 def renumber(graph: Graph, chunking: Chunking) -> Graph:
     """The same graph with its vertices in the order of ``chunking``."""
     n, perm = graph.num_vertices, chunking.perm
@@ -167,8 +178,7 @@ def make_chunking(
     seed: int,
     order: str = "given",
     cache_dir: str = "",
-    shares: tuple[float, ...] | None = None,
-    levels: tuple[tuple[int, ...], ...] = (),
+    shares: ShardShares | None = None,
 ) -> Chunking:
     """Partition ``graph`` into K ``chunks`` and each of them into G ``shards``.
 
@@ -184,10 +194,7 @@ def make_chunking(
             ``resolve_order``).
         cache_dir: folder that keeps the result for the next run; '' is the default folder, 'off'
             keeps nothing. Results of partitioners from outside gnnpipe are not kept.
-        shares: [G] the share of each shard in the work of every chunk, summing to 1; ``None``:
-            equal shares.
-        levels: coarser shards (see ``Chunking.merged``), each by the first part of every shard and
-            G. The graph is cut into these first, so that they have few edges between them, too.
+        shares: of the shards; ``None``: equal shares.
 
     Raises:
         InputError: unknown ``partitioner``; more chunks or shards than the vertices allow.
@@ -196,7 +203,8 @@ def make_chunking(
     n = graph.num_vertices
     _check_counts(n, chunks, shards)
     order = resolve_order(order, partitioner, n)
-    request = _Request(chunks, shards, seed, order, _unequal(shares, shards), levels)
+    shares = shares or ShardShares((1 / shards,) * shards)
+    request = _Request(chunks, shards, seed, order, _unequal(shares.shares, shards), shares.levels)
     if chunks == shards == 1 and request.order == "given":
         return Chunking(np.arange(n, dtype=np.int64), np.array([[0, n]], dtype=np.int64))
     is_ours = partition.__module__.startswith("gnnpipe.")
@@ -247,10 +255,8 @@ class _Request:
         return settings | {name: value for name, value in optional.items() if value}
 
 
-def _unequal(shares: tuple[float, ...] | None, shards: int) -> tuple[float, ...] | None:
+def _unequal(shares: tuple[float, ...], shards: int) -> tuple[float, ...] | None:
     """``shares`` if they differ; ``None`` if they are equal."""
-    if shares is None:
-        return None
     if len(shares) != shards or min(shares) <= 0 or not math.isclose(sum(shares), 1.0):
         raise ValueError(f"shares {shares} are not {shards} positive numbers that sum to 1")
     return None if all(math.isclose(s, shares[0]) for s in shares) else shares

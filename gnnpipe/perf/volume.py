@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 
-from gnnpipe.plan import ModelGraph, Op, StageDag
+from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
 
 
 @dataclass(frozen=True)
@@ -73,33 +73,51 @@ def closed_form_volume(
         label_iterations: Number of passes that predict label inputs.
     """
     plan, sent = dag.plan, _widths_sent(dag)
-    rows, sums = plan.collectives.rows, plan.collectives.sum
     # Training goes forward and backward.
     passes = 2 + label_iterations
     predicted = 0
     if label_iterations:
         readers = len(set(dag.feature_stages) - {plan.num_stages - 1})
         predicted = num_vertices[model.ops[-1].vertex_type] * model.num_classes * readers
-    graph = gradient = 0
-    control = 2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
-    for stage, m in zip(plan.stages, crossings, strict=True):
-        ops = model.select(stage.ops)
-        pushed = sum(
-            m[op.pushed_type] * op.push_width for op in ops if op.aggregates and not op.is_mean
-        )
-        means = sum(op.push_width for op in ops if op.is_mean)
-        graph += passes * rows.sent_bytes(stage.shards, pushed * row_bytes)
-        graph += passes * plan.chunks * sums.sent_bytes(stage.shards, means * 8)
-        weights = sum(op.num_parameters for op in ops)
-        gradient += sums.sent_bytes(stage.shards, weights * number_bytes)
-        fit = sum(fit_numbers(op) for op in ops if op.is_forecast)
-        control += sums.sent_bytes(stage.shards, fit * 8 * any(probes.values()))
+    by_stage = [
+        _shard_bytes(plan, i, model, m, number_bytes, row_bytes) for i, m in enumerate(crossings)
+    ]
+    rows_and_means, gradients, fits = (sum(each) for each in zip(*by_stage, strict=True))
+    probe_bytes = 2 * sum(probes[t] * width for t, width in sent.items()) * row_bytes
     return CommVolume(
         pipeline=passes * sum(num_vertices[t] * width for t, width in sent.items()) * row_bytes
         + label_iterations * predicted * row_bytes,
-        graph=graph,
-        gradient=gradient,
-        control=control,
+        graph=passes * rows_and_means,
+        gradient=gradients,
+        control=probe_bytes + fits * any(probes.values()),
+    )
+
+
+def _shard_bytes(
+    plan: Plan,
+    stage: int,
+    model: ModelGraph,
+    crossings: Mapping[str, int],
+    number_bytes: int,
+    row_bytes: int,
+) -> tuple[int, int, int]:
+    """Return what the shards of a stage send to one another.
+
+    Bytes of one pass for rows and means; of the gradient sums; of the sums that a forecast is
+    fitted to.
+    """
+    ops, shards = model.select(plan.stages[stage].ops), plan.stages[stage].shards
+    pushing = [op for op in ops if op.aggregates and not op.is_mean]
+    pushed = sum(crossings[op.pushed_type] * op.push_width for op in pushing)
+    means = sum(op.push_width for op in ops if op.is_mean)
+    fit = sum(fit_numbers(op) for op in ops if op.is_forecast)
+    weights = sum(op.num_parameters for op in ops)
+    rows, sums = plan.collectives.rows, plan.collectives.sum
+    return (
+        rows.sent_bytes(shards, pushed * row_bytes)
+        + plan.chunks * sums.sent_bytes(shards, means * 8),
+        sums.sent_bytes(shards, weights * number_bytes),
+        sums.sent_bytes(shards, fit * 8),
     )
 
 

@@ -20,7 +20,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.validation import check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
-from gnnpipe.graph.chunking import Chunking, make_chunking, renumber
+from gnnpipe.graph.chunking import Chunking, ShardShares, make_chunking, renumber
 from gnnpipe.graph.graph import Graph, bare
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.order import pays_back
@@ -269,8 +269,7 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, orde
                     graph,
                     chunks=plan.chunks,
                     shards=plan.split.num_parts,
-                    shares=plan.split.shares,
-                    levels=plan.split.levels[:-1],
+                    shares=ShardShares(plan.split.shares, plan.split.levels[:-1]),
                     seed=config.seed,
                     partitioner=config.partitioner,
                     order=order,

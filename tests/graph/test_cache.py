@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gnnpipe.graph import cache, chunking
-from gnnpipe.graph.chunking import make_chunking
+from gnnpipe.graph.chunking import ShardShares, make_chunking
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.graph.partition.runs import parts_of_runs
 from tests.graph.made import graph_of
@@ -59,7 +59,7 @@ def test_another_setting_is_another_entry(graph, cuts, tmp_path, change):
 
 def test_equal_shares_are_the_same_entry(graph, cuts, tmp_path):
     make(graph, tmp_path)
-    make(graph, tmp_path, shares=(0.5, 0.5))
+    make(graph, tmp_path, shares=ShardShares((0.5, 0.5)))
     assert len(cuts) == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph import chunking
-from gnnpipe.graph.chunking import Chunking, _match_runs, make_chunking, renumber
+from gnnpipe.graph.chunking import Chunking, ShardShares, _match_runs, make_chunking, renumber
 from gnnpipe.graph.partition import PARTITIONERS, symmetric_pattern
 from gnnpipe.graph.quality import cut_quality
 from gnnpipe.plan import ShardSplit
@@ -20,7 +20,8 @@ DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def make(graph, chunks, shards, partitioner="metis", seed=0, shares=None):
-    settings = {"partitioner": partitioner, "seed": seed, "shares": shares, "cache_dir": "off"}
+    given = None if shares is None else ShardShares(shares)
+    settings = {"partitioner": partitioner, "seed": seed, "shares": given, "cache_dir": "off"}
     return make_chunking(graph, chunks=chunks, shards=shards, **settings)
 
 
@@ -180,13 +181,13 @@ def test_coarser_shards_are_cut_first(chunks):
     graph = graph_of(side**2, grid + [(w, v) for v, w in grid])
     split = ShardSplit.of([(0.5, 0.5), (1 / 3, 2 / 3)])
     settings = {"partitioner": "metis", "seed": 0, "cache_dir": "off"}
-    given = {"shards": split.num_parts, "shares": split.shares, "levels": split.levels[:-1]}
-    made = make_chunking(graph, chunks=chunks, **given, **settings)
+    shares = ShardShares(split.shares, split.levels[:-1])
+    made = make_chunking(graph, chunks=chunks, shards=split.num_parts, shares=shares, **settings)
     for bounds, shares in zip(split.bounds, [(0.5, 0.5), (1 / 3, 2 / 3)], strict=True):
         merged = made.merged(bounds)
         expected = made.cell_sizes.sum(axis=1, keepdims=True) * np.array(shares)
         np.testing.assert_allclose(merged.cell_sizes, expected, rtol=0.08)
-        alone = make_chunking(graph, chunks=chunks, shards=2, shares=shares, **settings)
+        alone = make(graph, chunks, 2, shares=shares)
         crossings = cut_quality(graph, merged).crossings
         assert crossings <= 1.5 * cut_quality(graph, alone).crossings
 

@@ -16,6 +16,7 @@ from torch_geometric import nn as pyg
 from gnnpipe import Trainer
 from gnnpipe.plan import Plan, StageDag, StagePlan
 from gnnpipe.planner import GivenPlan
+from gnnpipe.run.resume import resumed_config
 
 FEATURES, HIDDEN, CLASSES, EPOCHS = 7, 6, 3, 3
 
@@ -178,3 +179,84 @@ def test_stale_epochs_of_a_random_dag_equal_one_device(staleness, seeds):
     for seed, one in zip(seeds, found, strict=True):
         assert one.difference < 1e-9, (seed, one.plan)
         assert one.counted == one.formula, (seed, one.plan)
+
+
+class Towers(nn.Module):
+    """Two branches of two layers, which a last layer joins."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left = nn.ModuleList([pyg.GCNConv(FEATURES, HIDDEN), pyg.GCNConv(HIDDEN, HIDDEN)])
+        self.right = nn.ModuleList([pyg.SAGEConv(FEATURES, HIDDEN), pyg.SAGEConv(HIDDEN, HIDDEN)])
+        self.last = nn.Linear(2 * HIDDEN, CLASSES)
+
+    def forward(self, x, edge_index):
+        ends = []
+        for branch in (self.left, self.right):
+            h = x
+            for layer in branch:
+                h = F.elu(layer(h, edge_index))
+            ends.append(h)
+        return self.last(torch.cat(ends, dim=1))
+
+
+def ops_of_towers():
+    """The ops of the left branch, of the right one, and of what follows the join."""
+    config, graph = quick_config(chunks=1), small_graph(n=60)
+    ops, place = _described(config, graph, Towers()).ops, {}
+    found = {"left": [], "right": [], "last": []}
+    for i, op in enumerate(ops):
+        reads = {place[value] for value in op.inputs}
+        own = {name.split(".")[0] for name in op.weights} or reads or {"unknown"}
+        where = own.pop() if len(own) == 1 else "last"
+        place |= dict.fromkeys(op.outputs, where)
+        found[where].append(i)
+    return [tuple(ops) for ops in found.values()]
+
+
+def resumed(folder, plans, chunks):
+    """Trains 6 epochs under the first plan and 6 more under the second; on every rank."""
+    config = quick_config(
+        chunks=chunks, epochs=6, lr=0.01, out=folder, checkpoint_every=6, eval_every=3
+    )
+    from gnnpipe.runtime.comm.world import World
+
+    world = World.meet(3, "cpu")
+    given = {"graph": small_graph(n=60), "world": world}
+    Trainer(config, model=Towers().double(), plan=plans[0], **given).fit()
+    again = replace(resumed_config(folder, {"epochs": 12}), plan="uniform")
+    trainer = Trainer(again, model=Towers().double(), plan=plans[1], resume=folder, **given)
+    result = trainer.fit()
+    trainer.save_predictions(f"{folder}.npy")
+    return result
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_run_goes_on_under_another_dag(chunks, tmp_path):
+    """Also evaluation, predictions, the trace and the memory estimate of unlike stages."""
+    left, right, last = ops_of_towers()
+    together = tuple(sorted(left + right))
+    plans = [
+        (StagePlan(together, (1, 2), (0.6, 0.4)), StagePlan(last, (0,), (1.0,))),
+        (StagePlan.even(left, (0,)), StagePlan.even(right, (1,)), StagePlan.even(last, (2,))),
+    ]
+    plans = [Plan(stages, chunks, "layer-sync") for stages in plans]
+    model_graph = _described(quick_config(), small_graph(n=60), Towers())
+    ends = {(t.source, t.target) for t in StageDag.of(plans[1], model_graph).transfers}
+    assert ends == {(0, 2), (1, 2)}
+    folder = str(tmp_path / "run")
+    results = run_ranks(resumed, 3, folder, plans, chunks)
+    config = quick_config(chunks=1, epochs=12, lr=0.01, eval_every=3)
+    trainer = Trainer(config, small_graph(n=60), Towers().double())
+    alone = trainer.fit()
+    trainer.save_predictions(tmp_path / "alone.npy")
+    for result in results:
+        assert [r.loss for r in result.history] == pytest.approx(
+            [r.loss for r in alone.history], rel=1e-9
+        )
+        assert result.test_acc == alone.test_acc
+        assert len(result.memory_estimate_bytes) == 3
+    assert {span.rank for span in results[0].timeline} == {0, 1, 2}
+    found, expected = np.load(f"{folder}.npy"), np.load(tmp_path / "alone.npy")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

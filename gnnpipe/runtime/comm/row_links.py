@@ -86,7 +86,7 @@ class RowLinks:
 
     @cached_property
     def _tables(self) -> dict[tuple[int, str, bool], list[tuple[int, npt.NDArray[np.int64]]]]:
-        """By stage and rows: ranks, and the first row and end in each chunk, [K, 2]."""
+        """Ranks of each stage with their first row and end in each chunk, [K, 2]."""
         placement, own = self.plan.placement, self.chunkings
         mine, shard = placement.place(self.rank)
         return {
