@@ -48,7 +48,7 @@ def test_the_second_time_it_is_taken_from_disk(graph, cuts, tmp_path):
         {"seed": 1},
         {"partitioner": "range"},
         {"order": "metis"},
-        {"shares": (0.6, 0.4)},
+        {"shares": ShardShares((0.6, 0.4))},
     ],
 )
 def test_another_setting_is_another_entry(graph, cuts, tmp_path, change):

@@ -2,16 +2,20 @@
 
 import numpy as np
 import pytest
-from helpers import run_ranks, small_graph
+from helpers import quick_config, run_ranks, small_graph
 from profiles import prepared_of, profile_of
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.plan import Plan, StagePlan
+from gnnpipe.planner import GivenPlan
 from gnnpipe.profiling.predict import run_costs
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import SpecialPosition
 from gnnpipe.setup.chunk_sizes import chunk_sizes
+from gnnpipe.setup.prepare import prepare
 
 
 def bytes_of(shapes, model):
@@ -52,12 +56,14 @@ def costs_of(prepared):
 
 def predicted_bytes(prepared):
     plan, said = prepared.plan, costs_of(prepared)
-    shards, chunks = range(plan.most_shards), range(plan.chunks)
-    both = [(t.source, t.target) for t in prepared.dag.transfers]
+    chunks = range(plan.chunks)
+    ends = [
+        (t.source, t.target, said.message_pairs(t.source, t.target)) for t in prepared.dag.transfers
+    ]
     pipeline = sum(
-        said.message_bytes("F", a, b, (g, g), c) + said.message_bytes("B", b, a, (g, g), c)
-        for a, b in both
-        for g in shards
+        said.message_bytes("F", a, b, (g, h), c) + said.message_bytes("B", b, a, (h, g), c)
+        for a, b, pairs in ends
+        for g, h in pairs
         for c in chunks
     )
     graph = sum(
@@ -65,17 +71,17 @@ def predicted_bytes(prepared):
         for way in "FB"
         for stage, steps in enumerate(prepared.dag.steps)
         for step in range(steps - 1)
-        for g in shards
+        for g in range(plan.stages[stage].shards)
         for c in chunks
     )
     gradient = sum(
-        2 * (plan.most_shards - 1) * said.gradient_bytes(s, (0, steps))
+        2 * (plan.stages[s].shards - 1) * said.gradient_bytes(s, (0, steps))
         for s, steps in enumerate(prepared.dag.steps)
     )
     probes = sum(
-        said.message_bytes("F", a, b, (g, g), SpecialPosition.PROBE)
-        for a, b in both
-        for g in shards
+        said.message_bytes("F", a, b, pair, SpecialPosition.PROBE)
+        for a, b, pairs in ends
+        for pair in pairs
     )
     return {"pipeline": pipeline, "graph": graph, "gradient": gradient, "pilots": probes}
 
@@ -90,6 +96,26 @@ def test_costs_count_the_bytes_that_are_sent(model):
         }
         assert said["pilots"] <= counted["control"]
         assert (said["pilots"] > 0) == (said["pipeline"] > 0)
+
+
+@pytest.mark.parametrize("staleness", ["exact", "auto"])
+def test_costs_count_the_bytes_between_stages_of_unlike_shards(staleness):
+    stages = (
+        StagePlan((0,), (0, 3), (0.5, 0.5)),
+        StagePlan((1,), (2,), (1.0,)),
+        StagePlan((2,), (1, 4, 5), (0.25, 0.25, 0.5)),
+    )
+    schedule = "layer-sync" if staleness == "exact" else "fill-drain"
+    config = quick_config(model="gcnii", layers=3, chunks=2, staleness=staleness)
+    plan = GivenPlan(Plan(stages, 2, schedule))
+    prepared = prepare(config, Mesh.alone(), small_graph(n=90), planner=plan)
+    said, volume = predicted_bytes(prepared), prepared.volume
+    found = (said["pipeline"], said["graph"], said["gradient"])
+    assert found == (volume.pipeline, volume.graph, volume.gradient)
+    assert (said["pilots"] > 0) == (staleness == "auto")
+    tasks = program_tasks(prepared.program, costs_of(prepared))
+    sent = sum(t.size_bytes for t in tasks.what if t.kind.is_send and t.chunk >= 0)
+    assert sent == volume.pipeline
 
 
 def test_costs_are_those_of_the_profile():

@@ -17,8 +17,9 @@ from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.simulate import Task, TaskKind, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares
-from gnnpipe.plan import Placement, buckets
+from gnnpipe.plan import Placement, Plan, StagePlan, buckets
 from gnnpipe.schedule import evaluation_program, training_program, with_forecast
+from gnnpipe.setup.chunk_sizes import chunk_sizes
 
 
 def timeline_of(plan, costs, **settings):
@@ -353,13 +354,46 @@ def test_a_thousand_ranks():
 @pytest.mark.slow
 def test_a_thousand_shards_in_stages():
     plan = chain(32, 128, layers_each=1, shards=32)
-    timeline = timeline_of(plan, StatedCosts(0.5, 1.0))
+    timeline = timeline_of(plan, StatedCosts(0.5, 1.0, shards=32))
     ranks, chunks, steps = 1024, 128, 2
     pulls = exchanges = 1
     compute = ranks * chunks * (2 * steps + pulls) + 2 * ranks
     wire = 2 * 31 * 32 * chunks + 32 * chunks * 2 * exchanges + 2 * 32
     assert len(timeline.tasks) == compute + wire + 2
     assert timeline.makespan_s == (chunks + 31) * 3.0
+
+
+UNLIKE = Plan(
+    (StagePlan.even((0, 1), (0,)), StagePlan((2, 3), (1, 2), (0.6, 0.4))), 3, "fill-drain"
+)
+
+
+def notes_of_plan(plan):
+    """As ``notes_of``, for a plan of stages with unlike shards."""
+    from gnnpipe import Trainer
+    from gnnpipe.runtime.comm.world import World
+
+    world = World.meet(plan.num_ranks, "cpu")
+    config = quick_config(layers=4, staleness="none", eval_every=0)
+    trainer = Trainer(config, graph=small_graph(), world=world, plan=plan)
+    result = trainer.fit()
+    mesh, prepared = trainer._setup()
+    sizes = chunk_sizes(prepared)
+    assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
+    costs = StatedCosts()
+    costs.message_pairs = sizes.split.overlaps
+    simulated = simulate(program_tasks(prepared.program, costs))
+    made = simulated_epochs(simulated, prepared.plan.placement)[mesh.rank]
+    return [
+        ([m.key for m in notes.messages], list(notes.send_times_s), len(notes.collectives))
+        for notes in (mesh.recorder.epochs[-1], made)
+    ]
+
+
+@pytest.mark.slow
+def test_executor_and_simulator_wait_for_the_same_parts_of_messages():
+    for real, made in run_ranks(notes_of_plan, 3, UNLIKE):
+        assert real == made
 
 
 def notes_of(shape, bucket_bytes):
