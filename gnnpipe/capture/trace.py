@@ -29,6 +29,7 @@ from gnnpipe.capture.buffers import (
     mark_assigned,
 )
 from gnnpipe.capture.call import called
+from gnnpipe.capture.call_order import order_calls
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
 from gnnpipe.capture.edge_work.modules import EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
@@ -127,8 +128,7 @@ def trace(
     for call in list(training.graph.nodes):
         if call.op == "placeholder" and not call.users:
             training.graph.erase_node(call)
-    for site, call in enumerate(n for n in training.graph.nodes if n.target is drop):
-        call.kwargs = {**call.kwargs, "site": site}
+    order_calls(training.graph)
     training.recompile()
     return training
 

@@ -1,8 +1,9 @@
 """The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
 A width is a count of numbers per row. A built-in layer is one op. Ops are listed in the order in
-which they run. A stage is a set of ops; because an op may read values of several earlier stages,
-the stages form a DAG as well.
+which they run: an op behind the ops that it reads, and of a recorded model branch by branch. A
+stage is a set of ops; because an op may read values of several earlier stages, the stages form a
+DAG as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 from gnnpipe.plan.plan import Plan
@@ -123,7 +125,8 @@ class Op:
     pushed_type: str = ""
     """Type of the vertices of the pushed rows."""
     over_pairs: bool = False
-    """The op scores the vertex pairs of a link prediction, on the stage of the op before it."""
+    """The op scores the vertex pairs of a link prediction, on the stage of the op whose rows it
+    reads."""
     reads_features: bool = False
     """The op reads the input features."""
     of_features: bool = False
@@ -196,16 +199,39 @@ class ModelGraph:
         """The ops that aggregate, in order: each has a history table."""
         return tuple(op for op in self.ops if op.aggregates)
 
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, the earlier ops whose values the op reads."""
+        maker: dict[str, int] = {}
+        found = []
+        for i, op in enumerate(self.ops):
+            found.append(tuple(dict.fromkeys(maker[value] for value in op.inputs)))
+            maker |= dict.fromkeys(op.outputs, i)
+        return tuple(found)
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of an op and an earlier op that must be in one stage.
+
+        The two ops use the same weight, or the op scores pairs of the earlier op's rows.
+        """
+        first_use: dict[str, int] = {}
+        found = []
+        for i, op in enumerate(self.ops):
+            tied = [first_use.setdefault(name, i) for name in op.weights]
+            tied += self.reads[i] if op.over_pairs else ()
+            found += [(i, other) for other in dict.fromkeys(tied) if other != i]
+        return tuple(found)
+
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Ops before which a stage may begin: no weight is used on both sides."""
-        last = {name: i for i, op in enumerate(self.ops) for name in op.weights}
-        free, reach = [], 0
-        for i, op in enumerate(self.ops):
-            if i > reach and not op.over_pairs:
-                free.append(i)
-            reach = max([reach, *(last[name] for name in op.weights)])
-        return tuple(free)
+        """Ops before which a stage of consecutive ops may begin: no tied ops are on both sides."""
+        change = [0] * (self.num_ops + 1)
+        for op, earlier in self.ties:
+            change[earlier + 1] += 1
+            change[op + 1] -= 1
+        is_tied = accumulate(change)
+        return tuple(i for i, count in enumerate(is_tied) if 0 < i < self.num_ops and not count)
 
     def crossing(self) -> list[int]:
         """Return for each op the total width of earlier values that this or a later op reads."""

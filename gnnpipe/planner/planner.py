@@ -112,23 +112,16 @@ def check_plan(plan: Plan, model: ModelGraph) -> None:
         raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
     # Each raises for an unknown name.
     _ = SCHEDULES[plan.schedule], plan.collectives.rows, plan.collectives.sum
-    _check_weights(plan, model)
+    _check_ties(plan, model)
     StageDag.of(plan, model)  # raises if the order of the stages is wrong
 
 
-def _check_weights(plan: Plan, model: ModelGraph) -> None:
-    """Check that ops that share a weight are in one stage.
-
-    The op that scores pairs must be in the stage of the op before.
-    """
+def _check_ties(plan: Plan, model: ModelGraph) -> None:
+    """Check that ops that must be in one stage are (``ModelGraph.ties``)."""
     stage_of = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
-    first_use: dict[str, int] = {}
-    for i, op in enumerate(model.ops):
-        tied = [first_use.setdefault(name, i) for name in op.weights]
-        tied += [i - 1] * op.over_pairs
-        apart = [other for other in tied if stage_of[other] != stage_of[i]]
-        if apart:
+    for op, earlier in model.ties:
+        if stage_of[op] != stage_of[earlier]:
             raise InputError(
-                f"plan: {model.unit} {i} must be in the stage of {model.unit} {apart[0]}; stages "
+                f"plan: {model.unit} {op} must be in the stage of {model.unit} {earlier}; stages "
                 f"of consecutive {model.unit}s may begin with {', '.join(map(str, model.cuts))}"
             )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch_geometric import seed_everything
 
+from gnnpipe.capture.call_order import RECORDED_PLACE
 from gnnpipe.capture.edge_work.kinds import Kind, reads_shape
 from gnnpipe.capture.fx_names import EDGES, attribute, is_input, refuse
 from gnnpipe.capture.markers import by_mode, drop
@@ -50,8 +51,8 @@ class ProgramWriter:
         self._made: dict[str, fx.Node] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._constants = nn.Module()
-        for call in recording.graph.nodes:
-            # In the order of forward, so that random numbers are those of plain PyG.
+        # In the order of forward, so that random numbers are those of plain PyG.
+        for call in sorted(recording.graph.nodes, key=lambda call: call.meta[RECORDED_PLACE]):
             if kinds[call] is Kind.EDGES and (call in random_calls or call.target is drop):
                 self.copy(call)
 
