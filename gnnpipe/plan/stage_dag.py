@@ -5,8 +5,9 @@ Steps and transfers follow from plan and model; a plan does not store them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan.model_graph import ModelGraph
@@ -44,18 +45,13 @@ class StageDag:
         Raises:
             InputError: A stage reads a value that a later stage computes.
         """
+        _check_order(plan, model)
         source: dict[str, tuple[int, int]] = {}
         types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}
         for i, stage in enumerate(plan.stages):
             for op in model.select(stage.ops):
                 for value in op.inputs:
-                    if value not in source:
-                        raise InputError(
-                            f"plan: stage {i} reads {value!r}, which a later stage computes; order "
-                            "the stages, or move ops between them, so that every value is computed "
-                            "before a stage reads it"
-                        )
                     maker, width = source[value]
                     if maker != i:
                         sent.setdefault((maker, i), {})[value] = width
@@ -80,3 +76,90 @@ class StageDag:
     def receives(self, stage: int) -> list[Transfer]:
         """The transfers that ``stage`` receives from earlier stages."""
         return [t for t in self.transfers if t.target == stage]
+
+
+def _check_order(plan: Plan, model: ModelGraph) -> None:
+    """Check that each value is computed before a stage reads it, and the logits in the last stage.
+
+    Raises:
+        InputError: Says whether a stage is not convex (a value leaves the stage, and what is made
+            of it returns), several stages read each other's values, or only their order is wrong.
+    """
+    stage_of = {op: i for i, stage in enumerate(plan.stages) for op in stage.ops}
+    reads = [
+        (op, source)
+        for op, sources in enumerate(model.reads)
+        for source in sources
+        if stage_of[op] != stage_of[source]
+    ]
+    backward = [(op, source) for op, source in reads if stage_of[op] < stage_of[source]]
+    if backward:
+        for stage in range(plan.num_stages):
+            _check_convex(stage, stage_of, model)
+        order = _stage_order(plan.num_stages, reads, stage_of, model.unit)
+        op, source = backward[0]
+        raise InputError(
+            f"plan: stage {stage_of[op]} reads {model.unit} {source}, which stage "
+            f"{stage_of[source]} computes later; list the stages in the order "
+            f"{', '.join(map(str, order))}"
+        )
+    last = model.num_ops - 1
+    if stage_of[last] != plan.num_stages - 1:
+        raise InputError(
+            f"plan: {model.unit} {last} computes the logits in stage {stage_of[last]}; list this "
+            "stage last"
+        )
+
+
+def _check_convex(stage: int, stage_of: Mapping[int, int], model: ModelGraph) -> None:
+    """Check that no path of reads leaves a stage and comes back."""
+    # Ops of other stages that depend on the stage: the first op on the way from the stage to each,
+    # and the op of the stage that this first op reads.
+    ways: dict[int, tuple[int, int]] = {}
+    for op, sources in enumerate(model.reads):
+        way = next((ways[source] for source in sources if source in ways), None)
+        if stage_of[op] != stage:
+            own = next((source for source in sources if stage_of[source] == stage), None)
+            way = way if own is None else (op, own)
+            ways |= {} if way is None else {op: way}
+        elif way is not None:
+            outside, before = way
+            raise InputError(
+                f"plan: stage {stage} is not convex: {model.unit}s {before} and {op} are in the "
+                f"stage, but {model.unit} {outside} between them is in stage {stage_of[outside]}; "
+                f"move {model.unit} {outside} into stage {stage}, or split the stage"
+            )
+
+
+def _stage_order(
+    count: int, reads: Sequence[tuple[int, int]], stage_of: Mapping[int, int], unit: str
+) -> list[int]:
+    """Return the stages in an order in which every value is computed before a stage reads it.
+
+    ``reads``: pairs of an op and an op of another stage that the op reads. Raises ``InputError`` if
+    stages read each other's values.
+    """
+    found: list[int] = []
+    # By stage and other stage: an op of the stage, and an op of the other stage that the op reads.
+    left: dict[int, dict[int, tuple[int, int]]] = {stage: {} for stage in range(count)}
+    for read in reads:
+        left[stage_of[read[0]]].setdefault(stage_of[read[1]], read)
+    while left:
+        ready = next((s for s in left if not left[s].keys() & left.keys()), None)
+        if ready is None:
+            break
+        found.append(ready)
+        del left[ready]
+    if not left:
+        return found
+    # Each stage that is left reads another one that is left: following the reads closes a cycle.
+    path = [min(left)]
+    while path.count(path[-1]) < 2:
+        path.append(min(left[path[-1]].keys() & left.keys()))
+    cycle = path[path.index(path[-1]) :]
+    steps = (left[a][b] for a, b in pairwise(cycle))
+    text = ", ".join(f"{unit} {op} of stage {stage_of[op]} reads {unit} {s}" for op, s in steps)
+    raise InputError(
+        f"plan: stages {' and '.join(map(str, sorted(set(cycle))))} read each other's values "
+        f"({text}), so that none of them can run first; move {unit}s between them"
+    )
