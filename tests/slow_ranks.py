@@ -1,6 +1,7 @@
 """Runs in which a rank sleeps in every action."""
 
 import time
+from contextlib import contextmanager
 
 from helpers import quick_config, small_graph
 
@@ -9,35 +10,42 @@ NAP_S = 0.25
 EVERY = -2
 
 
-def slow_rank(shape, slow, staleness="none"):
-    """Time shares and epoch times of a run in which one rank naps in every forward action, or every
-    rank in every action."""
-    from gnnpipe import Trainer
+@contextmanager
+def napping(mesh, slow):
+    """Context in which rank ``slow`` naps in every forward action of training, or every rank in
+    every action."""
     from gnnpipe.runtime import stage
-    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.stage import Stage
 
-    stages, shards, chunks = shape
-    mesh = Mesh.join(stages, shards)
-    forward = Stage.forward
+    forward, backward = Stage.forward, stage._backward
 
-    def napping(self, chunk, steps):
+    def slow_forward(self, chunk, steps):
         if slow in (mesh.rank, EVERY) and self._training:
             time.sleep(NAP_S)
         return forward(self, chunk, steps)
 
-    def napping_back(entries, grads):
+    def slow_backward(entries, grads):
         if slow == EVERY:
             time.sleep(NAP_S)
         backward(entries, grads)
 
-    Stage.forward = napping
-    backward, stage._backward = stage._backward, napping_back
+    Stage.forward, stage._backward = slow_forward, slow_backward
+    try:
+        yield
+    finally:
+        Stage.forward, stage._backward = forward, backward
+
+
+def slow_rank(shape, slow, staleness="none"):
+    """Time shares and epoch times of a run with a slow rank (see ``napping``)."""
+    from gnnpipe import Trainer
+    from gnnpipe.runtime.comm.mesh import Mesh
+
+    stages, shards, chunks = shape
+    mesh = Mesh.join(stages, shards)
     config = quick_config(
         stages=stages, shards=shards, chunks=chunks, layers=4, staleness=staleness, eval_every=0
     )
-    try:
+    with napping(mesh, slow):
         result = Trainer(config, graph=small_graph(), world=mesh).fit()
-    finally:
-        Stage.forward, stage._backward = forward, backward
     return result.time_shares, [row.epoch_time_s for row in result.history]
