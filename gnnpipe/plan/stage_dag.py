@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from gnnpipe.errors import InputError
@@ -68,6 +69,22 @@ class StageDag:
             if any(op.reads_features for op in model.select(stage.ops))
         )
         return cls(plan, tuple(steps), tuple(transfers), tuple(reading))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """For each stage, the number of stages on the longest path of transfers that ends there."""
+        found = [1] * self.plan.num_stages
+        for transfer in sorted(self.transfers, key=lambda t: t.source):
+            found[transfer.target] = max(found[transfer.target], found[transfer.source] + 1)
+        return tuple(found)
+
+    @property
+    def depth(self) -> int:
+        """Number of stages on the longest path of transfers; S if the stages form a chain.
+
+        The pipeline fills and drains in this many stages.
+        """
+        return max(self.depths)
 
     def sends(self, stage: int) -> list[Transfer]:
         """The transfers that ``stage`` sends forward."""

@@ -57,6 +57,9 @@ def head_lines(prepared: Prepared) -> list[str]:
             "the model runs as it is, as in plain PyG: it cannot be recorded, so it can have no "
             f"chunks, stages or shards ({reason.removeprefix('model: ')})"
         )
+    if prepared.dag.depth < plan.num_stages:
+        ways = ", ".join(f"{t.source} -> {t.target}" for t in prepared.dag.transfers)
+        lines.append(f"stages form a DAG of depth {prepared.dag.depth}: {ways}")
     if plan.collectives != DEFAULT_COLLECTIVES:
         used = plan.collectives
         lines.append(f"collectives: row exchange {used.row_exchange}, sum {used.shard_sum}")

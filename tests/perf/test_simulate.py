@@ -17,7 +17,7 @@ from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.simulate import Task, TaskKind, Tasks
 from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares
-from gnnpipe.plan import Placement, Plan, StagePlan, buckets
+from gnnpipe.plan import Placement, Plan, StagePlan, Transfer, buckets
 from gnnpipe.schedule import evaluation_program, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 
@@ -42,6 +42,30 @@ def test_a_uniform_pipeline_with_free_links(stages, chunks):
     for share in shares_of(timeline, Placement.grid(stages, 1)):
         assert share.bubble_s / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
         assert share.exposed_pipeline_s == 0
+
+
+BRANCHES = {
+    2: [(0, 2), (1, 2)],
+    3: [(0, 1), (2, 3), (4, 5), (1, 6), (3, 6), (5, 6)],
+    4: [(0, 1), (0, 2), (1, 4), (2, 3), (3, 4)],
+}
+"""Transfers of stage DAGs, by depth."""
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+@pytest.mark.parametrize("depth", BRANCHES)
+def test_branches_fill_and_drain_as_deep_as_the_longest_path(depth, chunks):
+    ends = BRANCHES[depth]
+    stages = max(max(pair) for pair in ends) + 1
+    dag = replace(
+        chain(stages, chunks), transfers=tuple(Transfer(*pair, {"x": 4}) for pair in ends)
+    )
+    assert dag.depth == depth
+    timeline = timeline_of(dag, StatedCosts(forward_s=1.0, backward_s=2.0))
+    assert timeline.makespan_s == (chunks + depth - 1) * 9.0
+    bubble = (depth - 1) / (chunks + depth - 1)
+    for idle in timeline.bubble_s()[:stages]:
+        assert idle / timeline.makespan_s == pytest.approx(bubble, abs=1e-15)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 8), (4, 6)])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage_dags import chain, dags
 
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ModelGraph, Op, Placement, Plan, StageDag, StagePlan
@@ -145,3 +146,24 @@ def test_the_reason_is_that_of_brute_force(case):
             assert not np.tril(between[np.ix_(order, order)], -1).any()
     else:
         assert is_in_order
+
+
+def test_a_chain_is_as_deep_as_its_stages():
+    dag = chain(4, 2)
+    assert dag.depths == (1, 2, 3, 4)
+    assert dag.depth == 4
+
+
+@settings(deadline=None)
+@given(dags())
+def test_the_depth_is_the_longest_path(dag):
+    paths = np.zeros((dag.plan.num_stages,) * 2, dtype=int)
+    for transfer in dag.transfers:
+        paths[transfer.source, transfer.target] = 1
+    # Number of paths of each length, by the stage in which they end.
+    counts = [np.ones(len(paths), dtype=int)]
+    while counts[-1].any():
+        counts.append(counts[-1] @ paths)
+    longest = np.stack(counts).astype(bool).sum(0)
+    assert dag.depths == tuple(longest)
+    assert dag.depth == len(counts) - 1

@@ -12,6 +12,7 @@ from helpers import plain_pyg_losses, pyg_data, quick_config, run_ranks, small_g
 from slow_ranks import EVERY, napping
 
 from gnnpipe.plan import Plan, StagePlan
+from gnnpipe.run.summary import head_lines
 
 EPOCHS = 3
 SCHEDULES = {1: "fill-drain", 4: "layer-sync"}
@@ -57,6 +58,13 @@ def prepared_on(mesh, chunks, schedule, dropout=0.5):
 
     graph, config = small_graph(), quick_config(epochs=EPOCHS, eval_every=1)
     return graph, prepare(config, mesh, graph, towers(dropout), Branched(chunks, schedule))
+
+
+def test_the_head_of_a_run_names_the_transfers():
+    from gnnpipe.runtime.comm.mesh import Mesh
+
+    _, prepared = prepared_on(Mesh.alone(), 4, "fill-drain")
+    assert "stages form a DAG of depth 2: 0 -> 2, 1 -> 2" in head_lines(prepared)
 
 
 def trained(chunks, folder):
