@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise, product
 
+import hetero_models
 import numpy as np
 import pytest
 import torch
-from branch_models import BRANCH_BY_BRANCH, HIDDEN, Towers
-from helpers import plain_pyg_losses, pyg_data, quick_config, run_ranks, small_graph
+from branch_models import BRANCH_BY_BRANCH, HIDDEN, MODELS, Towers
+from helpers import (
+    assert_all_within,
+    plain_pyg_losses,
+    pyg_data,
+    quick_config,
+    run_ranks,
+    small_graph,
+)
 from slow_ranks import EVERY, napping
 
-from gnnpipe.plan import Plan, StagePlan
+from gnnpipe import Graph
+from gnnpipe.plan import Placement, Plan, StagePlan
 from gnnpipe.run.summary import head_lines
 
 EPOCHS = 3
@@ -151,3 +161,68 @@ def test_a_slow_branch_does_not_delay_the_sends_of_the_other(slow):
     assert {span.peer for span in (*sends, *spans_of(found, slow, "SEND_F"))} == {2}
     second = sorted(forward, key=lambda span: span.start_s)[1]
     assert max(span.end_s for span in sends) < second.end_s
+
+
+def random_stages(model, count, rng):
+    """Ops of convex stages: runs of a random topological order; None if ties leave no cuts."""
+    order, waiting = [], set(range(model.num_ops - 1))
+    while waiting:
+        free = [op for op in waiting if waiting.isdisjoint(model.reads[op])]
+        order.append(int(rng.choice(free)))
+        waiting.remove(order[-1])
+    order.append(model.num_ops - 1)
+    place = {op: i for i, op in enumerate(order)}
+    ties = [sorted((place[a], place[b])) for a, b in model.ties]
+    cuts = [i for i in range(1, len(order)) if not any(a < i <= b for a, b in ties)]
+    if len(cuts) < count - 1:
+        return None
+    chosen = sorted(rng.choice(cuts, count - 1, replace=False).tolist())
+    return [tuple(sorted(order[a:b])) for a, b in pairwise([0, *chosen, len(order)])]
+
+
+class RandomStages:
+    """Planner with random convex stages of equal numbers of shards."""
+
+    def __init__(self, placement, chunks, schedule, seed):
+        self.placement, self.chunks, self.schedule = placement, chunks, schedule
+        self.seed = seed
+
+    def num_ranks(self, shape):
+        return self.placement.num_ranks
+
+    def plan(self, request):
+        rng = np.random.default_rng(self.seed)
+        stages = None
+        while stages is None:
+            stages = random_stages(request.model, self.placement.num_stages, rng)
+        each = zip(stages, self.placement.stages, strict=True)
+        made = tuple(StagePlan.even(ops, ranks) for ops, ranks in each)
+        return Plan(made, self.chunks, self.schedule)
+
+
+def differences(stages, shards, seeds):
+    """(difference to one device, case) for random stage DAGs of each model."""
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verification.comparison import compare_epochs
+
+    mesh, found = Mesh.join(stages, shards), []
+    # ``verify`` refuses the model that assigns a buffer.
+    for name, seed in product((n for n in MODELS if n != "assorted"), seeds):
+        hetero = hetero_models.hetero_data(subjects=False)
+        graph = Graph.from_pyg(hetero) if name == "relations" else small_graph(directed=True)
+        for chunks, schedule in [*SCHEDULES.items(), (4, "fill-drain")]:
+            torch.manual_seed(3)
+            model = MODELS[name](BRANCH_BY_BRANCH)
+            planner = RandomStages(Placement.grid(stages, shards), chunks, schedule, seed)
+            prepared = prepare(quick_config(epochs=EPOCHS), mesh, graph, model, planner)
+            largest = max(c.largest for c in compare_epochs(graph, prepared, mesh, EPOCHS))
+            ops = [stage.ops for stage in prepared.plan.stages]
+            found.append((largest, f"{name}, seed {seed}, {chunks} chunks {schedule}: {ops}"))
+    return found
+
+
+@pytest.mark.parametrize(("stages", "shards"), [(4, 1), (2, 2)])
+def test_random_stage_dags_equal_one_device(stages, shards):
+    found = run_ranks(differences, 4, stages, shards, range(2), timeout_s=600)[0]
+    assert_all_within(found, 1e-9)
