@@ -162,8 +162,14 @@ class Executor:
         """Execute the actions of one pass that has begun."""
         self._order, self._program = order, program
         self._results = {}
-        with self._weight_hooks.held_back():
-            self._walk(program.stages[self.mesh.stage], epoch)
+        try:
+            with self._weight_hooks.held_back():
+                self._walk(program.stages[self.mesh.stage], epoch)
+        except BaseException:
+            self.stage.abandon()
+            self._results.clear()
+            self._leaving.clear()
+            raise
         self.mesh.recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()

@@ -166,6 +166,12 @@ class Stage:
         self._means.clear()
         self._chunks.clear()
 
+    def abandon(self) -> None:
+        """Free the rows and tables of a pass that failed."""
+        self._scratch.clear()
+        self._means.clear()
+        self._chunks.clear()
+
     def _keep_mean(self, name: str, history: History) -> None:
         """Keep a mean or sum over all vertices, from which buffers are updated."""
         if isinstance(history, MeanHistory) and history.count:

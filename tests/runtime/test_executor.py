@@ -1,5 +1,6 @@
-"""State of the executor after an epoch."""
+"""State of the executor after an epoch, and after a pass that failed."""
 
+import gc
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from gnnpipe import Trainer
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.models.layer import PushMaker
 from gnnpipe.run.exact_epochs import ExactEpochs
+from gnnpipe.runtime.history.base import History
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -37,3 +39,32 @@ def test_gradients_of_a_skipped_step_are_dropped(chunks, monkeypatch):
     assert [math.isfinite(norm) for norm in norms] == stepped
     assert [math.isfinite(loss) for loss in losses] == stepped
     assert losses[5] < losses[3], "the weights change again"
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_evaluation_that_fails_leaves_nothing(chunks, monkeypatch):
+    """Its tables are freed, and the numbers after it are those of a run without it."""
+    plain = GCNIILayer.after
+    run = quick_config(chunks=chunks, model="gcnii", layers=3, hidden=8, dropout=0.5)
+
+    def after(self, received, values, rows):
+        if self.index == 2:
+            raise MemoryError("no memory is left")
+        return plain(self, received, values, rows)
+
+    def tables():
+        return sum(issubclass(type(found), History) for found in gc.get_objects())
+
+    expected = Trainer(run, small_graph()).fit()
+    trainer = Trainer(run, small_graph())
+    before = trainer.predict()
+    gc.collect()
+    held = tables()
+    with monkeypatch.context() as patched:
+        patched.setattr(GCNIILayer, "after", after)
+        with pytest.raises(MemoryError, match="no memory"):
+            trainer.evaluate()
+    gc.collect()
+    assert tables() == held
+    assert trainer.predict().equal(before)
+    assert [row.loss for row in trainer.fit().history] == [row.loss for row in expected.history]
