@@ -71,7 +71,7 @@ def head_lines(prepared: Prepared) -> list[str]:
     if config.label_inputs:
         lines.append(
             f"labels as inputs: the last {graph.num_classes:,} features, in each epoch of "
-            f"{config.label_inputs:.0%} of the training vertices, "
+            f"{config.label_inputs:g} of the training vertices, "
             f"{_count(config.label_iterations, 'label iteration')}"
         )
     lines += rounding_lines(config, prepared.model, graph)

@@ -397,7 +397,7 @@ def test_a_graph_without_features_has_the_labels_alone():
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_estimate_counts_the_label_columns(sparse):
     graph, mesh = small_graph(sparse=sparse), Mesh.alone()
-    run = quick_config(label_inputs=SHARE, hidden=8)
+    run = quick_config(label_inputs=0.125, hidden=8)
     prepared = prepare(run, mesh, graph)
     found = memory_of_rank(prepared, 0, 0).features
     n, labels = graph.num_vertices, int((graph.train_mask & (graph.y >= 0)).sum())
@@ -405,7 +405,8 @@ def test_the_estimate_counts_the_label_columns(sparse):
         assert found == (graph.x.nnz + labels) * 2 * (4 + 8) + n * CLASSES * (8 + 1)
     else:
         assert found == n * (FEATURES + CLASSES) * 8 + n * CLASSES
-    assert any("the last 3 features" in line for line in head_lines(prepared))
+    words = "labels as inputs: the last 3 features, in each epoch of 0.125 of the training vertices"
+    assert any(line.startswith(words) for line in head_lines(prepared))
     assert not prepared.precomputed
 
 
