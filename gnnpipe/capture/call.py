@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from enum import Enum, auto
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gnnpipe.capture.fx_names import refuse
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.types import AdjacencyForm
+from gnnpipe.graph.vertex_data import split_columns
 
 _EDGE_NAMES = ("edge_index", "adj_t", "adj", "edges", "edge_index_dict", "adj_t_dict")
 """Usual names of the argument that takes the edges."""
@@ -68,10 +69,50 @@ def arguments_of(model: nn.Module, method: str) -> Arguments:
     return Arguments.DATA if is_data else Arguments.FEATURES
 
 
-def called(model: nn.Module, method: str, form: AdjacencyForm) -> Callable[..., Any]:
+def names_read_by(model: nn.Module, graph: Graph) -> set[str]:
+    """Names and strings in the code of a model that takes one ``Data``, among them what it reads.
+
+    Empty for other models. The code is that of the user's classes, and of functions that it calls.
+    """
+    if arguments_of(model, method_of(model, graph)) is not Arguments.DATA:
+        return set()
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    waiting = [f for kind in kinds for f in vars(kind).values() if _is_of_user(f)]
+    found: set[str] = set()
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        names = _names_in(function.__code__)
+        found |= names
+        new = {f for name in names if _is_of_user(f := function.__globals__.get(name))} - seen
+        seen |= new
+        waiting += new
+    return found
+
+
+def _is_of_user(value: Any) -> bool:
+    own = "torch", "torch_geometric", "gnnpipe"
+    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in own
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of attributes and globals, and strings, in code and in the functions inside."""
+    found, waiting = set(code.co_names), list(code.co_consts)
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple | frozenset):
+            waiting += constant
+        elif isinstance(constant, CodeType):
+            found |= _names_in(constant)
+    return found
+
+
+def called(model: nn.Module, method: str, graph: Graph) -> Callable[..., Any]:
     """Returns a function of features, edges and edge data that calls the method.
 
-    ``form``: the form of the edges, which a ``Data`` has as ``edge_index`` or as ``adj_t``.
+    ``graph``: says in which form the edges are, and which features are other data of the vertices.
     """
     # The model for 'forward', so that hooks run.
     found: Callable[..., Any] = model if method == "forward" else getattr(model, method)
@@ -95,29 +136,33 @@ def called(model: nn.Module, method: str, form: AdjacencyForm) -> Callable[..., 
 
     def of_data(x: Any, edges: Any, **edge_data: Any) -> Any:
         try:
-            return found(_data(x, edges, edge_data, form))
+            return found(_data(x, edges, edge_data, graph))
         except AttributeError as error:
             if "Storage" not in str(error):
                 raise
             refuse(
                 f"{parameters_of(model, method)[0]} reads an attribute that its argument lacks "
                 f"({error})",
-                "the argument has x, edge_index (or adj_t), num_nodes and the edge data of the "
-                "graph; make other values columns of x",
+                "the argument has x, edge_index (or adj_t), num_nodes, the edge data of the graph "
+                "and other numbers of vertices, [N] or [N, D]; make other values columns of x",
             )
 
     return of_data
 
 
-def _data(x: Any, edges: Any, edge_data: dict[str, Any], form: AdjacencyForm) -> Data | HeteroData:
+def _data(x: Any, edges: Any, edge_data: dict[str, Any], graph: Graph) -> Data | HeteroData:
     """A PyG object with features, edges and edge data, which may be recorded values."""
-    name = "edge_index" if form is AdjacencyForm.EDGE_INDEX else "adj_t"
+    name = "adj_t" if graph.has_matrix_form else "edge_index"
     if not isinstance(x, dict):
-        return Data(num_nodes=x.size(0), x=x, **{name: edges}, **edge_data)
+        num_nodes = x.size(0)
+        x, others = split_columns(x, graph.vertex_columns)
+        return Data(num_nodes=num_nodes, x=x, **{name: edges}, **edge_data, **others)
     data = HeteroData()
-    for vertex_type, rows in x.items():
-        data[vertex_type].x = rows
-        data[vertex_type].num_nodes = rows.size(0)
+    for vertex_type, count in graph.vertex_counts.items():
+        data[vertex_type].num_nodes = count
+        if vertex_type in x:
+            data[vertex_type].x = x[vertex_type]
+            data[vertex_type].num_nodes = x[vertex_type].size(0)
     for relation, ends in edges.items():
         data[relation][name] = ends
     for field, by_relation in edge_data.items():

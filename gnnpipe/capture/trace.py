@@ -78,12 +78,12 @@ _SHARE_OF_RECORDING = 0.5
 class _ModelCall(nn.Module):
     """Calls the model with features, edges and edge data; other parameters keep their defaults."""
 
-    def __init__(self, model: nn.Module, method: str, form: AdjacencyForm) -> None:
+    def __init__(self, model: nn.Module, method: str, graph: Graph) -> None:
         super().__init__()
-        self.model, self._method, self._form = model, method, form
+        self.model, self._method, self._graph = model, method, graph
 
     def forward(self, x: Any, edges: Any, carried: Any) -> Any:
-        return called(self.model, self._method, self._form)(x, edges, **carried)
+        return called(self.model, self._method, self._graph)(x, edges, **carried)
 
 
 def trace(
@@ -412,7 +412,7 @@ def _record(
     frozen: Collection[nn.Module],
     opened: Collection[type],
 ) -> fx.GraphModule:
-    root = _ModelCall(model, method, graph.adjacency)
+    root = _ModelCall(model, method, graph)
     tracer = _Tracer(sample, graph, frozen, opened)
     name = type(model).__name__
     before = random_state()

@@ -78,7 +78,7 @@ class WholeStageModule(StageModule):
 
     def __init__(self, model: WholeModel) -> None:
         self._model, self._module = model, model.module
-        self._called = called(model.module, model.method, model.graph.adjacency)
+        self._called = called(model.module, model.method, model.graph)
         self._device = torch.device("cpu")
         self._edges: Any = None
         self._carried: dict[str, Any] = {}

@@ -38,6 +38,7 @@ from gnnpipe.data.split import (
 )
 from gnnpipe.graph.graph import BoolArray, Features, Graph
 from gnnpipe.graph.types import AdjacencyForm, VertexTypes
+from gnnpipe.graph.vertex_data import vertex_data_in
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +67,8 @@ class RawGraph:
     """Any of 'edge_weight' [E], 'edge_attr' [E] or [E, D] and 'edge_type' [E]."""
     relation_data: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Data of single relations' edges by the names of ``Graph.derived``, already checked."""
+    vertex_data: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Other arrays by name, of which [N] or [N, D] numbers are kept for models that read them."""
     adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
     """The form in which a model of PyG's gets the edges."""
     task: str = "classification"
@@ -118,8 +121,7 @@ def clean(
         raw = _unlabelled(raw, needs_labels)
     labels = _labels(raw)
     n = _num_vertices(raw, labels)
-    needs_one = needs_split or raw.masks is not None
-    usable = _target_vertices(raw) if is_unlabelled else _has_label(raw, labels, needs_one)
+    usable = _target_vertices(raw) if is_unlabelled else _has_label(raw, labels, needs_split)
     counted = "" if raw.num_vertices else " (y has one entry for each)"
     features = clean_features(raw.x, raw.name, n, counted)
     masks = _masks(raw, usable, split, seed, needs_split)
@@ -145,6 +147,7 @@ def clean(
         types=raw.types,
         adjacency=raw.adjacency,
         edge_order=edges.order,
+        vertex_data=vertex_data_in(raw.vertex_data, n),
     ).with_edge_data(edges.data)
 
 
@@ -216,10 +219,10 @@ def _target_vertices(raw: RawGraph) -> BoolArray:
     return raw.types.is_of(raw.types.target)
 
 
-def _has_label(raw: RawGraph, labels: Labels, needs_one: bool) -> BoolArray:
-    """Whether a vertex has any label, [N]; ``InputError`` if none has and one is needed."""
+def _has_label(raw: RawGraph, labels: Labels, needs_split: bool) -> BoolArray:
+    """Whether a vertex has any label, [N]; ``InputError`` if none has and a split needs one."""
     has_label: BoolArray = np.any(is_known(labels).reshape(len(labels), -1), axis=1)
-    if needs_one and not has_label.any():
+    if (needs_split or raw.masks is not None) and not has_label.any():
         none, some = ("NaN", "numbers") if raw.task == "regression" else ("-1", "classes 0..C-1")
         fail(raw.name, f"y: no vertex is labelled (all are {none})", f"give {some} to some")
     return has_label

@@ -140,7 +140,16 @@ def raw_graph(data: Any, name: str) -> RawGraph:
         masks=split_in(data),
         num_vertices=None if x is None else int(shape_of(x)[0]),
         edge_data=edge_data,
+        vertex_data=_other_arrays(data),
     )
+
+
+def _other_arrays(data: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """The dense arrays of a ``Data`` beside features, labels, edges and masks."""
+    known = ("x", "y", "adj_t", *SPLIT_NAMES)
+    names = [name for name in data.keys() if name not in known and not name.startswith("edge")]  # noqa: SIM118
+    found = {name: array_of(data[name]) for name in names}
+    return {name: values for name, values in found.items() if isinstance(values, np.ndarray)}
 
 
 def _check_attributes(data: Any, name: str) -> None:

@@ -165,6 +165,7 @@ def renumber(graph: Graph, chunking: Chunking) -> Graph:
         test_mask=graph.test_mask[perm],
         num_classes=graph.num_classes,
         adjacency=graph.adjacency,
+        vertex_columns=graph.vertex_columns,
         **carried,
     ).with_edge_data(edge_data)
 

@@ -21,6 +21,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS, Pairs
 from gnnpipe.graph.saved import read_saved, save_graph
 from gnnpipe.graph.types import AdjacencyForm, Relation, VertexTypes, relation_of
+from gnnpipe.graph.vertex_data import VertexColumns, before_features
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data, Dataset, HeteroData
@@ -131,6 +132,10 @@ class Graph:
     ``edge_type`` then numbers the sets of edges that it made. Or the data of relation r in a
     heterogeneous graph, 'edge_weight__r' [E_r], 'edge_attr__r' [E_r, ...] and 'edge_type__r' [E_r],
     in the order of ``indices``: it takes no memory for edges of other relations."""
+    vertex_data: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """By name [N] or [N, D]: other data of the vertices, for models that take one ``Data``."""
+    vertex_columns: tuple[VertexColumns, ...] = ()
+    """The first columns of ``x``, which hold the ``vertex_data`` that the model reads."""
 
     @property
     def edge_data(self) -> dict[str, npt.NDArray[Any]]:
@@ -149,6 +154,17 @@ class Graph:
         kept = {*edge_data, "edge_type"} if self.types is not None else set(edge_data)
         read = {field: values for field, values in self.edge_data.items() if field in kept}
         return self if len(read) == len(self.edge_data) else self.with_edge_data(read)
+
+    def with_vertex_columns(self, read: Collection[str]) -> Graph:
+        """The graph with its vertex data of these names in the first columns of ``x``.
+
+        ``InputError`` for numbers that features cannot hold.
+        """
+        found = {name: values for name, values in self.vertex_data.items() if name in read}
+        if not found:
+            return replace(self, vertex_data={})
+        x, columns = before_features(self.x, found, self.name)
+        return replace(self, x=x, vertex_data={}, vertex_columns=columns)
 
     @property
     def as_given(self) -> IntArray | slice:
@@ -307,9 +323,11 @@ class Graph:
 
     @property
     def feature_text(self) -> str:
-        """'500 features', or those of every type with the number of its vertices."""
+        """'500 features and pos', or those of every type with the number of its vertices."""
         if self.types is None:
-            return f"{self.num_features:,} features"
+            others = self.vertex_columns
+            own = self.num_features - (others[-1].stop if others else 0)
+            return " and ".join([f"{own:,} features", *(part.name for part in others)])
         parts = []
         for name, count in self.vertex_counts.items():
             x = self.types.features.get(name)

@@ -22,6 +22,7 @@ from gnnpipe.files import how_to_write, open_plain
 from gnnpipe.graph.npz_archive import UNREADABLE, opened
 from gnnpipe.graph.pairs import Pairs
 from gnnpipe.graph.types import AdjacencyForm, VertexTypes, relation_of
+from gnnpipe.graph.vertex_data import vertex_data_in
 
 FORMAT_KEY = "gnnpipe_graph"
 """The array that marks the file; it holds the version of the format."""
@@ -29,6 +30,9 @@ FORMAT_KEY = "gnnpipe_graph"
 VERSION = 1
 
 _ALIGNMENT = 64
+
+_VERTEX_DATA = "vertex_data_"
+"""Start of the names of arrays with other data of the vertices."""
 
 _PADDING_ID = 0xD935
 """Kind of the extra field that aligns an entry, as Android's zipalign writes it."""
@@ -109,6 +113,7 @@ def _arrays_of(graph: Any) -> Arrays:
     }
     if graph.edge_order is not None:
         arrays["edge_order"] = graph.edge_order
+    arrays |= {f"{_VERTEX_DATA}{name}": array for name, array in graph.vertex_data.items()}
     if graph.pairs is not None:
         for key in ("indptr", "indices", "label", "part"):
             arrays[f"pairs_{key}"] = getattr(graph.pairs, key)
@@ -160,10 +165,19 @@ def _fields_of(arrays: Arrays) -> Arrays:
         **{key: arrays.get(key) for key in _EDGE_DATA},
         "edge_order": order,
         "derived": _relation_data(arrays),
+        "vertex_data": _vertex_data(arrays, n),
         "types": types,
         "pairs": _pairs(arrays, n) if "pairs_indptr" in arrays else None,
         "adjacency": AdjacencyForm(str(arrays["adjacency"].item())),
     }
+
+
+def _vertex_data(arrays: Arrays, n: int) -> Arrays:
+    """Other data of the vertices."""
+    own = [key for key in arrays if key.startswith(_VERTEX_DATA)]
+    found = {key.removeprefix(_VERTEX_DATA): arrays[key] for key in own}
+    _check(len(vertex_data_in(found, n)) == len(found), _VERTEX_DATA)
+    return found
 
 
 def _relation_data(arrays: Arrays) -> Arrays:

@@ -34,7 +34,7 @@ from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import CheckedProgram, Program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.inputs import check_parts, choose_model, number_dtype, row_dtype
+from gnnpipe.setup.inputs import check_parts, choose_model, made_model, number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of, training_programs
@@ -385,5 +385,6 @@ def model_on_shape(
         shape.classes,
     )
     check_parts(config, None, module)
+    module = made_model(module, config, stand_in)
     model = choose_model(module, config, stand_in, Mesh.alone(), number_dtype(config), True)
     return describe(model, stand_in)

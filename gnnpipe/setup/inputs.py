@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gnnpipe.capture import RecordedModel, WholeModel, capture
+from gnnpipe.capture.call import names_read_by
 from gnnpipe.capture.link_decoder import PairModel, without_pairs
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
@@ -204,6 +205,21 @@ def why_not_validated(graph: Graph, metric: str) -> str:
     return ""
 
 
+def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn.Module | None:
+    """Returns the given model, or the one that ``--model`` names by a file or module."""
+    if model is None and is_user_model(config.model):
+        torch.manual_seed(config.seed)
+        return make_user_model(config, graph)
+    return model
+
+
+def with_vertex_data(graph: Graph, model: nn.Module | None) -> Graph:
+    """Returns the graph with the vertex data that a user's model reads in its features."""
+    if model is None or isinstance(model, GNN) or not graph.vertex_data:
+        return graph.with_vertex_columns(())
+    return graph.with_vertex_columns(names_read_by(model, graph))
+
+
 def choose_model(
     model: nn.Module | None,
     config: TrainConfig,
@@ -216,9 +232,6 @@ def choose_model(
 
     ``must_record``: a user's model must be recorded, because it runs in chunks or on several ranks.
     """
-    if model is None and is_user_model(config.model):
-        torch.manual_seed(config.seed)
-        model = make_user_model(config, graph)
     if model is None and not graph.num_classes and graph.pairs is None:
         raise InputError(
             f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "

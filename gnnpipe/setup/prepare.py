@@ -50,10 +50,12 @@ from gnnpipe.setup.inputs import (
     check_validation,
     choose_model,
     edges_are_random,
+    made_model,
     number_dtype,
     reason_not_recorded,
     row_dtype,
     with_edge_work,
+    with_vertex_data,
     without_unread,
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
@@ -90,10 +92,10 @@ def prepare(
     metric = choose_metric(graph, config.metric)
     check_validation(config, graph, metric, loss_fn)
     dtype = number_dtype(config)
-    graph = with_label_inputs(graph, config)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
     with Step("recording the model", config.quiet, world.rank == 0):
+        graph, model, digest = _with_inputs(config, world, graph, model, digest)
         chosen = choose_model(model, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, config, world)
@@ -185,13 +187,31 @@ def _read_graph(
         error = fault
     world.agree(error)
     assert graph is not None
+    return graph, _common_digest(graph, world)
+
+
+def _common_digest(graph: Graph, world: World) -> str:
+    """Returns the digest of the graph, which must be equal on all ranks."""
     digest = _digest(graph)
     if len(set(world.gather(digest))) > 1:
         raise InputError(
             "graph: differs between ranks; make it in the same way on each, and seed what draws "
             "(RandomLinkSplit and other transforms: torch_geometric.seed_everything(0) before)"
         )
-    return graph, digest
+    return digest
+
+
+def _with_inputs(
+    config: TrainConfig, world: World, graph: Graph, model: nn.Module | None, digest: str
+) -> tuple[Graph, nn.Module | None, str]:
+    """Returns the graph whose features hold all that is an input of the model, and the model.
+
+    Labels and data of vertices become features. The digest counts data of vertices that is read.
+    """
+    graph = with_label_inputs(graph, config)
+    model = made_model(model, config, graph)
+    graph = with_vertex_data(graph, model)
+    return graph, model, _common_digest(graph, world) if graph.vertex_columns else digest
 
 
 def _reading_time_s(dataset: str) -> float | None:

@@ -220,6 +220,7 @@ class _References:
 def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     """Returns the reference of a prepared run; ``graph``: the graph as given."""
     config, model, dtype = prepared.config, prepared.model, prepared.dtype
+    graph = graph.with_vertex_columns([part.name for part in prepared.graph.vertex_columns])
     whole = WholeGraph.read(graph, model.edge_inputs, dtype)
     chunk = np.empty(graph.num_vertices, dtype=np.int64)
     chunk[prepared.chunking.perm] = prepared.chunking.chunk_of_row()

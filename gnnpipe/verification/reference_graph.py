@@ -5,7 +5,7 @@ Shapes: N vertices, E edges, P pairs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.graph import Features, Graph
+from gnnpipe.graph.vertex_data import VertexColumns
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,8 @@ class WholeGraph:
     an edge joins the pair."""
     is_train: Tensor
     """[N] or [P], mask of the training rows of ``y``."""
+    columns: Mapping[str, VertexColumns]
+    """The first columns of the features, which hold other data of the vertices by name."""
 
     @classmethod
     def read(cls, graph: Graph, edge_fields: Collection[str], dtype: torch.dtype) -> WholeGraph:
@@ -66,7 +69,8 @@ class WholeGraph:
         form = str(graph.adjacency)
         counts = {name: int(chosen.sum()) for name, chosen in graph.row_types.items()}
         n = graph.num_vertices
-        return cls(n, x, relations, data, of_relations, counts, form, pairs, y, is_train)
+        columns = {c.name: c for c in graph.vertex_columns}
+        return cls(n, x, relations, data, of_relations, counts, form, pairs, y, is_train, columns)
 
     @property
     def features(self) -> Tensor:

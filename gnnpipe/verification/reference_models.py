@@ -376,13 +376,20 @@ class UserModel(WholeModel):
         """Returns the graph as one PyG object."""
         graph = self._graph
         if "" in graph.x:
-            fields = dict(graph.edge_data)
+            fields, x = dict(graph.edge_data), graph.features
             edges = self._edges(fields)
+            for part in graph.columns.values():
+                values = x[:, part.start : part.stop]
+                values = values.squeeze(1) if part.is_vector else values
+                fields[part.name] = values.type(getattr(torch, part.dtype or str(x.dtype)[6:]))
+            x = x[:, max((part.stop for part in graph.columns.values()), default=0) :]
             name = "edge_index" if graph.adjacency == "edge_index" else "adj_t"
-            return Data(x=graph.features, num_nodes=len(graph.features), **{name: edges}, **fields)
+            return Data(x=x, num_nodes=len(graph.features), **{name: edges}, **fields)
         data = HeteroData()
-        for kind, rows in graph.x.items():
-            data[kind].x = rows
+        for kind, count in graph.counts.items():
+            data[kind].num_nodes = count
+            if kind in graph.x:
+                data[kind].x = graph.x[kind]
         name = "edge_index" if graph.adjacency == "edge_index" else "adj_t"
         for relation, edges in self._matrices().items():
             data[relation][name] = edges

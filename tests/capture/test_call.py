@@ -30,6 +30,31 @@ class OfData(torch.nn.Module):
         return self.second(x, data.edge_index, data.edge_attr)
 
 
+class Reads(torch.nn.Module):
+    """Reads vertex data by name, and from a function."""
+
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.table = torch.nn.Embedding(5, 4)
+        self.conv = GCNConv(inputs + 4 + 3, classes)
+
+    def forward(self, data):
+        kind = self.table(data.z) * data["is_old"][:, None]
+        return self.conv(torch.cat([data.x, kind, placed(data)], 1), data.edge_index)
+
+
+def placed(data):
+    """Positions; there is one graph, so all of ``data.batch`` is 0."""
+    return data.pos - data.centre[data.batch] if data.batch is None else data.pos * data.mass
+
+
+class ReadsAsItIs(Reads):
+    def forward(self, data):
+        if float(data.x.detach().sum()) > 1e9:
+            return data.x
+        return super().forward(data)
+
+
 class OfMatrix(torch.nn.Module):
     def __init__(self, inputs, classes):
         super().__init__()
@@ -53,6 +78,18 @@ class OfTypes(torch.nn.Module):
     def forward(self, data):
         rows = self.first(data.x_dict, data.edge_index_dict)
         return self.last(rows["paper"].relu())
+
+
+class CountsRows(torch.nn.Module):
+    """One type has no features: its rows are ones."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.conv = SAGEConv((3, 5), classes)
+
+    def forward(self, data):
+        rows = torch.ones(data["author"].num_nodes, 3, dtype=data["paper"].x.dtype)
+        return self.conv((rows, data["paper"].x), data["author", "writes", "paper"].edge_index)
 
 
 class AsItIs(OfData):
@@ -89,7 +126,8 @@ def losses(data, model, chunks=1, **settings):
     )
     if chunks > 1:
         config = replace(config, staleness="exact")
-    trainer = Trainer(config, graph=Graph.from_pyg(data), model=model)
+    graph = data if isinstance(data, Graph) else Graph.from_pyg(data)
+    trainer = Trainer(config, graph=graph, model=model)
     return [row.loss for row in trainer.fit().history]
 
 
@@ -114,6 +152,53 @@ def test_one_data(kind, chunks):
     assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
 
 
+def data_of_vertices(sparse=False):
+    torch.manual_seed(2)
+    data = pyg_data(small_graph())
+    n = data.num_nodes
+    data.z, data.is_old = torch.randint(0, 5, (n,)), torch.rand(n) > 0.5
+    data.pos, data.mass = torch.randn(n, 3), torch.rand(n, 1)
+    data.batch = torch.zeros(n, dtype=torch.long)
+    data.node_year = torch.full((n, 1), 1 << 30)  # Not read, and too large for float32.
+    data.edge_mark = torch.rand(n)
+    if sparse:
+        data.x = (data.x * (torch.rand(data.x.shape) < 0.3)).to_sparse_csr()
+    return data
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [(Reads, 1), (Reads, 4), (ReadsAsItIs, 1)])
+@pytest.mark.parametrize("form", ["dense", "saved", "sparse"])
+def test_data_of_vertices(kind, chunks, form, tmp_path):
+    data = data_of_vertices(form == "sparse")
+    model, plain = (kind(7, 3).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    given = data.clone()
+    given.x = given.x.to_dense().double()
+    given.pos, given.mass = given.pos.double(), given.mass.double()
+    expected = plain_pyg_losses(plain, given, (given,), 3)
+    graph = Graph.from_pyg(data)
+    if form == "saved":
+        graph.save(tmp_path / "graph.npz")
+        graph = Graph.load(tmp_path / "graph.npz")
+    assert losses(graph, model, chunks) == pytest.approx(expected, rel=1e-9)
+    if form == "dense" and kind is Reads:
+        run = TrainConfig(
+            chunks=chunks, staleness="exact", quiet=True, out="off", epochs=2, dtype="float64"
+        )
+        assert verify(run, graph=graph, model=kind(7, 3)).is_equal
+
+
+def test_vertex_data_that_features_cannot_hold():
+    for name, value, words in (
+        ("z", 1 << 25, r"z\[4\] = 33554432, which forward reads; give whole numbers up to 16"),
+        ("pos", float("nan"), r"pos\[4, 0\] = nan, which forward reads; give finite numbers"),
+    ):
+        data = data_of_vertices()
+        data[name][4] = value
+        with pytest.raises(InputError, match=words):
+            losses(data, Reads(7, 3))
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_several_types(chunks):
     data, model = hetero_data(), OfTypes(3).double()
@@ -126,6 +211,18 @@ def test_several_types(chunks):
     plain.load_state_dict(model.state_dict())
     expected = plain_pyg_losses(plain, data["paper"], (given,), 3)
     assert losses(data, model, chunks) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_type_without_features_has_its_number_of_vertices():
+    data = hetero_data()
+    del data["author"].x
+    data["author"].num_nodes = 20
+    model, plain = CountsRows(3).double(), CountsRows(3).double()
+    plain.load_state_dict(model.state_dict())
+    given = data.clone()
+    given["paper"].x = given["paper"].x.double()
+    expected = plain_pyg_losses(plain, data["paper"], (given,), 3)
+    assert losses(data, model) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_model_that_runs_as_it_is():

@@ -79,7 +79,7 @@ class Sample:
         if self.graph.types is None:
             given = (x[""], self.form(EDGES, dtype))
         try:
-            return called(model, method, self.graph.adjacency)(*given, **carried)
+            return called(model, method, self.graph)(*given, **carried)
         except Exception as error:
             refuse(f"fails on a sample in plain PyG: {first_line(error)}")
 
@@ -153,7 +153,7 @@ def make_sample(model: nn.Module, of: Graph, names: Sequence[str] = ()) -> Sampl
         data = {k: _like(of.derived[k], count, rng) for k, count in counted.items()}
         sampled = VertexTypes.in_order(counts, {}, types.relations, types.target)
         graph = replace(graph, types=sampled, derived=data)
-    graph = replace(graph, adjacency=of.adjacency)
+    graph = replace(graph, adjacency=of.adjacency, vertex_columns=of.vertex_columns)
     found = {k: torch.from_numpy(v) for k, v in data.items()}
     carried = {k: v.double() if v.is_floating_point() else v for k, v in found.items()}
     tensors = {name: torch.from_numpy(v) for name, v in edges.items()}
