@@ -84,3 +84,55 @@ def test_the_order_is_kept_only_where_it_differs():
     data.edge_index = torch.from_numpy(graph.edge_index)
     assert Graph.from_pyg(data).edge_order is None
     assert Graph.from_pyg(shuffled(), symmetrize=True).edge_order is None
+
+
+FIRST = 100
+WAYS = {
+    "index_select": lambda edges: edges.index_select(1, torch.arange(FIRST)),
+    "function": lambda edges: torch.index_select(edges, dim=-1, index=torch.arange(FIRST)),
+    "split": lambda edges: edges.split([FIRST, edges.size(1) - FIRST], dim=1)[0],
+    "chunk": lambda edges: torch.chunk(edges, 3, 1)[0],
+    "tensor_split": lambda edges: edges.tensor_split((FIRST,), dim=1)[0],
+    "narrow": lambda edges: edges.narrow(1, 0, FIRST),
+    "list": lambda edges: edges[:, list(range(FIRST))],
+    "numbers": lambda edges: edges[:, torch.arange(edges.size(1) // 2)],
+    "mask": lambda edges: edges[:, torch.arange(edges.size(1)) < FIRST],
+    "rows": lambda edges: torch.stack([row.chunk(3)[0] for row in edges.chunk(2)]),
+    "one row": lambda edges: torch.stack([edges[0].split(FIRST)[0], edges[1][:FIRST]]),
+}
+
+
+class Selects(torch.nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.second, self.way = GCNConv(IN, 8), GCNConv(8, OUT), way
+
+    def forward(self, x, edge_index):
+        x = self.first(x, self.way(edge_index)).relu()
+        return self.second(x, edge_index)
+
+
+@pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_selection_by_position_is_that_of_plain_pyg(way):
+    data = shuffled()
+    torch.manual_seed(1)
+    model, plain = (Selects(WAYS[way]).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    expected = plain_pyg_losses(plain, data, (data.x.double(), data.edge_index), EPOCHS)
+    assert losses(Graph.from_pyg(data), model) == pytest.approx(expected, rel=1e-12)
+
+
+OTHER_WAYS = {
+    "rows": lambda edges: torch.stack(edges.split(1)).squeeze(1),
+    "by the edges": lambda edges: edges.index_select(1, (edges[0] > edges[1]).nonzero()[:, 0]),
+    "sorted": lambda edges: edges[:, edges[1].argsort(stable=True)],
+    "at random": lambda edges: edges[:, torch.randperm(edges.size(1))[: edges.size(1) // 2]],
+}
+
+
+@pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_selections_are_recorded(way):
+    model = Selects(OTHER_WAYS[way])
+    assert len(losses(Graph.from_pyg(shuffled()), model, chunks=2, staleness="exact")) == EPOCHS

@@ -62,19 +62,89 @@ def _read_of_graph(call: fx.Node) -> set[fx.Node] | None:
     return seen
 
 
+_SELECTIONS = ("chunk", "index_select", "narrow", "select", "split", "tensor_split")
+"""Functions and methods that select by position along a dimension ``dim``."""
+
+_RANDOM = ("bernoulli", "multinomial", "rand", "rand_like", "randint", "randn", "randperm")
+"""Functions that draw; edges at random positions are random edges in every order."""
+
+
 def refuse_positions(recording: fx.GraphModule) -> None:
     """Raises ``InputError`` if forward selects edges by their position in the list of edges."""
     kinds = kinds_of(recording)
     for call in recording.graph.nodes:
-        if call.target is not operator.getitem or kinds.get(call.args[0]) not in _OF_EDGES:
+        of = call.args[0] if call.args else None
+        if not isinstance(of, fx.Node) or kinds[of] not in _OF_EDGES:
             continue
-        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-        # Of [2, E] the second index counts edges, of [E, ...] the first one.
-        counted = index[-1] if kinds[call.args[0]] is Kind.EDGES else index[0]
-        is_end = len(index) == 1 and isinstance(counted, slice) and counted.stop in (1, 2)
-        if isinstance(counted, slice) and counted != slice(None) and not is_end:
+        if not any(one.op == "placeholder" for one in _sources(of)):
+            continue  # numbers as many as the edges, which are no edges
+        name = _name(call)
+        if call.target is operator.getitem:
+            is_found = _is_by_position(_index_of_edges(of, call.args[1], kinds[of]))
+        elif name in _SELECTIONS and _counts_edges(of, _dimension(call, name), kinds[of]):
+            index = call.kwargs.get("index", call.args[-1])
+            is_found = name != "index_select" or _is_by_position(index)
+        else:
+            is_found = False
+        if is_found:
             hint = "mark them by a column of edge_attr, and select them by a mask"
             refuse("forward selects edges by their position in edge_index", hint, call)
+
+
+def _index_of_edges(of: fx.Node, index: object, kind: Kind) -> object:
+    """The part of an index that counts edges: in [2, E] the second, in [E, ...] the first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if kind is Kind.EDGE_DATA:
+        return parts[0]
+    if len(parts) > 1:
+        return parts[-1]
+    is_row = isinstance(index, int) or (isinstance(index, slice) and index.stop in (1, 2))
+    return slice(None) if is_row or _is_list(of) else index
+
+
+def _dimension(call: fx.Node, name: str) -> object:
+    """The argument ``dim`` of one of the ``_SELECTIONS``."""
+    place = 1 if name in ("index_select", "narrow", "select") else 2
+    return call.kwargs.get("dim", call.args[place] if len(call.args) > place else 0)
+
+
+def _counts_edges(of: fx.Node, dimension: object, kind: Kind) -> bool:
+    """Whether a dimension of a value of edges is that of the edges."""
+    is_list = kind is Kind.EDGES and _is_list(of)
+    return dimension in ((1, -1) if is_list else (0, 1, -1))
+
+
+def _is_list(call: fx.Node) -> bool:
+    """Whether a value is known to be a list of edges [2, E]."""
+    while call.target is operator.getitem:
+        of, index = call.args
+        if not (isinstance(of, fx.Node) and isinstance(index, tuple) and index[0] == slice(None)):
+            return False
+        call = of
+    return is_input(call, EDGES)
+
+
+def _is_by_position(index: object) -> bool:
+    """Whether an index is the same for every list of so many edges."""
+    if isinstance(index, fx.Node):
+        return not any(one.op == "placeholder" or _name(one) in _RANDOM for one in _sources(index))
+    return isinstance(index, list | slice) and index != slice(None)
+
+
+def _sources(call: fx.Node) -> set[fx.Node]:
+    """A call and all calls whose values it depends on, not only their shapes."""
+    seen, waiting = {call}, [call]
+    while waiting:
+        one = waiting.pop()
+        new = set() if reads_shape(one) else set(one.all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def _name(call: fx.Node) -> str:
+    """Name of the function or method that is called."""
+    return str(getattr(call.target, "__name__", call.target))
 
 
 def reads_shape(call: fx.Node) -> bool:
