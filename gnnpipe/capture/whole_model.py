@@ -139,9 +139,9 @@ class WholeStageModule(StageModule):
 def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """The edges as forward takes them, and edge data by the name of the argument."""
     graph, dtype = model.graph, model.dtype
-    as_given = graph.as_given
-    edge_index = torch.from_numpy(graph.edge_index[:, as_given]).to(device)
-    found = {name: torch.from_numpy(graph.edge_data[name][as_given]) for name in model.edge_inputs}
+    edge_index = torch.from_numpy(graph.edge_index[:, graph.as_given()]).to(device)
+    read = {name: graph.edge_data[name][graph.as_given(name)] for name in model.edge_inputs}
+    found = {name: torch.from_numpy(values) for name, values in read.items()}
     data = {k: (v.to(dtype) if v.is_floating_point() else v).to(device) for k, v in found.items()}
     carried = by_argument(model.names, graph, data)
     if graph.types is None:
@@ -150,7 +150,7 @@ def _edges_of(model: WholeModel, device: torch.device) -> tuple[Any, dict[str, A
         return adjacency_tensor(graph.adjacency, edge_index, weight, size, dtype), carried
     counts = graph.vertex_counts
     number = torch.from_numpy(graph.types.number).to(device)
-    kind = torch.from_numpy(graph.edge_type).to(device)
+    kind = torch.from_numpy(graph.edge_data["edge_type"][graph.as_given()]).to(device)
     edges = {}
     for place, relation in enumerate(graph.relations):
         ends = number[edge_index[:, kind == place]]

@@ -85,8 +85,7 @@ class RawGraph:
     @property
     def has_given_order(self) -> bool:
         """Whether a model may get the edges in the order in which the user has them."""
-        is_list = self.types is None and self.adjacency is AdjacencyForm.EDGE_INDEX
-        return self.is_own_data and is_list
+        return self.is_own_data and self.adjacency is AdjacencyForm.EDGE_INDEX
 
 
 def clean(

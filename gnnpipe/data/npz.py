@@ -99,17 +99,19 @@ def _saved_graph(path: Path) -> RawGraph:
     graph = Graph.load(path)
     if graph.pairs is not None:
         _fail(path, "holds pairs of vertices; try Trainer(config, graph=Graph.load(path))")
-    masks, as_given = [graph.train_mask, graph.val_mask, graph.test_mask], graph.as_given
+    masks = [graph.train_mask, graph.val_mask, graph.test_mask]
+    edge_data = {field: values[graph.as_given(field)] for field, values in graph.edge_data.items()}
     return RawGraph(
         name=graph.name,
-        edge_index=graph.edge_index[:, as_given],
+        edge_index=graph.edge_index[:, graph.as_given()],
         x=graph.x,
         y=graph.y if graph.num_classes else None,
         masks=masks if any(mask.any() for mask in masks) else None,
         num_vertices=graph.num_vertices,
         num_classes=graph.num_classes or None,
-        edge_data={k: v[as_given] for k, v in graph.edge_data.items() if k in EDGE_DATA},
-        relation_data=graph.derived,
+        edge_data={field: edge_data.pop(field) for field in EDGE_DATA if field in edge_data},
+        relation_data=edge_data,
+        vertex_data=graph.vertex_data,
         adjacency=graph.adjacency,
         task="regression" if graph.is_regression else "classification",
         types=graph.types,

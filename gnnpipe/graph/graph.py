@@ -125,8 +125,9 @@ class Graph:
     adjacency: AdjacencyForm = AdjacencyForm.EDGE_INDEX
     """The form in which the edges were given, and in which a model of PyG's gets them."""
     edge_order: IntArray | None = None
-    """[E], position of each edge in the list of edges that was given; ``None`` if it is not known,
-    or if the edges are in the order that was given."""
+    """[E], position of each edge in the list of edges that was given, for several types in all
+    relations' lists one after another; ``None`` if it is not known, or if the edges are in that
+    order."""
     derived: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """By name [E, ...]: values of edges that a model's forward made (``capture.edge_work``);
     ``edge_type`` then numbers the sets of edges that it made. Or the data of relation r in a
@@ -166,10 +167,13 @@ class Graph:
         x, columns = before_features(self.x, found, self.name)
         return replace(self, x=x, vertex_data={}, vertex_columns=columns)
 
-    @property
-    def as_given(self) -> IntArray | slice:
-        """The index that puts edges in the order in which they were given."""
-        return slice(None) if self.edge_order is None else np.argsort(self.edge_order)
+    def as_given(self, field: str = "") -> IntArray | slice:
+        """The index that puts edges, or their data ``field``, in the order that was given."""
+        if self.edge_order is None:
+            return slice(None)
+        number = relation_of(field)
+        is_all = number is None
+        return np.argsort(self.edge_order if is_all else self.edge_order[self.edge_type == number])
 
     @property
     def has_matrix_form(self) -> bool:

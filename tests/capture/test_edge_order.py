@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import plain_pyg_losses, pyg_data, quick_config, small_graph
-from torch_geometric.nn import GCNConv, NNConv
+from hetero_models import hetero_data
+from torch_geometric.nn import GCNConv, NNConv, SAGEConv
 
 from gnnpipe import Graph, InputError, Trainer
 
@@ -84,6 +85,51 @@ def test_the_order_is_kept_only_where_it_differs():
     data.edge_index = torch.from_numpy(graph.edge_index)
     assert Graph.from_pyg(data).edge_order is None
     assert Graph.from_pyg(shuffled(), symmetrize=True).edge_order is None
+
+
+CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
+
+
+class SlicedRelations(torch.nn.Module):
+    """Each relation's edges, and the attributes of one, are read by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.cites = NNConv(7, OUT, torch.nn.Linear(2, 7 * OUT))
+        self.writes = SAGEConv((5, 7), OUT)
+
+    def forward(self, x_dict, edge_index_dict, edge_attr_dict):
+        cites, writes = edge_index_dict[CITES][:, 40:], edge_index_dict[WRITES][:, :30]
+        rows = self.cites(x_dict["paper"], cites, edge_attr_dict[CITES][40:])
+        return rows + self.writes((x_dict["author"], x_dict["paper"]), writes)
+
+
+@pytest.mark.filterwarnings("ignore:graph .* does not use its edge_attr")
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_lists_of_relations_are_those_of_plain_pyg(is_saved, tmp_path):
+    data = hetero_data()
+    torch.manual_seed(0)
+    for store in data.edge_stores:
+        store.edge_index = store.edge_index[:, torch.randperm(store.num_edges)]
+        store.edge_attr = torch.rand(store.num_edges, 2)
+    torch.manual_seed(1)
+    model, plain = (SlicedRelations().double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    given = [
+        {name: x.double() for name, x in data.x_dict.items()},
+        data.edge_index_dict,
+        {relation: values.double() for relation, values in data.edge_attr_dict.items()},
+    ]
+    expected = plain_pyg_losses(plain, data["paper"], given, EPOCHS)
+    graph = Graph.from_pyg(data)
+    settings = {}
+    if is_saved:
+        graph.save(tmp_path / "graph.npz")
+        graph, settings = None, {"dataset": str(tmp_path / "graph.npz")}
+    assert losses(graph, model, **settings) == pytest.approx(expected, rel=1e-12)
+    if not is_saved:
+        with pytest.raises(InputError, match=r"by their position.*\[:, 40:\]"):
+            losses(graph, SlicedRelations(), chunks=2)
 
 
 FIRST = 100
