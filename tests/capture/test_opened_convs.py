@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from helpers import assert_all_within, differences_of_shapes, quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
-from torch_geometric.utils import add_self_loops, degree, remove_self_loops, scatter
+from torch_geometric.utils import (
+    add_remaining_self_loops,
+    add_self_loops,
+    degree,
+    remove_self_loops,
+    scatter,
+)
 
 from gnnpipe import Trainer
 
@@ -195,7 +201,25 @@ class LearnedWeightsBothWays(nn.Module):
         return self.out(scatter(messages, target, dim_size=n).relu())
 
 
+class LoopsOfMeans(nn.Module):
+    """New self-loops get the mean or the sum of the learned values into their vertex."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.edges = nn.Linear(IN, HIDDEN), nn.Linear(DIM, HIDDEN)
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x, edge_index, edge_attr):
+        n, x = x.size(0), self.rows(x).relu()
+        states = self.edges(edge_attr).tanh()
+        edges, means = add_self_loops(edge_index, states, fill_value="mean", num_nodes=n)
+        rest, others = add_remaining_self_loops(edge_index, states, fill_value="add", num_nodes=n)
+        found = scatter(means * x[edges[0]], edges[1], dim_size=n)
+        return self.out(found + scatter(others * x[rest[0]], rest[1], dim_size=n))
+
+
 MODELS = [
+    LoopsOfMeans,
     LearnedWeightsBothWays,
     BySign,
     OfHyperedges,

@@ -23,7 +23,10 @@ from torch_geometric.utils import (
 )
 
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone, is_of_graph_alone
-from gnnpipe.capture.markers import filled
+from gnnpipe.capture.markers import filled, mixed
+
+_REDUCED = ("mean", "add", "sum")
+"""Names of ``fill_value`` for which a new self-loop gets a value made of the other values."""
 
 _WITH_LOOPS = (add_remaining_self_loops, add_self_loops, remove_self_loops)
 
@@ -51,7 +54,10 @@ def _moved(
     **more: Any,
 ) -> Any:
     """The result of a function that adds or removes self-loops; None for other new values."""
-    if isinstance(fill_value, str | torch.Tensor | fx.Proxy):
+    is_reduced = isinstance(fill_value, str)
+    if isinstance(fill_value, torch.Tensor | fx.Proxy):
+        return None
+    if is_reduced and (fill_value not in _REDUCED or more["num_nodes"] is None):
         return None
     numbers = torch.arange(1, edge_index.size(1) + 1, device=edge_index.device)
     if function is not remove_self_loops:
@@ -62,6 +68,11 @@ def _moved(
     values = edge_attr[(origin - 1).clamp(min=0)]
     if function is remove_self_loops:
         return edges, values
+    if is_reduced:  # of all values into the vertex, before any loop is added
+        settings = {"dim": 0, "dim_size": more["num_nodes"], "reduce": fill_value}
+        given = edge_attr, edge_index[1]
+        reduced = tracer.create_proxy("call_function", scatter, given, settings)
+        return edges, mixed(values, reduced[edges[1]], origin == 0)
     return edges, filled(values, origin == 0, 1.0 if fill_value is None else fill_value)
 
 
