@@ -44,8 +44,8 @@ class StageDag:
         """Return the stages of ``plan`` for ``model``.
 
         Raises:
-            InputError: A stage reads a value that a later stage computes, or the last stage does not
-                compute the logits.
+            InputError: A stage reads a value that a later stage computes, or the last stage does
+                not compute the logits.
         """
         _check_order(plan, model)
         source: dict[str, tuple[int, int]] = {}
