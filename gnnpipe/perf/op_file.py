@@ -160,6 +160,8 @@ def _check(file: OpFile, source: str) -> None:
         where = f"{source}: ops[{i}] ({entry.name})"
         if entry.name in names:
             raise InputError(f"{where}: another op has this name; give each op its own")
+        if not entry.outputs:
+            raise InputError(f"{where}: has no outputs; give at least one")
         for value in entry.inputs:
             if value not in made:
                 raise InputError(
