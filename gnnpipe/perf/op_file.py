@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -194,9 +195,15 @@ class RowCosts:
 
     def stage_s(self, ops: Sequence[int], shards: int) -> float:
         """Return the time of forward and backward of one chunk."""
-        known, rows = self.profile.compute[0].ops, self._rows(shards)
-        times = (known[op.kind] for op in self.model.select(ops))
-        return sum((t.forward_after + t.backward_after).time_s(rows) for t in times)
+        rows, times = self._rows(shards), self._times
+        return sum(times[op].base_s + times[op].per_row_s * rows for op in ops)
+
+    @cached_property
+    def _times(self) -> list[Affine]:
+        """Time of each op, forward and backward."""
+        known = self.profile.compute[0].ops
+        each = (known[op.kind] for op in self.model.ops)
+        return [times.forward_after + times.backward_after for times in each]
 
     def epoch_s(self, ops: Sequence[int], shards: int) -> float:
         """Return the time of the gradient sum, after the last chunk, and the optimizer's step."""
