@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,12 @@ import numpy as np
 from gnnpipe.collectives import DEFAULT_COLLECTIVES
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.perf.parts import ChunkSizes
+from gnnpipe.perf.parts import ChunkSizes, Counts, PlanSizes
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profile, read_dataclass
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import Timeline, simulate
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.plan import ModelGraph, Op, StageDag
+from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
 from gnnpipe.schedule import training_program
 
 NUMBER_BYTES = 4
@@ -229,18 +230,29 @@ class RowCosts:
 
 
 def row_timeline(dag: StageDag, model: ModelGraph, profile: Profile, rows: int) -> Timeline:
-    """Return the simulated optimizer step of a plan, with the same samples for every chunk."""
-    shards, chunks = dag.plan.shards, dag.plan.chunks
-    cells = np.full((shards, chunks), rows // (shards * chunks), dtype=np.int64)
-    cells.flat[: rows - int(cells.sum())] += 1
-    none, column = {"": np.zeros_like(cells)}, {"": np.zeros(shards, dtype=np.int64)}
+    """Return the simulated optimizer step of a plan; chunks get equal numbers of samples."""
     costs = ProfiledCosts(
         profile,
         dag,
         model,
-        ChunkSizes({"": cells}, none, none, none, none, column, column),
+        _row_sizes(dag.plan, rows),
         number_bytes=NUMBER_BYTES,
         row_bytes=NUMBER_BYTES,
         ranks_at_once=1,
     )
     return simulate(program_tasks(training_program(dag), costs))
+
+
+def _row_sizes(plan: Plan, rows: int) -> PlanSizes:
+    """Return the samples of every chunk, shard and stage."""
+    chunk_ends = np.arange(plan.chunks + 1) * rows // plan.chunks
+    part_ends = np.array([0.0, *accumulate(plan.split.shares)])[:, None]
+    ends = np.round(part_ends * np.diff(chunk_ends)).astype(np.int64)
+    parts: Counts = ends[1:] - ends[:-1]
+    stages = []
+    for bounds in plan.split.bounds:
+        cells = np.add.reduceat(parts, bounds[:-1], axis=0)
+        none, column = {"": np.zeros_like(cells)}, {"": np.zeros(len(cells), dtype=np.int64)}
+        stages.append(ChunkSizes({"": cells}, none, none, none, none, column, column))
+    probes = {"": np.zeros(len(parts), dtype=np.int64)}
+    return PlanSizes(tuple(stages), plan.split, {"": parts}, probes)

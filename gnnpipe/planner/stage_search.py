@@ -32,7 +32,7 @@ WIDER_TARGETS = (1.05, 1.1, 1.2, 1.5)
 """Multiples of the least time that are also tried: fewer stages may be faster with few chunks."""
 MOST_SIMULATED = 3
 """Plans that are simulated, the best by the closed form first."""
-SIMULATED_WITHIN = 1.1
+SIMULATED_WITHIN = 1.05
 """A plan is simulated if the closed form is at most so many times that of the best plan."""
 
 
@@ -85,6 +85,7 @@ class StageCosts:
     dag: UnitDag
     costs: PlanningCosts
     limits: Limits
+    _sets: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     _times_s: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _bytes: dict[tuple[int, int, int], int] = field(default_factory=dict)
     _floors_s: dict[int, float] = field(default_factory=dict)
@@ -94,12 +95,18 @@ class StageCosts:
         """Return the time of a stage without and with its messages."""
         found = self._times_s.get((mask, shards))
         if found is None:
-            ops = self.dag.ops(mask)
+            ops, _ = self._ops_and_width(mask)
             work_s = self.costs.stage_s(ops, shards)
             once_s = self.costs.epoch_s(ops, shards) / self.costs.chunks
             passing_s = 2 * self.message_s(mask, shards)
             found = self._times_s[mask, shards] = (work_s + once_s, max(work_s, passing_s) + once_s)
         return found
+
+    def _ops_and_width(self, mask: int) -> tuple[tuple[int, ...], int]:
+        """Return the ops of a set of units, and the width of the values that leave the set."""
+        if mask not in self._sets:
+            self._sets[mask] = self.dag.ops(mask), self.dag.leaving_width(mask)
+        return self._sets[mask]
 
     @cached_property
     def unit_times_s(self) -> list[float]:
@@ -109,7 +116,7 @@ class StageCosts:
 
     def message_s(self, mask: int, shards: int) -> float:
         """Return the time of the messages of one chunk that leave a stage, one way."""
-        width = self.dag.leaving_width(mask)
+        _, width = self._ops_and_width(mask)
         return self.costs.message_s(width, shards) if width else 0.0
 
     def time_s(self, mask: int, shards: int) -> float:
@@ -148,7 +155,7 @@ class StageCosts:
         held = chunks if self.limits.in_flight is InFlight.ALL else min(int(behind) + 1, chunks)
         key = mask, shards, held
         if key not in self._bytes:
-            self._bytes[key] = self.costs.memory_bytes(self.dag.ops(mask), shards, held)
+            self._bytes[key] = self.costs.memory_bytes(self._ops_and_width(mask)[0], shards, held)
         return self._bytes[key] <= self.limits.memory_bytes
 
     def bottleneck_s(self, stages: Stages) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf.op_file import OpFile, RowCosts, row_timeline
-from gnnpipe.plan import StageDag
+from gnnpipe.plan import Plan, StageDag, StagePlan
 from gnnpipe.planner.graphpipe import GraphPipe
 from gnnpipe.planner.interval import Interval
 from gnnpipe.planner.pipedream import PipeDream, as_chain
@@ -69,6 +69,24 @@ def test_a_stage_costs_what_its_ops_cost():
     assert costs.epoch_s((0, 1), 2) == pytest.approx(16e-9 + 2 * 1e-6 + 64e-9, rel=1e-6)
     assert costs.message_s(4, 1) == pytest.approx(1e-6 + 16 * 4 * 4 / 1e9)
     assert costs.memory_bytes((0, 1), 1, 2) == 4 * (4 * 16 + 2 * 16 * 8)
+
+
+def test_stages_of_unlike_devices_share_the_rows_of_a_chunk():
+    """Stages of 1, 2 and 4 devices: each device computes its rows, and every row is sent once."""
+    file = file_of(branches=1)
+    model, shards = file.model(), (1, 2, 4)
+    ends = [sum(shards[:i]) for i in range(4)]
+    stages = (StagePlan.even((i,), tuple(range(*ends[i : i + 2]))) for i in range(len(shards)))
+    dag = StageDag.of(Plan(tuple(stages), 4, "fill-drain"), model)
+    timeline = row_timeline(dag, model, file.profile(), 67)
+    for i, count in enumerate(shards):
+        row_s = 3 * (1e-3 if i < 2 else 1e-5)
+        busy = timeline.busy_s()[ends[i] : ends[i + 1]]
+        assert sum(busy) == pytest.approx(67 * row_s, rel=1e-3)
+        assert max(busy) - min(busy) <= 4 * row_s + 1e-9
+        assert len(busy) == count
+    sent = sum(t.size_bytes for t in timeline.tasks.what if t.kind.is_send)
+    assert sent == 2 * 2 * 67 * 4 * 4
 
 
 @pytest.mark.parametrize("planner", [GraphPipe, Interval, PipeDream])
