@@ -105,7 +105,7 @@ class Cell:
         request = Request(
             partial(RowCosts, model, profile, self.samples, numbers_per_parameter=2),
             [self.samples // rows for rows in self.workload.rows if self.samples % rows == 0],
-            Limits(self.devices, models.MEMORY_BYTES, shard_counts=(1,)),
+            Limits(self.devices, models.MEMORY_BYTES),
             lambda plan: self.timeline(plan, planner is PipeDream).makespan_s,
         )
         start_s = time.process_time()
@@ -129,6 +129,12 @@ class Row:
     def gain(self, name: str) -> float:
         """Throughput over the chain's."""
         return self.results["chain"].epoch_s / self.results[name].epoch_s
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether every stage of the two compared plans has one device."""
+        plans = (self.results[name].plan for name in ("chain", "GraphPipe"))
+        return all(plan.num_ranks == plan.num_stages for plan in plans)
 
     @property
     def best_gain(self) -> float:
@@ -169,8 +175,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         cut = f"{cell.samples / row.cut_s:,.0f}"
         times = ", ".join(f"{row.search_s[name]:.2f}" for name in PLANNERS)
         yield (
-            f"| {cell.workload.name}, {cell.workload.samples} | {cell.devices} | {shown[0]} | {cut} "
-            f"| {shown[1]} | {shown[2]} | {row.best_gain:.2f} | {row.same_rows_gain:.2f} "
+            f"| {cell.workload.name}, {cell.workload.samples} | {cell.devices} | {shown[0]} "
+            f"| {cut} | {shown[1]} | {shown[2]} | {row.best_gain:.2f} | {row.same_rows_gain:.2f} "
             f"| {row.busy_ratio:.3f} | {times} |"
         )
 
@@ -186,7 +192,7 @@ def control_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def aims(rows: Sequence[Row], controls: Sequence[Row]) -> Iterator[str]:
-    """What was to be reached, and what was."""
+    """Rows of a table: what was to be reached, and what was."""
 
     def gains(word: str, samples: int) -> dict[int, float]:
         found: dict[int, float] = {}
@@ -221,8 +227,11 @@ def aims(rows: Sequence[Row], controls: Sequence[Row]) -> Iterator[str]:
     chained = [r.gain(name) for r in controls for name in PLANNERS]
     within = max(abs(g - 1) for g in chained)
     yield f"| chained branches: 1.0 | off by {within:.4f} | {verdict(within <= 0.01)} |"
-    busy = max(abs(r.busy_ratio - 1) for r in rows)
-    yield f"| equal sums of busy times | off by {busy:.1e} | {verdict(busy <= 0.01)} |"
+    busy = max(abs(r.busy_ratio - 1) for r in rows if r.has_equal_stages)
+    yield (
+        f"| equal sums of busy times, where stages have one device each | off by {busy:.1e} | "
+        f"{verdict(busy <= 0.01)} |"
+    )
     times = [
         r.search_s["GraphPipe"]
         for r in rows
@@ -258,10 +267,10 @@ def page(rows: Sequence[Row], controls: Sequence[Row]) -> str:
         f"{models.MEMORY_BYTES_PER_S / 1e9:.0f} GB/s, with {models.MEMORY_BYTES / 1e9:.0f} GB for "
         f"weights, gradients and kept numbers. An op takes {models.CALL_S * 1e6:.0f} us to launch; "
         "backward takes twice as long as forward. SGD moves "
-        f"{models.UPDATE_NUMBERS * 4} bytes for a parameter; rows of embeddings are updated within "
-        "backward.",
-        f"- Links: {latency_us:.0f} us and {gigabytes / 1e9:.0f} GB/s between any two devices, each "
-        "pair with its own.",
+        f"{models.UPDATE_NUMBERS * 4} bytes for a parameter; rows of embeddings are updated "
+        "within backward.",
+        f"- Links: {latency_us:.0f} us and {gigabytes / 1e9:.0f} GB/s between any two devices, "
+        "each pair with its own.",
         f"- A transformer layer (256 tokens, width 1024) takes the time of b + "
         f"{models.TRANSFORMER_BASE_ROWS} samples for b samples, which fits the 10 % between micro-"
         "batches of 2 and 4 in GraphPipe's case study. Dense layers are 4096 x 4096. Joins are "
@@ -269,27 +278,32 @@ def page(rows: Sequence[Row], controls: Sequence[Row]) -> str:
         "With a heavy join all planners are equal.",
         "- Samples of an optimizer step: the number behind the workload's name, for each device. "
         f"Micro-batches: {', '.join(map(str, TRANSFORMER_ROWS))} samples for transformers, "
-        f"{', '.join(map(str, DENSE_ROWS))} for dense layers, the best one for each planner. One "
-        "device a stage.",
+        f"{', '.join(map(str, DENSE_ROWS))} for dense layers, the best one for each planner. A "
+        "stage may have 1, 2, 4, ... devices, which share the samples of a micro-batch.",
         "- Schedule: fill-drain. With equal stages it takes as long as synchronous 1F1B, which "
         "gnnpipe does not have yet; all micro-batches are counted as held in memory.",
-        "- Chain: PipeDream's dynamic program over the branches one after another; each stage waits "
-        "for the stage before, forward and backward. Second column: the same stages wait for what "
-        "they read only. Interval: dynamic program over the same order with true dependencies. "
-        "GraphPipe: series-parallel dynamic program.",
+        "- Chain: PipeDream's dynamic program over the branches one after another; each stage "
+        "waits for the stage before, forward and backward. Second column: the same stages wait for "
+        "what they read only. Interval: dynamic program over the branches one after another, with "
+        "true dependencies. GraphPipe: series-parallel dynamic program.",
         "",
         "## Throughput, samples a second",
         "",
-        "In brackets: micro-batch, depth, stages. Same micro-batch: gain of GraphPipe's stages with "
-        "the chain's micro-batch; busy: sum of busy times of the two.",
+        "In brackets: micro-batch, depth, stages. Same micro-batch: gain of GraphPipe's stages "
+        "with the chain's micro-batch. Busy: sum of the busy times of GraphPipe's stages over the "
+        "chain's, with this micro-batch; a stage of several devices splits the micro-batch, which "
+        "makes an op slower a sample.",
         "",
         *table(rows),
         "",
-        "The gain is that of depth: with M micro-batches, a chain of S stages takes M + S - 1 times "
-        "the slowest stage, and a DAG of depth D takes M + D - 1 times. Larger micro-batches, which "
-        "a deep chain cannot afford, add some per cent. So the gain depends on the samples of a "
-        "step: with half as many, M is half as large. The optimizer's step, the same for all, "
-        "makes the gain smaller.",
+        "The gain is that of depth: with M micro-batches, a chain of S stages takes M + S - 1 "
+        "times the slowest stage, and a DAG of depth D takes M + D - 1 times. Larger micro-"
+        "batches, which a deep chain cannot afford, add some per cent. So the gain depends on the "
+        "samples of a step: with half as many, M is half as large. The optimizer's step, up to 5 % "
+        "of the time and the same for all, makes the gain smaller. Where PipeDream's cut gains "
+        "nothing from true dependencies, its stages hold the end of a branch and the beginning of "
+        "the next one, which chains the branches; the interval planner counts the longest path "
+        "and avoids this.",
         "",
         f"The interval planner finds a faster plan than GraphPipe's in {ahead} of "
         f"{len(branched_rows)} cells with branches, and a slower one in {behind}.",
@@ -304,6 +318,14 @@ def page(rows: Sequence[Row], controls: Sequence[Row]) -> str:
         "## Aims",
         "",
         *aims(rows, controls),
+        "",
+        "The samples of a step are an assumption, and decide whether the first aims are reached. "
+        "With 64 samples a device and micro-batches of 32, a chain on 16 devices has M = 32 and "
+        "14 or 15 stages: by depth alone the gain is at most (32 + 14) / (32 + 1) = 1.39, and "
+        "larger micro-batches add the rest. The paper's gains, up to 1.61, lie between those of "
+        "64 and 32 samples. A join that shares the stage of a branch's end makes the DAG one stage "
+        "deeper, because this stage waits for the other branches: on 8 devices, MMT has no ninth "
+        "device for its join.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -17,8 +17,9 @@ class PlanningCosts(Protocol):
 
     ``ops``: indices of the ops of one stage. ``shards``: number G of equal devices of the stage.
 
-    Planners rely on two properties: more ops of a stage never take less time or memory, and ops
-    with equal costs, widths and aggregations can replace each other in any stage.
+    Planners rely on three properties: more ops of a stage never take less time or memory; G devices
+    are at most G times as fast as one; and ops with equal costs, widths and aggregations can
+    replace each other in any stage.
     """
 
     @property

@@ -177,7 +177,7 @@ class GraphPipe:
         if last.kind is not PieceKind.PARALLEL:
             return
         for number, share in enumerate(self._shares(last, PieceSide.BEGIN)):
-            if self.costs.least_s(share.mask | earlier[-1].mask) > self._target_s:
+            if self.costs.is_too_slow(share.mask | earlier[-1].mask, self._target_s):
                 continue
             for back in self._solve(self._after_fork(piece, number), behind):
                 mask = share.mask

@@ -1,15 +1,18 @@
 """Planner of stage DAGs by dynamic programming over an order of the units, with true dependencies.
 
 The model is built up in states: sets of units that contain everything the units depend on. A stage
-leads from one state to a larger one. The states are the beginnings of the branch-major order, so a
-stage is an interval of the order; or all such sets, if there are at most ``MOST_STATES``, and then
-every partition into stages is considered. In contrast to a chain, a stage waits only for the stages
+leads from one state to a larger one. The states are the beginnings of a branch-major order, so a
+stage is an interval of the order. Two orders are tried: the lightest branch first, or next to the
+join. If there are at most ``MOST_STATES`` states in all, every state is used, and then every
+partition into stages is considered. In contrast to a chain, a stage waits only for the stages
 that it reads from. The longest path of these dependencies decides how many chunks are in flight,
 and is the second objective after the time of the slowest stage.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import or_
 from typing import NamedTuple
 
 from gnnpipe.planner.series_parallel import decompose
@@ -62,21 +65,48 @@ class Interval:
 
     def __init__(self, costs: StageCosts) -> None:
         """Choose the states."""
+        dag = costs.dag
+        states = _all_states(dag)
+        if states is not None:
+            self.searches = [_StateSearch(costs, states, is_order=False)]
+            return
+        root = decompose(dag, costs.unit_times_s).root
+        orders = {tuple(costs.unit_times_s[u] for u in o): o for o in (root.mirrored, root.units)}
+        # Two orders of the same times are alike, up to names.
+        self.searches = [
+            _StateSearch(costs, [*accumulate((1 << u for u in order), or_, initial=0)], True)
+            for order in orders.values()
+        ]
+
+    def find(self, target_s: float) -> Stages | None:
+        """Return stages of at most ``target_s`` each, with the shortest longest path."""
+        found = [best for one in self.searches if (best := one.best(target_s)) is not None]
+        suffix = min(found, key=_length, default=None)
+        stages: list[Stage] = []
+        while suffix is not None and suffix.stage is not None:
+            stages.append(suffix.stage)
+            suffix = suffix.rest
+        return tuple(stages) or None
+
+
+def _length(suffix: _Suffix) -> tuple[float, int]:
+    return suffix.length, suffix.devices
+
+
+class _StateSearch:
+    """Dynamic program over some states."""
+
+    def __init__(self, costs: StageCosts, states: list[int], is_order: bool) -> None:
+        """``is_order``: each state contains the one before."""
         self.costs, self.dag = costs, costs.dag
-        states = _all_states(costs.dag)
-        self.is_exhaustive = states is not None
-        if states is None:
-            states = [0]
-            for unit in decompose(costs.dag, costs.unit_times_s).root.units:
-                states.append(states[-1] | 1 << unit)
-        self.states = states
+        self.states, self.is_order = states, is_order
         self._read_later = [
             tuple(u for u in members(state) if self.dag.readers[u] & ~state) for state in states
         ]
         self._steps: dict[tuple[int, int], _Step] = {}
 
-    def find(self, target_s: float) -> Stages | None:
-        """Return stages of at most ``target_s`` each, with the shortest longest path."""
+    def best(self, target_s: float) -> _Suffix | None:
+        """Return the stages with the shortest longest path, if any keep to the target."""
         count = len(self.states)
         suffixes: list[list[_Suffix]] = [[] for _ in range(count)]
         suffixes[-1] = [_Suffix(0, 0.0, (), None, None)]
@@ -85,18 +115,13 @@ class Interval:
             for large in range(small + 1, count):
                 if self.states[small] & ~self.states[large]:
                     continue
-                if self.costs.least_s(self.states[large] & ~self.states[small]) > target_s:
-                    if self.is_exhaustive:
-                        continue
-                    break
+                if self.costs.is_too_slow(self.states[large] & ~self.states[small], target_s):
+                    if self.is_order:
+                        break
+                    continue
                 found += self._extended(small, large, suffixes[large], target_s)
             suffixes[small] = self._best(found)
-        best = min(suffixes[0], key=lambda s: (s.length, s.devices), default=None)
-        stages: list[Stage] = []
-        while best is not None and best.stage is not None:
-            stages.append(best.stage)
-            best = best.rest
-        return tuple(stages) or None
+        return min(suffixes[0], key=_length, default=None)
 
     def _extended(
         self, small: int, large: int, suffixes: list[_Suffix], target_s: float

@@ -19,7 +19,8 @@ class _Suffix(NamedTuple):
     """Stages of the units from some place of the order on."""
 
     devices: int
-    num_stages: int
+    length: float
+    """Of all stages, which follow one another."""
     stage: Stage | None
     """The first stage; None at the end."""
     rest: _Suffix | None
@@ -36,25 +37,26 @@ class PipeDream:
         self.order = decompose(costs.dag, costs.unit_times_s).root.units
 
     def find(self, target_s: float) -> Stages | None:
-        """Return the fewest stages of at most ``target_s`` each."""
+        """Return the shortest chain of stages of at most ``target_s`` each."""
         end = len(self.order)
         suffixes: list[list[_Suffix]] = [[] for _ in self.order]
-        suffixes.append([_Suffix(0, 0, None, None)])
+        suffixes.append([_Suffix(0, 0.0, None, None)])
         for begin in reversed(range(end)):
             mask, found = 0, []
             for place in range(begin, end):
                 mask |= 1 << self.order[place]
-                if self.costs.least_s(mask) > target_s:
+                if self.costs.is_too_slow(mask, target_s):
                     break
                 for rest in suffixes[place + 1]:
-                    shards = self.costs.fewest_shards(mask, rest.num_stages, target_s)
+                    shards = self.costs.fewest_shards(mask, rest.length, target_s)
                     if shards:
                         stage, devices = Stage(mask, shards), rest.devices + shards
-                        found.append(_Suffix(devices, rest.num_stages + 1, stage, rest))
-            for one in sorted(found, key=lambda s: (s.devices, s.num_stages)):
+                        length = rest.length + self.costs.length(mask, shards)
+                        found.append(_Suffix(devices, length, stage, rest))
+            for one in sorted(found, key=lambda s: s[:2]):
                 kept = suffixes[begin]
                 if one.devices <= self.costs.limits.devices and (
-                    not kept or one.num_stages < kept[-1].num_stages
+                    not kept or one.length < kept[-1].length
                 ):
                     kept.append(one)
         if not suffixes[0]:

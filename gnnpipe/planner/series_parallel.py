@@ -42,6 +42,14 @@ class Piece:
         return tuple(unit for part in self.parts for unit in part.units)
 
     @cached_property
+    def mirrored(self) -> tuple[int, ...]:
+        """All units, with the parts of every parallel piece in reverse."""
+        if self.kind is PieceKind.UNIT:
+            return (self.unit,)
+        parts = self.parts if self.kind is PieceKind.SERIES else reversed(self.parts)
+        return tuple(unit for part in parts for unit in part.mirrored)
+
+    @cached_property
     def mask(self) -> int:
         """The units as a mask."""
         return sum(1 << unit for unit in self.units)

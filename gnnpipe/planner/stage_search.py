@@ -11,7 +11,7 @@ leave the stage and return, whichever takes longer, plus the chunk's part of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -32,8 +32,9 @@ WIDER_TARGETS = (1.05, 1.1, 1.2, 1.5)
 """Multiples of the least time that are also tried: fewer stages may be faster with few chunks."""
 MOST_SIMULATED = 3
 """Plans that are simulated, the best by the closed form first."""
-SIMULATED_WITHIN = 1.05
-"""A plan is simulated if the closed form is at most so many times that of the best plan."""
+SIMULATED_WITHIN = 1.25
+"""A plan is simulated if the closed form is at most so many times that of the best plan: the form
+is up to 20 % too long where gradient sums overlap with the drain."""
 
 
 class InFlight(Enum):
@@ -88,7 +89,6 @@ class StageCosts:
     _sets: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     _times_s: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _bytes: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    _floors_s: dict[int, float] = field(default_factory=dict)
     _lengths: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def _both_s(self, mask: int, shards: int) -> tuple[float, float]:
@@ -123,19 +123,27 @@ class StageCosts:
         """Return the time of a stage; the largest one of a plan is the planners' objective."""
         return self._both_s(mask, shards)[1]
 
-    def least_s(self, mask: int) -> float:
-        """Return the least time of a stage without messages: more units never take less."""
-        if mask not in self._floors_s:
-            counts = self.limits.shard_counts
-            self._floors_s[mask] = min(self._both_s(mask, shards)[0] for shards in counts)
-        return self._floors_s[mask]
+    def is_too_slow(self, mask: int, target_s: float) -> bool:
+        """Whether a stage misses the target on any number of devices, even without messages.
+
+        With more units a stage is too slow all the more.
+        """
+        return not any(
+            self._both_s(mask, shards)[0] <= target_s for shards in self._counts(mask, target_s)
+        )
+
+    def _counts(self, mask: int, target_s: float) -> Iterator[int]:
+        """Yield the numbers of devices that may be enough: G are at most G times as fast."""
+        counts = self.limits.shard_counts
+        device_s = self._both_s(mask, counts[0])[0] * counts[0]
+        return (shards for shards in counts if device_s <= target_s * shards * (1 + 1e-9))
 
     def fewest_shards(self, mask: int, behind: float, target_s: float) -> int:
         """Return the fewest devices on which a stage keeps to the target and fits; 0: none do.
 
         ``behind``: length of the longest path from the stages that read from the stage.
         """
-        for shards in self.limits.shard_counts:
+        for shards in self._counts(mask, target_s):
             if self.time_s(mask, shards) <= target_s and self._fits(mask, shards, behind):
                 return shards
         return 0
@@ -307,10 +315,15 @@ def search(planner_of: Callable[[StageCosts], TargetSearch], request: Request) -
 def _candidates(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
     """Return different stages for one number of chunks."""
     found = falling_targets(costs, planner)
-    least_s = costs.bottleneck_s(found[-1]) if found else 0.0
-    wider = [planner.find(least_s * factor) for factor in WIDER_TARGETS if found]
+    if found:
+        least_s = costs.bottleneck_s(found[-1])
+        best_s = costs.pipeline_s(found[-1], planner.is_chain)
+        for factor in WIDER_TARGETS:
+            # Only a shorter path can make up for slower stages.
+            if (costs.costs.chunks - 1) * least_s * factor < best_s:
+                stages = planner.find(least_s * factor)
+                found += [stages] if stages is not None else []
     alone = costs.fewest_shards(costs.dag.everything, 0, math.inf)
-    found += [stages for stages in wider if stages is not None]
     found += [(Stage(costs.dag.everything, alone),)] if alone else []
     return list(dict.fromkeys(found))
 
